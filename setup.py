@@ -1,7 +1,8 @@
-"""What pyproject.toml cannot say: the C++ kernels of cpu_kernels are compiled where there is a compiler for them.
+"""What pyproject.toml cannot say: the C++ kernels of cpu_kernels are compiled where there is a
+compiler for them.
 
-Without one, or where compilation fails, kvq is installed all the same and runs on XLA; `kvq doctor` says so. Nothing is compiled later.
-For a checkout: `python setup.py build_ext --inplace`.
+Without one, or where compilation fails, kvq is installed all the same and runs on XLA; `kvq doctor`
+says so. Nothing is compiled later. For a checkout: `python setup.py build_ext --inplace`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = pathlib.Path("cpu_kernels/csrc")
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
-# A kernel is compiled once for each kind of processor, and the one that runs it chooses (csrc/split.cc).
+# A kernel is compiled once for each kind of processor, and the one that runs it chooses
+# (csrc/split.cc).
 PROCESSORS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
@@ -38,11 +40,14 @@ def compiler() -> str:
 
 
 def headers() -> pathlib.Path:
-    """Return the folder of XLA's headers: those of the environment that kvq is installed into, or of the one that builds it.
+    """Return the folder of XLA's headers: those of the environment that kvq is installed into, or
+    of the one that builds it.
 
     A handler that was compiled with older headers runs in a newer JAX, but not the other way round.
     """
-    places = [pathlib.Path(sysconfig.get_path(name)) for name in ("platlib", "purelib")] + [pathlib.Path(p) for p in sys.path if p]
+    places = [pathlib.Path(sysconfig.get_path(name)) for name in ("platlib", "purelib")] + [
+        pathlib.Path(p) for p in sys.path if p
+    ]
     for place in places:
         if (place / "jaxlib/include/xla/ffi/api/ffi.h").is_file():
             return place / "jaxlib/include"
@@ -50,8 +55,11 @@ def headers() -> pathlib.Path:
 
 
 def digest() -> str:
-    """Return a hash of the sources: the library that was compiled from others is not used (cpu_kernels/library.py does the same)."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))).hexdigest()[:16]
+    """Return a hash of the sources: the library that was compiled from others is not used
+    (cpu_kernels/library.py does the same)."""
+    return hashlib.sha256(
+        b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
+    ).hexdigest()[:16]
 
 
 class BuildKernels(build_ext):
@@ -68,20 +76,39 @@ class BuildKernels(build_ext):
             self._compile(pathlib.Path(self.get_ext_fullpath(ext.name)))
         except (OSError, subprocess.CalledProcessError) as error:
             detail = getattr(error, "stderr", "") or str(error)
-            self.warn(f"cpu_kernels was not compiled, attention on a CPU will run on XLA: {detail.strip()[:2000]}")
+            self.warn(
+                "cpu_kernels was not compiled, attention on a CPU will run on XLA:"
+                f" {detail.strip()[:2000]}"
+            )
 
     def _compile(self, target: pathlib.Path) -> None:
         program, folder = compiler(), headers()
-        with tempfile.TemporaryDirectory() as temporary, concurrent.futures.ThreadPoolExecutor() as threads:
+        with (
+            tempfile.TemporaryDirectory() as temporary,
+            concurrent.futures.ThreadPoolExecutor() as threads,
+        ):
 
             def compiled(name: str, *flags: str) -> str:
                 made = f"{temporary}/{name}.o"
-                command = [program, *COMMON, *flags, "-isystem", str(folder), "-c", str(SOURCES / f"{name}.cc"), "-o", made]
+                command = [
+                    program,
+                    *COMMON,
+                    *flags,
+                    "-isystem",
+                    str(folder),
+                    "-c",
+                    str(SOURCES / f"{name}.cc"),
+                    "-o",
+                    made,
+                ]
                 subprocess.run(command, check=True, capture_output=True, text=True)
                 return made
 
             processors = PROCESSORS if platform.machine().lower() in ("x86_64", "amd64") else {}
-            kernels = {name: threads.submit(compiled, f"attention_{name}", *flags) for name, flags in processors.items()}
+            kernels = {
+                name: threads.submit(compiled, f"attention_{name}", *flags)
+                for name, flags in processors.items()
+            }
             objects, defined = [compiled("attention_baseline")], []
             for name, kernel in kernels.items():
                 try:
@@ -90,10 +117,19 @@ class BuildKernels(build_ext):
                     self.warn(f"no kernel for {name}: {error.stderr[:2000]}")
                 else:
                     defined.append(f"-DKVQ_{name.upper()}")
-            objects += [compiled("split", *defined), compiled("store"), compiled("ffi", f'-DKVQ_SOURCES="{digest()}"')]
+            objects += [
+                compiled("split", *defined),
+                compiled("store"),
+                compiled("ffi", f'-DKVQ_SOURCES="{digest()}"'),
+            ]
             target.parent.mkdir(parents=True, exist_ok=True)
             linked = f"{temporary}/linked"
-            subprocess.run([program, "-shared", "-pthread", *objects, "-o", linked], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [program, "-shared", "-pthread", *objects, "-o", linked],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
             shutil.copyfile(linked, temporary_beside := f"{target}.new")
             os.replace(temporary_beside, target)  # a process that has loaded the old one keeps it
 

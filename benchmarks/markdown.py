@@ -16,11 +16,21 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
-    """Render a page's title, and the paragraph that tells what made its numbers and where they lie."""
-    versions = [f"JAX {report.jax_version}", *([f"Python {report.python_version}"] if report.python_version else [])]
+    """Render a page's title, and the paragraph that tells what made its numbers and where they
+    lie."""
+    versions = [
+        f"JAX {report.jax_version}",
+        *([f"Python {report.python_version}"] if report.python_version else []),
+    ]
     versions += [f"commit {report.commit}"] if report.commit else []
-    made = f"`{report.command}` on {report.date}{report.device and f', device {report.device}'}; {', '.join(versions)}."
-    return [f"# {report.title}", " ".join([made, *said, f"Raw numbers: [{file.name}]({file.name})."])]
+    made = (
+        f"`{report.command}` on {report.date}{report.device and f', device {report.device}'};"
+        f" {', '.join(versions)}."
+    )
+    return [
+        f"# {report.title}",
+        " ".join([made, *said, f"Raw numbers: [{file.name}]({file.name})."]),
+    ]
 
 
 def bracket(interval: tuple[float, float], format: str) -> str:

@@ -1,8 +1,9 @@
-"""Decode steps of a small random Llama on eight virtual devices of this CPU, against one, and what their collectives cost.
+"""Decode steps of a small random Llama on eight virtual devices of this CPU, against one, and what
+their collectives cost.
 
-Virtual devices share this machine's cores, so nothing gets faster: what the rows show is how much the splitting itself adds. The
-collectives of a step are counted in its compiled program, and timed apart: as many fp32 sums over the mesh, of the same sizes, one after
-the other.
+Virtual devices share this machine's cores, so nothing gets faster: what the rows show is how much
+the splitting itself adds. The collectives of a step are counted in its compiled program, and timed
+apart: as many fp32 sums over the mesh, of the same sizes, one after the other.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ BATCH, LAYERS, HEAD_DIM, GROUP = 4, 4, 64, 4
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A step through one cache on one mesh ("" for a single device). Times are in ms: the median, and all samples of a step.
+    """A step through one cache on one mesh ("" for a single device). Times are in ms: the median,
+    and all samples of a step.
 
-    error: of the logits, relative to those of one device. collectives: of a step; their bytes are those of the
+    error: of the logits, relative to those of one device. collectives: of a step; their bytes are
+    those of the
     results on each device, all taken for fp32.
     """
 
@@ -67,7 +70,11 @@ def collective_sizes(program: jax.stages.Compiled) -> list[int]:
     """Return how many numbers each collective of a compiled step gives."""
     found = []
     for line in (program.as_text() or "").splitlines():
-        match = re.search(r"= (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", line)
+        match = re.search(
+            r"= (.*?)"
+            r" (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+            line,
+        )
         if match:
             shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
             found.append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
@@ -85,7 +92,8 @@ def timed(call: Callable[[], object], rounds: int) -> tuple[float, ...]:
 
 
 def collectives_ms(placement: kvq.Placement, sizes: Sequence[int], rounds: int) -> float:
-    """Return the median time of sums of so many floats over all devices, each of which waits for the one before."""
+    """Return the median time of sums of so many floats over all devices, each of which waits for
+    the one before."""
     if not sizes:
         return 0.0
     axes = placement.mesh.axis_names
@@ -95,7 +103,15 @@ def collectives_ms(placement: kvq.Placement, sizes: Sequence[int], rounds: int) 
             start = jax.lax.psum(jnp.broadcast_to(start, (size,)), axes)[0] / DEVICES
         return start
 
-    run = jax.jit(jax.shard_map(sums, mesh=placement.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            sums,
+            mesh=placement.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
     start = jax.device_put(jnp.ones(()), placement.everywhere)
     return statistics.median(timed(lambda: run(start), rounds))
 
@@ -124,20 +140,49 @@ def measured(spec: str, tokens: int, meshes: Sequence[str], rounds: int) -> list
         samples = timed(one, rounds)
         apart = collectives_ms(placement, sizes, rounds) if placement else 0.0
         error = relative_error(jnp.asarray(logits), jnp.asarray(expected))
-        rows.append(Row(spec, mesh, tokens, statistics.median(samples), samples, len(sizes), 4 * sum(sizes), apart, error))
-        begun = f"{spec:14} {mesh or 'one device':18} {tokens:6} tokens {rows[-1].step_ms:8.2f} ms a step"
-        print(f"{begun}, {len(sizes):3} collectives of {4 * sum(sizes):7} bytes {apart:7.2f} ms, error {error:.1e}", flush=True)
+        rows.append(
+            Row(
+                spec,
+                mesh,
+                tokens,
+                statistics.median(samples),
+                samples,
+                len(sizes),
+                4 * sum(sizes),
+                apart,
+                error,
+            )
+        )
+        begun = (
+            f"{spec:14} {mesh or 'one device':18} {tokens:6} tokens {rows[-1].step_ms:8.2f} ms a"
+            " step"
+        )
+        print(
+            f"{begun}, {len(sizes):3} collectives of {4 * sum(sizes):7} bytes {apart:7.2f} ms,"
+            f" error {error:.1e}",
+            flush=True,
+        )
     return rows
 
 
 def page(report: MeshReport, file: pathlib.Path) -> str:
     """Render a table for each number of tokens."""
     said = (
-        f"{LAYERS} layers, {report.batch} rows, {DEVICES} virtual devices that share {report.cores} cores: a step is not meant to get "
-        "faster here. The collectives of a step were counted in its compiled program and timed apart, one after the other."
+        f"{LAYERS} layers, {report.batch} rows, {DEVICES} virtual devices that share {report.cores}"
+        " cores: a step is not meant to get faster here. The collectives of a step were counted in"
+        " its compiled program and timed apart, one after the other."
     )
     parts = head(report, file, said)
-    names = ("cache", "mesh", "median ms", "to one device", "collectives", "their bytes", "their ms, apart", "error")
+    names = (
+        "cache",
+        "mesh",
+        "median ms",
+        "to one device",
+        "collectives",
+        "their bytes",
+        "their ms, apart",
+        "error",
+    )
     for tokens in dict.fromkeys(row.tokens for row in report.rows):
         rows = [row for row in report.rows if row.tokens == tokens]
         one = {row.cache: row.step_ms for row in rows if not row.mesh}
@@ -147,25 +192,70 @@ def page(report: MeshReport, file: pathlib.Path) -> str:
 
 
 def _line(row: Row, one_ms: float) -> tuple[str, ...]:
-    of_step = f"`{row.cache}`", f"`{row.mesh}`" if row.mesh else "one device", f"{row.step_ms:.2f}", f"{row.step_ms / one_ms:.2f}"
-    return *of_step, str(row.collectives), f"{row.collective_bytes:,}", f"{row.collectives_ms:.2f}", f"{row.error:.1e}"
+    of_step = (
+        f"`{row.cache}`",
+        f"`{row.mesh}`" if row.mesh else "one device",
+        f"{row.step_ms:.2f}",
+        f"{row.step_ms / one_ms:.2f}",
+    )
+    return (
+        *of_step,
+        str(row.collectives),
+        f"{row.collective_bytes:,}",
+        f"{row.collectives_ms:.2f}",
+        f"{row.error:.1e}",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cache", action="append", metavar="SPEC", help="may be repeated (default: dense, kivi:bits=4, innerq:bits=2)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 16384], metavar="N", help="held by the caches")
-    parser.add_argument("--rounds", type=int, default=24, metavar="R", help="timed steps (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="two meshes, 256 tokens, two steps: to see that it runs")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mesh", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--cache",
+        action="append",
+        metavar="SPEC",
+        help="may be repeated (default: dense, kivi:bits=4, innerq:bits=2)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1024, 16384],
+        metavar="N",
+        help="held by the caches",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=24, metavar="R", help="timed steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two meshes, 256 tokens, two steps: to see that it runs",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)
-    with contextlib.suppress(RuntimeError):  # JAX has started already: then it has as many devices as it has
+    with contextlib.suppress(
+        RuntimeError
+    ):  # JAX has started already: then it has as many devices as it has
         jax.config.update("jax_num_cpu_devices", DEVICES)
     if len(jax.devices()) < DEVICES:
-        parser.error(f"JAX has started with {len(jax.devices())} devices; run it as a process of its own, on the CPU")
-    caches = args.cache or (["kivi:bits=4"] if args.quick else ["dense", "kivi:bits=4", "innerq:bits=2"])
-    lengths, meshes, rounds = ([256], MESHES[2:4], 2) if args.quick else (args.tokens, MESHES, args.rounds)
-    rows = tuple(row for spec in caches for tokens in lengths for row in measured(spec, tokens, meshes, rounds))
+        parser.error(
+            f"JAX has started with {len(jax.devices())} devices; run it as a process of its own, on"
+            " the CPU"
+        )
+    caches = args.cache or (
+        ["kivi:bits=4"] if args.quick else ["dense", "kivi:bits=4", "innerq:bits=2"]
+    )
+    lengths, meshes, rounds = (
+        ([256], MESHES[2:4], 2) if args.quick else (args.tokens, MESHES, args.rounds)
+    )
+    rows = tuple(
+        row
+        for spec in caches
+        for tokens in lengths
+        for row in measured(spec, tokens, meshes, rounds)
+    )
     if args.json:
         command = header(("benchmarks.mesh", *arguments(argv)))
         title = f"Decode steps of a Llama with {LAYERS} layers on {DEVICES} virtual devices"

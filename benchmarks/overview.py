@@ -1,8 +1,10 @@
-"""Size and quality of a dozen caches in one table: bytes of an 8B model's cache, and KL to full precision on a small model.
+"""Size and quality of a dozen caches in one table: bytes of an 8B model's cache, and KL to full
+precision on a small model.
 
-Sizes are counted from a cache's layout at the dimensions of Llama 3.1 8B, exactly. KL is measured through the real cache: tokens of the
-text go one after the other through windows and codes, as in generation, after a prompt that gives methods their statistics. Every cache has
-its method's default windows. What a method must learn from a text it learns from another one.
+Sizes are counted from a cache's layout at the dimensions of Llama 3.1 8B, exactly. KL is measured
+through the real cache: tokens of the text go one after the other through windows and codes, as in
+generation, after a prompt that gives methods their statistics. Every cache has its method's default
+windows. What a method must learn from a text it learns from another one.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ CACHES = (
 class OverviewRow:
     """Size of one cache of the large model, and its quality on the small one.
 
-    stored_bits, cache_bytes and ratio are of the whole cache at the report's context: windows, scales and statistics included; ratio is
-    the bytes of bf16 keys and values over these. body_share: the share of the cached tokens, over all scored positions, that were read
-    from the cache's body, where every method but `dense` quantizes. measured: on the small model.
+    stored_bits, cache_bytes and ratio are of the whole cache at the report's context: windows,
+    scales and statistics included; ratio is the bytes of bf16 keys and values over these.
+    body_share: the share of the cached tokens, over all scored positions, that were read from the
+    cache's body, where every method but `dense` quantizes. measured: on the small model.
     """
 
     cache: str
@@ -67,7 +70,8 @@ class OverviewRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverviewReport(Report):
-    """Rows and what they were measured on. Of each window the first `prompt` tokens are prefilled, and the others scored."""
+    """Rows and what they were measured on. Of each window the first `prompt` tokens are prefilled,
+    and the others scored."""
 
     sized_model: str
     context: int
@@ -89,16 +93,30 @@ def size(cache: str, config: LlamaConfig, context: int) -> dict[str, Any]:
     }
 
 
-def body_share(cache: str, config: LlamaConfig, window: int, positions: Int[np.ndarray, " n"]) -> float:
-    """Return the share of the tokens before these positions that lie in the body, averaged over layers."""
+def body_share(
+    cache: str, config: LlamaConfig, window: int, positions: Int[np.ndarray, " n"]
+) -> float:
+    """Return the share of the tokens before these positions that lie in the body, averaged over
+    layers."""
     plans = kvq.layout(cache, config, 1, window).plans
-    return float(np.mean([np.asarray(plan.regions.body(jnp.asarray(positions))).sum() / positions.sum() for plan in plans]))
+    return float(
+        np.mean(
+            [
+                np.asarray(plan.regions.body(jnp.asarray(positions))).sum() / positions.sum()
+                for plan in plans
+            ]
+        )
+    )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure everything that an earlier run of the same command has not, and write the report. ValueError where the text is too short."""
+    """Measure everything that an earlier run of the same command has not, and write the report.
+    ValueError where the text is too short."""
     bench = Bench(options)
-    wanted = [Wanted(str(kvq.parse(cache)), other_text=False, variant=PLAIN, fake=False) for cache in options.cache]
+    wanted = [
+        Wanted(str(kvq.parse(cache)), other_text=False, variant=PLAIN, fake=False)
+        for cache in options.cache
+    ]
     bench.measure(wanted)
     config, large = bench.model(PLAIN).config, llama_8b.llama_config()
     positions = np.arange(options.prompt + 1, options.window)
@@ -135,41 +153,69 @@ def readme_table(report: OverviewReport) -> str:
 
 
 def _readme_line(row: OverviewRow) -> tuple[str, ...]:
-    return f"`{row.cache}`", f"{row.stored_bits:.2f}", f"{row.measured.kl:.4f}", f"{row.cache_bytes / 2**30:.2f} GiB"
+    return (
+        f"`{row.cache}`",
+        f"{row.stored_bits:.2f}",
+        f"{row.measured.kl:.4f}",
+        f"{row.cache_bytes / 2**30:.2f} GiB",
+    )
 
 
 def verdict(report: OverviewReport) -> str:
     """Say which caches of `readme_table` to take."""
-    return sentence([Choice(row.stored_bits, row.measured.kl, f"`{row.cache}` (KL {row.measured.kl:.2g})") for row in report.rows])
+    return sentence(
+        [
+            Choice(row.stored_bits, row.measured.kl, f"`{row.cache}` (KL {row.measured.kl:.2g})")
+            for row in report.rows
+        ]
+    )
 
 
 def headline(report: OverviewReport) -> str:
     """Say what the columns of `readme_table` are."""
     return (
-        f"Stored bits of an element and bytes are of a whole bf16 cache of {report.sized_model} at {report.context} tokens, exactly; KL to "
-        f"full precision is measured on {report.measured_model}, through the real cache ([more](overview.md)):"
+        f"Stored bits of an element and bytes are of a whole bf16 cache of {report.sized_model} at"
+        f" {report.context} tokens, exactly; KL to full precision is measured on"
+        f" {report.measured_model}, through the real cache ([more](overview.md)):"
     )
 
 
 def page(report: OverviewReport, file: pathlib.Path) -> str:
     """Render the page of the results."""
-    columns = ("cache", "stored bits", "GiB", "bf16 / cache", "KL", "perplexity", "same top token", "bits there", "read from the body")
+    columns = (
+        "cache",
+        "stored bits",
+        "GiB",
+        "bf16 / cache",
+        "KL",
+        "perplexity",
+        "same top token",
+        "bits there",
+        "read from the body",
+    )
     measured = report.rows[0].measured
     said = (
-        f"Stored bits of an element, bytes and their ratio to bf16 are of a whole cache of {report.sized_model} at {report.context} "
-        "tokens: windows, scales and statistics included, counted from its layout. KL to full precision, perplexity and the share of equal "
-        f"likeliest tokens are means of {measured.tokens} tokens of {report.text}, read through the real cache of {report.measured_model}: "
-        f"{len(measured.window_kl)} windows of {report.window} tokens, of each the first {report.prompt} prefilled and the others decoded "
-        "one after the other; brackets hold 95 % bootstrap intervals over the windows. Bits there are those of a body element of that "
-        "smaller model, where fewer elements share a scale. The last column is the share of the tokens before a scored one that lay in the "
-        "cache's body, which all but `dense` quantize. Each cache has its method's default windows; "
-        "`kvquant` and `waterfill` are calibrated on "
-        f"{report.calibration_text}."
+        "Stored bits of an element, bytes and their ratio to bf16 are of a whole cache of"
+        f" {report.sized_model} at {report.context} tokens: windows, scales and statistics"
+        " included, counted from its layout. KL to full precision, perplexity and the share of"
+        f" equal likeliest tokens are means of {measured.tokens} tokens of {report.text}, read"
+        f" through the real cache of {report.measured_model}: {len(measured.window_kl)} windows of"
+        f" {report.window} tokens, of each the first {report.prompt} prefilled and the others"
+        " decoded one after the other; brackets hold 95 % bootstrap intervals over the windows."
+        " Bits there are those of a body element of that smaller model, where fewer elements share"
+        " a scale. The last column is the share of the tokens before a scored one that lay in the"
+        " cache's body, which all but `dense` quantize. Each cache has its method's default"
+        f" windows; `kvquant` and `waterfill` are calibrated on {report.calibration_text}."
     )
     for row in report.rows:
         if "k" in row.measured.dropped:
-            said += f" Of the keys' outliers of `{row.cache}` {row.measured.dropped['k']:.1%} found no slot."
-    return "\n\n".join([*head(report, file, said), table(columns, map(_line, report.rows)), verdict(report)])
+            said += (
+                f" Of the keys' outliers of `{row.cache}` {row.measured.dropped['k']:.1%} found no"
+                " slot."
+            )
+    return "\n\n".join(
+        [*head(report, file, said), table(columns, map(_line, report.rows)), verdict(report)]
+    )
 
 
 def _line(row: OverviewRow) -> tuple[str, ...]:
@@ -194,7 +240,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches to measure")
+    parser.add_argument(
+        "--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches to measure"
+    )
     options = parser.parse_args(argv)
     try:
         run(options)

@@ -1,6 +1,8 @@
-"""The table of docs/scale.md: what each of eight H200s holds and reads of a Llama 8B and 70B, as `kvq memory --mesh auto` counts it.
+"""The table of docs/scale.md: what each of eight H200s holds and reads of a Llama 8B and 70B, as
+`kvq memory --mesh auto` counts it.
 
-Nothing runs and nothing is measured: bytes are those of arrays that are described, times those of the formula in memory_mesh.py.
+Nothing runs and nothing is measured: bytes are those of arrays that are described, times those of
+the formula in memory_mesh.py.
 """
 
 from __future__ import annotations
@@ -21,11 +23,23 @@ DEVICE, DEVICES = KNOWN["h200"], 8
 MODELS = {
     "8B": llama_config(),
     "70B": dataclasses.replace(
-        llama_config(80), hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, head_dim=128
+        llama_config(80),
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
     ),
 }
 SIZES = ((128, "K", 64), (1, "M", 1), (10, "M", 1))  # tokens and rows
-CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "kvquant:bits=3", "xquant_cl:bits=2")
+CACHES = (
+    "dense",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "innerq:bits=2",
+    "kvquant:bits=3",
+    "xquant_cl:bits=2",
+)
 PAGE = pathlib.Path(__file__).parents[1] / "docs/scale.md"
 HEAD = (
     "model", "context x batch", "cache", "placement", "weights", "cache", "other", "total", "fits", "read in a step", "collectives",
@@ -38,10 +52,32 @@ def row(model: str, size: tuple[int, str, int], cache: str) -> tuple[str, ...]:
     count, unit, batch = size
     context = count << {"K": 10, "M": 20}[unit]
     sizes = batch, context, "bfloat16", memory_mesh.AUTO, DEVICES
-    found = memory_mesh.Share(**memory_mesh.describe(kvq.parse(cache), MODELS[model], *sizes, DEVICE))
-    held = found.weight_bytes, found.body_bytes + found.window_bytes, found.parameter_bytes + found.working_bytes, found.total_bytes
-    fits, step = "yes" if found.fits else "no", (f"{found.read_bytes / 1e9:.1f}", str(found.collectives), f"{found.milliseconds:.1f}")
-    return model, f"{count}{unit} x {batch}", f"`{cache}`", found.placement, *(f"{size / 1e9:.1f}" for size in held), fits, *step
+    found = memory_mesh.Share(
+        **memory_mesh.describe(kvq.parse(cache), MODELS[model], *sizes, DEVICE)
+    )
+    held = (
+        found.weight_bytes,
+        found.body_bytes + found.window_bytes,
+        found.parameter_bytes + found.working_bytes,
+        found.total_bytes,
+    )
+    fits, step = (
+        "yes" if found.fits else "no",
+        (
+            f"{found.read_bytes / 1e9:.1f}",
+            str(found.collectives),
+            f"{found.milliseconds:.1f}",
+        ),
+    )
+    return (
+        model,
+        f"{count}{unit} x {batch}",
+        f"`{cache}`",
+        found.placement,
+        *(f"{size / 1e9:.1f}" for size in held),
+        fits,
+        *step,
+    )
 
 
 def rows() -> Iterator[tuple[str, ...]]:
@@ -50,7 +86,9 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks.placements", description=(__doc__ or "").partition("\n")[0]).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.placements", description=(__doc__ or "").partition("\n")[0]
+    ).parse_args()
     text = PAGE.read_text()
     begin = text.index("| model | context x batch |")
     end = text.index("\n\n", begin)

@@ -1,8 +1,10 @@
-"""The JSON file of a benchmark: a header, which says what was run, when and on what, and the rows that were measured.
+"""The JSON file of a benchmark: a header, which says what was run, when and on what, and the rows
+that were measured.
 
-A benchmark derives its report from `Report` and adds its fields: numbers, strings, dataclasses, and tuples, lists and dicts of them. Files
-are read by the types of the fields. Fields that a file lacks take their defaults, and what a file lists under "derived" is left out: it
-follows from the rest and is there for readers of the file.
+A benchmark derives its report from `Report` and adds its fields: numbers, strings, dataclasses, and
+tuples, lists and dicts of them. Files are read by the types of the fields. Fields that a file lacks
+take their defaults, and what a file lists under "derived" is left out: it follows from the rest and
+is there for readers of the file.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ RESULTS = pathlib.Path(__file__).parent / "results"  # the committed reports and
 def _commit() -> str:
     command = ("git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+")
     try:
-        return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=RESULTS, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -47,9 +51,11 @@ COMMIT = _commit()  # of the sources as they are when they are read, not when a 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The header of every report. Files that were made before a benchmark recorded its device, Python version or commit have "" there.
+    """The header of every report. Files that were made before a benchmark recorded its device,
+    Python version or commit have "" there.
 
-    commit: of the project's sources, with "+" where files differed from it; "" outside a repository.
+    commit: of the project's sources, with "+" where files differed from it; "" outside a
+    repository.
     """
 
     title: str = ""
@@ -71,7 +77,8 @@ class Report:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that this class wrote. TypeError where its fields are not those of the class."""
+        """Read a file that this class wrote. TypeError where its fields are not those of the
+        class."""
         return from_json(cls, json.loads(pathlib.Path(path).read_text(encoding="utf-8")))
 
 
@@ -111,10 +118,17 @@ _kinds = functools.cache(typing.get_type_hints)
 
 
 def from_json(kind: Any, given: Any) -> Any:
-    """Build a value of an annotated type (a report, a row) from what JSON made of it. TypeError where the fields differ."""
+    """Build a value of an annotated type (a report, a row) from what JSON made of it. TypeError
+    where the fields differ."""
     if dataclasses.is_dataclass(kind):
         kinds = _kinds(kind)
-        return typing.cast(Any, kind)(**{name: from_json(kinds.get(name), found) for name, found in given.items() if name != DERIVED})
+        return typing.cast(Any, kind)(
+            **{
+                name: from_json(kinds.get(name), found)
+                for name, found in given.items()
+                if name != DERIVED
+            }
+        )
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, list):
         return origin(from_json(parts[0], item) for item in given)

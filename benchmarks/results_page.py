@@ -1,4 +1,5 @@
-"""Makes the pages of benchmarks/results from the JSON files there: one for each, and README.md, their index.
+"""Makes the pages of benchmarks/results from the JSON files there: one for each, and README.md,
+their index.
 
 Run it after a benchmark; never edit its output by hand.
 """
@@ -21,7 +22,14 @@ from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
 from benchmarks.overview import OverviewReport
-from benchmarks.quality import joint_weights, key_bias, layer_similarity, long_context_report, outlier_channels, squat_subspace_report
+from benchmarks.quality import (
+    joint_weights,
+    key_bias,
+    layer_similarity,
+    long_context_report,
+    outlier_channels,
+    squat_subspace_report,
+)
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
@@ -39,7 +47,8 @@ CPUs."""
 
 
 class Kind(NamedTuple):
-    """The files whose stem matches a pattern: how they are read and rendered, and what they measure."""
+    """The files whose stem matches a pattern: how they are read and rendered, and what they
+    measure."""
 
     stems: str
     report: type[Report]
@@ -53,15 +62,41 @@ def _always(subject: str) -> Callable[[Any], str]:
 
 KINDS = (
     Kind(
-        "overview", OverviewReport, overview.page, _always("bytes of an 8B model's cache, KL to full precision on the model that it names")
+        "overview",
+        OverviewReport,
+        overview.page,
+        _always("bytes of an 8B model's cache, KL to full precision on the model that it names"),
     ),
-    Kind("instructions*", machine_code.Instructions, machine_code.page, _always("machine instructions for each cached element")),
     Kind(
-        "launches*", launches.LaunchReport, launches.page, _always("what a layer of a decode step launches on a GPU, with estimated times")
+        "instructions*",
+        machine_code.Instructions,
+        machine_code.page,
+        _always("machine instructions for each cached element"),
     ),
-    Kind("quality_*", QualityReport, quality_page.page, _always("perplexity, KL and size of caches, read through the real cache")),
-    Kind("joint_weights*", joint_weights.JointReport, joint_weights.page, _always("perplexity with quantized weights, caches, and both")),
-    Kind("key_bias*", key_bias.BiasReport, key_bias.page, _always("KL of caches of a model with a large key bias, and without the bias")),
+    Kind(
+        "launches*",
+        launches.LaunchReport,
+        launches.page,
+        _always("what a layer of a decode step launches on a GPU, with estimated times"),
+    ),
+    Kind(
+        "quality_*",
+        QualityReport,
+        quality_page.page,
+        _always("perplexity, KL and size of caches, read through the real cache"),
+    ),
+    Kind(
+        "joint_weights*",
+        joint_weights.JointReport,
+        joint_weights.page,
+        _always("perplexity with quantized weights, caches, and both"),
+    ),
+    Kind(
+        "key_bias*",
+        key_bias.BiasReport,
+        key_bias.page,
+        _always("KL of caches of a model with a large key bias, and without the bias"),
+    ),
     Kind(
         "long_context*",
         long_context_report.LongContextReport,
@@ -86,15 +121,34 @@ KINDS = (
         outlier_channels.page,
         _always("how often weights alone name the channel of key outliers"),
     ),
-    Kind("kernels_*", GpuReport, gpu_page.kernels_page, _always("time, bandwidth and error of kernels, the papers' tables")),
-    Kind("step_*", GpuReport, gpu_page.step_page, _always("time and bandwidth of whole decode steps")),
-    Kind("parity_*", GpuReport, gpu_page.parity_page, _always("errors of kernels and of many small steps on a GPU")),
-    Kind("soak*", soak.SoakReport, soak.page, _always("memory, and results against a new cache's, over very many decode steps")),
+    Kind(
+        "kernels_*",
+        GpuReport,
+        gpu_page.kernels_page,
+        _always("time, bandwidth and error of kernels, the papers' tables"),
+    ),
+    Kind(
+        "step_*", GpuReport, gpu_page.step_page, _always("time and bandwidth of whole decode steps")
+    ),
+    Kind(
+        "parity_*",
+        GpuReport,
+        gpu_page.parity_page,
+        _always("errors of kernels and of many small steps on a GPU"),
+    ),
+    Kind(
+        "soak*",
+        soak.SoakReport,
+        soak.page,
+        _always("memory, and results against a new cache's, over very many decode steps"),
+    ),
     Kind(
         "serving_soak*",
         serving_soak.ServingSoakReport,
         serving_soak.page,
-        _always("memory, compilations, and answers against those given alone, over very many requests"),
+        _always(
+            "memory, compilations, and answers against those given alone, over very many requests"
+        ),
     ),
     Kind(
         "serving_start*",
@@ -106,29 +160,66 @@ KINDS = (
         "serving*",
         serving.ServingReport,
         serving.page,
-        _always("requests a second and time to first token through slots, sequences in equal memory, prefixes that come back"),
+        _always(
+            "requests a second and time to first token through slots, sequences in equal memory,"
+            " prefixes that come back"
+        ),
     ),
-    Kind("drafts*", drafts.DraftReport, drafts.page, _always("greedy decoding with drafts looked up in the text, and without")),
-    Kind("mesh*", mesh.MeshReport, mesh.page, _always("decode steps on virtual devices, and what their collectives cost")),
     Kind(
-        "roofline*", roofline.RooflineReport, roofline.page, _always("the CPU kernel's time beside memory's and arithmetic's, instructions")
+        "drafts*",
+        drafts.DraftReport,
+        drafts.page,
+        _always("greedy decoding with drafts looked up in the text, and without"),
     ),
-    Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
+    Kind(
+        "mesh*",
+        mesh.MeshReport,
+        mesh.page,
+        _always("decode steps on virtual devices, and what their collectives cost"),
+    ),
+    Kind(
+        "roofline*",
+        roofline.RooflineReport,
+        roofline.page,
+        _always("the CPU kernel's time beside memory's and arithmetic's, instructions"),
+    ),
+    Kind(
+        "generation*",
+        generation.GenerationReport,
+        generation.page,
+        _always("tokens a second with kvq's caches and with transformers'"),
+    ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )
 
 
 def render(folder: pathlib.Path) -> dict[str, str]:
-    """Return the text of each page by its file's name. ValueError where the folder has no reports."""
+    """Return the text of each page by its file's name. ValueError where the folder has no
+    reports."""
     files = sorted(folder.glob("*.json"))
     if not files:
-        raise ValueError(f"no results in {folder}: run `python -m benchmarks.cpu.attention --json {folder}/attention.json` first")
+        raise ValueError(
+            f"no results in {folder}: run `python -m benchmarks.cpu.attention --json"
+            f" {folder}/attention.json` first"
+        )
     reports = [(file, kind, kind.report.read(file)) for file in files for kind in [kind_of(file)]]
     pages = {f"{file.stem}.md": kind.page(report, file) for file, kind, report in reports}
-    index = [INTRODUCTION, *([] if any(kind.stems == "kernels_*" for _, kind, _ in reports) else [NO_GPU])]
+    index = [
+        INTRODUCTION,
+        *([] if any(kind.stems == "kernels_*" for _, kind, _ in reports) else [NO_GPU]),
+    ]
     for report in (report for _, _, report in reports if isinstance(report, OverviewReport)):
-        index += [overview.headline(report), overview.readme_table(report), overview.verdict(report)]
-    index += ["## Pages", table(("page", "measures", "command", "numbers", "made"), (_line(*entry) for entry in reports))]
+        index += [
+            overview.headline(report),
+            overview.readme_table(report),
+            overview.verdict(report),
+        ]
+    index += [
+        "## Pages",
+        table(
+            ("page", "measures", "command", "numbers", "made"), (_line(*entry) for entry in reports)
+        ),
+    ]
     return {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
 
 
@@ -138,12 +229,25 @@ def kind_of(file: pathlib.Path) -> Kind:
 
 def _line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...]:
     made = f"{report.date}{report.device and f', {report.device}'}"
-    return f"[{report.title}]({file.stem}.md)", kind.subject(report), f"`{report.command}`", f"[{file.name}]({file.name})", made
+    return (
+        f"[{report.title}]({file.stem}.md)",
+        kind.subject(report),
+        f"`{report.command}`",
+        f"[{file.name}]({file.name})",
+        made,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.results_page", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON files are (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.results_page", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--folder",
+        type=pathlib.Path,
+        default=RESULTS,
+        help="where the JSON files are (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     try:
         pages = render(args.folder)

@@ -2,7 +2,8 @@
 
     m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t,    s_t = q . k_t / sqrt(H)
 
-Each task reads up to 1024 tokens of one KV head, for all of its query rows, with online softmax in fp32; tasks are merged exactly.
+Each task reads up to 1024 tokens of one KV head, for all of its query rows, with online softmax in
+fp32; tasks are merged exactly.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from cpu_kernels.library import DECODE_ATTENTION, unavailable
 
 
 class Windows(NamedTuple):
-    """Tokens in full precision, fp32, fp16 or bf16, in two windows of any length. q: the queries that read them, one of each head, not
-    scaled. seen: which tokens, first those of the first window; the others may hold anything."""
+    """Tokens in full precision, fp32, fp16 or bf16, in two windows of any length. q: the queries
+    that read them, one of each head, not scaled. seen: which tokens, first those of the first
+    window; the others may hold anything."""
 
     q: Float[Array, "B K R H"]
     seen: Bool[Array, "B E"]
@@ -29,7 +31,9 @@ class Windows(NamedTuple):
     values: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
 
 
-TOGETHER = 32  # neighbouring tokens of keys before RoPE that are rotated from the position of the first (kDecoded of csrc/body.h)
+# neighbouring tokens of keys before RoPE that are rotated from the position of the first (kDecoded
+# of csrc/body.h)
+TOGETHER = 32
 NEAR = 256  # such runs whose positions are counted from that of the first (kNear)
 WINDOW_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -43,20 +47,33 @@ def decode_attention(
     capacity: int,
     windows: Windows | None = None,
 ) -> tuple[Float[Array, "B K R 1"], Float[Array, "B K R 1"], Float[Array, "B K R H"]]:
-    """Return (m, l, o), fp32, of R = G * T query rows of each KV head, row g * T + t of which sees the first limits[b, t] tokens.
+    """Return (m, l, o), fp32, of R = G * T query rows of each KV head, row g * T + t of which sees
+    the first limits[b, t] tokens.
 
-    q is not scaled. keys, values: a description and the stored arrays [B, K, ...]: words of each plane set, a table if there is one, the
-    scale, the zero point if one is stored, and what else the description asks for (csrc/ffi.cc). windows: attended to as well, where T is
-    1. What lies beyond the limits is never used, whatever it is; m is -1e30 where nothing is seen. Everything is computed in fp32. Raises
-    ValueError where the library is missing; arrays that do not fit the descriptions are an error of XLA when the call runs.
+    q is not scaled. keys, values: a description and the stored arrays [B, K, ...]: words of each
+    plane set, a table if there is one, the scale, the zero point if one is stored, and what else
+    the description asks for (csrc/ffi.cc). windows: attended to as well, where T is
+    1. What lies beyond the limits is never used, whatever it is; m is -1e30 where nothing is seen.
+    Everything is computed in fp32. Raises ValueError where the library is missing; arrays that do
+    not fit the descriptions are an error of XLA when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)
     (k, k_arrays), (v, v_arrays) = keys, values
     columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
-    call = jax.ffi.ffi_call(DECODE_ATTENTION, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)), vmap_method="sequential")
+    call = jax.ffi.ffi_call(
+        DECODE_ATTENTION,
+        (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
+        vmap_method="sequential",
+    )
     arrays = [q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays]
     if windows is not None:
         arrays += [windows.q.astype(jnp.float32), windows.seen, *windows.keys, *windows.values]
-    m, l, o = call(*arrays, keys=k.fields(), values=v.fields(), capacity=np.int64(capacity), windows=windows is not None)
+    m, l, o = call(
+        *arrays,
+        keys=k.fields(),
+        values=v.fields(),
+        capacity=np.int64(capacity),
+        windows=windows is not None,
+    )
     return m, l, o

@@ -1,4 +1,5 @@
-"""The description of the keys, or the values, of a cache's body, as the kernels take it (csrc/body.h)."""
+"""The description of the keys, or the values, of a cache's body, as the kernels take it
+(csrc/body.h)."""
 
 from __future__ import annotations
 
@@ -17,18 +18,24 @@ _DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """vector[t, c] = entry(code[t, c]) * scale + zero, the entry being the code itself or that of a table. Static and hashable.
+    """vector[t, c] = entry(code[t, c]) * scale + zero, the entry being the code itself or that of a
+    table. Static and hashable.
 
-    form: "codes" are that; "rows" are the vectors themselves, [S, H] in scale_dtype; "polar" keys are (r cos(a), r sin(a)) for each of
-    H / 2 pairs, from codes radius << angle_bits | angle, with r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise;
-    "runs" are rows in a calibrated order, of channels in runs of one width each (csrc/runs.h), keys where `rotated` and values where not.
+    form: "codes" are that; "rows" are the vectors themselves, [S, H] in scale_dtype; "polar" keys
+    are (r cos(a), r sin(a)) for each of H / 2 pairs, from codes radius << angle_bits | angle, with
+    r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise; "runs" are rows in
+    a calibrated order, of channels in runs of one width each (csrc/runs.h), keys where `rotated`
+    and values where not.
 
-    bits, low_bits: of a code, and those of its first plane set. channels: H, or H / 2 of polar keys. chunks, width, slots, span: of the
-    plane layout (c, W, n, P). affine: what has a scale and a zero point of its own; stored are [S / group, H] for "token groups", [H /
-    group, S] for "channel groups", [H] for "channels". heads: neighbouring heads that share them. scale_dtype: theirs; 16-bit floats come
-    as uint16 that holds their bits. centre: the code that stands for 0 where no zero point is stored, else None. table: codes index a table
-    of 2^bits entries, fp32. pool: the tokens that share slots for outliers, which are added, of residual_dtype; 0 for none. rotated: keys
-    before RoPE, to be rotated. run_channels: how many channels are stored with 1, 2, ... bits.
+    bits, low_bits: of a code, and those of its first plane set. channels: H, or H / 2 of polar
+    keys. chunks, width, slots, span: of the plane layout (c, W, n, P). affine: what has a scale and
+    a zero point of its own; stored are [S / group, H] for "token groups", [H / group, S] for
+    "channel groups", [H] for "channels". heads: neighbouring heads that share them. scale_dtype:
+    theirs; 16-bit floats come as uint16 that holds their bits. centre: the code that stands for 0
+    where no zero point is stored, else None. table: codes index a table of 2^bits entries, fp32.
+    pool: the tokens that share slots for outliers, which are added, of residual_dtype; 0 for none.
+    rotated: keys before RoPE, to be rotated. run_channels: how many channels are stored with 1, 2,
+    ... bits.
     """
 
     bits: int

@@ -1,6 +1,8 @@
-"""The compiled library of kernels: it is found beside this file, or there is none and XLA does the work.
+"""The compiled library of kernels: it is found beside this file, or there is none and XLA does the
+work.
 
-It is compiled when kvq is installed (setup.py) and never later: nothing here runs a compiler or fetches anything.
+It is compiled when kvq is installed (setup.py) and never later: nothing here runs a compiler or
+fetches anything.
 """
 
 from __future__ import annotations
@@ -15,25 +17,36 @@ import jax
 
 DECODE_ATTENTION, STORE_BLOCKS = TARGETS = "kvq_decode_attention", "kvq_store_blocks"
 _FOLDER = pathlib.Path(__file__).parent
-_REMEDY = "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"
+_REMEDY = (
+    "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"
+)
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return, in one line, why the kernels cannot be called in this process; None where they can, and XLA then knows them."""
+    """Return, in one line, why the kernels cannot be called in this process; None where they can,
+    and XLA then knows them."""
     found = _load()
     if isinstance(found, str):
         return found
     try:
         for target in TARGETS:
-            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu")
-    except Exception as error:  # XLA refuses a library that was compiled with the headers of a later version
-        return f"JAX {jax.__version__} does not take the CPU kernels: {str(error).splitlines()[0]}; {_REMEDY}"
+            jax.ffi.register_ffi_target(
+                target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu"
+            )
+    except (
+        Exception
+    ) as error:  # XLA refuses a library that was compiled with the headers of a later version
+        return (
+            f"JAX {jax.__version__} does not take the CPU kernels: {str(error).splitlines()[0]};"
+            f" {_REMEDY}"
+        )
     return None
 
 
 def instruction_set() -> str | None:
-    """Return the instructions that the kernels use on this processor ("avx512", "avx2", "neon" or "baseline"); None without kernels."""
+    """Return the instructions that the kernels use on this processor ("avx512", "avx2", "neon" or
+    "baseline"); None without kernels."""
     found = _load()
     return None if isinstance(found, str) else found.kvq_kernel_name().decode()
 
@@ -58,8 +71,11 @@ def _load() -> ctypes.CDLL | str:
 
 
 def _digest(default: str) -> str:
-    """Return the hash of the sources as setup.py makes it, or `default` where they are not here, as in an installation."""
+    """Return the hash of the sources as setup.py makes it, or `default` where they are not here, as
+    in an installation."""
     folder = _FOLDER / "csrc"
     if not folder.is_dir():
         return default
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.iterdir()))).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
+    ).hexdigest()[:16]

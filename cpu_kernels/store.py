@@ -1,4 +1,5 @@
-"""Blocks of tokens written into the arrays of a body where they lie, in one call for all arrays and rows."""
+"""Blocks of tokens written into the arrays of a body where they lie, in one call for all arrays and
+rows."""
 
 from __future__ import annotations
 
@@ -20,17 +21,21 @@ def store_blocks(
     axes: Sequence[int],
     entries: Sequence[int],
 ) -> list[Array]:
-    """Return the stored arrays [B, ..., S, ...] with blocks first[b] .. first[b] + count[b] - 1 of row b replaced by its leading new ones.
+    """Return the stored arrays [B, ..., S, ...] with blocks first[b] .. first[b] + count[b] - 1 of
+    row b replaced by its leading new ones.
 
-    blocks: for each array, new blocks [B, ..., W, ...] of the same dtype. axes, entries: for each, which axis S is, and how many of its
-    entries a block has. What would lie outside an array is left out. Nothing else is copied where XLA lets results take the memory of
-    `stored`, as it does for donated caches. Raises ValueError where the library is missing; arrays that do not fit together are an error
-    of XLA when the call runs.
+    blocks: for each array, new blocks [B, ..., W, ...] of the same dtype. axes, entries: for each,
+    which axis S is, and how many of its entries a block has. What would lie outside an array is
+    left out. Nothing else is copied where XLA lets results take the memory of `stored`, as it does
+    for donated caches. Raises ValueError where the library is missing; arrays that do not fit
+    together are an error of XLA when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in stored]
     aliases = {2 + i: i for i in range(len(results))}
-    call = jax.ffi.ffi_call(STORE_BLOCKS, results, vmap_method="sequential", input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(
+        STORE_BLOCKS, results, vmap_method="sequential", input_output_aliases=aliases
+    )
     numbers = {"axes": np.asarray(axes, np.int64), "entries": np.asarray(entries, np.int64)}
     return list(call(first.astype(np.int32), count.astype(np.int32), *stored, *blocks, **numbers))

@@ -29,7 +29,13 @@ from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
 from kvq_jax.cache.parking import park, unpark
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
 from kvq_jax.cache.row_operations import merge_rows, repeat_rows, replace_row, select_rows, trim
-from kvq_jax.cache.serialization import fingerprint, load_beside, load_cache, save_cache, saved_layout
+from kvq_jax.cache.serialization import (
+    fingerprint,
+    load_beside,
+    load_cache,
+    save_cache,
+    saved_layout,
+)
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.methods.registry import METHODS

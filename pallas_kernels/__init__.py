@@ -1,1 +1,2 @@
-"""GPU kernels on plain arrays; imports jax only. docs/kernels.md derives the speed that they can have."""
+"""GPU kernels on plain arrays; imports jax only. docs/kernels.md derives the speed that they can
+have."""

@@ -1,12 +1,13 @@
 """Cosines and sines of position times frequency, exact to fp32 at every position.
 
-The product in fp32 is off by up to 2^-24 of itself, half a radian at position 10 million. So angles are counted in units of 2^-32 turn, as
-32-bit integers, which wrap around where a turn ends:
+The product in fp32 is off by up to 2^-24 of itself, half a radian at position 10 million. So angles
+are counted in units of 2^-32 turn, as 32-bit integers, which wrap around where a turn ends:
 
     p w / 2 pi  =  p (whole + rest) 2^-32,    whole an integer,    |rest| <= 1/2
 
-p * whole is an exact product of integers modulo 2^32, and p * rest is fp32, off by less than two units for |p| up to 2^24. What the
-compiler might contract or reorder are integers, and fp32 products that are exact.
+p * whole is an exact product of integers modulo 2^32, and p * rest is fp32, off by less than two
+units for |p| up to 2^24. What the compiler might contract or reorder are integers, and fp32
+products that are exact.
 
 Kernels compute the same from `units_per_position`, which XLA makes once for all layers of a step.
 """
@@ -32,24 +33,37 @@ class Units(NamedTuple):
 def cos_and_sin(
     positions: Int[Array, "*batch"], frequencies: Float[Array, " half"]
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Return (cos(p w), sin(p w)) in fp32 for positions p and fp32 frequencies w below pi radians per token.
+    """Return (cos(p w), sin(p w)) in fp32 for positions p and fp32 frequencies w below pi radians
+    per token.
 
-    Absolute error at most 2e-7 for |p| up to 2^24, and 1e-6 for every int32, against float64. On a CPU, XLA calls the C library for every
-    cosine and every sine, 11 ns for both; this is one vectorized loop, 1 ns for both. Source: polynomials of Cephes on +- pi / 4.
+    Absolute error at most 2e-7 for |p| up to 2^24, and 1e-6 for every int32, against float64. On a
+    CPU, XLA calls the C library for every cosine and every sine, 11 ns for both; this is one
+    vectorized loop, 1 ns for both. Source: polynomials of Cephes on +- pi / 4.
     """
     return at_positions(positions, units_per_position(frequencies))
 
 
-def at_positions(positions: Int[Array, "*batch"], units: Units) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Return what `cos_and_sin` does, from the units of its frequencies, in operations that kernels have."""
+def at_positions(
+    positions: Int[Array, "*batch"], units: Units
+) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+    """Return what `cos_and_sin` does, from the units of its frequencies, in operations that kernels
+    have."""
     whole, rest = (part.reshape((1,) * positions.ndim + part.shape) for part in units)
     p = positions[..., None].astype(jnp.int32)
-    angle = p * whole + (p.astype(jnp.float32) * rest).astype(jnp.int32)  # cut off: kernels have no rounding
+    angle = p * whole + (p.astype(jnp.float32) * rest).astype(
+        jnp.int32
+    )  # cut off: kernels have no rounding
     quarter = (angle + (1 << 29)) >> 30  # the nearest quarter turn; its two lowest bits count
     x = (angle - (quarter << 30)).astype(jnp.float32) * (2 * math.pi / 2**32)
     square = x * x
-    sine = x + x * square * (-1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4))
-    cosine = 1 - 0.5 * square + square * square * (4.166664568e-2 + square * (-1.388731625e-3 + square * 2.443315712e-5))
+    sine = x + x * square * (
+        -1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4)
+    )
+    cosine = (
+        1
+        - 0.5 * square
+        + square * square * (4.166664568e-2 + square * (-1.388731625e-3 + square * 2.443315712e-5))
+    )
     odd = (quarter & 1) == 1
     cos, sin = jnp.where(odd, sine, cosine), jnp.where(odd, cosine, sine)
     return jnp.where(((quarter + 1) & 2) == 2, -cos, cos), jnp.where((quarter & 2) == 2, -sin, sin)
@@ -58,10 +72,13 @@ def at_positions(positions: Int[Array, "*batch"], units: Units) -> tuple[Float[A
 def units_per_position(frequencies: Float[Array, " half"]) -> Units:
     """Return w 2^32 / 2 pi, for fp32 frequencies w below pi radians per token.
 
-    Both factors are cut into parts of 12 bits, so that every product of two parts is exact in fp32, and so are its integer and its rest.
+    Both factors are cut into parts of 12 bits, so that every product of two parts is exact in fp32,
+    and so are its integer and its rest.
     """
     frequencies = frequencies.astype(jnp.float32)
-    upper = lax.bitcast_convert_type(lax.bitcast_convert_type(frequencies, jnp.uint32) & jnp.uint32(0xFFFFF000), jnp.float32)
+    upper = lax.bitcast_convert_type(
+        lax.bitcast_convert_type(frequencies, jnp.uint32) & jnp.uint32(0xFFFFF000), jnp.float32
+    )
     parts = jnp.stack([upper, frequencies - upper])
 
     def add(i: Int[Array, ""] | int, units: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -76,9 +93,12 @@ def units_per_position(frequencies: Float[Array, " half"]) -> Units:
     def looped(zeros: tuple[Array, Array]) -> tuple[Array, Array]:
         return lax.fori_loop(0, 2, add, zeros)
 
-    # XLA's CPU backend would fuse all of this into the loop over positions; it fuses nothing into another loop
+    # XLA's CPU backend would fuse all of this into the loop over positions; it fuses nothing into
+    # another loop
     zeros = jnp.zeros(frequencies.shape, jnp.int32), jnp.zeros(frequencies.shape, jnp.float32)
-    return Units(*lax.platform_dependent(zeros, cpu=looped, default=lambda zeros: add(1, add(0, zeros))))
+    return Units(
+        *lax.platform_dependent(zeros, cpu=looped, default=lambda zeros: add(1, add(0, zeros)))
+    )
 
 
 def _in_parts(value: float, bits: int, count: int) -> Iterator[float]:

@@ -1,4 +1,5 @@
-"""The options that kernels are launched with. This module needs no Pallas: kernels are imported when they are asked for."""
+"""The options that kernels are launched with. This module needs no Pallas: kernels are imported
+when they are asked for."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Literal
 
 Arithmetic = Literal["jnp", "asm"]
 
-# Of kernels that are called directly. Inline assembly halves the instructions of a loop (docs/kernels.md), but only the emulator of the
-# tests interprets it, and that is no GPU: caches are read by it where the machine's self-test has passed (self_test.py).
+# Of kernels that are called directly. Inline assembly halves the instructions of a loop
+# (docs/kernels.md), but only the emulator of the tests interprets it, and that is no GPU: caches
+# are read by it where the machine's self-test has passed (self_test.py).
 DEFAULT_ARITHMETIC: Arithmetic = "jnp"
 
 
@@ -16,7 +18,8 @@ DEFAULT_ARITHMETIC: Arithmetic = "jnp"
 class Launch:
     """The options that kernels run with. They change the speed, and results only by rounding.
 
-    arithmetic: "asm" computes on pairs of fp16 with inline assembly, "jnp" writes the same with array operations.
+    arithmetic: "asm" computes on pairs of fp16 with inline assembly, "jnp" writes the same with
+    array operations.
     interpret: evaluate the kernel with JAX on any backend, for tests.
     """
 
@@ -27,7 +30,9 @@ class Launch:
         if self.arithmetic not in ("jnp", "asm"):
             raise ValueError(f"arithmetic={self.arithmetic!r}: choose 'jnp' or 'asm'")
         if self.interpret and self.arithmetic == "asm":
-            raise ValueError("interpret=True cannot run arithmetic='asm': inline assembly needs a GPU")
+            raise ValueError(
+                "interpret=True cannot run arithmetic='asm': inline assembly needs a GPU"
+            )
 
     @property
     def asm(self) -> bool:

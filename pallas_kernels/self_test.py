@@ -1,8 +1,11 @@
-"""Does inline assembly compute here what array operations compute? A comparison on small random arrays, for one pair of readers.
+"""Does inline assembly compute here what array operations compute? A comparison on small random
+arrays, for one pair of readers.
 
-Only the emulator of the tests interprets assembly, which is no GPU: compiler, registers and approximate exponentials are the device's own.
-So each machine is asked, once for each format: attention over a few hundred tokens by the kernel in assembly, as it will run, against the
-same kernel in array operations, interpreted. Beside attention and its merge, uniform groups are quantized.
+Only the emulator of the tests interprets assembly, which is no GPU: compiler, registers and
+approximate exponentials are the device's own. So each machine is asked, once for each format:
+attention over a few hundred tokens by the kernel in assembly, as it will run, against the same
+kernel in array operations, interpreted. Beside attention and its merge, uniform groups are
+quantized.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from pallas_kernels.tiles.layout import PlaneLayout
 
 HEADS, TOKENS = 2, 384  # three of the longest tiles, and whole groups of any size
 LIMITS = (1, 130, 300, TOKENS)
-TOLERANCE = 1e-2  # of an output row: both ways round to fp16, and err by 0.5e-3 to 1.9e-3 (docs/kernels.md)
+TOLERANCE = (
+    1e-2  # of an output row: both ways round to fp16, and err by 0.5e-3 to 1.9e-3 (docs/kernels.md)
+)
 DIFFERENT_CODES = 1e-3  # share of codes that may differ by one: ties
 INTERPRETED = Launch(interpret=True)
 
@@ -45,9 +50,13 @@ class Format:
     group: int
 
 
-def difference(format: Format, launch: Launch, device: Any = None, reference: Any = None) -> str | None:
-    """Return, in one line, how kernels launched so on `device` differ from array operations, interpreted on the device `reference`; None
-    where they do not. Devices of None are the process's. An exception of the compiler is a difference, too."""
+def difference(
+    format: Format, launch: Launch, device: Any = None, reference: Any = None
+) -> str | None:
+    """Return, in one line, how kernels launched so on `device` differ from array operations,
+    interpreted on the device `reference`; None where they do not. Devices of None are the
+    process's. An exception of the compiler is a difference, too.
+    """
     try:
         found = _outputs(format, launch, device)
         wanted = _outputs(format, INTERPRETED, reference)
@@ -75,28 +84,50 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
     with jax.default_device(device):
         rng = np.random.default_rng(0)
         channels = math.prod(format.keys.chunks)
-        q = jnp.asarray(rng.standard_normal((len(LIMITS), HEADS, format.group, channels)), jnp.float32)
-        keys, values = ([jnp.asarray(a) for a in random_arrays(reader, rng)] for reader in (format.keys, format.values))
+        q = jnp.asarray(
+            rng.standard_normal((len(LIMITS), HEADS, format.group, channels)), jnp.float32
+        )
+        keys, values = (
+            [jnp.asarray(a) for a in random_arrays(reader, rng)]
+            for reader in (format.keys, format.values)
+        )
 
         @jax.jit
         def attend(q: jax.Array, keys: Any, values: Any, limits: jax.Array) -> jax.Array:
-            part = decode_attention(q, (format.keys, keys), (format.values, values), limits, capacity=TOKENS, launch=launch)
+            part = decode_attention(
+                q,
+                (format.keys, keys),
+                (format.values, values),
+                limits,
+                capacity=TOKENS,
+                launch=launch,
+            )
             return part.o / part.l
 
         found = {"attention": np.asarray(attend(q, keys, values, jnp.asarray(LIMITS, jnp.int32)))}
         for side, reader in (("keys", format.keys), ("values", format.values)):
             reader = reader.inner if isinstance(reader, RotatedReader) else reader
             if isinstance(reader, GroupedReader):
-                rows = jnp.asarray(rng.standard_normal((1, HEADS, 128, reader.layout.channels)), jnp.bfloat16)
+                rows = jnp.asarray(
+                    rng.standard_normal((1, HEADS, 128, reader.layout.channels)), jnp.bfloat16
+                )
                 scheme = "asym" if reader.centre is None else "sym"
                 bits = reader.layout.bits - (scheme == "sym")
-                packed = jax.jit(functools.partial(quantize_rows, reader=reader, scheme=scheme, bits=bits, launch=launch))(rows)
-                found |= {f"quantized {side}, array {i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(packed))}
+                packed = jax.jit(
+                    functools.partial(
+                        quantize_rows, reader=reader, scheme=scheme, bits=bits, launch=launch
+                    )
+                )(rows)
+                found |= {
+                    f"quantized {side}, array {i}": np.asarray(a)
+                    for i, a in enumerate(jax.tree.leaves(packed))
+                }
         return found
 
 
 def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return stored arrays of TOKENS tokens for a reader, as caches store them, whose rows are of about -1 .. 1."""
+    """Return stored arrays of TOKENS tokens for a reader, as caches store them, whose rows are of
+    about -1 .. 1."""
     shape = len(LIMITS), HEADS
     if isinstance(reader, RotatedReader):
         return [*random_arrays(reader.inner, rng), *_rope(math.prod(reader.chunks))]
@@ -105,9 +136,14 @@ def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:
     if isinstance(reader, GroupedReader):
         step = 2 / (2**reader.layout.bits - 1)
         groups, channels = TOKENS // reader.group, reader.layout.channels
-        sizes = (groups, channels) if reader.axis == "tokens" else (channels // reader.group, TOKENS)
+        sizes = (
+            (groups, channels) if reader.axis == "tokens" else (channels // reader.group, TOKENS)
+        )
         ranges = [(0.7 * step, 1.3 * step), *([(-1.2, -0.8)] if reader.centre is None else [])]
-        return [*_words(reader.layout, rng), *_uniform(ranges, (*shape, *sizes), reader.scale_dtype, rng)]
+        return [
+            *_words(reader.layout, rng),
+            *_uniform(ranges, (*shape, *sizes), reader.scale_dtype, rng),
+        ]
     if isinstance(reader, PolarReader):
         radius, angle = 2.0 ** -(reader.layout.bits - reader.angle_bits), 2.0**-reader.angle_bits
         sizes = (*shape, TOKENS // reader.group, reader.layout.channels)
@@ -127,16 +163,29 @@ def _of_runs(reader: RunsReader, rng: np.random.Generator) -> Sequence[np.ndarra
     channels = reader.channels
     mean = rng.uniform(-1, 1, (HEADS, channels)).astype(np.float32)
     if not isinstance(reader, RunsKeys):
-        return [(rng.standard_normal((HEADS, channels, channels)) / math.sqrt(channels)).astype(np.float32), mean]
+        return [
+            (rng.standard_normal((HEADS, channels, channels)) / math.sqrt(channels)).astype(
+                np.float32
+            ),
+            mean,
+        ]
     pairs = np.stack([rng.permutation(channels // 2) for _ in range(HEADS)])
     place = np.concatenate([2 * pairs, 2 * pairs + 1], axis=-1).astype(np.int32)
-    return [place, rng.uniform(0.5, 1.5, (HEADS, channels)).astype(np.float32), mean, *_rope(channels)]
+    return [
+        place,
+        rng.uniform(0.5, 1.5, (HEADS, channels)).astype(np.float32),
+        mean,
+        *_rope(channels),
+    ]
 
 
 def _rope(channels: int) -> list[np.ndarray]:
     """Return RoPE's inverse frequencies and its attention factor."""
     half = channels // 2
-    return [np.float32(10000.0) ** -(np.arange(half, dtype=np.float32) / half), np.ones((), np.float32)]
+    return [
+        np.float32(10000.0) ** -(np.arange(half, dtype=np.float32) / half),
+        np.ones((), np.float32),
+    ]
 
 
 def _of_table(reader: CodebookReader, rng: np.random.Generator) -> Sequence[np.ndarray]:
@@ -151,22 +200,41 @@ def _of_table(reader: CodebookReader, rng: np.random.Generator) -> Sequence[np.n
         return [table, *scales]
     each = 16  # outliers of a head in a pool, sorted by their places, none twice
     pools = TOKENS // reader.pool
-    places = np.stack([np.sort(rng.choice(reader.pool * channels, each, replace=False)) for _ in range(batch * pools * HEADS)])
+    places = np.stack(
+        [
+            np.sort(rng.choice(reader.pool * channels, each, replace=False))
+            for _ in range(batch * pools * HEADS)
+        ]
+    )
     ends = np.broadcast_to(each * np.arange(1, HEADS + 1), (batch, pools, HEADS)).astype(np.uint16)
     residual = _bits(rng.uniform(-3, 3, (batch, pools, HEADS * each)), "float16")
-    return [table, *scales, places.reshape(batch, pools, HEADS * each).astype(np.uint16), residual, ends]
+    return [
+        table,
+        *scales,
+        places.reshape(batch, pools, HEADS * each).astype(np.uint16),
+        residual,
+        ends,
+    ]
 
 
 def _words(layout: PlaneLayout, rng: np.random.Generator) -> list[np.ndarray]:
-    shapes = [(len(LIMITS), HEADS, TOKENS // layout.slots, layout.words(bits)) for bits in layout.sets]
+    shapes = [
+        (len(LIMITS), HEADS, TOKENS // layout.slots, layout.words(bits)) for bits in layout.sets
+    ]
     return [rng.integers(-(1 << 15), 1 << 15, shape, np.int16) for shape in shapes]
 
 
-def _uniform(ranges: Sequence[tuple[float, float]], shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> list[np.ndarray]:
+def _uniform(
+    ranges: Sequence[tuple[float, float]],
+    shape: tuple[int, ...],
+    dtype: str,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
     return [_bits(rng.uniform(low, high, shape), dtype) for low, high in ranges]
 
 
 def _bits(numbers: np.ndarray, dtype: str) -> np.ndarray:
-    """Return numbers as caches store them: floats of 16 bits as the integers that hold their bits."""
+    """Return numbers as caches store them: floats of 16 bits as the integers that hold their
+    bits."""
     stored = numbers.astype(jnp.dtype(dtype))
     return stored.view(np.uint16) if stored.itemsize == 2 else stored

@@ -1,4 +1,5 @@
-"""How tests compile. Their programs run for milliseconds: without LLVM's optimizations they compile several times faster."""
+"""How tests compile. Their programs run for milliseconds: without LLVM's optimizations they compile
+several times faster."""
 
 from __future__ import annotations
 

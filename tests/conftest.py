@@ -1,4 +1,5 @@
-"""Settings of every test: JAX in its strict modes, quick compilation, property tests that draw the same examples each time."""
+"""Settings of every test: JAX in its strict modes, quick compilation, property tests that draw the
+same examples each time."""
 
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # commands that tests start write into
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-hypothesis.settings.register_profile("kvq", derandomize=True, deadline=None, max_examples=50, database=None)
+hypothesis.settings.register_profile(
+    "kvq", derandomize=True, deadline=None, max_examples=50, database=None
+)
 hypothesis.settings.load_profile("kvq")
 
-# The files that take longest, in order: a long file that comes last keeps one worker busy while the other waits.
+# The files that take longest, in order: a long file that comes last keeps one worker busy while the
+# other waits.
 LONGEST = (
     "tests/test_multi_device.py",
     "tests/benchmarks/gpu/test_kernel_benchmarks.py",
@@ -43,7 +47,11 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run slow tests over all their cases, not over one of each kind")
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run slow tests over all their cases, not over one of each kind",
+    )
 
 
 def pytest_report_header() -> str:
@@ -53,8 +61,9 @@ def pytest_report_header() -> str:
 
 
 def place(item: pytest.Item) -> tuple[int, int]:
-    """Return where a test runs: those of layers and caches over the table of methods first, row by row, as the tests of a row in all files
-    run the same compiled functions; then the longest files; the others keep their order."""
+    """Return where a test runs: those of layers and caches over the table of methods first, row by
+    row, as the tests of a row in all files run the same compiled functions; then the longest files;
+    the others keep their order."""
     file, callspec = item.nodeid.partition("::")[0], getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
     if isinstance(case, MethodCase) and file.startswith("tests/kvq_jax/"):
@@ -66,6 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort tests by their places. Leave rows of the table out unless they were asked for."""
     items.sort(key=place)
     if not config.getoption("--exhaustive"):
-        others = {item for item in items if item.get_closest_marker("exhaustive") and not item.get_closest_marker("gpu")}
+        others = {
+            item
+            for item in items
+            if item.get_closest_marker("exhaustive") and not item.get_closest_marker("gpu")
+        }
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]

@@ -1,7 +1,9 @@
-"""A process that dies at a chosen step of what it writes, and a disk that loses what was not synced.
+"""A process that dies at a chosen step of what it writes, and a disk that loses what was not
+synced.
 
-Every call that changes the file system is a step. At the step that is asked for, `Killed` is raised, which no handler catches, and so it is
-at every step after it: a dead process cleans nothing up. Files that were made and not synced are then cut to half of their bytes.
+Every call that changes the file system is a step. At the step that is asked for, `Killed` is
+raised, which no handler catches, and so it is at every step after it: a dead process cleans nothing
+up. Files that were made and not synced are then cut to half of their bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ import pytest
 
 from kvq_jax.files import checksum, whole
 
-CHANGES = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "link", "chmod")  # functions of os
+CHANGES = (
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "remove",
+    "rmdir",
+    "link",
+    "chmod",
+)  # functions of os
 
 
 class Killed(BaseException):
@@ -27,7 +38,8 @@ class Killed(BaseException):
 
 
 class Disk:
-    """The steps that were taken, by name, and the files that are not synced. at: the step that is not taken, from 1 on; None: all are."""
+    """The steps that were taken, by name, and the files that are not synced. at: the step that is
+    not taken, from 1 on; None: all are."""
 
     def __init__(self, at: int | None = None):
         self.at, self.steps = at, list[str]()
@@ -138,7 +150,8 @@ def _opened(disk: Disk, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors_saved(disk: Disk, original: Callable[..., None]) -> Callable[..., None]:
-    """Return safetensors' function, which writes a file with a name of its own beside the one that it is given, and renames it."""
+    """Return safetensors' function, which writes a file with a name of its own beside the one that
+    it is given, and renames it."""
 
     def save_file(tensors: Any, path: pathlib.Path, metadata: Any = None) -> None:
         disk.step("save_file")

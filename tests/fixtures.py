@@ -1,6 +1,8 @@
-"""Fixtures of several folders: `kvq` run in this process, from its arguments to its exit code; small models to run it on; a calibration.
+"""Fixtures of several folders: `kvq` run in this process, from its arguments to its exit code;
+small models to run it on; a calibration.
 
-The project's packages are imported inside of the fixtures: pytest reads this file before it installs the hook that checks shapes.
+The project's packages are imported inside of the fixtures: pytest reads this file before it
+installs the hook that checks shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import pytest
 
 @pytest.fixture
 def types_unchecked(monkeypatch):
-    """Types are not checked at calls, as for users: a wrong value meets the error that the code itself has for it."""
+    """Types are not checked at calls, as for users: a wrong value meets the error that the code
+    itself has for it."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -49,7 +52,8 @@ def run_json(run):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return a directory with a random one-layer model and a byte-level tokenizer, whose tokens often are parts of characters."""
+    """Return a directory with a random one-layer model and a byte-level tokenizer, whose tokens
+    often are parts of characters."""
     from kvq_models import save_llama
     from tests.kvq_models.checkpoints import PROMPT, random_llama, tiny_config
     from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
@@ -72,9 +76,11 @@ def bare(model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shallow(tmp_path_factory):
-    """Return a directory with the first and the last layer of the embedded model, and its tokenizer: trained weights, half of the programs.
+    """Return a directory with the first and the last layer of the embedded model, and its
+    tokenizer: trained weights, half of the programs.
 
-    The first layer alone attends to the token before, which windows keep: no body would show in its outputs.
+    The first layer alone attends to the token before, which windows keep: no body would show in its
+    outputs.
     """
     from safetensors.flax import load_file, save_file
 
@@ -82,11 +88,22 @@ def shallow(tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("model") / "shallow"
     shutil.copytree(EMBEDDED, directory)
-    tensors, config = load_file(EMBEDDED / "model.safetensors"), json.loads((EMBEDDED / "config.json").read_text())
-    kept = {name: array for name, array in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    tensors, config = (
+        load_file(EMBEDDED / "model.safetensors"),
+        json.loads((EMBEDDED / "config.json").read_text()),
+    )
+    kept = {
+        name: array
+        for name, array in tensors.items()
+        if ".layers." not in name or ".layers.0." in name
+    }
     last = f".layers.{config['num_hidden_layers'] - 1}."
-    kept |= {name.replace(last, ".layers.1."): array for name, array in tensors.items() if last in name}
-    assert len(kept) == 2 + 2 * 9  # embedding and last norm; of a layer seven projections and two norms
+    kept |= {
+        name.replace(last, ".layers.1."): array for name, array in tensors.items() if last in name
+    }
+    assert (
+        len(kept) == 2 + 2 * 9
+    )  # embedding and last norm; of a layer seven projections and two norms
     save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     return directory

@@ -2,8 +2,9 @@
 
 python -m tests.random_kills FOLDER KILLS
 
-A writer writes its two contents in turn, in a process of its own, until it is killed; the next process goes on with the content that was
-being written, as a user would. This process never starts JAX, whose threads a fork would leave behind: its children do.
+A writer writes its two contents in turn, in a process of its own, until it is killed; the next
+process goes on with the content that was being written, as a user would. This process never starts
+JAX, whose threads a fork would leave behind: its children do.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ def write_in_place(folder: pathlib.Path, content: int) -> None:
             time.sleep(0.02)
 
 
-ALL = WRITERS | {CARELESS: Writer(write_in_place, files("file"))}  # and one whose damage must be seen
+ALL = WRITERS | {
+    CARELESS: Writer(write_in_place, files("file"))
+}  # and one whose damage must be seen
 
 
 def forked(run: Callable[[int], object]) -> tuple[int, int]:
-    """Start a process that runs a function with the end of a pipe to write to: (its id, the end to read from)."""
+    """Start a process that runs a function with the end of a pipe to write to: (its id, the end to
+    read from)."""
     reads, writes = os.pipe()
     child = os.fork()
     if child:
@@ -60,7 +64,8 @@ def told(pipe: int) -> bytes:
 
 
 def undisturbed(writer: Writer, folder: pathlib.Path, contents: str) -> str:
-    """Write these contents in a process that nobody kills; return how many seconds the last took."""
+    """Write these contents in a process that nobody kills; return how many seconds the last
+    took."""
 
     def run(pipe: int) -> None:
         for content in contents:
@@ -77,8 +82,11 @@ def undisturbed(writer: Writer, folder: pathlib.Path, contents: str) -> str:
     return said
 
 
-def killed(writer: Writer, folder: pathlib.Path, apart: pathlib.Path, content: str, seconds: float) -> str:
-    """Kill a writer some seconds after it began with a content; return the content that it was writing."""
+def killed(
+    writer: Writer, folder: pathlib.Path, apart: pathlib.Path, content: str, seconds: float
+) -> str:
+    """Kill a writer some seconds after it began with a content; return the content that it was
+    writing."""
     parent = os.getpid()
 
     def run(pipe: int) -> None:
@@ -103,7 +111,8 @@ def killed(writer: Writer, folder: pathlib.Path, apart: pathlib.Path, content: s
 
 
 def outcome(name: str, folder: pathlib.Path, kills: int) -> dict[str, object]:
-    """Kill a writer at these many moments: {what was damaged, how often it was met at work, what is left, ...}."""
+    """Kill a writer at these many moments: {what was damaged, how often it was met at work, what is
+    left, ...}."""
     writer, moments = ALL[name], random.Random(name)
     places = {part: folder / name / part for part in ("old", "new", "apart", "killed")}
     for place in places.values():
@@ -115,17 +124,31 @@ def outcome(name: str, folder: pathlib.Path, kills: int) -> dict[str, object]:
     undisturbed(writer, places["killed"], "0")
     damaged, unfinished, content = [], 0, "1"
     for kill in range(kills):
-        content = killed(writer, places["killed"], places["apart"], content, moments.uniform(0, 4 * seconds))
+        content = killed(
+            writer, places["killed"], places["apart"], content, moments.uniform(0, 4 * seconds)
+        )
         unfinished += any(UNFINISHED in path for path in listing(places["killed"]))
         for file, held in writer.read(places["killed"]).items():
-            if held not in (whole[0][file], whole[1][file]) and not (writer.absent and held is None):
+            if held not in (whole[0][file], whole[1][file]) and not (
+                writer.absent and held is None
+            ):
                 damaged.append(f"kill {kill}: {file} is neither old nor new")
     undisturbed(writer, places["killed"], content + "01")
     if writer.read(places["killed"]) != whole[1]:
         damaged.append("the run after the last kill gives something else")
     left = sorted(listing(places["killed"]) ^ listing(places["new"]))
-    return {"kills": kills, "damaged": damaged, "unfinished": unfinished, "left": left, "seconds": seconds}
+    return {
+        "kills": kills,
+        "damaged": damaged,
+        "unfinished": unfinished,
+        "left": left,
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: outcome(name, pathlib.Path(sys.argv[1]), int(sys.argv[2])) for name in ALL}))
+    print(
+        json.dumps(
+            {name: outcome(name, pathlib.Path(sys.argv[1]), int(sys.argv[2])) for name in ALL}
+        )
+    )

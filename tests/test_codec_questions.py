@@ -1,4 +1,5 @@
-"""What others want to know of a codec or a method they ask its base class: nothing outside its own folder looks at its class."""
+"""What others want to know of a codec or a method they ask its base class: nothing outside its own
+folder looks at its class."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pathlib
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.arrays import codebook_array, float_array, grouped_array, polar_array, slot_array, sparse_outliers
+from kvq_jax.arrays import (
+    codebook_array,
+    float_array,
+    grouped_array,
+    polar_array,
+    slot_array,
+    sparse_outliers,
+)
 from kvq_jax.codecs import bias_subtracting
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.methods.base import Method
@@ -18,7 +26,12 @@ from kvq_jax.methods.base import Method
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ("kvq_jax", "models/kvq_models", "kvq_tools", "benchmarks", "tools")
 ARRAYS = (codebook_array, float_array, grouped_array, polar_array, slot_array, sparse_outliers)
-ARRAY_ROOMS = ("kvq_jax/arrays", "kvq_jax/codecs", "kvq_jax/methods", "benchmarks")  # benchmarks fill arrays with random contents
+ARRAY_ROOMS = (
+    "kvq_jax/arrays",
+    "kvq_jax/codecs",
+    "kvq_jax/methods",
+    "benchmarks",
+)  # benchmarks fill arrays with random contents
 
 
 def subclasses(kind: type) -> set[type]:
@@ -30,12 +43,26 @@ def folder(kind: type) -> str:
 
 
 def rooms() -> dict[str, tuple[str, ...]]:
-    """Return the folders that may look at a class, by its name: its own for codecs and methods, more for what bodies hold."""
+    """Return the folders that may look at a class, by its name: its own for codecs and methods,
+    more for what bodies hold."""
     assert len(kvq.METHODS) > 10, "methods are registered"
     assert issubclass(bias_subtracting.BiasSubtracting, Codec)
-    ours = {kind for kind in subclasses(Codec) | subclasses(Method) if kind.__module__.startswith("kvq_jax.")} - {CrossLayerCodec}
-    values = {kind for module in ARRAYS for kind in vars(module).values() if inspect.isclass(kind) and dataclasses.is_dataclass(kind)}
-    arrays = {kind.__name__: ARRAY_ROOMS for kind in values if kind.__module__.startswith("kvq_jax.arrays.")}
+    ours = {
+        kind
+        for kind in subclasses(Codec) | subclasses(Method)
+        if kind.__module__.startswith("kvq_jax.")
+    } - {CrossLayerCodec}
+    values = {
+        kind
+        for module in ARRAYS
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and dataclasses.is_dataclass(kind)
+    }
+    arrays = {
+        kind.__name__: ARRAY_ROOMS
+        for kind in values
+        if kind.__module__.startswith("kvq_jax.arrays.")
+    }
     return {kind.__name__: (folder(kind),) for kind in ours} | arrays
 
 
@@ -45,24 +72,35 @@ def names(node: ast.AST) -> set[str]:
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
-    """Map what a module calls the names that it imports to these names, or to nothing where they come from another package than ours."""
+    """Map what a module calls the names that it imports to these names, or to nothing where they
+    come from another package than ours."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             ours = node.level or str(node.module).startswith("kvq_jax")
-            found |= {alias.asname or alias.name: alias.name if ours else "" for alias in node.names}
+            found |= {
+                alias.asname or alias.name: alias.name if ours else "" for alias in node.names
+            }
     return found
 
 
 def classes_tested(tree: ast.Module) -> set[str]:
-    """Names in the class argument of isinstance and issubclass, beside a type(...) or __class__ that is compared, and in class patterns."""
+    """Names in the class argument of isinstance and issubclass, beside a type(...) or __class__
+    that is compared, and in class patterns."""
     found: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and names(node.func) & {"isinstance", "issubclass"} and len(node.args) == 2:
+        if (
+            isinstance(node, ast.Call)
+            and names(node.func) & {"isinstance", "issubclass"}
+            and len(node.args) == 2
+        ):
             found |= names(node.args[1])
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            if any((isinstance(s, ast.Call) and names(s.func) == {"type"}) or "__class__" in names(s) for s in sides):
+            if any(
+                (isinstance(s, ast.Call) and names(s.func) == {"type"}) or "__class__" in names(s)
+                for s in sides
+            ):
                 found |= set().union(*map(names, sides))
         elif isinstance(node, ast.MatchClass):
             found |= names(node.cls)
@@ -72,16 +110,32 @@ def classes_tested(tree: ast.Module) -> set[str]:
 
 def violations(path: str, source: str, rooms: dict[str, tuple[str, ...]]) -> list[str]:
     tested = classes_tested(ast.parse(source)) & rooms.keys()
-    return [f"{path} tests for {name}" for name in sorted(tested) if not any(path.startswith(f"{room}/") for room in rooms[name])]
+    return [
+        f"{path} tests for {name}"
+        for name in sorted(tested)
+        if not any(path.startswith(f"{room}/") for room in rooms[name])
+    ]
 
 
 def test_no_file_outside_its_folder_tests_for_a_codec_or_method():
     known = rooms()
-    assert {"DenseCodec", "GroupedCodec", "BiasSubtracting", "XCodec", "Dense", "TokenFormat", "CodebookArray"} <= known.keys()
+    assert {
+        "DenseCodec",
+        "GroupedCodec",
+        "BiasSubtracting",
+        "XCodec",
+        "Dense",
+        "TokenFormat",
+        "CodebookArray",
+    } <= known.keys()
     assert "Codec" not in known
     files = [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 150, "the walk finds no sources"
-    found = [line for path in files for line in violations(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"), known)]
+    found = [
+        line
+        for path in files
+        for line in violations(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"), known)
+    ]
     assert not found, "\n".join(found)
 
 
@@ -89,13 +143,28 @@ def test_no_file_outside_its_folder_tests_for_a_codec_or_method():
     ("path", "source"),
     [
         ("kvq_jax/cache/accounting.py", "exact = isinstance(codec, DenseCodec)"),
-        ("kvq_jax/cache/accounting.py", "slots = b.outliers if isinstance(b, CodebookArray) else None"),
-        ("kvq_tools/cli/commands/doctor.py", "if isinstance(keys, CodebookCodec | KVQuantCodec): pass"),
-        ("kvq_tools/cli/memory_roofline.py", "assert isinstance(c, (a.XCodec, a.XCrossLayerCodec))"),
+        (
+            "kvq_jax/cache/accounting.py",
+            "slots = b.outliers if isinstance(b, CodebookArray) else None",
+        ),
+        (
+            "kvq_tools/cli/commands/doctor.py",
+            "if isinstance(keys, CodebookCodec | KVQuantCodec): pass",
+        ),
+        (
+            "kvq_tools/cli/memory_roofline.py",
+            "assert isinstance(c, (a.XCodec, a.XCrossLayerCodec))",
+        ),
         ("kvq_jax/cache/spec.py", "if type(self.k) is Dense: pass"),
-        ("benchmarks/gpu/run.py", "from kvq_jax.methods.dense import Dense as D\nisinstance(method, D)"),
+        (
+            "benchmarks/gpu/run.py",
+            "from kvq_jax.methods.dense import Dense as D\nisinstance(method, D)",
+        ),
         ("kvq_jax/layer/plan.py", "if k.__class__ == BiasSubtracting: pass"),
-        ("models/kvq_models/calibration/fit.py", "match codec:\n    case BiasSubtracting(inner=i): pass"),
+        (
+            "models/kvq_models/calibration/fit.py",
+            "match codec:\n    case BiasSubtracting(inner=i): pass",
+        ),
         ("kvq_jax/methods/squat/method.py", "assert isinstance(plain, GroupedCodec)"),
     ],
 )
@@ -107,9 +176,15 @@ def test_a_test_for_a_class_is_found(path: str, source: str):
     ("path", "source"),
     [
         ("kvq_jax/methods/xquant/roofline.py", "isinstance(k, XCodec | XCrossLayerCodec)"),
-        ("kvq_jax/cache/spec.py", "k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)"),
+        (
+            "kvq_jax/cache/spec.py",
+            "k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)",
+        ),
         ("kvq_jax/cache/spec.py", "isinstance(value, PerLayer)"),
-        ("benchmarks/gpu/run.py", "from pallas_kernels.readers.dense import Dense\nisinstance(reader, Dense)"),
+        (
+            "benchmarks/gpu/run.py",
+            "from pallas_kernels.readers.dense import Dense\nisinstance(reader, Dense)",
+        ),
         ("kvq_tools/cli/commands/doctor.py", "described = type(codec).__name__"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Writers that are killed at every step: what was there stays whole, nothing else is left, and the same command works again."""
+"""Writers that are killed at every step: what was there stays whole, nothing else is left, and the
+same command works again."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LONG, KILLS = 40, 40 if EVERY_STEP else 3  # kills of each writer at random mome
 
 @pytest.fixture(autouse=True)
 def _little_garbage() -> Iterator[None]:
-    """Keep what exists out of the collections after each kill: they would go through all that was traced before, a second each."""
+    """Keep what exists out of the collections after each kill: they would go through all that was
+    traced before, a second each."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -42,7 +44,9 @@ def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("begin", ["new", "replacing"])
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_writer_that_is_killed_at_any_step_leaves_old_or_new_and_works_again(name: str, begin: str, tmp_path: pathlib.Path):
+def test_a_writer_that_is_killed_at_any_step_leaves_old_or_new_and_works_again(
+    name: str, begin: str, tmp_path: pathlib.Path
+):
     writer = WRITERS[name]
 
     def prepared(folder: pathlib.Path) -> pathlib.Path:
@@ -52,7 +56,9 @@ def test_a_writer_that_is_killed_at_any_step_leaves_old_or_new_and_works_again(n
         return folder
 
     (tmp_path / "compiled").mkdir()
-    writer.write(tmp_path / "compiled", 1)  # programs that are compiled and kept on disk are no steps of the writer
+    writer.write(
+        tmp_path / "compiled", 1
+    )  # programs that are compiled and kept on disk are no steps of the writer
     folder = prepared(tmp_path / "undisturbed")
     old = writer.read(folder)
     steps = steps_of(lambda: writer.write(folder, 1))
@@ -62,7 +68,10 @@ def test_a_writer_that_is_killed_at_any_step_leaves_old_or_new_and_works_again(n
     assert len(steps) > 5, f"the harness sees only {steps}"
     for step in range(1, len(steps) + 1, 1 if EVERY_STEP or len(steps) < LONG else 3):
         folder = prepared(tmp_path / f"{step}")
-        place = f"killed at step {step} of {len(steps)}, {killed_at(step, lambda folder=folder: writer.write(folder, 1))}"
+        place = (
+            f"killed at step {step} of {len(steps)},"
+            f" {killed_at(step, lambda folder=folder: writer.write(folder, 1))}"
+        )
         for file, content in writer.read(folder).items():
             whole_content = content in (old[file], new[file]) or (writer.absent and content is None)
             assert whole_content, f"{place}: {file} is neither old nor new"
@@ -88,8 +97,11 @@ def test_the_harness_sees_a_writer_that_writes_in_place(tmp_path: pathlib.Path):
     assert torn - {"old" * 100, "new" * 100}, "a file that was never synced is always whole"
 
 
-def test_where_directories_cannot_be_swapped_a_killed_writer_loses_none_of_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    """There is one moment without the directory. The next writer in the same folder, of whatever, puts the old one back."""
+def test_where_directories_cannot_be_swapped_a_killed_writer_loses_none_of_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """There is one moment without the directory. The next writer in the same folder, of whatever,
+    puts the old one back."""
     monkeypatch.setattr(whole, "_exchanged", lambda *_: False)
     read, absent = directory("tree"), 0
     (tmp_path / "undisturbed").mkdir()
@@ -118,7 +130,10 @@ def test_what_is_being_written_is_left_alone(tmp_path: pathlib.Path):
         with replacing(tmp_path / "quick") as other:
             other.write_text("quick")
         assert unfinished.read_text() == "slow"
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"slow": "slow", "quick": "quick"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "slow": "slow",
+        "quick": "quick",
+    }
 
 
 def test_saving_over_a_directory_keeps_its_other_files_and_folders(tmp_path: pathlib.Path):
@@ -128,22 +143,38 @@ def test_saving_over_a_directory_keeps_its_other_files_and_folders(tmp_path: pat
     (tmp_path / "model" / "logs" / "one").write_text("log")
     save_llama(llama(1), tmp_path / "model")
     held = listing(tmp_path / "model")
-    assert held == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "notes.txt", "logs", "logs/one"}
+    assert held == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "notes.txt",
+        "logs",
+        "logs/one",
+    }
     assert (tmp_path / "model" / "logs" / "one").read_text() == "log"
 
 
-# --- kills at any moment ------------------------------------------------------------------------------------------------------------------
+# --- kills at any moment
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def random_kills(folder: pathlib.Path, kills: int) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.random_kills", str(folder), str(kills)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'models'}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'models'}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
-def test_writers_that_are_killed_at_random_moments_leave_old_or_new_and_work_again(tmp_path: pathlib.Path):
+def test_writers_that_are_killed_at_random_moments_leave_old_or_new_and_work_again(
+    tmp_path: pathlib.Path,
+):
     found = random_kills(tmp_path, KILLS)
     assert found.pop(CARELESS)["damaged"], "a file that is written in place is always whole"
     assert found.keys() == WRITERS.keys()

@@ -1,4 +1,5 @@
-"""Imports run one way: benchmarks, tests, tools -> kvq_tools -> kvq_models -> kvq_jax -> pallas_kernels and cpu_kernels -> jax."""
+"""Imports run one way: benchmarks, tests, tools -> kvq_tools -> kvq_models -> kvq_jax ->
+pallas_kernels and cpu_kernels -> jax."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ ORDER = (
 FOLDERS = {"kvq_models": "models/kvq_models"}  # of packages that do not lie at the top
 LAYOUT, OPTIONS = "pallas_kernels.tiles.layout", "pallas_kernels.launch"
 PARTIAL = "pallas_kernels.decode_attention.partial_attention"
-KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what they may import: all, or a module that needs no Triton
+# the only files of kvq_jax that know of the kernels, and what they may import: all, or a module
+# that needs no Triton
+KERNEL_DOORS = {
     "kvq_jax/arrays/codebook_array.py": (LAYOUT,),
     "kvq_jax/arrays/float_array.py": (LAYOUT,),
     "kvq_jax/arrays/grouped_array.py": (LAYOUT,),
@@ -45,7 +48,8 @@ HEAVY = {"torch", "transformers"}  # never needed to import the cache or the ker
 
 
 def imported(source: str, package: tuple[str, ...]) -> set[str]:
-    """Dotted names that a module imports, anywhere in it; relative imports are resolved against its package."""
+    """Dotted names that a module imports, anywhere in it; relative imports are resolved against its
+    package."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -57,7 +61,9 @@ def imported(source: str, package: tuple[str, ...]) -> set[str]:
 
 
 def package_of(path: pathlib.Path) -> str:
-    return next((name for name, folder in FOLDERS.items() if path.is_relative_to(folder)), path.parts[0])
+    return next(
+        (name for name, folder in FOLDERS.items() if path.is_relative_to(folder)), path.parts[0]
+    )
 
 
 def violations(path: pathlib.Path, source: str) -> list[str]:
@@ -67,20 +73,43 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
         top = name.split(".")[0]
         wrong_way = top in ORDER and ORDER.index(top) > ORDER.index(own)
         allowed = KERNEL_DOORS.get(path.as_posix(), ())
-        past_the_door = top in KERNELS and own == "kvq_jax" and not any(f"{name}.".startswith(f"{door}.") for door in allowed)
+        past_the_door = (
+            top in KERNELS
+            and own == "kvq_jax"
+            and not any(f"{name}.".startswith(f"{door}.") for door in allowed)
+        )
         around_the_cache = top in KERNELS and own in ("kvq_models", "kvq_tools", "tools")
-        from_the_top = own == "kvq_tools" and path.parts[1] not in ("cli", "__main__.py") and f"{name}.".startswith("kvq_tools.cli.")
+        from_the_top = (
+            own == "kvq_tools"
+            and path.parts[1] not in ("cli", "__main__.py")
+            and f"{name}.".startswith("kvq_tools.cli.")
+        )
         heavy = top in HEAVY and own in ("kvq_jax", *KERNELS)
         kernels_of_another_device = top in KERNELS and own in KERNELS and top != own
-        if wrong_way or past_the_door or around_the_cache or from_the_top or heavy or kernels_of_another_device:
+        if (
+            wrong_way
+            or past_the_door
+            or around_the_cache
+            or from_the_top
+            or heavy
+            or kernels_of_another_device
+        ):
             found.append(f"{path} imports {name}")
     return found
 
 
 def test_imports_run_one_way():
-    files = [path for package in ORDER for path in sorted((ROOT / FOLDERS.get(package, package)).rglob("*.py"))]
+    files = [
+        path
+        for package in ORDER
+        for path in sorted((ROOT / FOLDERS.get(package, package)).rglob("*.py"))
+    ]
     assert len(files) > 200, "the walk finds no sources"
-    found = [line for path in files for line in violations(path.relative_to(ROOT), path.read_text(encoding="utf-8"))]
+    found = [
+        line
+        for path in files
+        for line in violations(path.relative_to(ROOT), path.read_text(encoding="utf-8"))
+    ]
     assert not found, "\n".join(found)
 
 
@@ -99,7 +128,10 @@ def test_imports_run_one_way():
         ("models/kvq_models/llama/model.py", "from pallas_kernels import launch"),
         ("models/kvq_models/llama/model.py", "from kvq_tools import evaluate"),
         ("models/kvq_models/llama/model.py", "import benchmarks.cpu.attention as a"),
-        ("kvq_tools/report/collect.py", "from kvq_tools.cli.commands.memory import parameter_bytes"),
+        (
+            "kvq_tools/report/collect.py",
+            "from kvq_tools.cli.commands.memory import parameter_bytes",
+        ),
         ("kvq_tools/report/collect.py", "from tools.embedded_model import corpus"),
         ("kvq_jax/methods/kivi/method.py", "import torch"),
     ],

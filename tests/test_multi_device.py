@@ -1,4 +1,5 @@
-"""The tests of several devices, in a process of their own: 8 virtual CPU devices must be asked for before JAX starts."""
+"""The tests of several devices, in a process of their own: 8 virtual CPU devices must be asked for
+before JAX starts."""
 
 from __future__ import annotations
 
@@ -17,22 +18,37 @@ PARTS = {  # which two workers run side by side: (files, at least how many tests
     "models": (("test_models.py", "test_commands.py", "test_engine.py", "test_benchmark.py"), 30),
 }
 
-# Its programs are compiled once each, so none is kept on disk; and the other tests check the types of all that runs there but placements.
-OPTIONS = ("-q", "-n", "0", "-p", "no:cacheprovider", "--jaxtyping-packages=kvq_jax.placement,tests.type_checker.checked")
+# Its programs are compiled once each, so none is kept on disk; and the other tests check the types
+# of all that runs there but placements.
+OPTIONS = (
+    "-q",
+    "-n",
+    "0",
+    "-p",
+    "no:cacheprovider",
+    "--jaxtyping-packages=kvq_jax.placement,tests.type_checker.checked",
+)
 QUICKER = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def test_every_file_is_in_a_part():
-    assert sorted(file for files, _ in PARTS.values() for file in files) == sorted(p.name for p in (ROOT / FOLDER).glob("test_*.py"))
+    assert sorted(file for files, _ in PARTS.values() for file in files) == sorted(
+        p.name for p in (ROOT / FOLDER).glob("test_*.py")
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_on_eight_virtual_devices(part, pytestconfig):
     files, fewest = PARTS[part]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES} --xla_cpu_parallel_codegen_split_count=1"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
     command = [sys.executable, "-m", "pytest", *OPTIONS, *(f"{FOLDER}/{file}" for file in files)]
     command += ["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []
     environment = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"} | QUICKER
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= fewest, done.stdout[-500:]

@@ -1,6 +1,8 @@
-"""Damaged files at the command: one line, no traceback, no hang, and nothing is accepted where there is a checksum.
+"""Damaged files at the command: one line, no traceback, no hang, and nothing is accepted where
+there is a checksum.
 
-Each mutation is drawn from its number alone. KVQ_MUTATIONS=500 runs that many; a small sample runs by default.
+Each mutation is drawn from its number alone. KVQ_MUTATIONS=500 runs that many; a small sample runs
+by default.
 """
 
 from __future__ import annotations
@@ -32,10 +34,29 @@ from kvq_models.llama.checkpoint import load_llama
 from tests.kvq_jax.cache_runs import DIMS
 
 COUNT = int(os.environ.get("KVQ_MUTATIONS", "60"))
-SECONDS = 10  # the longest that a command may take over a damaged file; beside busy processes, of its own CPU time
+# the longest that a command may take over a damaged file; beside busy processes, of its own CPU
+# time
+SECONDS = 10
 SPEC = "k=kvquant:bits=2,outliers=0.1+v=kivi:bits=2+cache:sink=1,recent=0,block=32"
 CACHE = "kivi:sink=2,recent=12,block=16"
-VALUES = (None, -1, 0, 1, 2**31, 10**12, 1.5, "x", "", [], {}, [1, 2], True, "\x1b[31m", "$\\frac{$", "é" * 50)
+VALUES = (
+    None,
+    -1,
+    0,
+    1,
+    2**31,
+    10**12,
+    1.5,
+    "x",
+    "",
+    [],
+    {},
+    [1, 2],
+    True,
+    "\x1b[31m",
+    "$\\frac{$",
+    "é" * 50,
+)
 
 
 class Hung(BaseException):
@@ -58,7 +79,8 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-# --- what happens to a file ---------------------------------------------------------------------------------------------------------------
+# --- what happens to a file
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -71,7 +93,10 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
 
 def flipped_in_header(content: bytes, draw: random.Random) -> bytes:
     """Flip a bit of the first bytes, where the header of a tensor file stands."""
-    end = min(len(content), 8 + int.from_bytes(content[:8], "little") if content[7:8] == b"\0" else len(content))
+    end = min(
+        len(content),
+        8 + int.from_bytes(content[:8], "little") if content[7:8] == b"\0" else len(content),
+    )
     place = draw.randrange(end)
     return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
 
@@ -119,12 +144,14 @@ def field_changed(content: bytes, draw: random.Random) -> bytes:
     return json.dumps(fields).encode()
 
 
-# --- what reads it ------------------------------------------------------------------------------------------------------------------------
+# --- what reads it
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def sound(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Return a folder with a model, a calibration and a cache that are sound. No model runs: their numbers are drawn."""
+    """Return a folder with a model, a calibration and a cache that are sound. No model runs: their
+    numbers are drawn."""
     folder, numbers = tmp_path_factory.mktemp("sound"), np.random.default_rng(0)
     shutil.copytree(model, folder / "model")
     llama, _ = load_llama(model, dtype="float32")
@@ -135,29 +162,54 @@ def sound(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> path
     origin = Origin("text", "0", 2, 3, 0, "float32", 1.0)
     keys = {name: need.options for name, need in needed.items()}
     dims = kvq.init_cache(SPEC, llama.config, 1, 40, "float32").dims
-    save_calibration(Calibration(SPEC, dims, fingerprint(llama), keys, origin, tensors), folder / "calibration.safetensors")
+    save_calibration(
+        Calibration(SPEC, dims, fingerprint(llama), keys, origin, tensors),
+        folder / "calibration.safetensors",
+    )
     cache = kvq.init_cache(CACHE, DIMS, 1, 40, "float32")
-    filled = jax.tree.map(lambda leaf: jnp.asarray(numbers.integers(0, 99, leaf.shape).astype(leaf.dtype)), cache)
-    kvq.save_cache(dataclasses.replace(filled, lengths=jnp.array([30], jnp.int32)), folder / "cache.safetensors")
+    filled = jax.tree.map(
+        lambda leaf: jnp.asarray(numbers.integers(0, 99, leaf.shape).astype(leaf.dtype)), cache
+    )
+    kvq.save_cache(
+        dataclasses.replace(filled, lengths=jnp.array([30], jnp.int32)),
+        folder / "cache.safetensors",
+    )
     return folder
 
 
 def one_line(err: str, arguments: tuple[Any, ...]) -> None:
-    lines = [line for line in err.splitlines() if not line.startswith(("kvq: warning:", "kvq: loading", "kvq: reading"))]
+    lines = [
+        line
+        for line in err.splitlines()
+        if not line.startswith(("kvq: warning:", "kvq: loading", "kvq: reading"))
+    ]
     assert len(lines) == 1, f"{arguments}: {err}"
     assert lines[0].startswith("kvq: error: "), f"{arguments}: {err}"
 
 
-# name: the file, the kinds of mutation, what reads it as (folder) -> arguments of kvq, whether the file has a checksum
-CASES: dict[str, tuple[str, tuple[Callable[[bytes, random.Random], bytes], ...], tuple[str, ...], bool]] = {
-    "calibration": ("calibration.safetensors", BYTES, ("doctor", "{model}", "--cache", SPEC, "--calibration", "{file}"), True),
+# name: the file, the kinds of mutation, what reads it as (folder) -> arguments of kvq, whether the
+# file has a checksum
+CASES: dict[
+    str, tuple[str, tuple[Callable[[bytes, random.Random], bytes], ...], tuple[str, ...], bool]
+] = {
+    "calibration": (
+        "calibration.safetensors",
+        BYTES,
+        ("doctor", "{model}", "--cache", SPEC, "--calibration", "{file}"),
+        True,
+    ),
     "weights": (
         "model/model.safetensors",
         BYTES,
         ("generate", "{model}", "--prompt", "It was", "--cache", "dense", "--max-new-tokens", "1"),
         True,
     ),
-    "config": ("model/config.json", (*BYTES, *[field_changed] * 6), ("memory", "{model}", "--cache", CACHE, "--context", "64"), False),
+    "config": (
+        "model/config.json",
+        (*BYTES, *[field_changed] * 6),
+        ("memory", "{model}", "--cache", CACHE, "--context", "64"),
+        False,
+    ),
     "tokenizer": (
         "model/tokenizer.json",
         (*BYTES, *[field_changed] * 3),
@@ -200,7 +252,9 @@ def filled(arguments: tuple[str, ...], folder: pathlib.Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "cache"])
 @pytest.mark.filterwarnings("default")
-def test_a_command_refuses_a_damaged_file_in_one_line(name: str, sound, mutated, run, types_unchecked):
+def test_a_command_refuses_a_damaged_file_in_one_line(
+    name: str, sound, mutated, run, types_unchecked
+):
     file, _, arguments, checked = CASES[name]
     if name in ("calibration", "config"):
         code, _, err = run(*filled(arguments, sound))
@@ -233,7 +287,11 @@ def test_a_damaged_cache_is_refused_in_one_line(sound, mutated, types_unchecked)
 
 SWAPS = {  # the file that takes the place of another, and what reads it then
     "a cache for a calibration": ("cache.safetensors", "calibration.safetensors", "calibration"),
-    "weights for a calibration": ("model/model.safetensors", "calibration.safetensors", "calibration"),
+    "weights for a calibration": (
+        "model/model.safetensors",
+        "calibration.safetensors",
+        "calibration",
+    ),
     "a cache for weights": ("cache.safetensors", "model/model.safetensors", "weights"),
     "a calibration for weights": ("calibration.safetensors", "model/model.safetensors", "weights"),
     "a tokenizer for a config": ("model/tokenizer.json", "model/config.json", "config"),
@@ -244,7 +302,9 @@ SWAPS = {  # the file that takes the place of another, and what reads it then
 
 @pytest.mark.parametrize("name", SWAPS)
 @pytest.mark.filterwarnings("default")
-def test_a_file_in_the_place_of_another_is_refused_in_one_line(name: str, sound, tmp_path, run, types_unchecked):
+def test_a_file_in_the_place_of_another_is_refused_in_one_line(
+    name: str, sound, tmp_path, run, types_unchecked
+):
     source, target, case = SWAPS[name]
     shutil.copytree(sound, tmp_path / "swapped")
     shutil.copy(sound / source, tmp_path / "swapped" / target)
@@ -258,7 +318,10 @@ def test_tensors_that_change_places_in_a_cache_are_found(sound, tmp_path):
     """The file keeps its names, shapes and sizes, and every byte of it somewhere."""
     with safe_open(sound / "cache.safetensors", framework="numpy") as file:
         names = file.keys()
-        shapes = {name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in names}
+        shapes = {
+            name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype())
+            for name in names
+        }
     one = next(name for name in shapes if name.startswith("layers.0."))
     other = one.replace("layers.0.", "layers.1.")
     content = (sound / "cache.safetensors").read_bytes()
@@ -282,4 +345,6 @@ def test_a_command_says_in_one_line_that_an_older_calibration_has_no_checksum(so
     code, _, err = run(*filled(CASES["calibration"][2], tmp_path / "old"))
     assert code == 0, err
     notes = [line for line in err.splitlines() if "checksums" in line]
-    assert notes == [f"kvq: warning: '{file}' was written before files had checksums: damage would not be seen"]
+    assert notes == [
+        f"kvq: warning: '{file}' was written before files had checksums: damage would not be seen"
+    ]

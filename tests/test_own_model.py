@@ -15,21 +15,29 @@ import kvq_jax as kvq
 from tests.kvq_jax.layer_runs import row_errors
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "own_model.md"
-QUANTIZED = ("kivi:bits=4,recent=32", "innerq:bits=3,recent=32", "kvquant:bits=4,outliers=0.05", "xquant:bits=4")
+QUANTIZED = (
+    "kivi:bits=4,recent=32",
+    "innerq:bits=3,recent=32",
+    "kvquant:bits=4,outliers=0.05",
+    "xquant:bits=4",
+)
 
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
     """Everything that the page's code blocks define, one after the other."""
     names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL):
+    for block in re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL
+    ):
         exec(compile(block, str(PAGE), "exec"), names)
     return names
 
 
 @pytest.fixture(scope="module")
 def plain(page: dict[str, Any]) -> np.ndarray:
-    """Return the logits [B, T, V] of the continuation by causal attention over whole sequences, without a cache."""
+    """Return the logits [B, T, V] of the continuation by causal attention over whole sequences,
+    without a cache."""
     model, rows = page["model"], []
 
     @jax.jit
@@ -39,16 +47,22 @@ def plain(page: dict[str, Any]) -> np.ndarray:
         h = model["embed"][tokens][None]
         for w in model["layers"]:
             x = page["norm"](h)
-            q, k, v = (page["split"](x @ w[name], count) for name, count in (("q", 8), ("k", 2), ("v", 2)))
+            q, k, v = (
+                page["split"](x @ w[name], count) for name, count in (("q", 8), ("k", 2), ("v", 2))
+            )
             q, k = (kvq.rotate(a, positions, page["ROPE"]) for a in (q, k))
             k, v = (jnp.repeat(a, 4, axis=1) for a in (k, v))
-            scores = jnp.where(causal[None, None], jnp.einsum("bnth,bnsh->bnts", q, k) * 32**-0.5, -jnp.inf)
+            scores = jnp.where(
+                causal[None, None], jnp.einsum("bnth,bnsh->bnts", q, k) * 32**-0.5, -jnp.inf
+            )
             out = jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(scores), v)
             h = h + out.swapaxes(1, 2).reshape(1, -1, 256) @ w["o"]
             h = h + jax.nn.silu(page["norm"](h) @ w["up"]) @ w["down"]
         return (page["norm"](h) @ model["embed"].T)[0]
 
-    for prompt, length, continuation in zip(page["prompts"], page["lengths"].tolist(), page["continuation"], strict=True):
+    for prompt, length, continuation in zip(
+        page["prompts"], page["lengths"].tolist(), page["continuation"], strict=True
+    ):
         rows.append(logits(jnp.concatenate([prompt[:length], continuation]))[length:])
     return np.stack(rows)
 
@@ -56,7 +70,9 @@ def plain(page: dict[str, Any]) -> np.ndarray:
 def test_the_exact_cache_gives_what_plain_attention_gives(page: dict[str, Any], plain: np.ndarray):
     logits, cache = page["results"]["dense"]
     assert row_errors(logits, plain).max() < 1e-5
-    assert np.median(row_errors(logits[:, 1:], plain[:, :-1])) > 0.1, "logits of the token before would pass"
+    assert np.median(row_errors(logits[:, 1:], plain[:, :-1])) > 0.1, (
+        "logits of the token before would pass"
+    )
     assert np.asarray(cache.lengths).tolist() == [200, 137]
 
 
@@ -64,7 +80,9 @@ def test_the_exact_cache_gives_what_plain_attention_gives(page: dict[str, Any], 
 def test_quantized_caches_are_close_and_smaller(page: dict[str, Any], plain: np.ndarray, spec: str):
     (logits, cache), dense = page["results"][spec], page["results"]["dense"][1]
     assert 1e-3 < page["divergence"](logits, plain) < 0.03
-    assert page["divergence"](logits[:, 1:], plain[:, :-1]) > 0.3, "predictions of the token before would pass"
+    assert page["divergence"](logits[:, 1:], plain[:, :-1]) > 0.3, (
+        "predictions of the token before would pass"
+    )
     assert kvq.nbytes(cache) < 0.65 * kvq.nbytes(dense)
     assert np.asarray(cache.lengths).tolist() == [200, 137]
 
@@ -72,14 +90,25 @@ def test_quantized_caches_are_close_and_smaller(page: dict[str, Any], plain: np.
 def test_the_jitted_step_takes_over_the_cache(page: dict[str, Any]):
     cache = kvq.init_cache(QUANTIZED[0], page["DIMS"], 2, 256, "float32")
     _, after = page["run"](page["model"], cache, page["prompts"][:, :4], prefill=True)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache.layers) if leaf.size), "the cache was copied"
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache.layers) if leaf.size), (
+        "the cache was copied"
+    )
     assert after.lengths.tolist() == [4, 4]
 
 
 def test_the_page_names_every_method_that_reads_more_than_queries_keys_and_values():
     table = PAGE.read_text().partition("## What a method reads")[2].partition("## ")[0]
     named = set(re.findall(r"`([a-z_]+)", table))
-    codecs = {name: kvq.layout(name, kvq.CacheDims(4, 4, 2, 64, 256), 1, 256).plans[-1].k for name in kvq.METHODS}
-    more = {name for name, codec in codecs.items() if codec.before_rope or codec.rebuilds or codec.parameters(heads=1)}
+    codecs = {
+        name: kvq.layout(name, kvq.CacheDims(4, 4, 2, 64, 256), 1, 256).plans[-1].k
+        for name in kvq.METHODS
+    }
+    more = {
+        name
+        for name, codec in codecs.items()
+        if codec.before_rope or codec.rebuilds or codec.parameters(heads=1)
+    }
     assert {"kvquant", "squat_pre", "xquant_cl"} <= more <= named
-    assert {"kivi", "polarquant", "int4"}.isdisjoint(more), "methods that read nothing else would have to be named"
+    assert {"kivi", "polarquant", "int4"}.isdisjoint(more), (
+        "methods that read nothing else would have to be named"
+    )

@@ -1,4 +1,5 @@
-"""The installed distribution: packages of our own names only, the files that their code opens, and what runs without the sources."""
+"""The installed distribution: packages of our own names only, the files that their code opens, and
+what runs without the sources."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors", "filelock"}  # all that k
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Return the wheel, built as `pip install .` builds it, from a copy: what an earlier build left beside the sources stays out of it.
+    """Return the wheel, built as `pip install .` builds it, from a copy: what an earlier build left
+    beside the sources stays out of it.
 
-    Its kernels are not optimized, which would take half a minute: a compiler that calls the real one adds -O0, and the last -O counts.
+    Its kernels are not optimized, which would take half a minute: a compiler that calls the real
+    one adds -O0, and the last -O counts.
     """
     folder = tmp_path_factory.mktemp("wheel")
     if (real := next(filter(None, map(shutil.which, COMPILERS)), None)) is None:
@@ -40,10 +43,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def build(folder: pathlib.Path, environment: dict[str, str]) -> pathlib.Path:
     source = folder / "source"
-    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results", "*.so")
+    ignored = shutil.ignore_patterns(
+        ".*", "build", "*.egg-info", "__pycache__", "tests", "results", "*.so"
+    )
     shutil.copytree(ROOT, source, ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run([*command, str(source)], check=True, capture_output=True, text=True, env=environment)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+    ]
+    subprocess.run(
+        [*command, str(source)], check=True, capture_output=True, text=True, env=environment
+    )
     (wheel,) = folder.glob("kvq_jax-*.whl")
     return wheel
 
@@ -64,9 +81,19 @@ def site(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathl
 
 def run(program: str, site: pathlib.Path, folder: pathlib.Path) -> str:
     """Return what a program prints in an empty folder, where only the wheel has our packages."""
-    environment = os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(site),
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
     check = f"import kvq_jax\nassert kvq_jax.__file__.startswith({str(site)!r}), kvq_jax.__file__\n"
-    done = subprocess.run([sys.executable, "-c", program + "\n" + check], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program + "\n" + check],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -79,12 +106,19 @@ def test_no_package_is_installed_whose_name_could_shadow_a_users_folder(installe
 def test_every_package_of_the_sources_is_installed(installed: set[str]):
     folders = {"kvq_models": ROOT / "models" / "kvq_models"}
     sources = [(name, folders.get(name, ROOT / name)) for name in sorted(OURS)]
-    expected = {f"{name}/{file.relative_to(folder).as_posix()}" for name, folder in sources for file in folder.rglob("*.py")}
+    expected = {
+        f"{name}/{file.relative_to(folder).as_posix()}"
+        for name, folder in sources
+        for file in folder.rglob("*.py")
+    }
     assert expected <= installed, f"missing: {sorted(expected - installed)}"
 
 
 def test_the_files_that_code_opens_travel_with_the_packages(installed: set[str]):
-    embedded = {f"kvq_models/embedded/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md")}
+    embedded = {
+        f"kvq_models/embedded/{name}"
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+    }
     typed = {f"{name}/py.typed" for name in OURS}
     others = {
         "kvq_tools/cli/passage.txt",
@@ -106,7 +140,9 @@ def test_the_kernels_are_compiled_where_there_is_a_compiler(installed: set[str])
     assert has_kernels(installed)
 
 
-def test_an_installation_without_a_compiler_has_all_but_the_kernels(installed: set[str], tmp_path: pathlib.Path):
+def test_an_installation_without_a_compiler_has_all_but_the_kernels(
+    installed: set[str], tmp_path: pathlib.Path
+):
     nothing = tmp_path / "bin"
     nothing.mkdir()
     bare = build(tmp_path, os.environ | {"PATH": str(nothing), "CXX": ""})
@@ -115,7 +151,9 @@ def test_an_installation_without_a_compiler_has_all_but_the_kernels(installed: s
     assert files == {name for name in installed if not has_kernels({name})}
     zipfile.ZipFile(bare).extractall(tmp_path / "site")
     program = "from kvq_jax.attention import dispatch; print(dispatch.kernels_here())"
-    assert "none: the CPU kernels were not compiled when kvq was installed" in run(program, tmp_path / "site", tmp_path)
+    assert "none: the CPU kernels were not compiled when kvq was installed" in run(
+        program, tmp_path / "site", tmp_path
+    )
 
 
 def test_the_version_is_that_of_the_package(wheel: pathlib.Path, installed: set[str]):
@@ -125,13 +163,25 @@ def test_the_version_is_that_of_the_package(wheel: pathlib.Path, installed: set[
 
 def test_the_version_is_read_without_importing_jax():
     """As an isolated build reads it, in which JAX is not installed."""
-    read = "from setuptools.config import expand; print(expand.read_attr('kvq_jax.__version__', None, sys.argv[1]))"
+    read = (
+        "from setuptools.config import expand; print(expand.read_attr('kvq_jax.__version__', None,"
+        " sys.argv[1]))"
+    )
     command = [sys.executable, "-c", f"import sys; sys.modules['jax'] = None; {read}", str(ROOT)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.strip() == kvq_jax.__version__
+    assert (
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.strip()
+        == kvq_jax.__version__
+    )
 
 
-def test_the_snippet_of_readme_runs_from_an_empty_folder(site: pathlib.Path, tmp_path: pathlib.Path):
-    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def test_the_snippet_of_readme_runs_from_an_empty_folder(
+    site: pathlib.Path, tmp_path: pathlib.Path
+):
+    (snippet,) = re.findall(
+        r"^```python\n(.*?)^```",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
     printed = run(snippet, site, tmp_path)
     assert re.search(r"\w+.*\(\d+ bytes\)", printed, re.DOTALL), printed
 

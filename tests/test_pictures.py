@@ -1,4 +1,5 @@
-"""Drawn pictures fit with any font: each text has a length of its own, and ends inside the picture."""
+"""Drawn pictures fit with any font: each text has a length of its own, and ends inside the
+picture."""
 
 from __future__ import annotations
 
@@ -30,5 +31,9 @@ def texts_outside(source: str) -> list[str]:
 def test_texts_fit_with_any_font(name):
     source = (DOCS / name).read_text(encoding="utf-8")
     assert not texts_outside(source)
-    assert len(texts_outside(source.replace("textLength", "x-length"))) == source.count("<text"), "the check sees texts without a length"
-    assert texts_outside(source.replace('x="20"', 'x="520"')), "the check sees texts that leave the picture"
+    assert len(texts_outside(source.replace("textLength", "x-length"))) == source.count("<text"), (
+        "the check sees texts without a length"
+    )
+    assert texts_outside(source.replace('x="20"', 'x="520"')), (
+        "the check sees texts that leave the picture"
+    )

@@ -1,4 +1,5 @@
-"""README and docs: the numbers that they quote are those of committed outputs, and their commands parse."""
+"""README and docs: the numbers that they quote are those of committed outputs, and their commands
+parse."""
 
 from __future__ import annotations
 
@@ -19,8 +20,14 @@ from kvq_tools.cli.main import COMMANDS, build_parser
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EVALUATION = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "kvq_jax/methods").glob("*/README.md"))]
-EXAMPLE = re.compile(r"^(?:\$ |\S*/)?kvq ([a-z][\w-]* .*|methods)$", re.MULTILINE)  # in a block of code, a line to type
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "kvq_jax/methods").glob("*/README.md")),
+]
+EXAMPLE = re.compile(
+    r"^(?:\$ |\S*/)?kvq ([a-z][\w-]* .*|methods)$", re.MULTILINE
+)  # in a block of code, a line to type
 
 
 def output(name: str) -> dict[str, Any]:
@@ -52,11 +59,18 @@ def test_the_table_of_caches_is_that_of_the_overview():
 
 def test_the_sentence_below_the_table_says_which_caches_the_overview_puts_on_the_front():
     report = OverviewReport.read(ROOT / "benchmarks" / "results" / "overview.json")
-    wanted, below = overview.verdict(report), re.sub(r"\s+", " ", README.partition(overview.readme_table(report))[2])
+    wanted, below = (
+        overview.verdict(report),
+        re.sub(r"\s+", " ", README.partition(overview.readme_table(report))[2]),
+    )
     assert below.strip().startswith(wanted), f"the sentence is\n\n{wanted}"
     best = next(row for row in report.rows if f"take `{row.cache}`" in wanted)
     worse = dataclasses.replace(best, measured=dataclasses.replace(best.measured, kl=1.0))
-    other = overview.verdict(dataclasses.replace(report, rows=tuple(worse if row is best else row for row in report.rows)))
+    other = overview.verdict(
+        dataclasses.replace(
+            report, rows=tuple(worse if row is best else row for row in report.rows)
+        )
+    )
     assert other != wanted, "the sentence follows the numbers"
 
 
@@ -72,7 +86,9 @@ def test_every_command_has_an_example_and_a_line_in_its_page():
     assert set(re.findall(r"`kvq ([\w-]+)`", page)) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("line", ["eval embedded --text F --caches kivi:bits=2", "evaluate embedded"])
+@pytest.mark.parametrize(
+    "line", ["eval embedded --text F --caches kivi:bits=2", "evaluate embedded"]
+)
 def test_a_command_that_does_not_exist_is_noticed(line: str):
     with pytest.raises(UserError):
         parse(line)
@@ -80,12 +96,19 @@ def test_a_command_that_does_not_exist_is_noticed(line: str):
 
 def test_the_table_of_kvq_eval_is_that_of_its_output():
     made = output("eval_decode")
-    command = re.search(r"^\$ kvq eval (\S+) --text (\S+) --window (\d+) (.*)$", EVALUATION, re.MULTILINE)
+    command = re.search(
+        r"^\$ kvq eval (\S+) --text (\S+) --window (\d+) (.*)$", EVALUATION, re.MULTILINE
+    )
     assert command, "docs/evaluation.md has no kvq eval"
-    assert (command[1], command[2], int(command[3])) == (made["model"], made["text"], made["window"])
+    assert (command[1], command[2], int(command[3])) == (
+        made["model"],
+        made["text"],
+        made["window"],
+    )
     assert re.findall(r"--cache (\S+)", command[4]) == [cache["name"] for cache in made["caches"]]
     assert (
-        f"{made['scored_tokens']} of {made['text_tokens']} tokens scored in windows of {made['window']} by {made['stride']}" in EVALUATION
+        f"{made['scored_tokens']} of {made['text_tokens']} tokens scored in windows of"
+        f" {made['window']} by {made['stride']}" in EVALUATION
     )
     for cache in made["caches"]:
         columns = (
@@ -98,8 +121,12 @@ def test_the_table_of_kvq_eval_is_that_of_its_output():
             f"{cache['ratio']:.2f}",
             f"{cache['bits_per_element']:.2f}",
         )
-        line = next((line for line in EVALUATION.splitlines() if line.startswith(f"│ {cache['name']} ")), "")
-        assert tuple(map(str.strip, line.strip("│").split("│"))) == columns, f"the line of {cache['name']}: {line!r}"
+        line = next(
+            (line for line in EVALUATION.splitlines() if line.startswith(f"│ {cache['name']} ")), ""
+        )
+        assert tuple(map(str.strip, line.strip("│").split("│"))) == columns, (
+            f"the line of {cache['name']}: {line!r}"
+        )
 
 
 def test_the_three_modes_are_those_of_their_outputs():
@@ -108,20 +135,29 @@ def test_the_three_modes_are_those_of_their_outputs():
         for mode in ("decode", "chunked", "fake")
     }
     said = re.sub(r"\s+", " ", EVALUATION)
-    wanted = f"KL of `kivi:bits=2` above: {kl['decode']:.4f} in `decode`, {kl['chunked']:.4f} in `chunked`, {kl['fake']:.4f} in `fake`."
+    wanted = (
+        f"KL of `kivi:bits=2` above: {kl['decode']:.4f} in `decode`, {kl['chunked']:.4f} in"
+        f" `chunked`, {kl['fake']:.4f} in `fake`."
+    )
     assert wanted in said, wanted
 
 
 def test_the_pass_keys_found_are_those_of_the_output():
     made = output("passkey_harder")
-    found = {cache["name"]: round(cache["scores"]["accuracy"] * made["samples"]) for cache in made["caches"]}
+    found = {
+        cache["name"]: round(cache["scores"]["accuracy"] * made["samples"])
+        for cache in made["caches"]
+    }
     said = {name: "none" if n == 0 else str(n) for name, n in found.items()}
     wanted = (
-        f"Of {made['samples']} pass keys the exact cache finds {said['dense']}, `int4` {said['int4']}, `kivi:bits=2` {said['kivi:bits=2']}"
+        f"Of {made['samples']} pass keys the exact cache finds {said['dense']}, `int4`"
+        f" {said['int4']}, `kivi:bits=2` {said['kivi:bits=2']}"
     )
     assert wanted in re.sub(r"\s+", " ", EVALUATION), wanted
 
 
 def test_int4_is_as_good_as_exact_where_no_key_is_an_outlier():
     dense, int4 = (cache["scores"]["accuracy"] for cache in output("passkey_embedded")["caches"])
-    assert (dense == int4) is ("on the embedded model itself `int4` is as good as exact" in EVALUATION)
+    assert (dense == int4) is (
+        "on the embedded model itself `int4` is as good as exact" in EVALUATION
+    )

@@ -21,8 +21,20 @@ from collections.abc import Callable, Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("cpu_kernels", "kvq_jax", "pallas_kernels", "models", "kvq_tools", "tools", "benchmarks", "tests", "docs")
-HEADS = "kvq|cpu_kernels|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks|tests"  # of dotted names, past ones included
+FOLDERS = (
+    "cpu_kernels",
+    "kvq_jax",
+    "pallas_kernels",
+    "models",
+    "kvq_tools",
+    "tools",
+    "benchmarks",
+    "tests",
+    "docs",
+)
+HEADS = (  # of dotted names, past ones included
+    "kvq|cpu_kernels|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks|tests"
+)
 NOT_OURS = {
     "jax",
     "jnp",
@@ -34,9 +46,29 @@ NOT_OURS = {
     "transformers",
     "lm_eval",
 }  # what a.b may begin with, not ours
-INSTRUCTIONS = {"HFMA2", "lop3", "or", "prmt", "sin.approx", "xor"}  # of GPUs, in backticks like names of ours
-SUFFIXES = ("jinja", "json", "md", "model", "npz", "py", "safetensors", "svg", "txt")  # a file in backticks: looked for as a file
-QUOTES_HISTORY = ("benchmarks/results/", "docs/report/")  # generated: their commands are those that were run
+INSTRUCTIONS = {
+    "HFMA2",
+    "lop3",
+    "or",
+    "prmt",
+    "sin.approx",
+    "xor",
+}  # of GPUs, in backticks like names of ours
+SUFFIXES = (
+    "jinja",
+    "json",
+    "md",
+    "model",
+    "npz",
+    "py",
+    "safetensors",
+    "svg",
+    "txt",
+)  # a file in backticks: looked for as a file
+QUOTES_HISTORY = (
+    "benchmarks/results/",
+    "docs/report/",
+)  # generated: their commands are those that were run
 
 PATH = re.compile(rf"(?<![\w./<{{-])(?:{'|'.join(FOLDERS)}|kvq_models)/[\w./*-]*[\w*/]")
 FILE = re.compile(r"(?<![\w./*<>{}-])(?:[\w-]+/)*[\w-]+\.(?:py|md|sh|toml|svg|jinja)\b(?![\w/])")
@@ -56,7 +88,9 @@ class Project:
     """Everything that can be named."""
 
     files: set[str]
-    modules: dict[str, set[str]]  # dotted name -> what stands at the module's top; a package's modules too
+    modules: dict[
+        str, set[str]
+    ]  # dotted name -> what stands at the module's top; a package's modules too
     members: dict[str, set[str]]  # class -> methods and fields, those of its bases included
     identifiers: set[str]  # every name in code, and every string that could be an option or a key
     attributes: set[tuple[str, str]]  # (a, b) of every a.b in code
@@ -69,9 +103,22 @@ class Project:
 
 def text_files() -> Iterator[tuple[str, str]]:
     """Yield path (relative to the project) and content of what is written by hand."""
-    found = [ROOT / name for name in ("README.md", "Makefile", ".ci/run", "pyproject.toml", ".pre-commit-config.yaml")]
+    found = [
+        ROOT / name
+        for name in (
+            "README.md",
+            "Makefile",
+            ".ci/run",
+            "pyproject.toml",
+            ".pre-commit-config.yaml",
+        )
+    ]
     for folder in FOLDERS:
-        found += [file for file in sorted((ROOT / folder).rglob("*")) if file.suffix in (".py", ".md", ".sh")]
+        found += [
+            file
+            for file in sorted((ROOT / folder).rglob("*"))
+            if file.suffix in (".py", ".md", ".sh")
+        ]
     for file in found:
         yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
 
@@ -82,32 +129,55 @@ def parsed(content: str) -> ast.Module:
 
 
 def top_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module's or a class's statements bind, and the strings of `__all__`."""
+    """Yield the names that a module's or a class's statements bind, and the strings of
+    `__all__`."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            stored = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
+            stored = [
+                name.id
+                for name in ast.walk(node)
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+            ]
             yield from stored
             if stored == ["__all__"]:
-                yield from (text.value for text in ast.walk(node) if isinstance(text, ast.Constant) and isinstance(text.value, str))
+                yield from (
+                    text.value
+                    for text in ast.walk(node)
+                    if isinstance(text, ast.Constant) and isinstance(text.value, str)
+                )
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            yield from top_names([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+            yield from top_names(
+                [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            )
 
 
 def class_members(trees: list[ast.Module]) -> dict[str, set[str]]:
     own: dict[str, set[str]] = collections.defaultdict(set)
     bases: dict[str, set[str]] = collections.defaultdict(set)
-    for node in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for node in (
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    ):
         own[node.name] |= set(top_names(node.body))
-        on_self = (name for name in ast.walk(node) if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name))
-        own[node.name] |= {name.attr for name in on_self if isinstance(name.value, ast.Name) and name.value.id == "self"}
+        on_self = (
+            name
+            for name in ast.walk(node)
+            if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name)
+        )
+        own[node.name] |= {
+            name.attr
+            for name in on_self
+            if isinstance(name.value, ast.Name) and name.value.id == "self"
+        }
         bases[node.name] |= {base.id for base in node.bases if isinstance(base, ast.Name)}
 
     def inherited(name: str) -> set[str]:
-        return own[name].union(*(inherited(base) for base in bases[name] if base in own and base != name))
+        return own[name].union(
+            *(inherited(base) for base in bases[name] if base in own and base != name)
+        )
 
     return {name: inherited(name) for name in list(own)}
 
@@ -115,7 +185,12 @@ def class_members(trees: list[ast.Module]) -> dict[str, set[str]]:
 def used_names(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.arg(arg=name)
+                | ast.keyword(arg=str(name))
+            ):
                 yield name
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
@@ -128,8 +203,17 @@ def used_names(tree: ast.Module) -> Iterator[str]:
 @functools.cache
 def project() -> Project:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    kept = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if "__pycache__" not in file.parts]
-    files = {file.relative_to(ROOT).as_posix() for file in kept} | {file.name for file in ROOT.iterdir() if file.is_file()} | {".ci/run"}
+    kept = [
+        file
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*")
+        if "__pycache__" not in file.parts
+    ]
+    files = (
+        {file.relative_to(ROOT).as_posix() for file in kept}
+        | {file.name for file in ROOT.iterdir() if file.is_file()}
+        | {".ci/run"}
+    )
     trees, modules, programs = [], collections.defaultdict(set), set()
     for path, content in text_files():
         if path.endswith(".py"):
@@ -145,7 +229,9 @@ def project() -> Project:
                 modules[".".join(parts[:i])].add(parts[i])
     main = parsed((ROOT / "kvq_tools/cli/main.py").read_text(encoding="utf-8"))
     commands = next(
-        ast.literal_eval(node.value) for node in main.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
+        ast.literal_eval(node.value)
+        for node in main.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
     )
     return Project(
         files,
@@ -159,7 +245,9 @@ def project() -> Project:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         },
         programs,
-        set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)),
+        set(
+            re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        ),
         set(commands),
         set(settings["optional-dependencies"]),
         settings["name"],
@@ -167,23 +255,36 @@ def project() -> Project:
 
 
 def file_exists(name: str, beside: str) -> bool:
-    """Return whether a path leads somewhere from the project, from `models/`, or from the file that names it; a bare name, anywhere."""
+    """Return whether a path leads somewhere from the project, from `models/`, or from the file that
+    names it; a bare name, anywhere."""
     if "*" in name:
         return any(ROOT.glob(name.rstrip("/")))
     if any((folder / name).exists() for folder in (ROOT, ROOT / "models", (ROOT / beside).parent)):
         return True
-    return name.split("/")[0] not in FOLDERS and any(f"/{file}".endswith(f"/{name}") for file in project().files)
+    return name.split("/")[0] not in FOLDERS and any(
+        f"/{file}".endswith(f"/{name}") for file in project().files
+    )
 
 
 def dotted_exists(name: str) -> bool:
-    """Return whether a name of package, module, symbol and member exists, from as many of its parts as are a module."""
-    parts = name.replace("kvq.", "kvq_jax.", 1).split(".") if name.startswith("kvq.") else name.split(".")
+    """Return whether a name of package, module, symbol and member exists, from as many of its parts
+    as are a module."""
+    parts = (
+        name.replace("kvq.", "kvq_jax.", 1).split(".")
+        if name.startswith("kvq.")
+        else name.split(".")
+    )
     for i in range(len(parts), 0, -1):
         found = project().modules.get(".".join(parts[:i]))
         if found is not None:
             rest = parts[i:]
             return not rest or (
-                rest[0] in found and (len(rest) == 1 or rest[0] not in project().members or rest[1] in project().members[rest[0]])
+                rest[0] in found
+                and (
+                    len(rest) == 1
+                    or rest[0] not in project().members
+                    or rest[1] in project().members[rest[0]]
+                )
             )
     return False
 
@@ -194,21 +295,35 @@ def names_format(path: str, name: str) -> bool:
 
 
 def quoted_exists(name: str) -> bool:
-    """Return whether code has the name; of a.b, whether code says so, or a module or class called `a` has a `b`."""
+    """Return whether code has the name; of a.b, whether code says so, or a module or class called
+    `a` has a `b`."""
     first, *rest = name.split(".")
-    if first in NOT_OURS or first.startswith("JAX_") or keyword.iskeyword(first) or name in INSTRUCTIONS or (rest and rest[-1] in SUFFIXES):
+    if (
+        first in NOT_OURS
+        or first.startswith("JAX_")
+        or keyword.iskeyword(first)
+        or name in INSTRUCTIONS
+        or (rest and rest[-1] in SUFFIXES)
+    ):
         return True
     if not rest:
-        return first in project().identifiers | project().commands | project().extras | set(dir(builtins))
+        return first in project().identifiers | project().commands | project().extras | set(
+            dir(builtins)
+        )
     if (first, rest[0]) in project().attributes or rest[0] in project().members.get(first, ()):
         return True
     if re.fullmatch(HEADS, first):
         return dotted_exists(name)
-    return any(rest[0] in names for module, names in project().modules.items() if module.split(".")[-1] == first)
+    return any(
+        rest[0] in names
+        for module, names in project().modules.items()
+        if module.split(".")[-1] == first
+    )
 
 
 def prose(path: str, content: str) -> Iterator[tuple[int, str]]:
-    """Yield line numbers and texts: of a program its comments and docstrings, of another file everything."""
+    """Yield line numbers and texts: of a program its comments and docstrings, of another file
+    everything."""
     if not path.endswith(".py"):
         yield 1, content
         return
@@ -216,7 +331,11 @@ def prose(path: str, content: str) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
     for node in ast.walk(parsed(content)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value
 
 
@@ -224,7 +343,9 @@ def stale(path: str, content: str) -> list[str]:
     """Names in a file that lead nowhere, each with its line."""
     known, found = project(), []
 
-    def look(pattern: re.Pattern[str], line: int, text: str, wrong: Callable[[re.Match[str]], bool]) -> None:
+    def look(
+        pattern: re.Pattern[str], line: int, text: str, wrong: Callable[[re.Match[str]], bool]
+    ) -> None:
         for match in pattern.finditer(text):
             if wrong(match):
                 found.append(f"{path}:{line + text[: match.start()].count(chr(10))}: {match[0]}")
@@ -232,8 +353,18 @@ def stale(path: str, content: str) -> list[str]:
     for line, text in prose(path, content):
         look(PATH, line, text, lambda m: not file_exists(m[0], path))
         look(FILE, line, text, lambda m: not file_exists(m[0], path))
-        look(DOTTED, line, text, lambda m: not (m[0].endswith(".py") or dotted_exists(m[0]) or names_format(path, m[0])))
-        look(IMPORT, line, text, lambda m: not all(dotted_exists(f"{m[1]}.{name}") for name in m[2].split(", ")))
+        look(
+            DOTTED,
+            line,
+            text,
+            lambda m: not (m[0].endswith(".py") or dotted_exists(m[0]) or names_format(path, m[0])),
+        )
+        look(
+            IMPORT,
+            line,
+            text,
+            lambda m: not all(dotted_exists(f"{m[1]}.{name}") for name in m[2].split(", ")),
+        )
         look(QUOTED, line, text, lambda m: not quoted_exists(m[1]))
         look(RUN, line, text, lambda m: m[1] not in known.programs)
         look(MAKE, line, text, lambda m: m[1] not in known.targets)
@@ -241,12 +372,21 @@ def stale(path: str, content: str) -> list[str]:
         if path.endswith(".md"):
             look(LINK, line, text, lambda m: not (ROOT / path).parent.joinpath(m[1]).exists())
     if not path.startswith("tests/"):
-        look(EXTRA, 1, content, lambda m: m[1] not in (known.distribution, ".") or not set(m[2].split(",")) <= known.extras)
+        look(
+            EXTRA,
+            1,
+            content,
+            lambda m: (
+                m[1] not in (known.distribution, ".") or not set(m[2].split(",")) <= known.extras
+            ),
+        )
     return found
 
 
 def test_what_is_named_exists():
-    files = [(path, content) for path, content in text_files() if not path.startswith(QUOTES_HISTORY)]
+    files = [
+        (path, content) for path, content in text_files() if not path.startswith(QUOTES_HISTORY)
+    ]
     assert len(files) > 200, "the walk finds no sources"
     found = [line for path, content in files for line in stale(path, content)]
     assert not found, "\n".join(found)
@@ -292,13 +432,25 @@ def test_a_stale_reference_is_found(path: str, text: str):
     [
         (
             "docs/design.md",
-            "kvq_jax/methods/<name>/ and kvq_jax/methods/*/README.md, [this page](decisions.md#the-cache), [JAX](https://jax.dev/a/b.md)",
+            (
+                "kvq_jax/methods/<name>/ and kvq_jax/methods/*/README.md, [this"
+                " page](decisions.md#the-cache), [JAX](https://jax.dev/a/b.md)"
+            ),
         ),
         (
             "docs/design.md",
-            "`codec.dequantize`, `kvq.trim`, `kvq_models.load_llama`, `jnp.take`, `packing.unpack`, kvq_jax.cache.cache.Cache.lengths",
+            (
+                "`codec.dequantize`, `kvq.trim`, `kvq_models.load_llama`, `jnp.take`,"
+                " `packing.unpack`, kvq_jax.cache.cache.Cache.lengths"
+            ),
         ),
-        ("docs/design.md", "from kvq_models import EMBEDDED, load_llama; python -m benchmarks.quality; `make test`; kvq eval embedded"),
+        (
+            "docs/design.md",
+            (
+                "from kvq_models import EMBEDDED, load_llama; python -m benchmarks.quality; `make"
+                " test`; kvq eval embedded"
+            ),
+        ),
         ("docs/design.md", "pip install 'kvq-jax[report,eval]' '.[cuda13]'"),
         ("kvq_jax/cache/spec.py", 'x = "kvq_jax/group_codec.py"  # cache.py'),
     ],

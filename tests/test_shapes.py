@@ -1,4 +1,5 @@
-"""Types and shapes are checked while the tests run: jaxtyping's import hook puts beartype around every function of the packages."""
+"""Types and shapes are checked while the tests run: jaxtyping's import hook puts beartype around
+every function of the packages."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def transposed(rows: Float[Array, "T H"]) -> Float[Array, "H T"]:
 
 
 def modules() -> list[ModuleType]:
-    names = (info.name for package in PACKAGES for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+    names = (
+        info.name
+        for package in PACKAGES
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    )
     return [importlib.import_module(name) for name in names if not name.endswith("__main__")]
 
 
@@ -51,15 +56,29 @@ OPTIONAL = {"Figure"}  # of matplotlib, which only drawing imports
 
 
 def functions(module: ModuleType) -> list[typing.Any]:
-    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    methods = [inspect.unwrap(method) for cls in own if inspect.isclass(cls) for method in vars(cls).values() if inspect.isfunction(method)]
-    written = [method for method in methods if method.__code__.co_filename != "<string>"]  # a dataclass's are generated from its fields
+    own = [
+        value
+        for value in vars(module).values()
+        if getattr(value, "__module__", None) == module.__name__
+    ]
+    methods = [
+        inspect.unwrap(method)
+        for cls in own
+        if inspect.isclass(cls)
+        for method in vars(cls).values()
+        if inspect.isfunction(method)
+    ]
+    written = [
+        method for method in methods if method.__code__.co_filename != "<string>"
+    ]  # a dataclass's are generated from its fields
     return [value for value in own if inspect.isclass(value) or inspect.isfunction(value)] + written
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_every_package_is_imported_through_the_hook(package):
-    assert type(package.__loader__).__name__ == "_JaxtypingLoader", "pyproject.toml's --jaxtyping-packages does not name the package"
+    assert type(package.__loader__).__name__ == "_JaxtypingLoader", (
+        "pyproject.toml's --jaxtyping-packages does not name the package"
+    )
 
 
 def test_every_annotation_can_be_resolved():
@@ -84,8 +103,24 @@ def test_every_annotation_can_be_resolved():
         (lambda: rotate(ROWS, jnp.zeros((2, 32)), ROPE), "positions"),
         (lambda: grouped_array.quantize(ROWS[0], FORMAT), "rows"),
         (lambda: reference.attend(ROWS, ROWS, ROWS[..., :32], jnp.ones((2, 32, 32), bool)), "v"),
-        (lambda: kvq.LayerInputs(None, None, ROWS, None, ROWS, ROWS, jnp.zeros((2, 32), int), jnp.ones((32, 2), bool), None), "valid"),
-        (lambda: sample(jnp.zeros((2, 7)), Sampling(), jax.random.key(0), jnp.zeros((2,), int)), "step"),
+        (
+            lambda: kvq.LayerInputs(
+                None,
+                None,
+                ROWS,
+                None,
+                ROWS,
+                ROWS,
+                jnp.zeros((2, 32), int),
+                jnp.ones((32, 2), bool),
+                None,
+            ),
+            "valid",
+        ),
+        (
+            lambda: sample(jnp.zeros((2, 7)), Sampling(), jax.random.key(0), jnp.zeros((2,), int)),
+            "step",
+        ),
         (lambda: kvq.Rope(jnp.ones(32), jnp.ones(1)), "attention_factor"),
     ],
 )
@@ -112,16 +147,22 @@ def test_a_planted_wrong_result_is_refused(tmp_path, monkeypatch):
 
 
 def test_pytrees_are_rebuilt_with_other_leaves():
-    """JAX puts things into a tree that the constructor does not take; nor does it take the descriptions of a layout."""
+    """JAX puts things into a tree that the constructor does not take; nor does it take the
+    descriptions of a layout."""
     body = grouped_array.quantize(ROWS, FORMAT)
     named = jax.tree.map(lambda leaf: object(), body)
     assert isinstance(named, GroupedArray)
     assert jax.tree.structure(named) == jax.tree.structure(body)
-    assert jax.vmap(grouped_array.quantize, (0, None))(ROWS[None], FORMAT).scale.shape == (1, *body.scale.shape)
+    assert jax.vmap(grouped_array.quantize, (0, None))(ROWS[None], FORMAT).scale.shape == (
+        1,
+        *body.scale.shape,
+    )
     described = describe(GroupedArray, words=(), scale=None, zero=None, format=FORMAT)
     assert jax.tree.leaves(described) == []
     with pytest.raises(TypeError, match="scale, zero"):
         describe(GroupedArray, words=(), format=FORMAT)
     with pytest.raises(TypeCheckError, match="scale"):
         dataclasses.replace(body, scale=body.scale[0])
-    assert [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(body)] == [".words[0]", ".scale", ".zero"]
+    assert [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(body)
+    ] == [".words[0]", ".scale", ".zero"]

@@ -1,4 +1,5 @@
-"""The suite's own behaviour: a stuck test is named with its stacks; programs are shared and dropped; a run says what it held."""
+"""The suite's own behaviour: a stuck test is named with its stacks; programs are shared and
+dropped; a run says what it held."""
 
 from __future__ import annotations
 
@@ -20,13 +21,27 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture
 def run(tmp_path: pathlib.Path) -> Callable[..., str]:
-    """run(source, *arguments) -> what a run of the tests in `source` prints, with the project's settings."""
+    """run(source, *arguments) -> what a run of the tests in `source` prints, with the project's
+    settings."""
 
     def call(source: str, *arguments: str) -> str:
         (tmp_path / "test_some.py").write_text(textwrap.dedent(source))
-        settings = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]
+        settings = [
+            "-c",
+            str(ROOT / "pyproject.toml"),
+            f"--rootdir={tmp_path}",
+            "-p",
+            "no:cacheprovider",
+        ]
         command = [sys.executable, "-m", "pytest", *settings, *arguments, str(tmp_path)]
-        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300).stdout
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        ).stdout
 
     return call
 
@@ -83,7 +98,11 @@ def test_programs_are_dropped_by_bytes_and_read_back_from_the_runs_cache(run):
         *("-p", "tests.worker_resources", "-n1"),
     )
     assert "3 passed" in printed
-    line = re.search(r"gw0: at most (\d\.\d\d) GiB; (\d+) programs, (\d+)% of them compiled before, dropped 1 times", printed)
+    line = re.search(
+        r"gw0: at most (\d\.\d\d) GiB; (\d+) programs, (\d+)% of them compiled before, dropped 1"
+        r" times",
+        printed,
+    )
     assert line, printed
     assert 0.05 < float(line[1]) < 3
     assert int(line[2]) >= 2
@@ -95,13 +114,18 @@ def test_every_method_has_a_row_that_slow_tests_run_by_default():
         return {kind(re.split("[:=]", row.spec)[0]) for row in rows}
 
     named = set(map(kind, kvq.METHODS))
-    assert named <= methods(ONE_OF_EACH), f"{named - methods(ONE_OF_EACH)} runs with --exhaustive alone"
+    assert named <= methods(ONE_OF_EACH), (
+        f"{named - methods(ONE_OF_EACH)} runs with --exhaustive alone"
+    )
     assert methods(METHOD_CASES) == methods(ONE_OF_EACH)
     assert len(ONE_OF_EACH) < len(METHOD_CASES) / 2, "slow tests run over almost everything"
 
 
 def test_cases_that_are_not_usual_are_marked_whatever_their_values():
-    marked = {param.values: [mark.name for mark in param.marks] for param in some([("a", 1), ("b", 2), "c"], [("a", 1)])}
+    marked = {
+        param.values: [mark.name for mark in param.marks]
+        for param in some([("a", 1), ("b", 2), "c"], [("a", 1)])
+    }
     assert marked == {("a", 1): [], ("b", 2): ["exhaustive"], ("c",): ["exhaustive"]}
     with pytest.raises(AssertionError, match="are no cases"):
         some(["a"], ["b"])

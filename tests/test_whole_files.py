@@ -6,7 +6,15 @@ import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
-SOURCES = ("kvq_jax", "models/kvq_models", "kvq_tools", "benchmarks", "tools", "pallas_kernels", "cpu_kernels")
+SOURCES = (
+    "kvq_jax",
+    "models/kvq_models",
+    "kvq_tools",
+    "benchmarks",
+    "tools",
+    "pallas_kernels",
+    "cpu_kernels",
+)
 WRITERS = {"write_text", "write_bytes", "save_file", "savefig"}
 MANAGERS = {"replacing", "replacing_directory", "TemporaryDirectory"}
 ELSEWHERE = {  # what calls them wrote elsewhere first
@@ -26,10 +34,13 @@ def in_place(tree: ast.Module) -> list[tuple[int, str]]:
     whole = {
         inner
         for node in ast.walk(tree)
-        if isinstance(node, ast.With) and any(called(item.context_expr) in MANAGERS for item in node.items)
+        if isinstance(node, ast.With)
+        and any(called(item.context_expr) in MANAGERS for item in node.items)
         for inner in ast.walk(node)
     }
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and called(node) in WRITERS)
+    calls = (
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and called(node) in WRITERS
+    )
     return [(node.lineno, called(node)) for node in calls if node not in whole]
 
 
@@ -46,5 +57,10 @@ def test_every_file_is_written_whole_or_not_at_all():
 
 def test_a_writer_in_place_is_seen():
     assert in_place(ast.parse("path.write_text('a')")) == [(1, "write_text")]
-    assert in_place(ast.parse("with open(path) as file:\n    figure.savefig(path)")) == [(2, "savefig")]
-    assert in_place(ast.parse("with replacing(path) as unfinished:\n    unfinished.write_text('a')")) == []
+    assert in_place(ast.parse("with open(path) as file:\n    figure.savefig(path)")) == [
+        (2, "savefig")
+    ]
+    assert (
+        in_place(ast.parse("with replacing(path) as unfinished:\n    unfinished.write_text('a')"))
+        == []
+    )

@@ -1,4 +1,5 @@
-"""The checker of types that runs at every call while the tests run (pyproject.toml names it): beartype, for which an int is a float too."""
+"""The checker of types that runs at every call while the tests run (pyproject.toml names it):
+beartype, for which an int is a float too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the processes of a run share and hold: compiled programs on disk, memory that is given back, its peak printed at the end.
+"""What the processes of a run share and hold: compiled programs on disk, memory that is given back,
+its peak printed at the end.
 
-A program that one test compiled is read by every later test, file and worker from a folder that lives as long as the run.
+A program that one test compiled is read by every later test, file and worker from a folder that
+lives as long as the run.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ import pytest
 
 from benchmarks.resources import mappings, resident_bytes
 
-MOST_MAPPINGS = 20_000  # of the 65530 that Linux allows a process; each compiled program takes several, and past the limit LLVM crashes
+# of the 65530 that Linux allows a process; each compiled program takes several, and past the limit
+# LLVM crashes
+MOST_MAPPINGS = 20_000
 MOST_BYTES = 2600 << 20  # of resident memory at which compiled programs are dropped
-MORE_BYTES = 300 << 20  # beyond what a process still holds after that, before they are dropped again
+MORE_BYTES = (
+    300 << 20
+)  # beyond what a process still holds after that, before they are dropped again
 CACHE = {
     "jax_compilation_cache_dir": "",
     "jax_persistent_cache_min_compile_time_secs": 0,
@@ -47,7 +53,12 @@ class Resources:
     """The plugin of a process that runs tests."""
 
     def __init__(self) -> None:
-        gc.set_threshold(50_000, 20, 50)  # traces are many small objects that live long: the usual thresholds cost a tenth of the run
+        gc.set_threshold(
+            50_000,
+            20,
+            50,
+            # traces are many small objects that live long: the usual thresholds cost a tenth of the run
+        )
         self.most = MOST_BYTES
         self.counts: Counter[str] = Counter()
         jax.monitoring.register_event_listener(self.count)
@@ -58,8 +69,11 @@ class Resources:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Drop compiled programs that hold much: by bytes after each test, by mappings, which take longer to count, after each file."""
-        if resident_bytes() > self.most or ((nextitem is None or nextitem.path != item.path) and mappings() > MOST_MAPPINGS):
+        """Drop compiled programs that hold much: by bytes after each test, by mappings, which take
+        longer to count, after each file."""
+        if resident_bytes() > self.most or (
+            (nextitem is None or nextitem.path != item.path) and mappings() > MOST_MAPPINGS
+        ):
             drop_programs()
             self.counts["drops"] += 1
             self.most = max(MOST_BYTES, resident_bytes() + MORE_BYTES)
@@ -74,7 +88,9 @@ class Resources:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the process that a user starts, whose environment its workers have
+    if not hasattr(
+        config, "workerinput"
+    ):  # the process that a user starts, whose environment its workers have
         config.stash[USE] = {}
         folder = config.stash[FOLDER] = tempfile.TemporaryDirectory(prefix="kvq-tests-")
         for name, value in (CACHE | {"jax_compilation_cache_dir": folder.name}).items():
@@ -94,12 +110,15 @@ def pytest_testnodedown(node, error: object) -> None:
     node.config.stash[USE][node.gateway.id] = getattr(node, "workeroutput", {}).get("resources", {})
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     for name, use in sorted(config.stash[USE].items()):
         if "peak" not in use:
             terminalreporter.write_line(f"{name}: ended without saying what it held", red=True)
         elif compiled := use.get("hits", 0) + use.get("misses", 0):
             terminalreporter.write_line(
-                f"{name}: at most {use['peak'] / 2**30:.2f} GiB; {compiled} programs, {use.get('hits', 0) / compiled:.0%} of them"
-                f" compiled before, dropped {use.get('drops', 0)} times"
+                f"{name}: at most {use['peak'] / 2**30:.2f} GiB; {compiled} programs,"
+                f" {use.get('hits', 0) / compiled:.0%} of them compiled before, dropped"
+                f" {use.get('drops', 0)} times"
             )

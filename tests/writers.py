@@ -1,4 +1,5 @@
-"""The project's writers of files, for tests that kill them: each writes a content, 0 or 1, into a folder."""
+"""The project's writers of files, for tests that kill them: each writes a content, 0 or 1, into a
+folder."""
 
 from __future__ import annotations
 
@@ -31,8 +32,10 @@ from tests.kvq_models.work_directories import DIMS, calibrate, calibration
 
 
 class Writer(NamedTuple):
-    """Something that writes a content, 0 or 1, into a folder. `read` returns what each of its files holds, None for those that are not
-    there; files that a content has in common are left out. `absent`: a file may be gone before the new one is there."""
+    """Something that writes a content, 0 or 1, into a folder. `read` returns what each of its files
+    holds, None for those that are not there; files that a content has in common are left out.
+    `absent`: a file may be gone before the new one is there.
+    """
 
     write: Callable[[pathlib.Path, int], object]
     read: Callable[[pathlib.Path], dict[str, bytes | None]]
@@ -43,7 +46,10 @@ def files(*names: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
     """Read each of these files, which are replaced one by one."""
 
     def read(folder: pathlib.Path) -> dict[str, bytes | None]:
-        return {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in names}
+        return {
+            name: (folder / name).read_bytes() if (folder / name).exists() else None
+            for name in names
+        }
 
     return read
 
@@ -53,7 +59,15 @@ def directory(name: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
 
     def read(folder: pathlib.Path) -> dict[str, bytes | None]:
         held = sorted((folder / name).rglob("*")) if (folder / name).exists() else None
-        return {name: None if held is None else b"".join(path.name.encode() + path.read_bytes() for path in held if path.is_file())}
+        return {
+            name: (
+                None
+                if held is None
+                else b"".join(
+                    path.name.encode() + path.read_bytes() for path in held if path.is_file()
+                )
+            )
+        }
 
     return read
 
@@ -61,11 +75,17 @@ def directory(name: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
 def write_cache(folder: pathlib.Path, content: int) -> None:
     cache = kvq.init_cache("kivi:sink=0,recent=8,block=8,group_size=4", DIMS, 1, 16, "float32")
     filled = jax.tree.map(lambda leaf: np.full(leaf.shape, content, leaf.dtype), cache)
-    kvq.save_cache(dataclasses.replace(filled, lengths=jnp.array([content], jnp.int32)), folder / "cache.safetensors")
+    kvq.save_cache(
+        dataclasses.replace(filled, lengths=jnp.array([content], jnp.int32)),
+        folder / "cache.safetensors",
+    )
 
 
 def write_calibration(folder: pathlib.Path, content: int) -> None:
-    save_calibration(calibration({"layers.0.k.levels": np.full(4, content, np.float32)}, content), folder / "calibration.safetensors")
+    save_calibration(
+        calibration({"layers.0.k.levels": np.full(4, content, np.float32)}, content),
+        folder / "calibration.safetensors",
+    )
 
 
 class Words:
@@ -100,7 +120,9 @@ def write_report(folder: pathlib.Path, content: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        patch.setattr(page, "sections", lambda _: (Section((Picture("size", b"png %d" % content * 100),)),))
+        patch.setattr(
+            page, "sections", lambda _: (Section((Picture("size", b"png %d" % content * 100),)),)
+        )
         patch.setattr(page, "html", lambda *_: f"<html>{content}" * 100)
         patch.setattr(write, "dump", lambda _: f"{{{content}}}" * 100)
         report: Any = None
@@ -109,7 +131,9 @@ def write_report(folder: pathlib.Path, content: int) -> None:
 
 
 def write_benchmark(folder: pathlib.Path, content: int) -> None:
-    Report(title=f"content {content}", command="", date="", jax_version="").write(folder / "results.json")
+    Report(title=f"content {content}", command="", date="", jax_version="").write(
+        folder / "results.json"
+    )
 
 
 def run_journal(folder: pathlib.Path, content: int) -> None:
@@ -139,7 +163,8 @@ def write_tree(folder: pathlib.Path, content: int) -> None:
 
 
 class AtOnce:
-    """An executor, as far as the folder of prefixes uses one, that does everything in the thread of its caller, whom a kill meets."""
+    """An executor, as far as the folder of prefixes uses one, that does everything in the thread of
+    its caller, whom a kill meets."""
 
     def __init__(self, *_: Any):
         pass
@@ -155,7 +180,9 @@ class AtOnce:
 
 def write_prefixes(folder: pathlib.Path, content: int) -> None:
     """Keep the two pieces of a prompt, for which those of another one go."""
-    piece = Piece(4, (0,), (np.full((1, 400), content, np.float32),), np.full((1, 8), content, np.float32))
+    piece = Piece(
+        4, (0,), (np.full((1, 400), content, np.float32),), np.full((1, 8), content, np.float32)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_folder, "ThreadPoolExecutor", AtOnce)
         prefixes = prefix_folder.PrefixFolder(folder / "prefixes", 6000)
@@ -166,7 +193,11 @@ def write_prefixes(folder: pathlib.Path, content: int) -> None:
 
 
 def read_prefixes(folder: pathlib.Path) -> dict[str, bytes | None]:
-    names = [f"{bytes([content, number]).hex()}{prefix_folder.SUFFIX}" for content in range(2) for number in range(2)]
+    names = [
+        f"{bytes([content, number]).hex()}{prefix_folder.SUFFIX}"
+        for content in range(2)
+        for number in range(2)
+    ]
     return files(*names)(folder / "prefixes")
 
 

@@ -1,7 +1,8 @@
-"""Run a notebook's code cells in one namespace and keep what they show: `python -m tools.notebook docs/first_steps.ipynb`.
+"""Run a notebook's code cells in one namespace and keep what they show: `python -m tools.notebook
+docs/first_steps.ipynb`.
 
-No kernel and no Jupyter are needed: a cell's output is what it prints, and the value of its last line, as text and, where it has one, as
-an HTML table.
+No kernel and no Jupyter are needed: a cell's output is what it prints, and the value of its last
+line, as text and, where it has one, as an HTML table.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(notebook: dict[str, Any]) -> list[Outputs]:
-    """Run all code cells, one after the other, and return the outputs of each. Whatever a cell raises is raised."""
+    """Run all code cells, one after the other, and return the outputs of each. Whatever a cell
+    raises is raised."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    return [_run("".join(cell["source"]), namespace, count) for count, cell in enumerate(code_cells(notebook), 1)]
+    return [
+        _run("".join(cell["source"]), namespace, count)
+        for count, cell in enumerate(code_cells(notebook), 1)
+    ]
 
 
 def _run(source: str, namespace: dict[str, Any], count: int) -> Outputs:
@@ -40,9 +45,22 @@ def _run(source: str, namespace: dict[str, Any], count: int) -> Outputs:
             value = eval(compile(ast.Expression(last.value), f"<cell {count}>", "eval"), namespace)
     outputs: Outputs = []
     if printed.getvalue():
-        outputs.append({"name": "stdout", "output_type": "stream", "text": printed.getvalue().splitlines(keepends=True)})
+        outputs.append(
+            {
+                "name": "stdout",
+                "output_type": "stream",
+                "text": printed.getvalue().splitlines(keepends=True),
+            }
+        )
     if value is not None:
-        outputs.append({"data": _shown(value), "execution_count": count, "metadata": {}, "output_type": "execute_result"})
+        outputs.append(
+            {
+                "data": _shown(value),
+                "execution_count": count,
+                "metadata": {},
+                "output_type": "execute_result",
+            }
+        )
     return outputs
 
 
@@ -53,11 +71,15 @@ def _shown(value: Any) -> dict[str, list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.notebook", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.notebook", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("file", type=Path, help="the notebook; its outputs are replaced")
     file = parser.parse_args(sys.argv[1:] if arguments is None else arguments).file
     notebook = json.loads(file.read_text(encoding="utf-8"))
-    for count, (cell, outputs) in enumerate(zip(code_cells(notebook), run(notebook), strict=True), 1):
+    for count, (cell, outputs) in enumerate(
+        zip(code_cells(notebook), run(notebook), strict=True), 1
+    ):
         cell |= {"execution_count": count, "outputs": outputs}
     whole.write(file, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     print(file)

@@ -3,8 +3,10 @@
     python -m tools.screenshots docs/screenshots                  both
     python -m tools.screenshots docs/screenshots --only report    what docs/report/index.html looks like
 
-A terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both come with
-`apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are, with the kvq of this environment.
+A terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both
+come with
+`apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are, with the
+kvq of this environment.
 """
 
 from __future__ import annotations
@@ -23,8 +25,13 @@ ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "report" / "index.html"
 PASSAGE = "kvq_tools/cli/passage.txt"
 COMMANDS = {
-    "eval": f"kvq eval embedded --text {PASSAGE} --window 512 --prompt 256 --cache kivi:bits=4 --cache kivi:bits=2 --cache innerq:bits=2",
-    "memory": "kvq memory embedded --context 2048 --cache kivi:bits=4 --cache innerq:bits=2 --cache squat",
+    "eval": (
+        f"kvq eval embedded --text {PASSAGE} --window 512 --prompt 256 --cache kivi:bits=4 --cache"
+        " kivi:bits=2 --cache innerq:bits=2"
+    ),
+    "memory": (
+        "kvq memory embedded --context 2048 --cache kivi:bits=4 --cache innerq:bits=2 --cache squat"
+    ),
 }
 COLUMNS = (60, 80)
 ROWS = 80  # of a terminal; what is empty below the output is cut off
@@ -36,32 +43,65 @@ LONGEST = 600  # seconds of one command
 
 
 def terminal(command: str, columns: int, picture: Path) -> None:
-    """Run a command in a terminal and photograph its window once the command has ended. RuntimeError where it fails."""
+    """Run a command in a terminal and photograph its window once the command has ended.
+    RuntimeError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         status = Path(folder) / "status"
         script = f"printf '$ %s\\n' {shlex.quote(command)}; {command} 2>/dev/null; "
         script += f"echo $? > {status}.new; mv {status}.new {status}; sleep {LONGEST}"
         display, number = os.pipe()
-        with subprocess.Popen(["Xvfb", "-displayfd", str(number), "-screen", "0", "1400x1900x24"], pass_fds=[number]) as screen:
+        with subprocess.Popen(
+            ["Xvfb", "-displayfd", str(number), "-screen", "0", "1400x1900x24"], pass_fds=[number]
+        ) as screen:
             os.close(number)
             with os.fdopen(display) as answer:
                 where = f":{answer.readline().strip()}"
-            look = ["-fa", "DejaVu Sans Mono", "-fs", "11", "-bg", "white", "-fg", "#1c2330", "-b", "12", "+sb"]
+            look = [
+                "-fa",
+                "DejaVu Sans Mono",
+                "-fs",
+                "11",
+                "-bg",
+                "white",
+                "-fg",
+                "#1c2330",
+                "-b",
+                "12",
+                "+sb",
+            ]
             size = ["-geometry", f"{columns}x{ROWS}+0+0"]
             path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
             with subprocess.Popen(
-                ["xterm", *look, *size, "-e", "sh", "-c", script], cwd=ROOT, env=os.environ | path | {"DISPLAY": where}
+                ["xterm", *look, *size, "-e", "sh", "-c", script],
+                cwd=ROOT,
+                env=os.environ | path | {"DISPLAY": where},
             ) as xterm:
                 try:
                     code = _answer(status)
                     time.sleep(1)  # the terminal draws what it was sent last
-                    subprocess.run(["import", "-display", where, "-window", "root", picture], check=True)
+                    subprocess.run(
+                        ["import", "-display", where, "-window", "root", picture], check=True
+                    )
                 finally:
                     xterm.kill()
                     screen.terminate()
     if code:
         raise RuntimeError(f"{command!r} ended with status {code}")
-    _small(picture, ["-bordercolor", "black", "-trim", "+repage", "-bordercolor", "white", "-trim", "+repage", "-border", "12"])
+    _small(
+        picture,
+        [
+            "-bordercolor",
+            "black",
+            "-trim",
+            "+repage",
+            "-bordercolor",
+            "white",
+            "-trim",
+            "+repage",
+            "-border",
+            "12",
+        ],
+    )
 
 
 def _answer(status: Path) -> int:
@@ -76,24 +116,55 @@ def report(page: Path, width: int, dark: bool, picture: Path) -> None:
     """Photograph the upper part of a page, as a reader with a light or a dark theme sees it."""
     theme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}", theme]
-        shot = [f"--window-size={width},{HEIGHT}", f"--screenshot={picture}", page.resolve().as_uri()]
-        subprocess.run(["chromium", *options, *shot], check=True, stderr=subprocess.DEVNULL, timeout=LONGEST)
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+            theme,
+        ]
+        shot = [
+            f"--window-size={width},{HEIGHT}",
+            f"--screenshot={picture}",
+            page.resolve().as_uri(),
+        ]
+        subprocess.run(
+            ["chromium", *options, *shot], check=True, stderr=subprocess.DEVNULL, timeout=LONGEST
+        )
     _small(picture, [])
 
 
 def _small(picture: Path, options: list[str]) -> None:
-    subprocess.run(["convert", picture, *options, "+dither", "-colors", str(COLORS), "-strip", f"PNG8:{picture}"], check=True)
+    subprocess.run(
+        [
+            "convert",
+            picture,
+            *options,
+            "+dither",
+            "-colors",
+            str(COLORS),
+            "-strip",
+            f"PNG8:{picture}",
+        ],
+        check=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.screenshots", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.screenshots", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("--only", choices=tuple(PROGRAMS), help="only these")
-    parser.add_argument("--page", type=Path, default=REPORT, help="the report's page (default: %(default)s)")
+    parser.add_argument(
+        "--page", type=Path, default=REPORT, help="the report's page (default: %(default)s)"
+    )
     options = parser.parse_args()
     kinds = [options.only] if options.only else list(PROGRAMS)
-    missing = sorted({program for kind in kinds for program in PROGRAMS[kind] if shutil.which(program) is None})
+    missing = sorted(
+        {program for kind in kinds for program in PROGRAMS[kind] if shutil.which(program) is None}
+    )
     if missing:
         parser.error(f"not installed: {', '.join(missing)}")
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +175,12 @@ def main() -> None:
     if "report" in kinds:
         for width in WIDTHS:
             for theme in ("light", "dark"):
-                report(options.page, width, theme == "dark", options.folder / f"report_{width}_{theme}.png")
+                report(
+                    options.page,
+                    width,
+                    theme == "dark",
+                    options.folder / f"report_{width}_{theme}.png",
+                )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Decode attention of one layer: one new token of each sequence against a cache, on this machine's first JAX device.
+"""Decode attention of one layer: one new token of each sequence against a cache, on this machine's
+first JAX device.
 
-The baselines are dense and as good as we know how to write them: the query heads of a KV head are the rows of one dot product and K and V
-are read where they lie, never repeated, sliced or copied. They do not even add the new token to a cache; the caches do. A program runs
-several layers, each with a cache of its own and the queries that the layer before returned, as a decode step does: calling a program from
-Python takes a tenth of a millisecond, as long as short layers. See docs/decisions.md, "CPU decode attention".
+The baselines are dense and as good as we know how to write them: the query heads of a KV head are
+the rows of one dot product and K and V are read where they lie, never repeated, sliced or copied.
+They do not even add the new token to a cache; the caches do. A program runs several layers, each
+with a cache of its own and the queries that the layer before returned, as a decode step does:
+calling a program from Python takes a tenth of a millisecond, as long as short layers. See
+docs/decisions.md, "CPU decode attention".
 """
 
 from __future__ import annotations
@@ -18,7 +21,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from benchmarks.cpu.timing import Candidate, Shape, argument_parser, first_row, parsed, random_layer, relative_error, run, wait
+from benchmarks.cpu.timing import (
+    Candidate,
+    Shape,
+    argument_parser,
+    first_row,
+    parsed,
+    random_layer,
+    relative_error,
+    run,
+    wait,
+)
 from benchmarks.report_file import arguments
 from kvq_jax.attention import dispatch, reference
 from kvq_jax.cache.cache import CacheDims
@@ -30,7 +43,10 @@ from kvq_jax.types.rope import rotate
 
 
 def one_dot(
-    q: Float[Array, "B K G H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], length: Int[Array, ""]
+    q: Float[Array, "B K G H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    length: Int[Array, ""],
 ) -> Float[Array, "B K G H"]:
     """Return softmax(q k^T / sqrt(H)) v over the first `length` tokens: two dots and a softmax."""
     return _masked(dot_rows(q, k), v, length, q.shape[-1])
@@ -38,7 +54,12 @@ def one_dot(
 
 def one_dot_query_first(q: Array, k: Array, v: Array, length: Array) -> Array:
     """Attend like `one_dot`, the operands of the first dot exchanged: the usual way to write it."""
-    return _masked(jnp.einsum("bkrh,bksh->bkrs", q, k, preferred_element_type=jnp.float32), v, length, q.shape[-1])
+    return _masked(
+        jnp.einsum("bkrh,bksh->bkrs", q, k, preferred_element_type=jnp.float32),
+        v,
+        length,
+        q.shape[-1],
+    )
 
 
 def _masked(scores: Float[Array, "B K G S"], v: Array, length: Array, head_dim: int) -> Array:
@@ -57,7 +78,8 @@ BASELINES: tuple[tuple[str, Callable, str], ...] = (
 
 
 def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
-    """Return the dense baselines, then the caches, as they run on this machine and, where kernels read them, on XLA."""
+    """Return the dense baselines, then the caches, as they run on this machine and, where kernels
+    read them, on XLA."""
     chosen = [_baseline(shape, *baseline) for baseline in BASELINES]
     for spec in caches:
         plan = _plan(shape, spec)
@@ -111,11 +133,16 @@ def _plan(shape: Shape, spec: str) -> LayerPlan:
     return cache.layer(0, dims, shape.tokens + cache.block, "float32")
 
 
-def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Implementation) -> Candidate:
-    """Return layers of a cache that holds `tokens` tokens of each sequence; a step appends one to each and attends to all, in place."""
+def _cache(
+    shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Implementation
+) -> Candidate:
+    """Return layers of a cache that holds `tokens` tokens of each sequence; a step appends one to
+    each and attends to all, in place."""
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def decode(states: list[LayerState], inputs: kvq.LayerInputs) -> tuple[list[Array], list[LayerState]]:
+    def decode(
+        states: list[LayerState], inputs: kvq.LayerInputs
+    ) -> tuple[list[Array], list[LayerState]]:
         outputs, after = [inputs.q_rot], []
         for state in states:
             own = dataclasses.replace(inputs, q_rot=outputs[-1])
@@ -125,7 +152,10 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Im
         return outputs[1:], after
 
     params = _parameters(plan)
-    states, inputs = [random_layer(plan, shape.batch, "float32") for _ in range(_layers(shape))], _inputs(shape)
+    states, inputs = (
+        [random_layer(plan, shape.batch, "float32") for _ in range(_layers(shape))],
+        _inputs(shape),
+    )
     memory = decode.lower(states[:1], inputs).compile().memory_analysis()
     program = decode.lower(states, inputs).compile()
     outputs, states = program(states, inputs)
@@ -141,27 +171,48 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Im
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reference(plan: LayerPlan, params: Tree, state: LayerState, inputs: kvq.LayerInputs, rope: kvq.Rope) -> Array:
+def _reference(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: kvq.LayerInputs, rope: kvq.Rope
+) -> Array:
     """Return attention by its definition over the rows that a cache stands for."""
     lengths = inputs.positions[:, 0] + 1
     k, v = reference.decode_vectors(plan, params, state, lengths, rope)
-    return reference.attend(inputs.q_rot, k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, None, None])
+    return reference.attend(
+        inputs.q_rot, k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, None, None]
+    )
 
 
 def _inputs(shape: Shape) -> kvq.LayerInputs:
     heads = shape.kv_heads * shape.group
     q = _normal((shape.batch, heads, 1, shape.head_dim), "float32", 3)
-    k, v = (_normal((shape.batch, shape.kv_heads, 1, shape.head_dim), "float32", seed) for seed in (4, 5))
+    k, v = (
+        _normal((shape.batch, shape.kv_heads, 1, shape.head_dim), "float32", seed)
+        for seed in (4, 5)
+    )
     positions = jnp.full((shape.batch, 1), shape.tokens, jnp.int32)
     half = shape.head_dim // 2
-    rope = kvq.Rope(jnp.asarray(1e4 ** (-np.arange(half) / half), jnp.float32), jnp.ones((), jnp.float32))
-    return kvq.LayerInputs(None, None, q, k, rotate(k, positions, rope), v, positions, jnp.ones((shape.batch, 1), bool), rope)
+    rope = kvq.Rope(
+        jnp.asarray(1e4 ** (-np.arange(half) / half), jnp.float32), jnp.ones((), jnp.float32)
+    )
+    return kvq.LayerInputs(
+        None,
+        None,
+        q,
+        k,
+        rotate(k, positions, rope),
+        v,
+        positions,
+        jnp.ones((shape.batch, 1), bool),
+        rope,
+    )
 
 
 def _parameters(plan: LayerPlan) -> Tree:
     """Return what methods are calibrated for, from random rows; () where no side needs any."""
     rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
-    sides = [codec.calibrate(*rows) if codec.parameters(plan.heads) else () for codec in plan.codecs]
+    sides = [
+        codec.calibrate(*rows) if codec.parameters(plan.heads) else () for codec in plan.codecs
+    ]
     return jax.tree.map(jnp.asarray, tuple(sides)) if any(sides) else ()
 
 
@@ -170,14 +221,35 @@ def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> Array:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser("attention", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=15)
-    parser.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="H", help="channels of a head")
+    parser = argument_parser(
+        "attention",
+        (__doc__ or "").partition("\n")[0],
+        tokens=(1024, 4096, 16384),
+        batch=(1, 4),
+        rounds=15,
+    )
+    parser.add_argument(
+        "--head-dim", type=int, nargs="+", default=(64, 128), metavar="H", help="channels of a head"
+    )
     parser.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
-    parser.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
+    parser.add_argument(
+        "--group", type=int, default=4, metavar="G", help="query heads for each KV head"
+    )
     args = parsed(parser, argv)
-    shapes = [Shape(b, n, h, args.kv_heads, args.group) for h in args.head_dim for b in args.batch for n in args.tokens]
+    shapes = [
+        Shape(b, n, h, args.kv_heads, args.group)
+        for h in args.head_dim
+        for b in args.batch
+        for n in args.tokens
+    ]
     command = ("benchmarks.cpu.attention", *arguments(argv))
-    report = run("Decode attention of one layer", command, shapes, lambda shape: candidates(shape, args.cache), args.rounds)
+    report = run(
+        "Decode attention of one layer",
+        command,
+        shapes,
+        lambda shape: candidates(shape, args.cache),
+        args.rounds,
+    )
     if args.json:
         report.write(args.json)
 

@@ -1,8 +1,9 @@
-"""One whole decode step of a random Llama through each cache, on this machine's first JAX device: a small one, or one of a public model's
-shapes (--model).
+"""One whole decode step of a random Llama through each cache, on this machine's first JAX device: a
+small one, or one of a public model's shapes (--model).
 
-Caches start full of random codes and grow by one token with every step, so the steps that quantize an aged block are among the samples. The
-baseline is the dense cache. The error compares logits with those of a dense cache that holds the rows which the quantized cache stands for.
+Caches start full of random codes and grow by one token with every step, so the steps that quantize
+an aged block are among the samples. The baseline is the dense cache. The error compares logits with
+those of a dense cache that holds the rows which the quantized cache stands for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from flax import nnx
 from jaxtyping import Array
 
 import kvq_jax as kvq
-from benchmarks.cpu.timing import Candidate, Shape, argument_parser, parsed, random_layer, relative_error, run, wait
+from benchmarks.cpu.timing import (
+    Candidate,
+    Shape,
+    argument_parser,
+    parsed,
+    random_layer,
+    relative_error,
+    run,
+    wait,
+)
 from benchmarks.report_file import arguments
 from kvq_jax.attention import reference
 from kvq_jax.layer import cross_layer
@@ -55,7 +65,8 @@ MODELS = {
 
 
 def small_config(layers: int, head_dim: int, group: int) -> LlamaConfig:
-    """Return the shapes of a Llama of 16 query heads, `group` of them for each KV head, and Llama's other proportions."""
+    """Return the shapes of a Llama of 16 query heads, `group` of them for each KV head, and Llama's
+    other proportions."""
     width = QUERY_HEADS * head_dim
     return LlamaConfig(
         vocab_size=8192,
@@ -78,8 +89,12 @@ def random_llama(config: LlamaConfig) -> Llama:
 def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.Cache:
     """Return a cache of `tokens` tokens with random contents."""
     cache = kvq.init_cache(spec, llama.config, shape.batch, capacity, "float32")
-    layers = tuple(random_layer(plan, shape.batch, "float32", seed) for seed, plan in enumerate(cache.plans))
-    return dataclasses.replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, shape.tokens))
+    layers = tuple(
+        random_layer(plan, shape.batch, "float32", seed) for seed, plan in enumerate(cache.plans)
+    )
+    return dataclasses.replace(
+        cache, layers=layers, lengths=jnp.full_like(cache.lengths, shape.tokens)
+    )
 
 
 def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
@@ -88,14 +103,18 @@ def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
     dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
     parameters = parameters_for(llama, cache.spec)
     layers, carry = [], ()
-    for plan, own, state, empty in zip(cache.plans, parameters, cache.layers, dense.layers, strict=True):
+    for plan, own, state, empty in zip(
+        cache.plans, parameters, cache.layers, dense.layers, strict=True
+    ):
         rows = reference.decode_vectors(plan, own, state, cache.lengths, rope, carry)
         carry = cross_layer.advance(plan, own, state, plan.regions.body(cache.lengths), carry)
         layers.append(dataclasses.replace(empty, body=rows))
     return dataclasses.replace(dense, layers=tuple(layers), lengths=cache.lengths)
 
 
-def candidates(config: LlamaConfig, shape: Shape, caches: Sequence[str], steps: int) -> list[Candidate]:
+def candidates(
+    config: LlamaConfig, shape: Shape, caches: Sequence[str], steps: int
+) -> list[Candidate]:
     """Return the dense cache, then the others. `steps` is how often a candidate will run."""
     plain = random_llama(config)
     token = jnp.arange(shape.batch, dtype=jnp.int32)
@@ -103,13 +122,22 @@ def candidates(config: LlamaConfig, shape: Shape, caches: Sequence[str], steps: 
     for spec in dict.fromkeys(("dense", *caches)):
         llama = prepare(plain, spec)
         cache = random_cache(llama, spec, shape, shape.tokens + steps)
-        programs[spec] = jax.jit(decode_step, donate_argnames="cache").lower(llama, cache, token).compile()
+        programs[spec] = (
+            jax.jit(decode_step, donate_argnames="cache").lower(llama, cache, token).compile()
+        )
         expected, _ = programs["dense"](plain, jax.jit(decoded)(llama, cache), token)
         chosen.append(_candidate(spec, llama, cache, token, programs[spec], expected))
     return chosen
 
 
-def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program: jax.stages.Compiled, expected: Array) -> Candidate:
+def _candidate(
+    spec: str,
+    llama: Llama,
+    cache: kvq.Cache,
+    token: Array,
+    program: jax.stages.Compiled,
+    expected: Array,
+) -> Candidate:
     held = [cache]
     size = kvq.nbytes(cache)
 
@@ -123,19 +151,56 @@ def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser("decode_step", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
-    parser.add_argument("--model", choices=MODELS, help="take the shapes of this model; the next three options do not apply")
+    parser = argument_parser(
+        "decode_step",
+        (__doc__ or "").partition("\n")[0],
+        tokens=(1024, 4096, 16384),
+        batch=(1, 4),
+        rounds=32,
+    )
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        help="take the shapes of this model; the next three options do not apply",
+    )
     parser.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
-    parser.add_argument("--group", type=int, default=4, metavar="G", choices=(1, 2, 4, 8, 16), help="query heads for each KV head")
+    parser.add_argument(
+        "--head-dim",
+        type=int,
+        default=64,
+        metavar="H",
+        help="channels of a head; the model is 16 heads wide",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=4,
+        metavar="G",
+        choices=(1, 2, 4, 8, 16),
+        help="query heads for each KV head",
+    )
     args = parsed(parser, argv)
-    config = MODELS[args.model] if args.model else small_config(args.layers, args.head_dim, args.group)
-    heads, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+    config = (
+        MODELS[args.model] if args.model else small_config(args.layers, args.head_dim, args.group)
+    )
+    heads, group = (
+        config.num_key_value_heads,
+        config.num_attention_heads // config.num_key_value_heads,
+    )
     shapes = [Shape(b, n, config.head_dim, heads, group) for b in args.batch for n in args.tokens]
     steps = args.rounds + 2  # one to compare logits, one to warm up
     command = ("benchmarks.cpu.decode_step", *arguments(argv))
-    title = f"Decode step of a Llama with {f'the shapes of {args.model}' if args.model else f'{args.layers} layers'}"
-    report = run(title, command, shapes, lambda shape: candidates(config, shape, args.cache, steps), args.rounds)
+    title = (
+        "Decode step of a Llama with"
+        f" {f'the shapes of {args.model}' if args.model else f'{args.layers} layers'}"
+    )
+    report = run(
+        title,
+        command,
+        shapes,
+        lambda shape: candidates(config, shape, args.cache, steps),
+        args.rounds,
+    )
     if args.json:
         report.write(args.json)
 

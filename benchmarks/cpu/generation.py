@@ -1,10 +1,12 @@
-"""Decode steps of one checkpoint by kvq, transformers and llama.cpp, each with its caches, greedy and one sequence.
+"""Decode steps of one checkpoint by kvq, transformers and llama.cpp, each with its caches, greedy
+and one sequence.
 
     python -m benchmarks.cpu.generation --model smollm2 --json generation_cpu.json
 
-All read the same prompt, then take turns, a step each, and go on with their own tokens. Weights are fp32 in all of them; all use all cores.
-Quantized caches of transformers need the packages optimum-quanto and hqq, llama.cpp needs llama-cpp-python and a model that is a GGUF file;
-what is not installed is left out, and said so.
+All read the same prompt, then take turns, a step each, and go on with their own tokens. Weights are
+fp32 in all of them; all use all cores. Quantized caches of transformers need the packages
+optimum-quanto and hqq, llama.cpp needs llama-cpp-python and a model that is a GGUF file; what is
+not installed is left out, and said so.
 """
 
 from __future__ import annotations
@@ -96,15 +98,25 @@ def theirs(directory: pathlib.Path, prompt: np.ndarray) -> Iterator[tuple[str, S
     from transformers.cache_utils import DynamicCache, QuantizedCache
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    caches: dict[str, Callable[[], Any]] = {"transformers, dense": functools.partial(DynamicCache, config=model.config)}
+    caches: dict[str, Callable[[], Any]] = {
+        "transformers, dense": functools.partial(DynamicCache, config=model.config)
+    }
     for backend in PACKAGES:
         if installed(backend):
             for bits in BITS:
-                caches[f"transformers, {backend} {bits} bits"] = functools.partial(QuantizedCache, backend, model.config, nbits=bits)
+                caches[f"transformers, {backend} {bits} bits"] = functools.partial(
+                    QuantizedCache, backend, model.config, nbits=bits
+                )
     for name, make in caches.items():
         with torch.inference_mode():
             cache = make()
-            held = [model(torch.tensor(prompt[None].astype(np.int64)), past_key_values=cache, logits_to_keep=1).logits.argmax(-1)]
+            held = [
+                model(
+                    torch.tensor(prompt[None].astype(np.int64)),
+                    past_key_values=cache,
+                    logits_to_keep=1,
+                ).logits.argmax(-1)
+            ]
 
         def step(cache: Any = cache, held: list[Any] = held) -> object:
             with torch.inference_mode():
@@ -122,7 +134,8 @@ def installed(backend: str) -> bool:
 
 
 def _for_llama_cpp(model: str | os.PathLike[str], directory: pathlib.Path) -> pathlib.Path | None:
-    """Return a file with fp32 weights that llama.cpp reads; None where it is not installed, or the model is no GGUF file."""
+    """Return a file with fp32 weights that llama.cpp reads; None where it is not installed, or the
+    model is no GGUF file."""
     source = pathlib.Path(model)
     if llama_cpp_steps.version() is None or source.suffix != ".gguf":
         return None
@@ -131,7 +144,8 @@ def _for_llama_cpp(model: str | os.PathLike[str], directory: pathlib.Path) -> pa
 
 
 def timed(ways: dict[str, Step], prompt: int, steps: int) -> Iterator[GenerationRow]:
-    """Yield the times of `steps` steps of each way; they take turns, and the first step of each does not count."""
+    """Yield the times of `steps` steps of each way; they take turns, and the first step of each
+    does not count."""
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for step in ways.values():
         step()
@@ -149,17 +163,32 @@ def page(report: GenerationReport, file: pathlib.Path) -> str:
     versions += [f"llama-cpp-python {report.llama_cpp}"] if report.llama_cpp else []
     lines = [
         *head(report, file, f"{report.cores} cores; {', '.join(versions)}."),
-        "One sequence, fp32 weights, greedy. All ways take turns, a step each. Tokens a second follow from the mean of all steps, also of "
-        "those that quantize; the ratio is to kvq's dense cache at the same prompt."
-        + (" llama.cpp attends by its flash attention, which quantized values need." if report.llama_cpp else "")
+        "One sequence, fp32 weights, greedy. All ways take turns, a step each. Tokens a second"
+        " follow from the mean of all steps, also of those that quantize; the ratio is to kvq's"
+        " dense cache at the same prompt."
+        + (
+            " llama.cpp attends by its flash attention, which quantized values need."
+            if report.llama_cpp
+            else ""
+        )
         + "".join(f" Not installed, so not measured: {name}." for name in report.missing),
     ]
     rows = []
     for row in report.rows:
         base = next(r for r in report.rows if r.prompt == row.prompt)
         speed = row.tokens_per_second
-        rows.append((str(row.prompt), row.way, f"{speed:.1f}", f"{speed / base.tokens_per_second:.2f}", f"{row.median_ms:.1f}"))
-    return "\n\n".join([*lines, table(("prompt", "cache", "tokens/s", "ratio", "median ms a token"), rows)])
+        rows.append(
+            (
+                str(row.prompt),
+                row.way,
+                f"{speed:.1f}",
+                f"{speed / base.tokens_per_second:.2f}",
+                f"{row.median_ms:.1f}",
+            )
+        )
+    return "\n\n".join(
+        [*lines, table(("prompt", "cache", "tokens/s", "ratio", "median ms a token"), rows)]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -168,15 +197,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", default="smollm2", help="a name or a directory, as `kvq generate` takes it")
     parser.add_argument(
-        "--text", metavar="FILE", type=pathlib.Path, default=pathlib.Path("README.md"), help="its tokens are the prompt, repeated"
+        "--model", default="smollm2", help="a name or a directory, as `kvq generate` takes it"
     )
-    parser.add_argument("--prompt", type=int, nargs="+", default=(1024, 4096), metavar="N", help="tokens of the prompt")
-    parser.add_argument("--steps", type=int, default=64, metavar="M", help="tokens that each way generates")
-    parser.add_argument("--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches of kvq; the first is the baseline")
     parser.add_argument(
-        "--json", metavar="FILE", help="write the raw samples here; `python -m benchmarks.results_page` makes a page of them"
+        "--text",
+        metavar="FILE",
+        type=pathlib.Path,
+        default=pathlib.Path("README.md"),
+        help="its tokens are the prompt, repeated",
+    )
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        nargs="+",
+        default=(1024, 4096),
+        metavar="N",
+        help="tokens of the prompt",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=64, metavar="M", help="tokens that each way generates"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        nargs="+",
+        default=CACHES,
+        help="caches of kvq; the first is the baseline",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the raw samples here; `python -m benchmarks.results_page` makes a page of them",
     )
     args = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
@@ -197,13 +249,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             ways |= dict(theirs(pathlib.Path(directory), prompt))
             if in_float32 is not None:
                 caches = llama_cpp_steps.CACHES
-                ways |= {f"llama.cpp, {cache}": llama_cpp_steps.Steps(in_float32, prompt, args.steps, cache) for cache in caches}
+                ways |= {
+                    f"llama.cpp, {cache}": llama_cpp_steps.Steps(
+                        in_float32, prompt, args.steps, cache
+                    )
+                    for cache in caches
+                }
             for row in timed(ways, length, args.steps):
                 print(f"    {row.way:32s} {row.tokens_per_second:6.1f} tokens/s", file=sys.stderr)
                 rows.append(row)
     with_llama_cpp = in_float32 is not None
     report = GenerationReport(
-        title=f"Tokens a second of {args.model}, kvq beside transformers" + (" and llama.cpp" if with_llama_cpp else ""),
+        title=f"Tokens a second of {args.model}, kvq beside transformers"
+        + (" and llama.cpp" if with_llama_cpp else ""),
         **header(("benchmarks.cpu.generation", *arguments(argv))),
         model=args.model,
         transformers=transformers.__version__,
@@ -212,7 +270,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         cores=cores(),
         missing=(
             *(PACKAGES[name] for name in PACKAGES if not installed(name)),
-            *([] if with_llama_cpp else [f"{llama_cpp_steps.PACKAGE} (or the model is no GGUF file)"]),
+            *(
+                []
+                if with_llama_cpp
+                else [f"{llama_cpp_steps.PACKAGE} (or the model is no GGUF file)"]
+            ),
         ),
         rows=tuple(rows),
     )

@@ -1,4 +1,5 @@
-"""Decode steps of llama.cpp for `benchmarks.cpu.generation`, with weights in fp32 like those of the other ways."""
+"""Decode steps of llama.cpp for `benchmarks.cpu.generation`, with weights in fp32 like those of the
+other ways."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def write_float32(source: pathlib.Path, target: pathlib.Path) -> None:
         writer.add_key_value(name, field.contents(), kind, of_entries[-1] if of_entries else None)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+        writer.add_tensor(
+            tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -45,7 +48,8 @@ def write_float32(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 class Steps:
-    """llama.cpp after a prompt, by flash attention, which quantized values need. Each call generates one more token, greedily."""
+    """llama.cpp after a prompt, by flash attention, which quantized values need. Each call
+    generates one more token, greedily."""
 
     def __init__(self, file: pathlib.Path, prompt: np.ndarray, steps: int, cache: str):
         llama_cpp: Any = importlib.import_module("llama_cpp")
@@ -69,4 +73,8 @@ class Steps:
 
     def _after(self, tokens: list[int]) -> int:
         self.llama.eval(tokens)
-        return int(np.ctypeslib.as_array(self._logits(self.llama.ctx, -1), shape=(self.llama.n_vocab(),)).argmax())
+        return int(
+            np.ctypeslib.as_array(
+                self._logits(self.llama.ctx, -1), shape=(self.llama.n_vocab(),)
+            ).argmax()
+        )

@@ -1,7 +1,9 @@
-"""The parts that the CPU benchmarks share: shapes, the row of a result, caches with random contents, and a fair way to time alternatives.
+"""The parts that the CPU benchmarks share: shapes, the row of a result, caches with random
+contents, and a fair way to time alternatives.
 
-Alternatives are timed in turn, one call each, round after round: what else the machine does then hits all of them alike. A ratio is the
-median of the rounds' own ratios. Every sample is kept in the JSON.
+Alternatives are timed in turn, one call each, round after round: what else the machine does then
+hits all of them alike. A ratio is the median of the rounds' own ratios. Every sample is kept in the
+JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ from benchmarks.report_file import Report, cores, header
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
 
-CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=4", "innerq:bits=2", "innerq:bits=2,mode=sym")
+CACHES = (
+    "dense",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "innerq:bits=4",
+    "innerq:bits=2",
+    "innerq:bits=2,mode=sym",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One point of a benchmark: B sequences of `tokens` cached tokens, K KV heads of H channels, G query heads for each."""
+    """One point of a benchmark: B sequences of `tokens` cached tokens, K KV heads of H channels, G
+    query heads for each."""
 
     batch: int
     tokens: int
@@ -41,9 +51,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One implementation at one shape. ratio: time relative to the baseline of the same shape. error: largest relative error of an output
-    row against the reference on the same codes. Bytes: of the cache, and what the compiled step needs beside its arguments (temp) and in
-    all (peak), as XLA reports them.
+    """One implementation at one shape. ratio: time relative to the baseline of the same shape.
+    error: largest relative error of an output row against the reference on the same codes. Bytes:
+    of the cache, and what the compiled step needs beside its arguments (temp) and in all (peak), as
+    XLA reports them.
     """
 
     implementation: str
@@ -67,8 +78,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CpuReport(Report):
-    """Rows, and the conditions they were measured under. load: the machine's load average of one minute when a shape was begun, and at the
-    end. read_bandwidth: bytes a second at which XLA sums an array that no cache holds, the best of several; 0 where it was not measured."""
+    """Rows, and the conditions they were measured under. load: the machine's load average of one
+    minute when a shape was begun, and at the end. read_bandwidth: bytes a second at which XLA sums
+    an array that no cache holds, the best of several; 0 where it was not measured.
+    """
 
     baseline: str
     cpu: str
@@ -80,7 +93,8 @@ class CpuReport(Report):
 
 @dataclasses.dataclass
 class Candidate:
-    """Something to time: `step` runs it `times` times and waits. The first candidate of a list is the baseline."""
+    """Something to time: `step` runs it `times` times and waits. The first candidate of a list is
+    the baseline."""
 
     implementation: str
     dtype: str
@@ -119,13 +133,20 @@ def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
 
 
 def run(
-    title: str, command: Sequence[str], shapes: Sequence[Shape], candidates: Callable[[Shape], list[Candidate]], rounds: int
+    title: str,
+    command: Sequence[str],
+    shapes: Sequence[Shape],
+    candidates: Callable[[Shape], list[Candidate]],
+    rounds: int,
 ) -> CpuReport:
     """Time the candidates of every shape, and says where it is."""
     rows, load = [], []
     for i, shape in enumerate(shapes):
         load.append(round(os.getloadavg()[0], 2))
-        _progress(f"[{i + 1}/{len(shapes)}] batch {shape.batch}, head_dim {shape.head_dim}, {shape.tokens} tokens: compiling")
+        _progress(
+            f"[{i + 1}/{len(shapes)}] batch {shape.batch}, head_dim {shape.head_dim},"
+            f" {shape.tokens} tokens: compiling"
+        )
         chosen = candidates(shape)
         _progress(f"[{i + 1}/{len(shapes)}] timing {len(chosen)} implementations, {rounds} rounds")
         measured = timed(chosen, shape, rounds)
@@ -162,11 +183,17 @@ def read_bandwidth(size: int = 1 << 28, rounds: int = 15) -> float:
 
 def _peak(memory: Any) -> int:
     """Return the bytes of arguments, of results that do not share their memory, and temporaries."""
-    return memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
 
 
 def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> LayerState:
-    """Fill a layer with random codes, scales and rows: the contents of a cache do not change its speed, and this needs no prompt."""
+    """Fill a layer with random codes, scales and rows: the contents of a cache do not change its
+    speed, and this needs no prompt."""
     rng = np.random.default_rng(seed)
 
     def floats(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -175,14 +202,19 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
     def values(spec: BodySpec, struct: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
             info = jnp.iinfo(spec.dtype)
-            return jnp.asarray(rng.integers(info.min, info.max, struct.shape, spec.dtype, endpoint=True))
+            return jnp.asarray(
+                rng.integers(info.min, info.max, struct.shape, spec.dtype, endpoint=True)
+            )
         return spec.store(floats(struct.shape, spec.dtype))
 
     layout = plan.layout(batch, dtype)
     body = tuple(
-        jax.tree.map(values, codec.body(1, 1, plan.regions.block), side) for codec, side in zip(plan.codecs, layout.body, strict=True)
+        jax.tree.map(values, codec.body(1, 1, plan.regions.block), side)
+        for codec, side in zip(plan.codecs, layout.body, strict=True)
     )
-    windows = jax.tree.map(lambda struct: floats(struct.shape, struct.dtype), (layout.sink, layout.ring))
+    windows = jax.tree.map(
+        lambda struct: floats(struct.shape, struct.dtype), (layout.sink, layout.ring)
+    )
     sink, ring = windows
     return LayerState(sink, ring, body, plan.init(batch, dtype).stats)
 
@@ -200,18 +232,49 @@ def argument_parser(
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.cpu.{module}",
         description=description,
-        epilog=f"example: python -m benchmarks.cpu.{module} --tokens 16384 --cache kivi:bits=4 innerq --json benchmarks/results/mine.json",
+        epilog=(
+            f"example: python -m benchmarks.cpu.{module} --tokens 16384 --cache kivi:bits=4 innerq"
+            " --json benchmarks/results/mine.json"
+        ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write the raw samples here; `python -m benchmarks.results_page` turns such files into tables"
+        "--json",
+        metavar="FILE",
+        help=(
+            "write the raw samples here; `python -m benchmarks.results_page` turns such files into"
+            " tables"
+        ),
     )
-    parser.add_argument("--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches to measure; `kvq methods` lists them")
-    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, metavar="N", help="cached tokens of each sequence")
-    parser.add_argument("--batch", type=int, nargs="+", default=batch, metavar="B", help="sequences")
-    parser.add_argument("--rounds", type=int, default=rounds, metavar="R", help="times that each implementation runs; they take turns")
     parser.add_argument(
-        "--quick", action="store_true", help="256 tokens, 1 sequence, 3 rounds: seconds, to see that it works; not a measurement"
+        "--cache",
+        metavar="SPEC",
+        nargs="+",
+        default=CACHES,
+        help="caches to measure; `kvq methods` lists them",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=tokens,
+        metavar="N",
+        help="cached tokens of each sequence",
+    )
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=batch, metavar="B", help="sequences"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=rounds,
+        metavar="R",
+        help="times that each implementation runs; they take turns",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="256 tokens, 1 sequence, 3 rounds: seconds, to see that it works; not a measurement",
     )
     return parser
 
@@ -242,4 +305,7 @@ def cpu_name() -> str:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )

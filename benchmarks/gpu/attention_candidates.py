@@ -1,4 +1,5 @@
-"""Decode attention as the kernel benchmark times it: packed and bfloat16 keys and values, ours and others', at shapes of four models."""
+"""Decode attention as the kernel benchmark times it: packed and bfloat16 keys and values, ours and
+others', at shapes of four models."""
 
 from __future__ import annotations
 
@@ -52,11 +53,13 @@ class Planned:
 class Task:
     """A candidate at one shape, before it is compiled. All functions are traced.
 
-    start: makes the loop's x. copy: makes the arrays of one copy from a seed. calls: (arithmetic, call(x, copy)). feed: the next x, from x
-    and a result. idle: x with nothing live, or None. check: (found, wanted) of a result, on a part of it, or None where there is nothing
-    to compare with. bf16: keys and values are exact. remark: what a reader of the row must know. Bytes: moved by a call at least, of a
-    copy, and of what a call writes beside. At least: arrays of a copy are read once; of the products, weights are read and scores written
-    too; attention's queries and result are not counted.
+    start: makes the loop's x. copy: makes the arrays of one copy from a seed. calls: (arithmetic,
+    call(x, copy)). feed: the next x, from x and a result. idle: x with nothing live, or None.
+    check: (found, wanted) of a result, on a part of it, or None where there is nothing to compare
+    with. bf16: keys and values are exact. remark: what a reader of the row must know. Bytes: moved
+    by a call at least, of a copy, and of what a call writes beside. At least: arrays of a copy are
+    read once; of the products, weights are read and scores written too; attention's queries and
+    result are not counted.
     """
 
     bf16: bool
@@ -84,8 +87,11 @@ def name_of(launch: Launch) -> str:
 # Attention: x = (q [B, K, G, H], limits [B]), a result is [B, K, G, H], all fp32
 
 
-def attention_tasks(shape: Shape, launches: Sequence[Launch], specs: Sequence[str] = SPECS, *, brief: bool = False) -> list[Planned]:
-    """Return the tasks of attention, others' code first. brief: of others' only XLA's and the two of cuDNN that are exact."""
+def attention_tasks(
+    shape: Shape, launches: Sequence[Launch], specs: Sequence[str] = SPECS, *, brief: bool = False
+) -> list[Planned]:
+    """Return the tasks of attention, others' code first. brief: of others' only XLA's and the two
+    of cuDNN that are exact."""
     tasks: dict[str, Callable[[], Task]] = {
         "XLA bf16": lambda: _others(shape, _naive, "BKSH"),
         "cuDNN bf16": lambda: _others(shape, _cudnn, "BSKH"),
@@ -93,7 +99,9 @@ def attention_tasks(shape: Shape, launches: Sequence[Launch], specs: Sequence[st
     if shape.group > 1:
         tasks["cuDNN bf16, query heads as tokens"] = lambda: _others(shape, _cudnn_grouped, "BSKH")
     if not brief and (splits := _useful_splits(shape)) > 1:
-        tasks["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE)
+        tasks["cuDNN bf16, tokens split"] = lambda: _others(
+            shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE
+        )
     if not brief:
         tasks[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
     tasks |= {spec: functools.partial(_fused, shape, spec, tuple(launches)) for spec in specs}
@@ -104,29 +112,45 @@ def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) ->
     size = (shape.batch, shape.kv_heads, shape.group, shape.head_dim)
 
     def start() -> tuple[Array, Array]:
-        return uniform(size, jnp.uint32(17), -3.0, 3.0), jnp.full((shape.batch,), shape.tokens, jnp.int32)
+        return uniform(size, jnp.uint32(17), -3.0, 3.0), jnp.full(
+            (shape.batch,), shape.tokens, jnp.int32
+        )
 
     def feed(x: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
         return x[0] + TINY * out, x[1]
 
-    return Task(bf16, moved_bytes, moved_bytes, fields.pop("temp_bytes", 0), start=start, feed=feed, **fields)
+    return Task(
+        bf16,
+        moved_bytes,
+        moved_bytes,
+        fields.pop("temp_bytes", 0),
+        start=start,
+        feed=feed,
+        **fields,
+    )
 
 
 def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
-    """Return (output, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
+    """Return (output, wanted) of the checked part; rows, of keys and of values, are cut to it
+    already."""
     k, v = rows
     q, output = checked_part((q, out))
     with jax.default_matmul_precision("highest"):
-        wanted = reference.attend(q.reshape(1, -1, 1, q.shape[3]), k, v, jnp.ones((1, 1, k.shape[2]), bool))
+        wanted = reference.attend(
+            q.reshape(1, -1, 1, q.shape[3]), k, v, jnp.ones((1, 1, k.shape[2]), bool)
+        )
     return output, wanted.reshape(output.shape)
 
 
 def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
-    """Make the task of our kernel, over everything that a cache of this spec would hold in its body."""
+    """Make the task of our kernel, over everything that a cache of this spec would hold in its
+    body."""
     k, v = bodies = bodies_of(spec, shape)
 
     def call(launch: Launch, x: tuple[Array, Array], copy: Any) -> Array:
-        keys, values = ((body.reader, body.arrays(one)) for body, one in zip(bodies, copy, strict=True))
+        keys, values = (
+            (body.reader, body.arrays(one)) for body, one in zip(bodies, copy, strict=True)
+        )
         part = decode_attention(x[0], keys, values, x[1], capacity=shape.tokens, launch=launch)
         return part.o / jnp.maximum(part.l, 1e-30)
 
@@ -134,9 +158,15 @@ def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
         shape,
         all(isinstance(body.reader, DenseReader) for body in bodies),
         k.nbytes + v.nbytes,
-        copy=lambda seed: tuple(body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)),
-        calls=tuple((name_of(launch), jax.jit(functools.partial(call, launch))) for launch in launches),
-        check=lambda x, copy, out: compared(x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out),
+        copy=lambda seed: tuple(
+            body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)
+        ),
+        calls=tuple(
+            (name_of(launch), jax.jit(functools.partial(call, launch))) for launch in launches
+        ),
+        check=lambda x, copy, out: compared(
+            x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out
+        ),
         idle=lambda x: (x[0], jnp.zeros_like(x[1])),
     )
 
@@ -154,9 +184,13 @@ def _dequantized(shape: Shape) -> Task:
         False,
         k.nbytes + v.nbytes,
         temp_bytes=_exact_bytes(shape),
-        copy=lambda seed: tuple(body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)),
+        copy=lambda seed: tuple(
+            body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)
+        ),
         calls=(("", call),),
-        check=lambda x, copy, out: compared(x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out),
+        check=lambda x, copy, out: compared(
+            x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out
+        ),
     )
 
 
@@ -179,7 +213,10 @@ def _others(shape: Shape, attend: Callable[..., Array], axes: str, remark: str =
         True,
         _exact_bytes(shape),
         copy=lambda seed: tuple(
-            uniform(tuple(sizes[a] for a in axes), seed * 2 + jnp.uint32(i), -1.0, 1.0, jnp.bfloat16) for i in range(2)
+            uniform(
+                tuple(sizes[a] for a in axes), seed * 2 + jnp.uint32(i), -1.0, 1.0, jnp.bfloat16
+            )
+            for i in range(2)
         ),
         calls=(("", lambda x, copy: attend(x[0], *copy)),),
         check=check,
@@ -189,18 +226,25 @@ def _others(shape: Shape, attend: Callable[..., Array], axes: str, remark: str =
 
 def _naive(q: Array, k: Array, v: Array) -> Array:
     """Attend with one dot of all query heads of a KV head, a softmax and another dot."""
-    return one_dot_query_first(padded_heads(q.astype(jnp.bfloat16)), k, v, jnp.asarray(k.shape[2], jnp.int32))[:, :, : q.shape[2]]
+    return one_dot_query_first(
+        padded_heads(q.astype(jnp.bfloat16)), k, v, jnp.asarray(k.shape[2], jnp.int32)
+    )[:, :, : q.shape[2]]
 
 
 def padded_heads(rows: Float[Array, "B K G X"]) -> Float[Array, "B K GP X"]:
-    """Pad a single query head with zero heads: for one row XLA writes a sum of products, and transposes all of V for it."""
+    """Pad a single query head with zero heads: for one row XLA writes a sum of products, and
+    transposes all of V for it."""
     return rows if rows.shape[2] > 1 else jnp.pad(rows, ((0, 0), (0, 0), (0, 7), (0, 0)))
 
 
 def _cudnn(q: Array, k: Array, v: Array) -> Array:
     batch, heads, group, channels = q.shape
     rows = q.astype(jnp.bfloat16).reshape(batch, 1, heads * group, channels)
-    return jax.nn.dot_product_attention(rows, k, v, implementation="cudnn").astype(jnp.float32).reshape(q.shape)
+    return (
+        jax.nn.dot_product_attention(rows, k, v, implementation="cudnn")
+        .astype(jnp.float32)
+        .reshape(q.shape)
+    )
 
 
 def _cudnn_grouped(q: Array, k: Array, v: Array) -> Array:
@@ -211,23 +255,38 @@ def _cudnn_grouped(q: Array, k: Array, v: Array) -> Array:
 
 
 def _cudnn_split(splits: int, q: Array, k: Array, v: Array) -> Array:
-    """Do the same for runs of tokens, as sequences of a larger batch, and merge them by their logarithms of sums. `jax.nn` gives these
-    in the dtype of the result, so a run's weight errs by up to 2^-9 of its logarithm: a few percent of the result."""
+    """Do the same for runs of tokens, as sequences of a larger batch, and merge them by their
+    logarithms of sums. `jax.nn` gives these in the dtype of the result, so a run's weight errs by
+    up to 2^-9 of its logarithm: a few percent of the result.
+    """
     batch, heads, group, channels = q.shape
 
     def cut(rows: Array) -> Array:
         return rows.reshape(batch * splits, rows.shape[1] // splits, heads, channels)
 
-    rows = jnp.repeat(jnp.moveaxis(q.astype(jnp.bfloat16), 2, 1), splits, axis=0)  # [B * P, G, K, H]
-    out, log_sums = jax.nn.dot_product_attention(rows, cut(k), cut(v), implementation="cudnn", return_residual=True)
-    weights = jax.nn.softmax(log_sums.astype(jnp.float32).reshape(batch, splits, group, heads), axis=1)
-    merged = jnp.sum(out.astype(jnp.float32).reshape(batch, splits, group, heads, channels) * weights[..., None], axis=1)
+    rows = jnp.repeat(
+        jnp.moveaxis(q.astype(jnp.bfloat16), 2, 1), splits, axis=0
+    )  # [B * P, G, K, H]
+    out, log_sums = jax.nn.dot_product_attention(
+        rows, cut(k), cut(v), implementation="cudnn", return_residual=True
+    )
+    weights = jax.nn.softmax(
+        log_sums.astype(jnp.float32).reshape(batch, splits, group, heads), axis=1
+    )
+    merged = jnp.sum(
+        out.astype(jnp.float32).reshape(batch, splits, group, heads, channels) * weights[..., None],
+        axis=1,
+    )
     return jnp.moveaxis(merged, 1, 2)
 
 
 def _useful_splits(shape: Shape) -> int:
     """Return a power of two that occupies the GPU, with at least 256 tokens in each run."""
     splits = 1
-    while shape.batch * shape.kv_heads * splits < PROCESSORS and shape.tokens // (2 * splits) >= 256 and shape.tokens % (2 * splits) == 0:
+    while (
+        shape.batch * shape.kv_heads * splits < PROCESSORS
+        and shape.tokens // (2 * splits) >= 256
+        and shape.tokens % (2 * splits) == 0
+    ):
         splits *= 2
     return splits

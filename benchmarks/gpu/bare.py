@@ -1,13 +1,16 @@
-"""Run a benchmark where nothing but JAX is installed: `python -m benchmarks.gpu.bare MODULE [ARGUMENT ...]`.
+"""Run a benchmark where nothing but JAX is installed: `python -m benchmarks.gpu.bare MODULE
+[ARGUMENT ...]`.
 
-The cache, the kernels and the model import four more packages. Each that is missing is replaced by what the benchmarks need of it:
+The cache, the kernels and the model import four more packages. Each that is missing is replaced by
+what the benchmarks need of it:
 
     jaxtyping    annotations that check nothing
     flax         `nnx.Module` and what belongs to it, as plain pytrees
     filelock     a lock by flock
     safetensors  names alone: no benchmark reads or writes a checkpoint
 
-KVQ_BARE=1 takes the replacements of packages that are installed too, so that a machine where nothing is missing shows that they suffice.
+KVQ_BARE=1 takes the replacements of packages that are installed too, so that a machine where
+nothing is missing shows that they suffice.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ import jax
 def install() -> list[str]:
     """Put replacements of missing packages where imports find them; return their names."""
     replaced = []
-    for name, make in {"jaxtyping": _jaxtyping, "flax": _flax, "filelock": _filelock, "safetensors": _safetensors}.items():
+    for name, make in {
+        "jaxtyping": _jaxtyping,
+        "flax": _flax,
+        "filelock": _filelock,
+        "safetensors": _safetensors,
+    }.items():
         if os.environ.get("KVQ_BARE") == "1" or importlib.util.find_spec(name) is None:
             sys.modules.update({module.__name__: module for module in make()})
             replaced.append(name)
@@ -77,7 +85,9 @@ class List(list):
     """A list of modules."""
 
 
-jax.tree_util.register_pytree_node(List, lambda items: (tuple(items), None), lambda _, items: List(items))
+jax.tree_util.register_pytree_node(
+    List, lambda items: (tuple(items), None), lambda _, items: List(items)
+)
 
 
 class _Data:
@@ -86,7 +96,8 @@ class _Data:
 
 
 class Module:
-    """A pytree of the attributes that are modules, parameters or lists of them, or were set as `data(...)`; all others are static."""
+    """A pytree of the attributes that are modules, parameters or lists of them, or were set as
+    `data(...)`; all others are static."""
 
     _dynamic: set[str]
 
@@ -101,14 +112,20 @@ class Module:
 
     def _flatten(self) -> tuple[tuple[Any, ...], Any]:
         names = tuple(sorted(self._dynamic))
-        static = {name: value for name, value in self.__dict__.items() if name not in self._dynamic and name != "_dynamic"}
+        static = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in self._dynamic and name != "_dynamic"
+        }
         return tuple(self.__dict__[name] for name in names), (names, tuple(sorted(static.items())))
 
     @classmethod
     def _unflatten(cls, static: Any, children: Any) -> Module:
         names, others = static
         made = object.__new__(cls)
-        made.__dict__.update(_dynamic=set(names), **dict(zip(names, children, strict=True)), **dict(others))
+        made.__dict__.update(
+            _dynamic=set(names), **dict(zip(names, children, strict=True)), **dict(others)
+        )
         return made
 
 
@@ -124,7 +141,9 @@ class Rngs:
 
 def _flax() -> list[types.ModuleType]:
     nnx, flax = types.ModuleType("flax.nnx"), types.ModuleType("flax")
-    nnx.__dict__.update(Module=Module, Param=Param, List=List, Rngs=Rngs, data=_Data, eval_shape=jax.eval_shape)
+    nnx.__dict__.update(
+        Module=Module, Param=Param, List=List, Rngs=Rngs, data=_Data, eval_shape=jax.eval_shape
+    )
     flax.__dict__.update(nnx=nnx)
     return [flax, nnx]
 
@@ -172,7 +191,9 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 def _safetensors() -> list[types.ModuleType]:
     module, numpy = types.ModuleType("safetensors"), types.ModuleType("safetensors.numpy")
-    module.__dict__.update(SafetensorError=type("SafetensorError", (Exception,), {}), safe_open=_refuse, numpy=numpy)
+    module.__dict__.update(
+        SafetensorError=type("SafetensorError", (Exception,), {}), safe_open=_refuse, numpy=numpy
+    )
     numpy.__dict__.update(save_file=_refuse, load_file=_refuse)
     return [module, numpy]
 

@@ -1,4 +1,5 @@
-"""Programs compiled side by side, each handed on as soon as it is ready: nothing waits for a compilation that is not its own."""
+"""Programs compiled side by side, each handed on as soon as it is ready: nothing waits for a
+compilation that is not its own."""
 
 from __future__ import annotations
 
@@ -12,15 +13,22 @@ from typing import NoReturn, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-THREADS = max(1, min(12, (os.cpu_count() or 1) - 2))  # programs compiled at a time; the process that times them keeps a core
+THREADS = max(
+    1, min(12, (os.cpu_count() or 1) - 2)
+)  # programs compiled at a time; the process that times them keeps a core
 
 
 def as_compiled(
-    compile: Callable[[Item], Result], items: Sequence[Item], threads: int, until: float = float("inf")
+    compile: Callable[[Item], Result],
+    items: Sequence[Item],
+    threads: int,
+    until: float = float("inf"),
 ) -> Iterator[tuple[Item, Result]]:
-    """Yield (item, compile(item)) of the first item that is ready, again and again; with one thread, in their order.
+    """Yield (item, compile(item)) of the first item that is ready, again and again; with one
+    thread, in their order.
 
-    Ends at `until`, on the clock of time.monotonic: what is not begun is dropped, what is being compiled is left behind (`leave`).
+    Ends at `until`, on the clock of time.monotonic: what is not begun is dropped, what is being
+    compiled is left behind (`leave`).
     """
     if threads == 1:
         for item in items:
@@ -28,7 +36,11 @@ def as_compiled(
                 return
             yield item, compile(item)
         return
-    pool, waiting, rest = concurrent.futures.ThreadPoolExecutor(threads), list[tuple[Item, concurrent.futures.Future]](), list(items)
+    pool, waiting, rest = (
+        concurrent.futures.ThreadPoolExecutor(threads),
+        list[tuple[Item, concurrent.futures.Future]](),
+        list(items),
+    )
     try:
         while (waiting or rest) and time.monotonic() < until:
             while rest and len(waiting) < 2 * threads:  # programs that wait to be timed hold memory
@@ -37,7 +49,11 @@ def as_compiled(
             if ready is None:
                 left = until - time.monotonic()
                 futures = [future for _, future in waiting]
-                concurrent.futures.wait(futures, None if left == float("inf") else left, concurrent.futures.FIRST_COMPLETED)
+                concurrent.futures.wait(
+                    futures,
+                    None if left == float("inf") else left,
+                    concurrent.futures.FIRST_COMPLETED,
+                )
                 continue
             waiting.remove(ready)
             yield ready[0], ready[1].result()
@@ -46,7 +62,8 @@ def as_compiled(
 
 
 def leave(status: int) -> NoReturn:
-    """End the process now. A usual end waits for every thread that still compiles, and one may take minutes."""
+    """End the process now. A usual end waits for every thread that still compiles, and one may take
+    minutes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,9 +1,11 @@
-"""Whole decode steps of a Llama-3.1-8B-shaped model on a GPU: milliseconds and tokens per second, through each cache, by kernels and XLA.
+"""Whole decode steps of a Llama-3.1-8B-shaped model on a GPU: milliseconds and tokens per second,
+through each cache, by kernels and XLA.
 
-Weights and cache contents are random and made on the device. A sample is a loop of a few steps in one program, each waiting for the logits
-of the one before; caches are updated in place and grow. Kernels are timed at all shapes first, then XLA, which may take a hundred times as
-long and whose logits theirs are compared with. What does not fit the device's memory is left out by name. One program is traced: its
-microseconds by kernel name go into the file too.
+Weights and cache contents are random and made on the device. A sample is a loop of a few steps in
+one program, each waiting for the logits of the one before; caches are updated in place and grow.
+Kernels are timed at all shapes first, then XLA, which may take a hundred times as long and whose
+logits theirs are compared with. What does not fit the device's memory is left out by name. One
+program is traced: its microseconds by kernel name go into the file too.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ TINY = LlamaConfig(
 
 
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
-    """Return the kernels in assembly, where they show most in array operations too (one of the two is `decode_step`'s default), and XLA
-    where it takes least."""
+    """Return the kernels in assembly, where they show most in array operations too (one of the two
+    is `decode_step`'s default), and XLA where it takes least."""
     return {POINTS[0]: ("asm", "jnp"), POINTS[-1]: ("asm", "xla")}.get((tokens, batch), ("asm",))
 
 
@@ -74,13 +76,17 @@ def random_llama(config: LlamaConfig) -> Llama:
 
     def weight(seed: int, struct: jax.ShapeDtypeStruct) -> Array:
         low, high = (0.9, 1.1) if len(struct.shape) == 1 else (-0.035, 0.035)
-        return _uniform(struct.shape, "bfloat16", jnp.uint32(seed), jnp.float32(low), jnp.float32(high))
+        return _uniform(
+            struct.shape, "bfloat16", jnp.uint32(seed), jnp.float32(low), jnp.float32(high)
+        )
 
     structs, tree = jax.tree.flatten(abstract_llama(config, "bfloat16"))
     return jax.tree.unflatten(tree, [weight(i, struct) for i, struct in enumerate(structs)])
 
 
-def random_cache(spec: str, config: LlamaConfig, batch: int, tokens: int, capacity: int) -> kvq.Cache:
+def random_cache(
+    spec: str, config: LlamaConfig, batch: int, tokens: int, capacity: int
+) -> kvq.Cache:
     """Return a random cache of `tokens` tokens in each batch row."""
     empty = kvq.layout(spec, config, batch, capacity, "bfloat16")
 
@@ -89,10 +95,16 @@ def random_cache(spec: str, config: LlamaConfig, batch: int, tokens: int, capaci
         def make(seed: Array) -> LayerState:
             layout = plan.layout(batch, "bfloat16")
             body = tuple(
-                random_body(codec.body(batch, plan.heads, plan.regions.body_capacity), seed * 2 + jnp.uint32(i))
+                random_body(
+                    codec.body(batch, plan.heads, plan.regions.body_capacity),
+                    seed * 2 + jnp.uint32(i),
+                )
                 for i, codec in enumerate(plan.codecs)
             )
-            sink, ring = jax.tree.map(lambda s: uniform(s.shape, seed + jnp.uint32(99), -1.0, 1.0, s.dtype), (layout.sink, layout.ring))
+            sink, ring = jax.tree.map(
+                lambda s: uniform(s.shape, seed + jnp.uint32(99), -1.0, 1.0, s.dtype),
+                (layout.sink, layout.ring),
+            )
             return LayerState(sink, ring, body, plan.init(batch, "bfloat16").stats)
 
         return jax.jit(make)
@@ -101,15 +113,24 @@ def random_cache(spec: str, config: LlamaConfig, batch: int, tokens: int, capaci
     return dataclasses.replace(empty, layers=layers, lengths=jnp.full((batch,), tokens, jnp.int32))
 
 
-def steps_program(implementation: Implementation, steps: int) -> Callable[[Llama, kvq.Cache, Array], tuple[Array, kvq.Cache]]:
+def steps_program(
+    implementation: Implementation, steps: int
+) -> Callable[[Llama, kvq.Cache, Array], tuple[Array, kvq.Cache]]:
     """Return the program of `steps` decode steps, which returns (the last logits, the cache)."""
 
     def run(llama: Llama, cache: kvq.Cache, token: Array) -> tuple[Array, kvq.Cache]:
         def step(_: Array, carry: tuple[Array, kvq.Cache]) -> tuple[Array, kvq.Cache]:
             logits, cache = carry
-            return decoding.decode_step(llama, cache, token + (logits[:, 0] * 1e-30).astype(jnp.int32), implementation=implementation)
+            return decoding.decode_step(
+                llama,
+                cache,
+                token + (logits[:, 0] * 1e-30).astype(jnp.int32),
+                implementation=implementation,
+            )
 
-        return lax.fori_loop(0, steps, step, (jnp.zeros((cache.batch, llama.config.vocab_size), jnp.float32), cache))
+        return lax.fori_loop(
+            0, steps, step, (jnp.zeros((cache.batch, llama.config.vocab_size), jnp.float32), cache)
+        )
 
     return run
 
@@ -123,7 +144,8 @@ def implementation_of(name: str) -> Implementation:
 
 @dataclasses.dataclass
 class Program:
-    """A compiled loop and the row it is timed for. needed: the bytes of its weights, cache and temporaries. failure: why there is none."""
+    """A compiled loop and the row it is timed for. needed: the bytes of its weights, cache and
+    temporaries. failure: why there is none."""
 
     row: KernelRow
     capacity: int
@@ -143,14 +165,20 @@ def compiled(row: KernelRow, config: LlamaConfig, capacity: int) -> Program:
     if needed > memory_limit():
         return Program(row, capacity, needed)
     try:
-        loop = jax.jit(steps_program(implementation_of(row.arithmetic), STEPS), donate_argnums=1).lower(*arguments).compile()
+        loop = (
+            jax.jit(steps_program(implementation_of(row.arithmetic), STEPS), donate_argnums=1)
+            .lower(*arguments)
+            .compile()
+        )
         memory: Any = loop.memory_analysis()
         return Program(row, capacity, needed + memory.temp_size_in_bytes, loop)
     except Exception as error:
         return Program(row, capacity, failure=one_line(error))
 
 
-def timed(program: Program, llama: Llama, samples: int, tracing: bool) -> tuple[KernelRow, np.ndarray | None, Trace | None]:
+def timed(
+    program: Program, llama: Llama, samples: int, tracing: bool
+) -> tuple[KernelRow, np.ndarray | None, Trace | None]:
     """Time a program and return (the row, the logits of the first run, its trace if asked for)."""
     row, run = program.row, program.run
     if program.needed > memory_limit():
@@ -159,7 +187,9 @@ def timed(program: Program, llama: Llama, samples: int, tracing: bool) -> tuple[
     if run is None:
         return dataclasses.replace(row, failure=program.failure), None, None
     try:
-        cache = random_cache(row.candidate, llama.config, row.shape.batch, row.shape.tokens, program.capacity)
+        cache = random_cache(
+            row.candidate, llama.config, row.shape.batch, row.shape.tokens, program.capacity
+        )
         read = kvq.nbytes(llama) - kvq.nbytes(llama.embed) + kvq.nbytes(cache.layers)
         row = dataclasses.replace(row, moved_bytes=read, copies=1, cold=True)
         token = jnp.arange(row.shape.batch, dtype=jnp.int32)
@@ -174,7 +204,9 @@ def timed(program: Program, llama: Llama, samples: int, tracing: bool) -> tuple[
         logits = jax.block_until_ready(step())
         seconds = time.perf_counter() - start
         if seconds > LONG_RUN:
-            row = dataclasses.replace(row, samples_ms=(round(1e3 * seconds / STEPS, 6),), remark="the first run alone")
+            row = dataclasses.replace(
+                row, samples_ms=(round(1e3 * seconds / STEPS, 6),), remark="the first run alone"
+            )
         else:
             row = dataclasses.replace(row, samples_ms=sampled_ms(step, STEPS, samples))
         trace = Trace(place_of(row), STEPS, traced(step)) if tracing else None
@@ -199,8 +231,8 @@ def run(
     seconds: float = float("inf"),
     threads: int = 1,
 ) -> None:
-    """Add a row for each cache and implementation at each point, saved one by one, until the time is used up. names: None for the usual
-    ones."""
+    """Add a row for each cache and implementation at each point, saved one by one, until the time
+    is used up. names: None for the usual ones."""
     start, config = time.monotonic(), llama.config
     group = config.num_attention_heads // config.num_key_value_heads
     wanted = [
@@ -217,7 +249,9 @@ def run(
         for name in (usual_implementations(tokens, batch) if names is None else names)
     ]
     wanted.sort(key=lambda row: row.arithmetic == "xla")  # the slow ones last
-    progress(f"{len(wanted)} programs of {config.num_hidden_layers} layers, {threads} compiled at a time")
+    progress(
+        f"{len(wanted)} programs of {config.num_hidden_layers} layers, {threads} compiled at a time"
+    )
 
     def compile(row: KernelRow) -> Program:
         longest = row.shape.tokens + STEPS * (timing.samples + WARM_UPS)
@@ -238,7 +272,10 @@ def run(
             logits[row.shape, row.candidate, row.arithmetic] = own
             report.rows[:] = [with_error(other, logits) for other in report.rows]
         report.write(path)
-        progress(f"{time.monotonic() - start:5.0f} s  {row.shape.tokens} x {row.shape.batch}: {summary(report, report.rows[-1])}")
+        progress(
+            f"{time.monotonic() - start:5.0f} s  {row.shape.tokens} x {row.shape.batch}:"
+            f" {summary(report, report.rows[-1])}"
+        )
         if is_fatal(row.failure):
             raise SystemExit(f"the GPU failed: {row.failure}")
     report.skipped.extend(place_of(row) for row in left.values())
@@ -247,8 +284,16 @@ def run(
 
 def with_error(row: KernelRow, logits: dict[tuple[Shape, str, str], np.ndarray]) -> KernelRow:
     """Return the row, with the error of its logits against XLA's where both are known."""
-    own, expected = (logits.get((row.shape, row.candidate, name)) for name in (row.arithmetic, "xla"))
-    if row.section != "step" or row.arithmetic == "xla" or row.error is not None or own is None or expected is None:
+    own, expected = (
+        logits.get((row.shape, row.candidate, name)) for name in (row.arithmetic, "xla")
+    )
+    if (
+        row.section != "step"
+        or row.arithmetic == "xla"
+        or row.error is not None
+        or own is None
+        or expected is None
+    ):
         return row
     return dataclasses.replace(row, error=relative_error(own, expected))
 
@@ -257,28 +302,58 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.decode_step",
         description=(__doc__ or "").partition("\n")[0],
-        epilog="example: python -m benchmarks.gpu.decode_step --json benchmarks/results/step_h200.json",
+        epilog=(
+            "example: python -m benchmarks.gpu.decode_step --json benchmarks/results/step_h200.json"
+        ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every program")
-    parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model; the whole one has 32")
-    parser.add_argument("--points", nargs="+", default=[f"{n}:{b}" for n, b in POINTS], metavar="TOKENS:BATCH", help="shapes, in order")
-    parser.add_argument("--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to measure")
+    parser.add_argument(
+        "--json", metavar="FILE", required=True, help="where the rows go, after every program"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=8,
+        metavar="L",
+        help="layers of the model; the whole one has 32",
+    )
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        default=[f"{n}:{b}" for n, b in POINTS],
+        metavar="TOKENS:BATCH",
+        help="shapes, in order",
+    )
+    parser.add_argument(
+        "--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to measure"
+    )
     parser.add_argument(
         "--implementation",
         nargs="+",
         choices=IMPLEMENTATIONS,
         default=[],
-        help="kernels in jnp or asm, XLA, or decode_step's own choice; if not given asm, with jnp at 32768:16 and xla at 4096:1",
+        help=(
+            "kernels in jnp or asm, XLA, or decode_step's own choice; if not given asm, with jnp at"
+            " 32768:16 and xla at 4096:1"
+        ),
     )
-    parser.add_argument("--seconds", type=float, default=130, metavar="S", help="time nothing more after so long")
-    parser.add_argument("--threads", type=int, default=THREADS, metavar="N", help="programs compiled at a time")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, interpreted kernels, on any device; not a measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=130, metavar="S", help="time nothing more after so long"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=THREADS, metavar="N", help="programs compiled at a time"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a tiny model, interpreted kernels, on any device; not a measurement",
+    )
     return parser
 
 
 def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this form."""
+    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this
+    form."""
     points = []
     for text in texts:
         numbers = text.split(":")
@@ -295,10 +370,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         points = points_of(args.points)
         if jax.default_backend() != "gpu" and not args.tiny:
-            raise ValueError(f"a model of this size needs a GPU, this process runs on {jax.default_backend()}; --tiny runs a small one")
+            raise ValueError(
+                f"a model of this size needs a GPU, this process runs on {jax.default_backend()};"
+                " --tiny runs a small one"
+            )
     except ValueError as error:
         parser.exit(2, f"{error}\n")
-    config, timing, names = llama_8b.llama_config(args.layers), Timing(samples=5), args.implementation or None
+    config, timing, names = (
+        llama_8b.llama_config(args.layers),
+        Timing(samples=5),
+        args.implementation or None,
+    )
     if args.tiny:
         config, timing, names = TINY, SHORT, args.implementation or ("interpreted", "xla")
         points = list(dict.fromkeys((256, min(2, batch)) for _, batch in points))
@@ -307,7 +389,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("benchmarks.gpu.decode_step", *arguments(argv)),
     )
     measure_bandwidth(report, timing)
-    run(points, args.cache, names, random_llama(config), report, args.json, timing, seconds=args.seconds, threads=args.threads)
+    run(
+        points,
+        args.cache,
+        names,
+        random_llama(config),
+        report,
+        args.json,
+        timing,
+        seconds=args.seconds,
+        threads=args.threads,
+    )
     if report.skipped:
         progress(f"left out for lack of time: {'; '.join(report.skipped)}")
     return said_wrong(report)

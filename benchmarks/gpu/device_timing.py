@@ -1,13 +1,16 @@
-"""The time of a function on a device: many calls in one compiled loop, on contents that the GPU's cache does not hold.
+"""The time of a function on a device: many calls in one compiled loop, on contents that the GPU's
+cache does not hold.
 
     x <- feed(x, call(x, copy))      for every copy in turn, `steps` times over
 
-A sample is the host's clock around the loop, over the number of calls. Python, and the wait for the device, are spread over all calls, but
-a call is several launches, and where the device is done sooner than the next launch comes, it is launches that are timed.
+A sample is the host's clock around the loop, over the number of calls. Python, and the wait for the
+device, are spread over all calls, but a call is several launches, and where the device is done
+sooner than the next launch comes, it is launches that are timed.
 
-Each call has an input that depends on the result of the call before, so none is hoisted out of the loop, joined with another or left out;
-nor is the rearrangement of an array that a call reads. Copies have equal shapes and different contents; together they take more than the L2
-cache wherever that can be had.
+Each call has an input that depends on the result of the call before, so none is hoisted out of the
+loop, joined with another or left out; nor is the rearrangement of an array that a call reads.
+Copies have equal shapes and different contents; together they take more than the L2 cache wherever
+that can be had.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ TINY = 1e-30  # times a result, added to an input: a dependency that changes no 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A measurement's length. seconds: of a sample, about, at `expected_rate` bytes a second. cache_bytes: of the L2 (60 MB on an H200)."""
+    """A measurement's length. seconds: of a sample, about, at `expected_rate` bytes a second.
+    cache_bytes: of the L2 (60 MB on an H200)."""
 
     samples: int = 7
     seconds: float = 0.012
@@ -42,7 +46,8 @@ class Timing:
     copy_bytes: int = 4 << 30  # of the array whose copying is the yardstick
 
     def copies(self, size: int) -> int:
-        """Return the number of copies of `size` bytes that fill twice the L2, as far as a program can hold them."""
+        """Return the number of copies of `size` bytes that fill twice the L2, as far as a program
+        can hold them."""
         return max(1, min(self.most_copies, math.ceil(2 * self.cache_bytes / size)))
 
     def is_cold(self, size: int) -> bool:
@@ -54,22 +59,29 @@ class Timing:
         return max(1, round(min(calls, self.most_calls) / copies))
 
 
-SHORT = Timing(samples=3, seconds=0.002, most_calls=20, most_copies=2, copy_bytes=1 << 28)  # to see that it works
+SHORT = Timing(
+    samples=3, seconds=0.002, most_calls=20, most_copies=2, copy_bytes=1 << 28
+)  # to see that it works
 
 
 @functools.cache
 def memory_limit() -> float:
-    """Return the bytes that this process may use of its device's memory; of a device that does not say, no limit."""
+    """Return the bytes that this process may use of its device's memory; of a device that does not
+    say, no limit."""
     return float((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")))
 
 
-def timing_loop(call: Callable[[Any, Any], Any], feed: Callable[[Any, Any], Any], steps: int) -> Callable[[Any, Sequence[Any]], Any]:
-    """Return the loop to compile, a function of x and the copies: steps * copies calls, then one more. It returns the last x and result."""
+def timing_loop(
+    call: Callable[[Any, Any], Any], feed: Callable[[Any, Any], Any], steps: int
+) -> Callable[[Any, Sequence[Any]], Any]:
+    """Return the loop to compile, a function of x and the copies: steps * copies calls, then one
+    more. It returns the last x and result."""
 
     def run(x: Any, copies: Sequence[Any]) -> Any:
         def step(_: Array, x: Any) -> Any:
             for copy in copies:
-                # without the barriers a dequantization would move out of the loop, and the slice of a result into what computes it
+                # without the barriers a dequantization would move out of the loop, and the slice of
+                # a result into what computes it
                 out = call(*lax.optimization_barrier((x, as_stored(copy))))
                 x = feed(*lax.optimization_barrier((x, out)))
             return x
@@ -82,25 +94,31 @@ def timing_loop(call: Callable[[Any, Any], Any], feed: Callable[[Any, Any], Any]
 
 
 def as_stored(copy: Any) -> Any:
-    """Fix the order of the arrays' axes in memory: XLA would pass the barriers with another order that suits the call, and transpose
-    each array once, before the loop."""
-    return jax.tree.map(lambda a: with_layout_constraint(a, Layout(major_to_minor=tuple(range(a.ndim)))), copy)
+    """Fix the order of the arrays' axes in memory: XLA would pass the barriers with another order
+    that suits the call, and transpose each array once, before the loop."""
+    return jax.tree.map(
+        lambda a: with_layout_constraint(a, Layout(major_to_minor=tuple(range(a.ndim)))), copy
+    )
 
 
 def first(out: Any) -> Array:
     """Return TINY times one entry of a result, in fp32, as `feed` needs it."""
     leaf = jax.tree.leaves(out)[0]
-    return TINY * lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(()).astype(jnp.float32)
+    return TINY * lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(()).astype(
+        jnp.float32
+    )
 
 
 def nudged(x: Array, out: Any) -> Array:
-    """Return x with `first` added to one entry, in place: a `feed` for an x as long as the context."""
+    """Return x with `first` added to one entry, in place: a `feed` for an x as long as the
+    context."""
     corner = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
     return lax.dynamic_update_slice(x, corner + first(out).astype(x.dtype), (0,) * x.ndim)
 
 
 def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float, ...]:
-    """Return the milliseconds of one call by the host's clock, from runs of `calls` calls each; two runs before them warm up."""
+    """Return the milliseconds of one call by the host's clock, from runs of `calls` calls each; two
+    runs before them warm up."""
     for _ in range(2):
         jax.block_until_ready(run())
     times = []
@@ -112,7 +130,8 @@ def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float,
 
 
 def scattered(shape: tuple[int, ...], seed: Array) -> Array:
-    """Return uint32 numbers without a pattern, made where they lie: Murmur's finalizer of each index. They are the same on every device."""
+    """Return uint32 numbers without a pattern, made where they lie: Murmur's finalizer of each
+    index. They are the same on every device."""
     index = jnp.broadcast_to(seed.astype(jnp.uint32) * np.uint32(0x9E3779B9), shape)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -123,7 +142,9 @@ def scattered(shape: tuple[int, ...], seed: Array) -> Array:
     return index ^ (index >> np.uint32(16))
 
 
-def uniform(shape: tuple[int, ...], seed: Array, low: float, high: float, dtype: Any = jnp.float32) -> Array:
+def uniform(
+    shape: tuple[int, ...], seed: Array, low: float, high: float, dtype: Any = jnp.float32
+) -> Array:
     """Return numbers from low to high, uniformly distributed."""
     unit = (scattered(shape, seed) >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
     return (unit * np.float32(high - low) + np.float32(low)).astype(dtype)
@@ -131,12 +152,17 @@ def uniform(shape: tuple[int, ...], seed: Array, low: float, high: float, dtype:
 
 def random_words(shape: tuple[int, ...], seed: Array) -> Array:
     """Return int16 [*shape] of random bits."""
-    return lax.bitcast_convert_type((scattered(shape, seed) >> np.uint32(16)).astype(jnp.uint16), jnp.int16)
+    return lax.bitcast_convert_type(
+        (scattered(shape, seed) >> np.uint32(16)).astype(jnp.uint16), jnp.int16
+    )
 
 
 def bandwidth_samples(timing: Timing) -> dict[str, tuple[int, tuple[float, ...]]]:
-    """Return (bytes moved, milliseconds) of "copy", x + 1 into another array, and "read", the sum of x; x int32 in device memory."""
-    x = lax.bitcast_convert_type(jax.jit(scattered, static_argnums=0)((timing.copy_bytes // 4,), jnp.uint32(7)), jnp.int32)
+    """Return (bytes moved, milliseconds) of "copy", x + 1 into another array, and "read", the sum
+    of x; x int32 in device memory."""
+    x = lax.bitcast_convert_type(
+        jax.jit(scattered, static_argnums=0)((timing.copy_bytes // 4,), jnp.uint32(7)), jnp.int32
+    )
     size, calls = x.size * 4, 8
 
     def repeated(function: Callable[[Array], Array]) -> tuple[float, ...]:
@@ -149,4 +175,7 @@ def bandwidth_samples(timing: Timing) -> dict[str, tuple[int, tuple[float, ...]]
 
         return sampled_ms(run, calls, timing.samples)
 
-    return {"copy": (2 * size, repeated(lambda x: x + 1)), "read": (size, repeated(functools.partial(jnp.sum, dtype=jnp.int32)))}
+    return {
+        "copy": (2 * size, repeated(lambda x: x + 1)),
+        "read": (size, repeated(functools.partial(jnp.sum, dtype=jnp.int32))),
+    }

@@ -1,7 +1,9 @@
-"""The InnerQ paper's candidates: the two matrix-vector products of decode attention by themselves, and quantizing with packing.
+"""The InnerQ paper's candidates: the two matrix-vector products of decode attention by themselves,
+and quantizing with packing.
 
-Its shapes are not printed. Its times double from Llama 3.2-1B to 3.1-8B and grow by a quarter to Llama 2-13B, as query heads times head dim
-do (32 x 64, 32 x 128, 40 x 128) and KV heads do not: so each query head has keys and values of its own here too. Batch 1, groups of 32.
+Its shapes are not printed. Its times double from Llama 3.2-1B to 3.1-8B and grow by a quarter to
+Llama 2-13B, as query heads times head dim do (32 x 64, 32 x 128, 40 x 128) and KV heads do not: so
+each query head has keys and values of its own here too. Batch 1, groups of 32.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ PAPER_MODELS = {  # query heads, each with its own keys and values; head dim
     "Llama-2-13B": (40, 128),
 }
 EXACT = "bf16"
-INNER, OUTER = "innerq:bits=2,mode=asym", "kivi:bits=2"  # the same codes, scales and zeros; only the axis of the groups differs
+INNER, OUTER = (
+    "innerq:bits=2,mode=asym",
+    "kivi:bits=2",
+)  # the same codes, scales and zeros; only the axis of the groups differs
 SCHEMES = ("sym", "hybrid", "asym")
 QUANTIZE_BITS = 2
 
@@ -41,10 +46,13 @@ def paper_shape(model: str, tokens: int) -> Shape:
 
 
 def product_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """Return the tasks of "scores" (q . K^T), then "values" (p . V): full precision, grouped over the inner axis, over the outer axis."""
+    """Return the tasks of "scores" (q . K^T), then "values" (p . V): full precision, grouped over
+    the inner axis, over the outer axis."""
     parts = (("scores", scores_task), ("values", _values))
     return [
-        Planned(part, spec, functools.partial(make, shape, spec, tuple(launches))) for part, make in parts for spec in (EXACT, INNER, OUTER)
+        Planned(part, spec, functools.partial(make, shape, spec, tuple(launches)))
+        for part, make in parts
+        for spec in (EXACT, INNER, OUTER)
     ]
 
 
@@ -54,7 +62,9 @@ def _exact_scores(q: Array, k: Array) -> Array:
 
 def _exact_values(p: Array, v: Array) -> Array:
     padded = padded_heads(p.astype(v.dtype))
-    return jnp.einsum("bkgs,bksh->bkgh", padded, v, preferred_element_type=jnp.float32)[:, :, : p.shape[2]]
+    return jnp.einsum("bkgs,bksh->bkgh", padded, v, preferred_element_type=jnp.float32)[
+        :, :, : p.shape[2]
+    ]
 
 
 def scores_task(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
@@ -62,11 +72,15 @@ def scores_task(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
     body = Body(plan_of(_cache(spec), shape).k, shape)
 
     def kernel(launch: Launch, q: Array, copy: Any) -> Array:
-        return matvec.scores(q, body.reader, body.arrays(copy), capacity=shape.tokens, launch=launch)
+        return matvec.scores(
+            q, body.reader, body.arrays(copy), capacity=shape.tokens, launch=launch
+        )
 
     def check(q: Array, copy: Any, out: Array) -> tuple[Array, Array]:
         q, out = checked_part((q, out))
-        return out, jnp.einsum("bkgh,bksh->bkgs", q, body.checked_rows(copy).astype(jnp.float32), precision="highest")
+        return out, jnp.einsum(
+            "bkgh,bksh->bkgs", q, body.checked_rows(copy).astype(jnp.float32), precision="highest"
+        )
 
     return Task(
         spec == EXACT,
@@ -97,7 +111,9 @@ def _values(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
         body.nbytes + 2 * shape.kv_heads * shape.tokens,  # and the weights, in fp16
         body.nbytes,
         0,
-        start=lambda: uniform((1, shape.kv_heads, 1, shape.tokens), jnp.uint32(17), 0.0, 1.0, jnp.float16),
+        start=lambda: uniform(
+            (1, shape.kv_heads, 1, shape.tokens), jnp.uint32(17), 0.0, 1.0, jnp.float16
+        ),
         copy=body.copy,
         calls=_calls(lambda p, copy: _exact_values(p, body.rows(copy)), kernel, spec, launches),
         feed=nudged,
@@ -109,19 +125,28 @@ def _cache(spec: str) -> str:
     return "dense" if spec == EXACT else spec
 
 
-def _calls(exact: Callable, kernel: Callable, spec: str, launches: Sequence[Launch]) -> tuple[tuple[str, Callable], ...]:
+def _calls(
+    exact: Callable, kernel: Callable, spec: str, launches: Sequence[Launch]
+) -> tuple[tuple[str, Callable], ...]:
     if spec == EXACT:
         return (("", exact),)
-    return tuple((name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches)
+    return tuple(
+        (name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches
+    )
 
 
 # Quantizing
 
 
 def quantize_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """Return the tasks of keys, in groups over channels, and of values, over tokens, in each scheme at the same magnitude bits."""
+    """Return the tasks of keys, in groups over channels, and of values, over tokens, in each scheme
+    at the same magnitude bits."""
     return [
-        Planned("quantize", f"{scheme}, {side}", functools.partial(_quantize, shape, side, scheme, tuple(launches)))
+        Planned(
+            "quantize",
+            f"{scheme}, {side}",
+            functools.partial(_quantize, shape, side, scheme, tuple(launches)),
+        )
         for side in ("keys", "values")
         for scheme in SCHEMES
     ]
@@ -140,12 +165,15 @@ def _quantize(shape: Shape, which: str, scheme: Any, launches: Sequence[Launch])
         return quantize_rows(rows, reader, scheme, QUANTIZE_BITS, launch=launch)
 
     def check(_: Array, rows: Array, out: Any) -> tuple[Array, Array]:
-        """Return some rows, quantized here and by the reference and dequantized: all as one row, for single codes may differ at ties."""
+        """Return some rows, quantized here and by the reference and dequantized: all as one row,
+        for single codes may differ at ties."""
         tokens = min(shape.tokens, 1024)
         quantized = grouped_array.GroupedArray(out.words, out.scale, out.zero, format)
         cut = jax.tree.map(lambda a: a[:1, :2], quantized)
         wanted = grouped_array.quantize(rows[:1, :2, :tokens].astype(jnp.float32), format)
-        return grouped_array.dequantize(cut)[:, :, :tokens].reshape(1, -1), grouped_array.dequantize(wanted).reshape(1, -1)
+        return grouped_array.dequantize(cut)[:, :, :tokens].reshape(
+            1, -1
+        ), grouped_array.dequantize(wanted).reshape(1, -1)
 
     return Task(
         False,
@@ -154,7 +182,9 @@ def _quantize(shape: Shape, which: str, scheme: Any, launches: Sequence[Launch])
         body.nbytes,
         start=lambda: jnp.zeros((), jnp.float32),
         copy=lambda seed: uniform(size, seed, -1.0, 1.0, jnp.bfloat16),
-        calls=tuple((name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches),
+        calls=tuple(
+            (name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches
+        ),
         feed=lambda x, out: x + first(out.scale),
         check=check,
     )

@@ -1,12 +1,15 @@
 """The latency tables of three papers in their own layout, with our times beside theirs.
 
-Wu et al., PolarQuant: Leveraging Polar Transformation for Efficient Key Cache Quantization and Decoding Acceleration (2025), Table 4.
+Wu et al., PolarQuant: Leveraging Polar Transformation for Efficient Key Cache Quantization and
+Decoding Acceleration (2025), Table 4.
 
-Hooper et al., KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization (2024), Table 22.
+Hooper et al., KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization
+(2024), Table 22.
 
-Tayaranian et al., InnerQ: Hardware-aware Tuning-free Quantization of KV Cache for Large Language Models (2026): Table 3 (inner grouping
-against torch.matmul in half precision) and Table 4 (against outer grouping), milliseconds on an RTX 4090, batch 1, 2 bits, groups of 32,
-the median of 1000. Figure 4 (hybrid against symmetric quantization) prints no numbers.
+Tayaranian et al., InnerQ: Hardware-aware Tuning-free Quantization of KV Cache for Large Language
+Models (2026): Table 3 (inner grouping against torch.matmul in half precision) and Table 4 (against
+outer grouping), milliseconds on an RTX 4090, batch 1, 2 bits, groups of 32, the median of 1000.
+Figure 4 (hybrid against symmetric quantization) prints no numbers.
 """
 
 from __future__ import annotations
@@ -96,9 +99,19 @@ def tables(report: GpuReport) -> list[Table]:
     if any(row.section in PRODUCTS for row in report.rows):
         made += [
             _product_table(
-                report, "InnerQ's Table 3: inner grouping against half precision", TABLE_3, EXACT, ("torch.matmul", "bf16 (XLA)")
+                report,
+                "InnerQ's Table 3: inner grouping against half precision",
+                TABLE_3,
+                EXACT,
+                ("torch.matmul", "bf16 (XLA)"),
             ),
-            _product_table(report, "InnerQ's Table 4: inner against outer grouping", TABLE_4, OUTER, ("outer", "outer")),
+            _product_table(
+                report,
+                "InnerQ's Table 4: inner against outer grouping",
+                TABLE_4,
+                OUTER,
+                ("outer", "outer"),
+            ),
         ]
     if any(row.section == "quantize" for row in report.rows):
         made.append(_quantize_table(report))
@@ -109,18 +122,23 @@ def tables(report: GpuReport) -> list[Table]:
     return made
 
 
-def _product_table(report: GpuReport, title: str, paper: dict, other: str, names: tuple[str, str]) -> Table:
+def _product_table(
+    report: GpuReport, title: str, paper: dict, other: str, names: tuple[str, str]
+) -> Table:
     lines = []
     for model in PAPER_MODELS:
         theirs, inner = (dict(zip(map(int, LENGTHS), times, strict=True)) for times in paper[model])
         lines += _block(model, "paper, RTX 4090", names[0], theirs, inner)
         for section, product in PRODUCTS.items():
-            ours = [_times(_rows(report, section, model, candidate)) for candidate in (other, INNER)]
+            ours = [
+                _times(_rows(report, section, model, candidate)) for candidate in (other, INNER)
+            ]
             lines += _block(model, f"here, {product}", names[1], *ours)
     note = (
-        "Milliseconds; speedup is 1 - inner / other, as the paper counts (its own from the times it prints). The paper does not say which "
-        "of the two products it times, nor its shapes; its times fit one set of keys and values for each query head, as here. Quantized "
-        f"rows are asymmetric with 2 bits. {_largest_error(report, *PRODUCTS)}"
+        "Milliseconds; speedup is 1 - inner / other, as the paper counts (its own from the times"
+        " it prints). The paper does not say which of the two products it times, nor its shapes;"
+        " its times fit one set of keys and values for each query head, as here. Quantized rows"
+        f" are asymmetric with 2 bits. {_largest_error(report, *PRODUCTS)}"
     )
     return Table(title, note, ("model", "where", "method", *map(str, LENGTHS)), _filled(lines))
 
@@ -136,25 +154,40 @@ def _block(model: str, where: str, name: str, other: Times, inner: Times) -> lis
 
 
 def _quantize_table(report: GpuReport) -> Table:
-    """Return the table for Figure 4's question: does hybrid quantization take longer than symmetric?"""
+    """Return the table for Figure 4's question: does hybrid quantization take longer than
+    symmetric?"""
     lines = []
     for model in PAPER_MODELS:
         for side in ("keys", "values"):
-            rows = {scheme: _rows(report, "quantize", model, f"{scheme}, {side}") for scheme in SCHEMES}
+            rows = {
+                scheme: _rows(report, "quantize", model, f"{scheme}, {side}") for scheme in SCHEMES
+            }
             for scheme, timed in rows.items():
                 shares = {row.shape.tokens: report.share(row) for row in timed if row.samples_ms}
                 times = _times(timed)
-                cells = (f"{times[n]:.4f} ({shares[n] or 0:.0%})" if n in times else "" for n in LENGTHS)
+                cells = (
+                    f"{times[n]:.4f} ({shares[n] or 0:.0%})" if n in times else "" for n in LENGTHS
+                )
                 lines.append((model, side, scheme, *cells))
             sym, hybrid = _times(rows["sym"]), _times(rows["hybrid"])
-            lines.append((model, side, "hybrid / sym", *_cells({n: hybrid[n] / sym[n] for n in sym if n in hybrid}, "{:.2f}")))
+            lines.append(
+                (
+                    model,
+                    side,
+                    "hybrid / sym",
+                    *_cells({n: hybrid[n] / sym[n] for n in sym if n in hybrid}, "{:.2f}"),
+                )
+            )
     note = (
-        "Milliseconds, and in brackets the share of the measured copy bandwidth: rows read and everything written. Keys in groups of 32 "
-        "channels, values in groups of 32 tokens; 2 magnitude bits (sym and hybrid store a sign beside). The paper's figure prints no "
-        f"numbers. {_largest_error(report, 'quantize')}"
+        "Milliseconds, and in brackets the share of the measured copy bandwidth: rows read and"
+        " everything written. Keys in groups of 32 channels, values in groups of 32 tokens; 2"
+        " magnitude bits (sym and hybrid store a sign beside). The paper's figure prints no"
+        f" numbers. {_largest_error(report, 'quantize')}"
     )
     header = ("model", "rows", "scheme", *map(str, LENGTHS))
-    return Table("InnerQ's Figure 4: quantizing and packing bf16 rows", note, header, _filled(lines))
+    return Table(
+        "InnerQ's Figure 4: quantizing and packing bf16 rows", note, header, _filled(lines)
+    )
 
 
 def _kvquant_table(report: GpuReport) -> Table:
@@ -165,29 +198,46 @@ def _kvquant_table(report: GpuReport) -> Table:
             theirs = [f"{TABLE_22[side][part][i]:.1f}" for part in PARTS]
             lines.append((name, str(length), "paper, A6000", *theirs))
             divided = {part: BLOCK if part == "packing" else 1 for part in PARTS}
-            cells = [f"{1e3 * ours[part][length] / divided[part]:.1f}" if length in ours[part] else "" for part in PARTS]
+            cells = [
+                f"{1e3 * ours[part][length] / divided[part]:.1f}" if length in ours[part] else ""
+                for part in PARTS
+            ]
             lines.append((name, str(length), f"here, {report.device}", *cells))
     note = (
-        "Microseconds; nuq4-1%, LLaMA-2-7B (32 heads of 128), batch 1. Total is one measurement, with packing for the paper and without "
-        f"for us: {BLOCK} tokens are packed together, and the cell is a {BLOCK}th of that. Keys are rotated while they are read; fp16 keys "
-        "are read after RoPE. Packing, which XLA does in every path, is not compared with anything. "
-        f"{_largest_error(report, *KVQUANT_SECTIONS.values())}"
+        "Microseconds; nuq4-1%, LLaMA-2-7B (32 heads of 128), batch 1. Total is one measurement,"
+        f" with packing for the paper and without for us: {BLOCK} tokens are packed together, and"
+        f" the cell is a {BLOCK}th of that. Keys are rotated while they are read; fp16 keys are"
+        " read after RoPE. Packing, which XLA does in every path, is not compared with anything."
+        f" {_largest_error(report, *KVQUANT_SECTIONS.values())}"
     )
-    return Table("KVQuant's Table 22: reading nuq4-1% keys and values", note, ("side", "l", "where", *TABLE_22_HEADER), lines)
+    return Table(
+        "KVQuant's Table 22: reading nuq4-1% keys and values",
+        note,
+        ("side", "l", "where", *TABLE_22_HEADER),
+        lines,
+    )
 
 
 def _polarquant_table(report: GpuReport) -> Table:
-    lines = [(name, "paper, A800", *(f"{time:.2f}" for time in times)) for name, times in POLAR_TABLE_4.items()]
+    lines = [
+        (name, "paper, A800", *(f"{time:.2f}" for time in times))
+        for name, times in POLAR_TABLE_4.items()
+    ]
     for candidate in (POLAR_EXACT, KIVI, KVQUANT, POLAR_SPEC):
         ours = _times(_rows(report, POLAR_SECTION, POLAR_MODEL, candidate))
         cells = (f"{1e3 * ours[length]:.2f}" if length in ours else "" for length in POLAR_LENGTHS)
         lines.append((candidate, f"here, {report.device}", *cells))
     note = (
-        "Microseconds; q K^T, 32 heads of 128 with keys of their own, batch 1. The paper's PolarQuant stores one scale for a sequence, "
-        "ours four numbers for a pair and 128 tokens; KVQuant's keys are rotated while they are read. "
-        f"{_largest_error(report, POLAR_SECTION)}"
+        "Microseconds; q K^T, 32 heads of 128 with keys of their own, batch 1. The paper's"
+        " PolarQuant stores one scale for a sequence, ours four numbers for a pair and 128 tokens;"
+        f" KVQuant's keys are rotated while they are read. {_largest_error(report, POLAR_SECTION)}"
     )
-    return Table("PolarQuant's Table 4: query-key products", note, ("keys", "where", *map(str, POLAR_LENGTHS)), lines)
+    return Table(
+        "PolarQuant's Table 4: query-key products",
+        note,
+        ("keys", "where", *map(str, POLAR_LENGTHS)),
+        lines,
+    )
 
 
 def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -197,12 +247,20 @@ def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def _largest_error(report: GpuReport, *sections: str) -> str:
     errors = [row.error for row in report.rows if row.section in sections and row.error is not None]
-    return f"Largest relative error of the rows here: {max(errors):.1e}." if errors else "Errors of the rows here: not measured."
+    return (
+        f"Largest relative error of the rows here: {max(errors):.1e}."
+        if errors
+        else "Errors of the rows here: not measured."
+    )
 
 
 def _rows(report: GpuReport, section: str, model: str, candidate: str) -> list[KernelRow]:
     """Return the rows of one arithmetic: assembly's where there are any."""
-    chosen = [row for row in report.rows if (row.section, row.model, row.candidate) == (section, model, candidate)]
+    chosen = [
+        row
+        for row in report.rows
+        if (row.section, row.model, row.candidate) == (section, model, candidate)
+    ]
     return [row for row in chosen if row.arithmetic == "asm"] or chosen
 
 

@@ -1,7 +1,8 @@
-"""The candidates of the PolarQuant paper's Table 4: q K^T alone, over keys that PolarQuant, KIVI and KVQuant store, and exact ones.
+"""The candidates of the PolarQuant paper's Table 4: q K^T alone, over keys that PolarQuant, KIVI
+and KVQuant store, and exact ones.
 
-The paper prints head dim 128 and lengths, not how many heads; its fp16 times fit about as many as Llama-3.1-8B has query heads, each with
-keys of its own. So the shapes are those of InnerQ's tables.
+The paper prints head dim 128 and lengths, not how many heads; its fp16 times fit about as many as
+Llama-3.1-8B has query heads, each with keys of its own. So the shapes are those of InnerQ's tables.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ EXACT, KIVI, KVQUANT = innerq_candidates.EXACT, "kivi:bits=4", "nuq4-1%"
 
 def table_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
     """Return the tasks of the paper's rows."""
-    known = {name: functools.partial(innerq_candidates.scores_task, shape, name, tuple(launches)) for name in (EXACT, KIVI, SPEC)}
+    known = {
+        name: functools.partial(innerq_candidates.scores_task, shape, name, tuple(launches))
+        for name in (EXACT, KIVI, SPEC)
+    }
     known[KVQUANT] = functools.partial(kvquant_candidates.total_of_keys, shape, tuple(launches))
     return [Planned(SECTION, name, make) for name, make in known.items()]

@@ -1,4 +1,5 @@
-"""Bodies of caches with random contents, made on the device: what kernels read of them, and the rows that they stand for."""
+"""Bodies of caches with random contents, made on the device: what kernels read of them, and the
+rows that they stand for."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the r
 
 
 def random_body(leaves: Any, seed: Array) -> Any:
-    """Make arrays as a cache stores them, for a tree of `BodySpec`: random codes, and scales that make them rows of about -1 .. 1."""
-    return jax.tree.map(lambda spec, values: spec.store(values), leaves, _random_values(leaves, seed))
+    """Make arrays as a cache stores them, for a tree of `BodySpec`: random codes, and scales that
+    make them rows of about -1 .. 1."""
+    return jax.tree.map(
+        lambda spec, values: spec.store(values), leaves, _random_values(leaves, seed)
+    )
 
 
 @functools.singledispatch
@@ -54,31 +58,50 @@ def _(leaves: BodySpec, seed: Array) -> Any:
 
 
 def _random_codes(words: tuple[Any, ...], seed: Array) -> tuple[Array, ...]:
-    return tuple(random_words(leaf.shape, seed + jnp.uint32(1000 * i)) for i, leaf in enumerate(words))
+    return tuple(
+        random_words(leaf.shape, seed + jnp.uint32(1000 * i)) for i, leaf in enumerate(words)
+    )
 
 
 def _random(leaf: Any, seed: Array, offset: int, low: float, high: float) -> Any:
-    return None if leaf is None else uniform(leaf.shape, seed + jnp.uint32(offset), low, high, leaf.dtype)
+    return (
+        None
+        if leaf is None
+        else uniform(leaf.shape, seed + jnp.uint32(offset), low, high, leaf.dtype)
+    )
 
 
 @_random_values.register
 def _(leaves: GroupedArray, seed: Array) -> GroupedArray:
     step = 2 / (2**leaves.format.code_bits - 1)
-    scale, zero = _random(leaves.scale, seed, 2000, 0.7 * step, 1.3 * step), _random(leaves.zero, seed, 3000, -1.2, -0.8)
+    scale, zero = (
+        _random(leaves.scale, seed, 2000, 0.7 * step, 1.3 * step),
+        _random(leaves.zero, seed, 3000, -1.2, -0.8),
+    )
     return GroupedArray(_random_codes(leaves.words, seed), scale, zero, leaves.format)
 
 
 @_random_values.register
 def _(leaves: CodebookArray, seed: Array) -> CodebookArray:
     """Make random codes with all slots of outliers in use."""
-    scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
+    scale, zero = (
+        _random(leaves.scale, seed, 2000, 0.7, 1.3),
+        _random(leaves.zero, seed, 3000, -0.1, 0.1),
+    )
     heads = leaves.words[0]["kv_heads"].size
-    sparse = None if leaves.outliers is None else _random_outliers(leaves.outliers, heads, leaves.format.channels, seed)
+    sparse = (
+        None
+        if leaves.outliers is None
+        else _random_outliers(leaves.outliers, heads, leaves.format.channels, seed)
+    )
     return CodebookArray(_random_codes(leaves.words, seed), scale, zero, sparse, leaves.format)
 
 
-def _random_outliers(leaves: SparseOutliers, heads: int, channels: int, seed: Array) -> SparseOutliers:
-    """Give each head an equal share of a pool's slots, and put one outlier in each of as many runs of its places: none twice."""
+def _random_outliers(
+    leaves: SparseOutliers, heads: int, channels: int, seed: Array
+) -> SparseOutliers:
+    """Give each head an equal share of a pool's slots, and put one outlier in each of as many runs
+    of its places: none twice."""
     spec: Any = leaves.index
     slots, places = spec["none"].size, spec["tokens"].per * channels
     ends = slots * jnp.arange(1, heads + 1) // heads
@@ -86,7 +109,9 @@ def _random_outliers(leaves: SparseOutliers, heads: int, channels: int, seed: Ar
     head = jnp.sum(slot[:, None] >= ends[None], axis=-1)
     first, many = jnp.append(0, ends)[head], jnp.diff(ends, prepend=0)[head]
     begin, end = (((slot - first + i) * places // many)[None, None] for i in (0, 1))
-    place = begin + (scattered(spec.shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)).astype(jnp.int32)
+    place = begin + (
+        scattered(spec.shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)
+    ).astype(jnp.int32)
     dropped = None if leaves.dropped is None else jnp.zeros(leaves.dropped.shape, jnp.uint16)
     return SparseOutliers(
         place.astype(jnp.uint16),
@@ -98,8 +123,11 @@ def _random_outliers(leaves: SparseOutliers, heads: int, channels: int, seed: Ar
 
 @_random_values.register
 def _(leaves: PolarArray, seed: Array) -> PolarArray:
-    """Make radii of about 0.2 to 1.4 and arcs of 1 to 2 radians anywhere on the circle, for 4 bits each."""
-    radii, angles = (2.0 ** (4 - bits) for bits in (leaves.format.radius_bits, leaves.format.angle_bits))
+    """Make radii of about 0.2 to 1.4 and arcs of 1 to 2 radians anywhere on the circle, for 4 bits
+    each."""
+    radii, angles = (
+        2.0 ** (4 - bits) for bits in (leaves.format.radius_bits, leaves.format.angle_bits)
+    )
     return PolarArray(
         _random_codes(leaves.words, seed),
         _random(leaves.radius_scale, seed, 2000, 0.06 * radii, 0.08 * radii),
@@ -116,16 +144,29 @@ def _(leaves: RunArray, seed: Array) -> RunArray:
     scale: Any = leaves.scale
     factors = jnp.round(uniform(scale.shape, seed + jnp.uint32(2000), -8.0, 8.0)).astype(jnp.int8)
     return RunArray(
-        tuple(_random_codes(words, seed + jnp.uint32(7000 * i)) for i, words in enumerate(leaves.words)), factors, leaves.format
+        tuple(
+            _random_codes(words, seed + jnp.uint32(7000 * i))
+            for i, words in enumerate(leaves.words)
+        ),
+        factors,
+        leaves.format,
     )
 
 
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
-    """Return parameters as from a calibration, {} for codecs without: rows are about -1 .. 1, and hardly an entry is an outlier."""
+    """Return parameters as from a calibration, {} for codecs without: rows are about -1 .. 1, and
+    hardly an entry is an outlier."""
     specs = codec.parameters(heads)
     if "energies" in specs:
         return _sorted_channels(specs, seed)
-    ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
+    ranges = {
+        "levels": (-1, 1),
+        "qnorm": (0, 0),
+        "scale": (0.7, 1.3),
+        "zero": (-0.1, 0.1),
+        "lower": (-9, -8),
+        "upper": (8, 9),
+    }
     parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items()}
     if "levels" in parameters:
         parameters |= {"levels": jnp.sort(parameters["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
@@ -133,13 +174,26 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
 
 
 def _sorted_channels(specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:
-    """Return waterfill's parameters: pairs of keys in a random order; values in a random basis, which kernels do not divide by."""
+    """Return waterfill's parameters: pairs of keys in a random order; values in a random basis,
+    which kernels do not divide by."""
     edge = specs["mean"].shape[-1] ** -0.5
-    ranges = {"mean": (-0.1, 0.1), "scale": (0.3, 0.6), "energies": (0, 1), "analysis": (-edge, edge), "synthesis": (-edge, edge)}
-    parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items() if name in ranges}
+    ranges = {
+        "mean": (-0.1, 0.1),
+        "scale": (0.3, 0.6),
+        "energies": (0, 1),
+        "analysis": (-edge, edge),
+        "synthesis": (-edge, edge),
+    }
+    parameters = {
+        name: uniform(spec.shape, seed, *ranges[name])
+        for name, spec in specs.items()
+        if name in ranges
+    }
     if "place" in specs:
         heads, channels = specs["place"].shape
-        rank = jnp.argsort(uniform((heads, channels // 2), seed, 0.0, 1.0), axis=-1).astype(jnp.int32)
+        rank = jnp.argsort(uniform((heads, channels // 2), seed, 0.0, 1.0), axis=-1).astype(
+            jnp.int32
+        )
         parameters["place"] = jnp.concatenate([2 * rank, 2 * rank + 1], axis=-1)
     return parameters
 
@@ -162,8 +216,9 @@ def plan_of(spec: str, shape: Shape) -> LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """Keys or values of a layer whose body holds all tokens, the first of them at position 0. A copy is (parameters, stored arrays); prompt
-    statistics are those of a sequence without a prompt."""
+    """Keys or values of a layer whose body holds all tokens, the first of them at position 0. A
+    copy is (parameters, stored arrays); prompt statistics are those of a sequence without a
+    prompt."""
 
     codec: Codec
     shape: Shape
@@ -175,7 +230,8 @@ class Body:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the stored arrays; parameters do not grow with tokens and are not counted."""
+        """Count the bytes of the stored arrays; parameters do not grow with tokens and are not
+        counted."""
         return kvq.nbytes(self.leaves)
 
     @functools.cached_property
@@ -187,15 +243,20 @@ class Body:
         return reader
 
     def copy(self, seed: Array) -> tuple[dict[str, Array], Any]:
-        return random_parameters(self.codec, self.shape.kv_heads, seed), random_body(self.leaves, seed)
+        return random_parameters(self.codec, self.shape.kv_heads, seed), random_body(
+            self.leaves, seed
+        )
 
     def arrays(self, copy: tuple[Any, Any]) -> list[Array]:
         """Return the arrays of a copy that a kernel reads."""
-        _, arrays = reader_and_arrays(self.codec, *copy, rope_of(self.shape.head_dim), Regions(0, 0, SPAN, self.shape.tokens))
+        _, arrays = reader_and_arrays(
+            self.codec, *copy, rope_of(self.shape.head_dim), Regions(0, 0, SPAN, self.shape.tokens)
+        )
         return arrays
 
     def rows(self, copy: tuple[Any, Any]) -> Float[Array, "B K S H"]:
-        """Return the keys after RoPE, or the values, that a copy stands for. It may hold a part of the rows and heads."""
+        """Return the keys after RoPE, or the values, that a copy stands for. It may hold a part of
+        the rows and heads."""
         params, stored = copy
         batch, heads, *_ = jax.tree.leaves(stored)[0].shape
         body = load_body(self.leaves, stored)
@@ -204,9 +265,13 @@ class Body:
         return self.codec.vectors(params, rows, positions, rope_of(self.shape.head_dim))
 
     def checked_rows(self, copy: tuple[Any, Any]) -> Float[Array, "1 C S H"]:
-        """Return `rows` of the first sequence, CHECKED_HEADS heads. Others are dequantized only where heads share arrays."""
+        """Return `rows` of the first sequence, CHECKED_HEADS heads. Others are dequantized only
+        where heads share arrays."""
         params, stored = copy
-        apart = not params and all("kv_heads" in spec.names and spec["kv_heads"].per == 1 for spec in jax.tree.leaves(self.leaves))
+        apart = not params and all(
+            "kv_heads" in spec.names and spec["kv_heads"].per == 1
+            for spec in jax.tree.leaves(self.leaves)
+        )
         part = checked_part(stored) if apart else jax.tree.map(lambda array: array[:1], stored)
         return self.rows((params, part))[:, :CHECKED_HEADS]
 
@@ -217,7 +282,8 @@ def checked_part(stored: Any) -> Any:
 
 
 def bodies_of(spec: str, shape: Shape) -> tuple[Body, Body]:
-    """Return the keys and values of a cache that kernels attend to. Raise ValueError with the dispatcher's reason where they do not."""
+    """Return the keys and values of a cache that kernels attend to. Raise ValueError with the
+    dispatcher's reason where they do not."""
     plan = plan_of(spec, shape)
     if reason := unsupported(plan, shape.kv_heads * shape.group, 1):
         raise ValueError(reason)

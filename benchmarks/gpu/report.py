@@ -1,4 +1,5 @@
-"""The rows of the GPU benchmarks, and the report that keeps them on disk while they are measured."""
+"""The rows of the GPU benchmarks, and the report that keeps them on disk while they are
+measured."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from benchmarks.gpu.trace import KernelTime
 from benchmarks.report_file import DERIVED, Report, header, now
 
 INEXACT_MERGE = "jax.nn rounds the sums' logarithms to bf16: merged inexactly"
-MOST_ERROR = 5e-3  # of packed rows: fp16 queries, weights and rows err by 2e-3 at most where they were interpreted (docs/kernels.md)
+# of packed rows: fp16 queries, weights and rows err by 2e-3 at most where they were interpreted
+# (docs/kernels.md)
+MOST_ERROR = 5e-3
 MOST_ERROR_BF16 = 2e-2  # of bfloat16 rows, whose weights are rounded to bfloat16
 MOST_ERROR_INEXACT = 6e-2  # of sums whose logarithms are bfloat16
 MOST_ERROR_OF_LOGITS = 4e-2  # of a model in bfloat16, whose roundings differ from layer to layer
@@ -24,12 +27,15 @@ MOST_ERROR_OF_CODES = 1e-2  # of quantized rows: single codes may differ at ties
 class KernelRow:
     """One candidate at one shape; times are of one call (device_timing.py), or of one decode step.
 
-    section: attention, scores (q . K^T), values (p . V), quantize, kvquant keys, kvquant values, polarquant keys, bandwidth, step or parity
-    (of many small steps). model: whose shape it is. arithmetic: of our kernels, "" for other code. bf16: keys and values are not
-    quantized. moved_bytes: that a call must move at least. cold: the copies that calls take in turn exceed the L2 twofold. idle_ms: median
-    of the same program over no live token: launches and the merge; None where a program has no such input. error: largest relative error
-    of an output row against the reference on the same codes; None where it was not measured. remark: what a reader must know of the time
-    or the error. failure: one line, where there is no time or no error that should be there.
+    section: attention, scores (q . K^T), values (p . V), quantize, kvquant keys, kvquant values,
+    polarquant keys, bandwidth, step or parity (of many small steps). model: whose shape it is.
+    arithmetic: of our kernels, "" for other code. bf16: keys and values are not quantized.
+    moved_bytes: that a call must move at least. cold: the copies that calls take in turn exceed the
+    L2 twofold. idle_ms: median of the same program over no live token: launches and the merge; None
+    where a program has no such input. error: largest relative error of an output row against the
+    reference on the same codes; None where it was not measured. remark: what a reader must know of
+    the time or the error. failure: one line, where there is no time or no error that should be
+    there.
     """
 
     section: str
@@ -51,7 +57,11 @@ class KernelRow:
     @property
     def mostly_launches(self) -> bool:
         """Return True where the same launches without any token take more than half of the time."""
-        return self.idle_ms is not None and bool(self.samples_ms) and self.idle_ms > 0.5 * self.median_ms
+        return (
+            self.idle_ms is not None
+            and bool(self.samples_ms)
+            and self.idle_ms > 0.5 * self.median_ms
+        )
 
     @property
     def most_error(self) -> float:
@@ -60,12 +70,18 @@ class KernelRow:
             return MOST_ERROR_OF_LOGITS
         if self.section == "quantize":
             return MOST_ERROR_OF_CODES
-        return MOST_ERROR_INEXACT if self.remark == INEXACT_MERGE else MOST_ERROR_BF16 if self.bf16 else MOST_ERROR
+        return (
+            MOST_ERROR_INEXACT
+            if self.remark == INEXACT_MERGE
+            else MOST_ERROR_BF16
+            if self.bf16
+            else MOST_ERROR
+        )
 
     @property
     def wrong(self) -> str:
-        """Say in one line what is wrong with a row: an error that rounding does not explain, or a kernel of ours that failed. "" if
-        nothing is; what is left out has no error."""
+        """Say in one line what is wrong with a row: an error that rounding does not explain, or a
+        kernel of ours that failed. "" if nothing is; what is left out has no error."""
         if self.error is not None and not self.error <= self.most_error:
             return f"error {self.error:.1e}, at most {self.most_error:.0e} is rounding"
         return self.failure if self.arithmetic or self.section == "parity" else ""
@@ -99,7 +115,8 @@ class KernelRow:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The kernels that ran in so many calls of a program, as the profiler saw them. what: the program."""
+    """The kernels that ran in so many calls of a program, as the profiler saw them. what: the
+    program."""
 
     what: str
     calls: int
@@ -108,8 +125,10 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuReport(Report):
-    """Rows so far. skipped: cases for which no time was left. traces: of a few programs. running: empty rows of what is being compiled or
-    timed now, so that a file which a crash left behind names its cause. The lists grow while it is measured."""
+    """Rows so far. skipped: cases for which no time was left. traces: of a few programs. running:
+    empty rows of what is being compiled or timed now, so that a file which a crash left behind
+    names its cause. The lists grow while it is measured.
+    """
 
     rows: list[KernelRow] = dataclasses.field(default_factory=list)
     skipped: list[str] = dataclasses.field(default_factory=list)
@@ -122,23 +141,32 @@ class GpuReport(Report):
         return cls(title=title, **header(command))
 
     def resumed(self, earlier: GpuReport) -> GpuReport:
-        """Return the earlier report, to go on with here. Raise ValueError where it was begun on another device or version."""
+        """Return the earlier report, to go on with here. Raise ValueError where it was begun on
+        another device or version."""
         for name in ("title", "device", "jax_version"):
             if getattr(self, name) != getattr(earlier, name):
-                raise ValueError(f"cannot resume: {name} was {getattr(earlier, name)!r} and is {getattr(self, name)!r}")
+                raise ValueError(
+                    f"cannot resume: {name} was {getattr(earlier, name)!r} and is"
+                    f" {getattr(self, name)!r}"
+                )
         return earlier
 
     def wrong(self) -> list[str]:
         """Name each row with something wrong, and say what."""
         return [
-            f"{row.section}, {row.model}, {row.shape.tokens} tokens x {row.shape.batch}, {row.name}: {row.wrong}"
+            f"{row.section}, {row.model}, {row.shape.tokens} tokens x {row.shape.batch},"
+            f" {row.name}: {row.wrong}"
             for row in self.rows
             if row.wrong
         ]
 
     def median_rate(self, name: str) -> float | None:
         """Return the bytes a second of the measured "copy" or "read"."""
-        rates = [row.rate for row in self.rows if row.section == "bandwidth" and row.candidate == name and row.samples_ms]
+        rates = [
+            row.rate
+            for row in self.rows
+            if row.section == "bandwidth" and row.candidate == name and row.samples_ms
+        ]
         return rates[-1] if rates else None
 
     def share(self, row: KernelRow) -> float | None:
@@ -148,16 +176,24 @@ class GpuReport(Report):
 
     def best_bf16(self, row: KernelRow) -> KernelRow | None:
         """Return the fastest candidate at this row's place that does not quantize."""
-        candidates = [other for other in self.rows if other.place == row.place and other.bf16 and other.samples_ms]
+        candidates = [
+            other
+            for other in self.rows
+            if other.place == row.place and other.bf16 and other.samples_ms
+        ]
         return min(candidates, key=lambda other: other.median_ms, default=None)
 
     def ratio(self, row: KernelRow) -> float | None:
-        """Return the median time over that of the best bf16 candidate. They were timed one after the other, not in turn."""
+        """Return the median time over that of the best bf16 candidate. They were timed one after
+        the other, not in turn."""
         best = self.best_bf16(row)
         return row.median_ms / best.median_ms if best and row.samples_ms else None
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {name: [self._row_json(row) for row in getattr(self, name)] for name in ("rows", "running")}
+        return super().to_json() | {
+            name: [self._row_json(row) for row in getattr(self, name)]
+            for name in ("rows", "running")
+        }
 
     def _row_json(self, row: KernelRow) -> dict[str, Any]:
         derived = {
@@ -176,5 +212,8 @@ def one_line(error: BaseException) -> str:
 
 
 def is_fatal(failure: str) -> bool:
-    """Return True where an error leaves the process's GPU unusable, so that only a new process can go on."""
-    return "RESOURCE_EXHAUSTED" not in failure and any(text in failure for text in ("CUDA_ERROR", "illegal memory", "ILLEGAL_ADDRESS"))
+    """Return True where an error leaves the process's GPU unusable, so that only a new process can
+    go on."""
+    return "RESOURCE_EXHAUSTED" not in failure and any(
+        text in failure for text in ("CUDA_ERROR", "illegal memory", "ILLEGAL_ADDRESS")
+    )

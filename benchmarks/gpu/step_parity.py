@@ -1,8 +1,9 @@
-"""Many small decode steps through the kernels, held against XLA: windows fill, blocks leave them, rows rest and fill up, all in one batch.
+"""Many small decode steps through the kernels, held against XLA: windows fill, blocks leave them,
+rows rest and fill up, all in one batch.
 
-Each step's logits are compared with XLA's for the same tokens; at the end so is the first layer's cache, whose rows two programs round
-alike but for last bits: codes may differ where an element lies midway between two levels. An error that rounding does not explain ends the
-run with exit status 1.
+Each step's logits are compared with XLA's for the same tokens; at the end so is the first layer's
+cache, whose rows two programs round alike but for last bits: codes may differ where an element lies
+midway between two levels. An error that rounding does not explain ends the run with exit status 1.
 """
 
 from __future__ import annotations
@@ -32,9 +33,16 @@ from kvq_models import LlamaConfig
 from kvq_models.inference import decoding
 
 CACHES = ("kivi:bits=4", "innerq:bits=2", "kivi:bits=2", "k=polarquant+v=innerq:bits=4")
-STARTS = (0, 127, 95, 260)  # tokens of each row before the first step: none; before, at and behind a block's end
+STARTS = (
+    0,
+    127,
+    95,
+    260,
+)  # tokens of each row before the first step: none; before, at and behind a block's end
 RESTING = 2  # this row takes no token in every third step
-OTHER_STORED = 1e-2  # what rounding may change: the share of words of codes, the relative error of floats; a wrong block is a tenth
+# what rounding may change: the share of words of codes, the relative error of floats; a wrong block
+# is a tenth
+OTHER_STORED = 1e-2
 MODEL = "a small Llama"
 
 
@@ -51,11 +59,15 @@ def config(head_dim: int) -> LlamaConfig:
     )
 
 
-def steps_program(llama: Any, cache: kvq.Cache, tokens: Array, active: Array, *, implementation: Any) -> tuple[Array, kvq.Cache]:
+def steps_program(
+    llama: Any, cache: kvq.Cache, tokens: Array, active: Array, *, implementation: Any
+) -> tuple[Array, kvq.Cache]:
     """Return (logits [N, B, V] of each step, the cache after them) for tokens and active [N, B]."""
 
     def step(cache: kvq.Cache, now: tuple[Array, Array]) -> tuple[kvq.Cache, Array]:
-        logits, cache = decoding.decode_step(llama, cache, now[0], now[1], implementation=implementation)
+        logits, cache = decoding.decode_step(
+            llama, cache, now[0], now[1], implementation=implementation
+        )
         return cache, logits
 
     cache, logits = lax.scan(step, cache, (tokens, active))
@@ -64,14 +76,16 @@ def steps_program(llama: Any, cache: kvq.Cache, tokens: Array, active: Array, *,
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The logits [N, B, V] of each step with 0 where a row took no token, and the first layer's arrays after them."""
+    """The logits [N, B, V] of each step with 0 where a row took no token, and the first layer's
+    arrays after them."""
 
     logits: np.ndarray
     stored: list[np.ndarray]
 
 
 def histories(steps: int, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens before the first step [B], tokens [N, B], which rows take one [N, B]); the last row is full before the end."""
+    """Return (tokens before the first step [B], tokens [N, B], which rows take one [N, B]); the
+    last row is full before the end."""
     starts = np.array([*STARTS, capacity - steps + 3], np.int32)
     tokens = np.random.default_rng(0).integers(0, 256, (steps, len(starts)), np.int32)
     active = np.ones(tokens.shape, bool)
@@ -80,21 +94,30 @@ def histories(steps: int, capacity: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def filled(spec: str, config: LlamaConfig, starts: np.ndarray, capacity: int) -> kvq.Cache:
-    """Return a cache of random contents whose rows have these lengths: a prompt would take longer to compile than the steps."""
-    return dataclasses.replace(random_cache(spec, config, len(starts), 0, capacity), lengths=jnp.asarray(starts))
+    """Return a cache of random contents whose rows have these lengths: a prompt would take longer
+    to compile than the steps."""
+    return dataclasses.replace(
+        random_cache(spec, config, len(starts), 0, capacity), lengths=jnp.asarray(starts)
+    )
 
 
 def stored_of(cache: kvq.Cache) -> list[np.ndarray]:
     """Return the first layer's windows and bodies; floats in fp32."""
     plan, state = cache.plans[0], cache.layers[0]
-    bodies = [load_body(codec.body(1, 1, plan.regions.block), body) for codec, body in zip(plan.codecs, state.body, strict=True)]
+    bodies = [
+        load_body(codec.body(1, 1, plan.regions.block), body)
+        for codec, body in zip(plan.codecs, state.body, strict=True)
+    ]
     arrays = jax.tree.leaves((state.sink, state.ring, bodies))
-    return [np.asarray(a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a) for a in arrays]
+    return [
+        np.asarray(a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a)
+        for a in arrays
+    ]
 
 
 def compared(found: Run, wanted: Run) -> tuple[float, str]:
-    """Return (the largest relative error of a step's logits, what is wrong with the cache or ""). The error is NaN where one has NaN and
-    the other has not."""
+    """Return (the largest relative error of a step's logits, what is wrong with the cache or "").
+    The error is NaN where one has NaN and the other has not."""
     if not np.array_equal(np.isnan(found.logits), np.isnan(wanted.logits)):
         return float("nan"), ""
     one, other = (np.nan_to_num(run.logits.astype(np.float64)) for run in (found, wanted))
@@ -106,12 +129,22 @@ def compared(found: Run, wanted: Run) -> tuple[float, str]:
         else:
             share = np.count_nonzero(mine != theirs) / max(mine.size, 1)
         if not share <= OTHER_STORED:
-            return error, f"array {i} of the cache, {mine.dtype}{mine.shape}: {share:.1e} of it differs"
+            return (
+                error,
+                f"array {i} of the cache, {mine.dtype}{mine.shape}: {share:.1e} of it differs",
+            )
     return error, ""
 
 
 def run(
-    specs: Sequence[str], names: Sequence[str], head_dim: int, steps: int, report: GpuReport, path: str, threads: int, seconds: float
+    specs: Sequence[str],
+    names: Sequence[str],
+    head_dim: int,
+    steps: int,
+    report: GpuReport,
+    path: str,
+    threads: int,
+    seconds: float,
 ) -> None:
     """Add a row for each cache and implementation but XLA, which is run for each cache first."""
     until, capacity = time.monotonic() + seconds, 448
@@ -125,26 +158,42 @@ def run(
         spec, name = program
         function = functools.partial(steps_program, implementation=implementation_of(name))
         try:
-            return jax.jit(function).lower(llama, caches[spec], jnp.asarray(tokens), jnp.asarray(active)).compile()
+            return (
+                jax.jit(function)
+                .lower(llama, caches[spec], jnp.asarray(tokens), jnp.asarray(active))
+                .compile()
+            )
         except Exception as error:
             return one_line(error)
 
     runs: dict[tuple[str, str], Run | str] = {}
-    progress(f"{len(programs)} programs of {steps} steps, head dim {head_dim}, {threads} compiled at a time")
+    progress(
+        f"{len(programs)} programs of {steps} steps, head dim {head_dim}, {threads} compiled at a"
+        " time"
+    )
     for (spec, name), program in as_compiled(compiled, programs, threads, until):
         runs[spec, name] = _ran(program, llama, caches[spec], tokens, active)
         for other in names:
-            if {(spec, other), (spec, "xla")} <= runs.keys() and not any(row.case[3:] == (spec, other) for row in report.rows):
+            if {(spec, other), (spec, "xla")} <= runs.keys() and not any(
+                row.case[3:] == (spec, other) for row in report.rows
+            ):
                 report.rows.append(_row(shape, spec, other, runs[spec, other], runs[spec, "xla"]))
                 report.write(path)
                 row = report.rows[-1]
-                progress(f"    {row.name:50s} {'' if row.error is None else f'{row.error:.1e}'} {row.wrong}")
+                progress(
+                    f"    {row.name:50s} {'' if row.error is None else f'{row.error:.1e}'}"
+                    f" {row.wrong}"
+                )
     compared_rows = {row.case[3:] for row in report.rows}
-    report.skipped.extend(f"{spec} ({name})" for spec in specs for name in names if (spec, name) not in compared_rows)
+    report.skipped.extend(
+        f"{spec} ({name})" for spec in specs for name in names if (spec, name) not in compared_rows
+    )
     report.write(path)
 
 
-def _ran(program: Any, llama: Any, cache: kvq.Cache, tokens: np.ndarray, active: np.ndarray) -> Run | str:
+def _ran(
+    program: Any, llama: Any, cache: kvq.Cache, tokens: np.ndarray, active: np.ndarray
+) -> Run | str:
     if isinstance(program, str):
         return program
     try:
@@ -171,13 +220,29 @@ def argument_parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every comparison")
-    parser.add_argument("--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to compare")
-    parser.add_argument("--steps", type=int, default=80, metavar="N", help="decode steps; within 80 several blocks leave a window")
+    parser.add_argument(
+        "--json", metavar="FILE", required=True, help="where the rows go, after every comparison"
+    )
+    parser.add_argument(
+        "--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to compare"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=80,
+        metavar="N",
+        help="decode steps; within 80 several blocks leave a window",
+    )
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128, help="of the model")
-    parser.add_argument("--seconds", type=float, default=40, metavar="S", help="compare nothing more after so long")
-    parser.add_argument("--threads", type=int, default=THREADS, metavar="N", help="programs compiled at a time")
-    parser.add_argument("--interpret", action="store_true", help="evaluate kernels with JAX, on any device")
+    parser.add_argument(
+        "--seconds", type=float, default=40, metavar="S", help="compare nothing more after so long"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=THREADS, metavar="N", help="programs compiled at a time"
+    )
+    parser.add_argument(
+        "--interpret", action="store_true", help="evaluate kernels with JAX, on any device"
+    )
     return parser
 
 
@@ -186,8 +251,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser()
     args = parser.parse_args(argv)
     if jax.default_backend() != "gpu" and not args.interpret:
-        parser.exit(2, f"kernels need a GPU, this process runs on {jax.default_backend()}; --interpret runs them anyway\n")
-    report = GpuReport.here("Parity of decode steps", ("benchmarks.gpu.step_parity", *arguments(argv)))
+        parser.exit(
+            2,
+            f"kernels need a GPU, this process runs on {jax.default_backend()}; --interpret runs"
+            " them anyway\n",
+        )
+    report = GpuReport.here(
+        "Parity of decode steps", ("benchmarks.gpu.step_parity", *arguments(argv))
+    )
     names = ("interpreted",) if args.interpret else ("asm", "jnp")
     run(args.cache, names, args.head_dim, args.steps, report, args.json, args.threads, args.seconds)
     if report.skipped:

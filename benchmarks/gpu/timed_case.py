@@ -1,4 +1,5 @@
-"""Compile and time candidates: compiled side by side, and each timed as soon as it is ready, one after the other."""
+"""Compile and time candidates: compiled side by side, and each timed as soon as it is ready, one
+after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class FatalError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The compiled loop of one arithmetic: `calls` calls. check: (found, wanted), None for a task without. Or why there is none."""
+    """The compiled loop of one arithmetic: `calls` calls. check: (found, wanted), None for a task
+    without. Or why there is none."""
 
     arithmetic: str
     calls: int = 0
@@ -51,7 +53,8 @@ class Compiled:
 
 
 def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
-    """Compile all that a task needs; its variants name what failed. Raise ValueError where the candidate cannot serve its shape."""
+    """Compile all that a task needs; its variants name what failed. Raise ValueError where the
+    candidate cannot serve its shape."""
     task = make()
     copies = timing.copies(task.copy_bytes)
     needed = copies * task.copy_bytes + task.temp_bytes
@@ -64,11 +67,20 @@ def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
         try:
             loop = jax.jit(timing_loop(call, task.feed, steps)).lower(x, [copy] * copies).compile()
             if task.check is not None:
-                check = check or jax.jit(task.check).lower(x, copy, jax.eval_shape(call, x, copy)).compile()
+                check = (
+                    check
+                    or jax.jit(task.check).lower(x, copy, jax.eval_shape(call, x, copy)).compile()
+                )
             variants.append(Variant(arithmetic, steps * copies + 1, loop, check))
         except Exception as error:  # whatever a compiler may raise concerns this variant alone
             variants.append(Variant(arithmetic, failure=one_line(error)))
-    return Compiled(task, copies, jax.jit(task.start).lower().compile(), jax.jit(task.copy).lower(SEED).compile(), tuple(variants))
+    return Compiled(
+        task,
+        copies,
+        jax.jit(task.start).lower().compile(),
+        jax.jit(task.copy).lower(SEED).compile(),
+        tuple(variants),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +92,8 @@ class Entry:
 
 
 def entries_of(model: str, shape: Shape, tasks: Sequence[Planned]) -> list[Entry]:
-    """Return an entry for each arithmetic of each task, so that neither waits for the compilation of the other."""
+    """Return an entry for each arithmetic of each task, so that neither waits for the compilation
+    of the other."""
     entries = []
     for planned in tasks:
         blank = KernelRow(planned.section, model, shape, planned.candidate)
@@ -91,7 +104,11 @@ def entries_of(model: str, shape: Shape, tasks: Sequence[Planned]) -> list[Entry
             continue
         for arithmetic, call in task.calls:
             one = dataclasses.replace(task, calls=((arithmetic, call),))
-            entries.append(Entry(dataclasses.replace(blank, arithmetic=arithmetic), functools.partial(_same, one)))
+            entries.append(
+                Entry(
+                    dataclasses.replace(blank, arithmetic=arithmetic), functools.partial(_same, one)
+                )
+            )
     return entries
 
 
@@ -108,8 +125,9 @@ def run_entries(
     until: float = float("inf"),
     told: Callable[[Sequence[KernelRow]], None] = lambda rows: None,
 ) -> list[KernelRow]:
-    """Add rows for each candidate to the report, save it and tell of them. Return the empty rows of those that were not compiled by
-    `until`, on the clock of time.monotonic. Raise FatalError where only a new process can go on."""
+    """Add rows for each candidate to the report, save it and tell of them. Return the empty rows of
+    those that were not compiled by `until`, on the clock of time.monotonic. Raise FatalError where
+    only a new process can go on."""
     waiting = {entry.blank.case: entry.blank for entry in entries}
     compiling: dict[object, KernelRow] = {}
 
@@ -126,7 +144,11 @@ def run_entries(
     for entry, item in as_compiled(compiled, entries, threads, until):
         del waiting[entry.blank.case], compiling[entry.blank.case]
         running(entry.blank)  # the likely cause if the process ends now
-        rows = timed_rows(item, entry.blank, timing) if isinstance(item, Compiled) else [item(entry.blank)]
+        rows = (
+            timed_rows(item, entry.blank, timing)
+            if isinstance(item, Compiled)
+            else [item(entry.blank)]
+        )
         report.rows.extend(rows)
         told(rows)
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:
@@ -137,8 +159,11 @@ def run_entries(
     return list(waiting.values())
 
 
-def _compiled_or_failure(entry: Entry, timing: Timing) -> Compiled | Callable[[KernelRow], KernelRow]:
-    """Return the task ready to run, or what makes of an empty row one that says why there is none."""
+def _compiled_or_failure(
+    entry: Entry, timing: Timing
+) -> Compiled | Callable[[KernelRow], KernelRow]:
+    """Return the task ready to run, or what makes of an empty row one that says why there is
+    none."""
     try:
         return compile_task(entry.make, timing)
     except TooLargeError as error:
@@ -153,8 +178,18 @@ def timed_rows(item: Compiled, blank: KernelRow, timing: Timing) -> list[KernelR
     """Time a task's variants and return their rows; its arrays live only here."""
     task = item.task
     cold = timing.is_cold(task.copy_bytes)
-    row = dataclasses.replace(blank, bf16=task.bf16, moved_bytes=task.moved_bytes, copies=item.copies, cold=cold, remark=task.remark)
-    rows = [dataclasses.replace(row, arithmetic=variant.arithmetic, failure=variant.failure) for variant in item.variants]
+    row = dataclasses.replace(
+        blank,
+        bf16=task.bf16,
+        moved_bytes=task.moved_bytes,
+        copies=item.copies,
+        cold=cold,
+        remark=task.remark,
+    )
+    rows = [
+        dataclasses.replace(row, arithmetic=variant.arithmetic, failure=variant.failure)
+        for variant in item.variants
+    ]
     if not any(variant.loop for variant in item.variants):
         return rows
     try:
@@ -163,10 +198,15 @@ def timed_rows(item: Compiled, blank: KernelRow, timing: Timing) -> list[KernelR
         jax.block_until_ready(copies)
     except Exception as error:
         return [dataclasses.replace(row, failure=row.failure or one_line(error)) for row in rows]
-    return [_timed(row, variant, task, x, copies, timing) for row, variant in zip(rows, item.variants, strict=True)]
+    return [
+        _timed(row, variant, task, x, copies, timing)
+        for row, variant in zip(rows, item.variants, strict=True)
+    ]
 
 
-def _timed(row: KernelRow, variant: Variant, task: Task, x: Any, copies: list[Any], timing: Timing) -> KernelRow:
+def _timed(
+    row: KernelRow, variant: Variant, task: Task, x: Any, copies: list[Any], timing: Timing
+) -> KernelRow:
     loop, check = variant.loop, variant.check
     if loop is None:
         return row
@@ -175,7 +215,10 @@ def _timed(row: KernelRow, variant: Variant, task: Task, x: Any, copies: list[An
         row = dataclasses.replace(row, samples_ms=samples)
         if task.idle is not None:
             idle = task.idle(x)
-            row = dataclasses.replace(row, idle_ms=float(np.median(sampled_ms(lambda: loop(idle, copies), variant.calls, 3))))
+            row = dataclasses.replace(
+                row,
+                idle_ms=float(np.median(sampled_ms(lambda: loop(idle, copies), variant.calls, 3))),
+            )
         if check is None:
             return row
         last, out = loop(x, copies)

@@ -1,4 +1,5 @@
-"""A profiler's trace reduced to microseconds for each kernel name, read by JAX alone: no TensorBoard is needed."""
+"""A profiler's trace reduced to microseconds for each kernel name, read by JAX alone: no
+TensorBoard is needed."""
 
 from __future__ import annotations
 
@@ -12,9 +13,18 @@ from typing import Any
 
 import jax
 
-DEVICE, STREAM = "/device:GPU", "Stream"  # of planes, and of the lines in them that hold what ran; other lines sum them up again
-HOST, CLIENT = "/host:CPU", re.compile("tf_XLA.*Client|tf_XLAEigen")  # where a CPU's events are, which a dry run reads instead
-NOT_WORK = re.compile(r"end: |ThreadpoolListener|\$|Thunk|ThunkExecutor|Execut|Wait|Tfrt|PjRt|CollectGarbage|ParseArguments")
+DEVICE, STREAM = (
+    "/device:GPU",
+    "Stream",
+)  # of planes, and of the lines in them that hold what ran; other lines sum them up again
+HOST, CLIENT = (
+    "/host:CPU",
+    re.compile("tf_XLA.*Client|tf_XLAEigen"),
+)  # where a CPU's events are, which a dry run reads instead
+NOT_WORK = re.compile(
+    r"end:"
+    r" |ThreadpoolListener|\$|Thunk|ThunkExecutor|Execut|Wait|Tfrt|PjRt|CollectGarbage|ParseArguments"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +48,23 @@ def traced(call: Callable[[], Any]) -> tuple[KernelTime, ...]:
 
 
 def kernel_times(planes: Iterable[Any]) -> tuple[KernelTime, ...]:
-    """Add up the events of each kernel's name over the streams of all GPUs; where there is no GPU, over the CPU's threads."""
+    """Add up the events of each kernel's name over the streams of all GPUs; where there is no GPU,
+    over the CPU's threads."""
     planes = list(planes)
-    on_device = [line for plane in planes if plane.name.startswith(DEVICE) for line in plane.lines if line.name.startswith(STREAM)]
-    lines = on_device or [line for plane in planes if plane.name == HOST for line in plane.lines if CLIENT.match(line.name)]
+    on_device = [
+        line
+        for plane in planes
+        if plane.name.startswith(DEVICE)
+        for line in plane.lines
+        if line.name.startswith(STREAM)
+    ]
+    lines = on_device or [
+        line
+        for plane in planes
+        if plane.name == HOST
+        for line in plane.lines
+        if CLIENT.match(line.name)
+    ]
     runs, nanoseconds = collections.Counter[str](), collections.Counter[str]()
     for line in lines:
         for event in line.events:
@@ -49,10 +72,13 @@ def kernel_times(planes: Iterable[Any]) -> tuple[KernelTime, ...]:
                 name = without_number(event.name)
                 runs[name] += 1
                 nanoseconds[name] += event.duration_ns
-    found = (KernelTime(name, runs[name], round(total / 1e3, 3)) for name, total in nanoseconds.items())
+    found = (
+        KernelTime(name, runs[name], round(total / 1e3, 3)) for name, total in nanoseconds.items()
+    )
     return tuple(sorted(found, key=lambda kernel: (-kernel.us, kernel.name)))
 
 
 def without_number(name: str) -> str:
-    """Drop the numbers by which XLA tells alike kernels apart: loop_add_fusion_12 and gemm_fusion_dot.7_0."""
+    """Drop the numbers by which XLA tells alike kernels apart: loop_add_fusion_12 and
+    gemm_fusion_dot.7_0."""
     return re.sub(r"([._]\d+)+$", "", name) or name

@@ -1,4 +1,5 @@
-"""Compile a JAX function for a GPU that this machine does not have, and keeps the PTX of its kernels."""
+"""Compile a JAX function for a GPU that this machine does not have, and keeps the PTX of its
+kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from benchmarks.machine_code.target import Target
 from benchmarks.machine_code.tools import cuda_plugin
@@ -36,7 +45,8 @@ _LAUNCH = re.compile(r"(\S+) grid: \[[^\]]*\] threads: \[[^\]]*\]\s+shared_memor
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel before ptxas. threads: of a block; shared_bytes: asked for at the launch, beside what the code declares."""
+    """A kernel before ptxas. threads: of a block; shared_bytes: asked for at the launch, beside
+    what the code declares."""
 
     name: str
     ptx: str
@@ -46,8 +56,10 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled jitted function. compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO; cannot be run. thunks: XLA's
-    list of what the program launches, one line for each. captured: the same with command buffers, which launch what is inside of them."""
+    """A compiled jitted function. compiled: has `memory_analysis()` and, as `as_text()`, the
+    optimized HLO; cannot be run. thunks: XLA's list of what the program launches, one line for
+    each. captured: the same with command buffers, which launch what is inside of them.
+    """
 
     compiled: jax.stages.Compiled
     kernels: dict[str, Kernel]
@@ -55,21 +67,31 @@ class Program:
     captured: str
 
     def kernel(self, pattern: str) -> Kernel:
-        """Return the one kernel whose whole name matches the regular expression. Raise ValueError where there is none or more than one."""
-        matching = [kernel for name, kernel in sorted(self.kernels.items()) if re.fullmatch(pattern, name)]
+        """Return the one kernel whose whole name matches the regular expression. Raise ValueError
+        where there is none or more than one."""
+        matching = [
+            kernel for name, kernel in sorted(self.kernels.items()) if re.fullmatch(pattern, name)
+        ]
         if len(matching) != 1:
-            raise ValueError(f"{pattern=} matches {[k.name for k in matching]} of the kernels {sorted(self.kernels)}: one match is needed")
+            raise ValueError(
+                f"{pattern=} matches {[k.name for k in matching]} of the kernels"
+                f" {sorted(self.kernels)}: one match is needed"
+            )
         return matching[0]
 
 
 def mesh_of(target: Target, sizes: dict[str, int]) -> Mesh:
-    """Return a mesh of GPUs of one host that this machine does not have, with axes of these names and sizes."""
+    """Return a mesh of GPUs of one host that this machine does not have, with axes of these names
+    and sizes."""
     devices = np.array(_devices(target, math.prod(sizes.values()))).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Program:
-    """Return the program of `function` on a `target`, for arguments given as trees of jax.ShapeDtypeStruct. Nothing is run.
+def compile_for(
+    target: Target, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Program:
+    """Return the program of `function` on a `target`, for arguments given as trees of
+    jax.ShapeDtypeStruct. Nothing is run.
 
     Where any of them lie on a mesh (`mesh_of`), all must; else they go to one device.
     function: plain, or jitted (its donations and static arguments are kept).
@@ -77,9 +99,12 @@ def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[A
     """
     if all(getattr(x, "sharding", None) is None for x in jax.tree.leaves(arguments)):
         sharding = NamedSharding(mesh_of(target, {"device": 1}), PartitionSpec())
-        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+        )
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-    # newer versions of JAX choose a kernel's lowering by the device that the ambient mesh names, and deprecate the Triton route
+    # newer versions of JAX choose a kernel's lowering by the device that the ambient mesh names,
+    # and deprecate the Triton route
     device = AbstractDevice(target.device_kind, None, "gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton", category=DeprecationWarning)
@@ -88,7 +113,10 @@ def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[A
         compiled = lowered.compile({"xla_dump_to": folder, **_OPTIONS})
         kernels, thunks, captured = _read_dump(pathlib.Path(folder))
     if not kernels:
-        raise RuntimeError("XLA wrote no PTX of a kernel that is launched: is a compilation cache switched on (jax_compilation_cache_dir)?")
+        raise RuntimeError(
+            "XLA wrote no PTX of a kernel that is launched: is a compilation cache switched on"
+            " (jax_compilation_cache_dir)?"
+        )
     return Program(compiled, kernels, thunks, captured)
 
 
@@ -98,19 +126,26 @@ def _devices(target: Target, number: int) -> list[Any]:
     os.environ.setdefault(_SKIP_CHECK, "1")
     try:
         topology = _topology(target, number)
-    except NotImplementedError:  # JAX looked for its plugins before, without the variable: load this one now
+    except (
+        NotImplementedError
+    ):  # JAX looked for its plugins before, without the variable: load this one now
         importlib.import_module(plugin).initialize()
         topology = _topology(target, number)
     return list(topology.devices)
 
 
 def _topology(target: Target, number: int) -> topologies.TopologyDescription:
-    return topologies.get_topology_desc(target.name, "cuda", target_config=target.config, topology=f"1x1x{number}")
+    return topologies.get_topology_desc(
+        target.name, "cuda", target_config=target.config, topology=f"1x1x{number}"
+    )
 
 
 def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str, str]:
-    """Return the kernels that are launched, the list of launches, and that with command buffers, from what XLA left in a folder."""
-    lists = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*thunk_sequence*.txt")}
+    """Return the kernels that are launched, the list of launches, and that with command buffers,
+    from what XLA left in a folder."""
+    lists = {
+        file.name: file.read_text(encoding="utf-8") for file in folder.glob("*thunk_sequence*.txt")
+    }
     launches = {name: int(size) for text in lists.values() for name, size in _LAUNCH.findall(text)}
     kernels = {}
     for file in sorted(folder.glob("*.ptx")):
@@ -121,7 +156,9 @@ def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str, str]:
             threads = _THREADS.search(ptx, entry.end(), ptx.index("{", entry.end()))
             if threads is None:
                 raise RuntimeError(f"the PTX of {name} does not say how many threads a block has")
-            kernels[name] = Kernel(name, ptx, math.prod(int(n) for n in threads.groups() if n), launches[name])
+            kernels[name] = Kernel(
+                name, ptx, math.prod(int(n) for n in threads.groups() if n), launches[name]
+            )
 
     def ending(text: str) -> str:
         return next((content for name, content in sorted(lists.items()) if name.endswith(text)), "")

@@ -1,12 +1,14 @@
-"""What a layer of a decode step launches on a GPU: compiled for one that this machine does not have, read from XLA's list of thunks.
+"""What a layer of a decode step launches on a GPU: compiled for one that this machine does not
+have, read from XLA's list of thunks.
 
     python -m benchmarks.machine_code.launches --json benchmarks/results/launches_jax_0_10.json
     python -m benchmarks.machine_code.launches --case kivi --points 32768:16       a few of the cases, on the terminal
 
-A layer ends with its attention kernel, with the last one where heads come in groups. Loops count as often as their bodies run, a branch as
-its longer side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that a copy reaches. Rows that
-the file has of the same commit are kept, so a run that was cut short goes on, and one of some cases adds to another's. Needs the extra
-`aot`.
+A layer ends with its attention kernel, with the last one where heads come in groups. Loops count as
+often as their bodies run, a branch as its longer side. Times are estimates: NODE_US for each
+launch, and the bytes of the cache at the bandwidth that a copy reaches. Rows that the file has of
+the same commit are kept, so a run that was cut short goes on, and one of some cases adds to
+another's. Needs the extra `aot`.
 """
 
 from __future__ import annotations
@@ -37,42 +39,78 @@ from kvq_models import decode_step
 from kvq_models.llama.model import abstract_llama
 from pallas_kernels.launch import Launch
 
-SPECS = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "kvquant:bits=4", "k=polarquant+v=innerq:bits=4")
+SPECS = (
+    "dense",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "innerq:bits=2",
+    "kvquant:bits=4",
+    "k=polarquant+v=innerq:bits=4",
+)
 POINTS = ((32768, 1), (32768, 16), (32768, 64), (4096, 16))  # tokens, batch
 LAYERS = 3  # a period needs the layer before it and the one after it
 NODE_US = 2.0  # of a launch inside of a graph
 KERNEL = "decode_attention"  # the attention kernel's name begins so
 _LINE = re.compile(r"(?P<indent> *)(?P<number>\d+): (?P<kind>k\w+) *\[[^\]]*\] *(?P<name>\S*)")
 _SECTION = re.compile(r" *(condition|body|\w*branch\w*):\s*$")
-LAUNCHES = ("kCustomKernel", "kKernel", "kCopy", "kGemm", "kCublasLtMatmul", "kCuDnn", "kMemset32BitValue", "kMemzero")
+LAUNCHES = (
+    "kCustomKernel",
+    "kKernel",
+    "kCopy",
+    "kGemm",
+    "kCublasLtMatmul",
+    "kCuDnn",
+    "kMemset32BitValue",
+    "kMemzero",
+)
 
 
 @dataclasses.dataclass
 class Thunk:
-    """One line of the list: its kind, the kernel's name, and the thunks inside of it by section (condition, body, a branch)."""
+    """One line of the list: its kind, the kernel's name, and the thunks inside of it by section
+    (condition, body, a branch)."""
 
     kind: str
     name: str
     inside: dict[str, list[Thunk]] = dataclasses.field(default_factory=dict)
 
     def launches(self, trips: int) -> Iterator[str]:
-        """Yield the name of each launch; a loop runs `trips` times. ValueError for a kind that is neither a launch nor holds others."""
+        """Yield the name of each launch; a loop runs `trips` times. ValueError for a kind that is
+        neither a launch nor holds others."""
         if self.kind == "kWhile":
             for _ in range(trips):
-                yield from (name for section in self.inside.values() for thunk in section for name in thunk.launches(trips))
-            yield from (name for thunk in self.inside.get("condition", ()) for name in thunk.launches(trips))
+                yield from (
+                    name
+                    for section in self.inside.values()
+                    for thunk in section
+                    for name in thunk.launches(trips)
+                )
+            yield from (
+                name for thunk in self.inside.get("condition", ()) for name in thunk.launches(trips)
+            )
         elif self.inside:
-            yield from max(([n for t in section for n in t.launches(trips)] for section in self.inside.values()), key=len)
+            yield from max(
+                (
+                    [n for t in section for n in t.launches(trips)]
+                    for section in self.inside.values()
+                ),
+                key=len,
+            )
         elif self.kind in LAUNCHES:
             yield re.sub(r"(_\d+)+$", "", self.name) or self.kind
         else:
-            raise ValueError(f"it is not known whether a thunk of kind {self.kind} launches anything")
+            raise ValueError(
+                f"it is not known whether a thunk of kind {self.kind} launches anything"
+            )
 
 
 def thunks(text: str) -> list[Thunk]:
     """Return the list of a dump. Raise ValueError for a line of another form."""
     top: list[Thunk] = []
-    lists, latest = {0: top}, dict[int, Thunk]()  # by indentation: where a thunk belongs, and the last one
+    lists, latest = (
+        {0: top},
+        dict[int, Thunk](),
+    )  # by indentation: where a thunk belongs, and the last one
     opened: tuple[int, list[Thunk]] | None = None  # a section whose first thunk is still to come
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -84,7 +122,9 @@ def thunks(text: str) -> list[Thunk]:
             lists[indent].append(thunk)
             latest = {at: last for at, last in latest.items() if at < indent} | {indent: thunk}
         elif match := _SECTION.match(line):
-            owner = latest[max(at for at in latest if at <= indent)]  # "condition:" is not indented, "body:" is
+            owner = latest[
+                max(at for at in latest if at <= indent)
+            ]  # "condition:" is not indented, "body:" is
             opened = indent, owner.inside.setdefault(match[1], [])
         elif line.strip():
             raise ValueError(f"a list of thunks has a line of unknown form: {line!r}")
@@ -92,18 +132,21 @@ def thunks(text: str) -> list[Thunk]:
 
 
 def of_a_layer(top: list[Thunk]) -> list[Thunk]:
-    """Return the thunks after the attention kernels of the last but one layer up to those of the last, of which each layer has equally
-    many: one for each group of heads. Raise ValueError where it has not."""
+    """Return the thunks after the attention kernels of the last but one layer up to those of the
+    last, of which each layer has equally many: one for each group of heads. Raise ValueError where
+    it has not."""
     places = [i for i, thunk in enumerate(top) if thunk.name.startswith(KERNEL)]
     each, rest = divmod(len(places), LAYERS)
     if not each or rest:
-        raise ValueError(f"{len(places)} kernels of attention in {LAYERS} layers: something else reads the cache")
+        raise ValueError(
+            f"{len(places)} kernels of attention in {LAYERS} layers: something else reads the cache"
+        )
     return top[places[-1 - each] + 1 : places[-1] + 1]
 
 
 def captured(text: str) -> tuple[int, int]:
-    """Return (command buffers, launches in none) of the list in which XLA has put launches into command buffers. Raise ValueError where it
-    is empty."""
+    """Return (command buffers, launches in none) of the list in which XLA has put launches into
+    command buffers. Raise ValueError where it is empty."""
     kinds = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
     if not kinds:
         raise ValueError("XLA wrote no list of thunks with command buffers")
@@ -111,7 +154,8 @@ def captured(text: str) -> tuple[int, int]:
 
 
 def over_limit(beside: int, limit_us: float) -> float:
-    """Return the estimated time of so many launches and of bytes that take `limit_us`, over the latter."""
+    """Return the estimated time of so many launches and of bytes that take `limit_us`, over the
+    latter."""
     return (beside * NODE_US + limit_us) / limit_us
 
 
@@ -123,9 +167,10 @@ def limit_us(spec: str, batch: int, tokens: int, target: Target = H200) -> float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """The launches of a layer. launches: their number by name; loops, branches: thunks of these kinds, which some versions of XLA capture
-    in no command buffer; limit_us: the bytes of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole
-    step; outside: its launches in none."""
+    """The launches of a layer. launches: their number by name; loops, branches: thunks of these
+    kinds, which some versions of XLA capture in no command buffer; limit_us: the bytes of the
+    layer's cache at the target's copy bandwidth; graphs: command buffers of the whole step;
+    outside: its launches in none."""
 
     spec: str
     target: str
@@ -159,8 +204,13 @@ class Row:
 
     @property
     def matrices(self) -> int:
-        """Return the launches that multiply matrices: the five projections, and scores and values of windows that XLA reads."""
-        return sum(count for name, count in self.launches.items() if re.search("gemm|triton_dot|matmul", name, re.IGNORECASE))
+        """Return the launches that multiply matrices: the five projections, and scores and values
+        of windows that XLA reads."""
+        return sum(
+            count
+            for name, count in self.launches.items()
+            if re.search("gemm|triton_dot|matmul", name, re.IGNORECASE)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +219,8 @@ class LaunchReport(Report):
 
 
 def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -> Row:
-    """Compile a step of LAYERS layers of Llama 3.1 8B and count what its last but one layer launches."""
+    """Compile a step of LAYERS layers of Llama 3.1 8B and count what its last but one layer
+    launches."""
     config = llama_config(LAYERS)
     cache = kvq.layout(spec, config, batch, tokens, "bfloat16")
     step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
@@ -195,9 +246,15 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -
 
 
 def calibrated(plan: LayerPlan) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
-    """Return the shapes of a layer's calibrated parameters and of what follows from them, keys' and values'."""
-    specs = (codec.parameters(plan.heads) | codec.derived_parameters(plan.heads) for codec in (plan.k, plan.v))
-    return tuple({name: described.struct for name, described in of_side.items()} for of_side in specs)
+    """Return the shapes of a layer's calibrated parameters and of what follows from them, keys' and
+    values'."""
+    specs = (
+        codec.parameters(plan.heads) | codec.derived_parameters(plan.heads)
+        for codec in (plan.k, plan.v)
+    )
+    return tuple(
+        {name: described.struct for name, described in of_side.items()} for of_side in specs
+    )
 
 
 HEADER = (
@@ -218,7 +275,9 @@ HEADER = (
 
 
 def line(row: Row) -> tuple[str, ...]:
-    counts = map(str, (row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside))
+    counts = map(
+        str, (row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside)
+    )
     times = f"{row.beside * NODE_US:.0f}", f"{row.limit_us:.1f}", f"{row.over_limit:.2f}"
     return f"`{row.spec}`", row.jax, f"{row.tokens // 1024}K x {row.batch}", *counts, *times
 
@@ -227,15 +286,26 @@ def page(report: LaunchReport, file: pathlib.Path) -> str:
     """Render the table, and what the launches are."""
     targets = ", ".join(sorted({row.target for row in report.rows}))
     said = (
-        f"A layer of a decode step of {NAME} in bfloat16, compiled for {targets} without a GPU. Times are estimates: {NODE_US:g} us for a "
-        "launch, and the cache's bytes at the bandwidth of a copy; nothing was run. Products are the projections of the layer, and scores "
-        "and values of windows that XLA reads; their weights' bytes are not in the table. A branch counts as its longer side; where there "
-        "is more than one graph, it is in none, and the host waits for its condition."
+        f"A layer of a decode step of {NAME} in bfloat16, compiled for {targets} without a GPU."
+        f" Times are estimates: {NODE_US:g} us for a launch, and the cache's bytes at the bandwidth"
+        " of a copy; nothing was run. Products are the projections of the layer, and scores and"
+        " values of windows that XLA reads; their weights' bytes are not in the table. A branch"
+        " counts as its longer side; where there is more than one graph, it is in none, and the"
+        " host waits for its condition."
     )
     names = [
-        f"`{row.spec}`, {row.tokens // 1024}K x {row.batch}, JAX {row.jax}: " + ", ".join(_counted(row.launches)) for row in report.rows
+        f"`{row.spec}`, {row.tokens // 1024}K x {row.batch}, JAX {row.jax}: "
+        + ", ".join(_counted(row.launches))
+        for row in report.rows
     ]
-    return "\n\n".join([*head(report, file, said), table(HEADER, map(line, report.rows)), "## What they are", *names])
+    return "\n\n".join(
+        [
+            *head(report, file, said),
+            table(HEADER, map(line, report.rows)),
+            "## What they are",
+            *names,
+        ]
+    )
 
 
 def _counted(launches: dict[str, int]) -> Iterator[str]:
@@ -243,18 +313,32 @@ def _counted(launches: dict[str, int]) -> Iterator[str]:
 
 
 def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this form."""
-    if wrong := next((text for text in texts if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text)), None):
+    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this
+    form."""
+    if wrong := next(
+        (text for text in texts if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text)), None
+    ):
         raise ValueError(f"{wrong!r} is no shape: write TOKENS:BATCH")
     return [(int(tokens), int(batch)) for tokens, batch in (text.split(":") for text in texts)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_code.launches", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.machine_code.launches",
+        description=(__doc__ or "").partition("\n")[0],
+    )
     parser.add_argument("--json", metavar="FILE", help="write the counts here, after every one")
-    parser.add_argument("--case", metavar="REGEX", default="", help="only caches whose spec has a match of this")
+    parser.add_argument(
+        "--case", metavar="REGEX", default="", help="only caches whose spec has a match of this"
+    )
     usual = [f"{tokens}:{batch}" for tokens, batch in POINTS]
-    parser.add_argument("--points", nargs="+", default=usual, metavar="TOKENS:BATCH", help=f"default: {' '.join(usual)}")
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        default=usual,
+        metavar="TOKENS:BATCH",
+        help=f"default: {' '.join(usual)}",
+    )
     parser.add_argument("--target", choices=TARGETS, default=H200.name, help="the GPU")
     options = parser.parse_args(argv)
     try:
@@ -273,15 +357,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         start, (spec, tokens, batch, target) = time.perf_counter(), case
         if case not in rows:
             rows[case] = measure(spec, batch, TARGETS[target], tokens)
-        print(f"{spec}, {tokens} x {batch}: {rows[case].total} launches, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{spec}, {tokens} x {batch}: {rows[case].total} launches,"
+            f" {time.perf_counter() - start:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         if options.json:
-            ordered = sorted(rows.values(), key=lambda row: (SPECS.index(row.spec), row.batch, -row.tokens))
-            LaunchReport(title="Launches of a layer", **described, rows=tuple(ordered)).write(options.json)
+            ordered = sorted(
+                rows.values(), key=lambda row: (SPECS.index(row.spec), row.batch, -row.tokens)
+            )
+            LaunchReport(title="Launches of a layer", **described, rows=tuple(ordered)).write(
+                options.json
+            )
     print(table(HEADER, (line(rows[case]) for case in asked)))
 
 
 def earlier_rows(path: str | None, described: Header) -> tuple[Row, ...]:
-    """Return the rows of a file that holds counts of the same sources and version of JAX, from a run that was cut short."""
+    """Return the rows of a file that holds counts of the same sources and version of JAX, from a
+    run that was cut short."""
     if path is None or not pathlib.Path(path).exists():
         return ()
     try:

@@ -1,7 +1,9 @@
-"""More kernels whose machine code is watched: keys in polar form or in long groups, the fused quantizer where groups run over channels.
+"""More kernels whose machine code is watched: keys in polar form or in long groups, the fused
+quantizer where groups run over channels.
 
-Where they run over tokens the quantizer passes over a group two times, or three where entries are not finite, in loops of a few tokens: no
-one loop is the kernel, and which of them run is in the data. tests/aot/test_other_kernels.py caps its registers.
+Where they run over tokens the quantizer passes over a group two times, or three where entries are
+not finite, in loops of a few tokens: no one loop is the kernel, and which of them run is in the
+data. tests/aot/test_other_kernels.py caps its registers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.machine_code.cases import BATCH, GROUP, KV_HEADS, OUTER, TOKENS, Case, Limits, attention_case
+from benchmarks.machine_code.cases import (
+    BATCH,
+    GROUP,
+    KV_HEADS,
+    OUTER,
+    TOKENS,
+    Case,
+    Limits,
+    attention_case,
+)
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.sass import Function, Loop, loops
@@ -36,26 +47,47 @@ from pallas_kernels.tiles.layout import SPAN
 
 
 def _polar(
-    angle: int, radius: int, size: int, arithmetic: Arithmetic, channels: int = 128, value_bits: int | None = None, **limits: Any
+    angle: int,
+    radius: int,
+    size: int,
+    arithmetic: Arithmetic,
+    channels: int = 128,
+    value_bits: int | None = None,
+    **limits: Any,
 ) -> Case:
-    """Return attention to keys in polar form, tuned as it runs. size: tokens of a group. value_bits: KIVI's; None: full precision."""
+    """Return attention to keys in polar form, tuned as it runs. size: tokens of a group.
+    value_bits: KIVI's; None: full precision."""
     format = PolarFormat(angle, radius, channels, size, size)
     keys = polar_reader(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
     if value_bits is None:
-        values, v_stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
+        values, v_stored = (
+            dense(channels, "bfloat16"),
+            [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)],
+        )
     else:
         v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
         values = grouped(GroupedCodec("v", v_format))
-        v_stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.specs(v_format, BATCH, KV_HEADS, TOKENS))]
+        v_stored = [
+            leaf.struct
+            for leaf in jax.tree.leaves(grouped_array.specs(v_format, BATCH, KV_HEADS, TOKENS))
+        ]
     assert isinstance(keys, Reader), keys
     assert isinstance(values, Reader), values
-    k_stored = [leaf.struct for leaf in jax.tree.leaves(polar_array.specs(format, BATCH, KV_HEADS, TOKENS))]
+    k_stored = [
+        leaf.struct for leaf in jax.tree.leaves(polar_array.specs(format, BATCH, KV_HEADS, TOKENS))
+    ]
     elements = BATCH * KV_HEADS * TOKENS * 2 * channels
-    bits = 8 * sum(math.prod(array.shape) * array.dtype.itemsize for array in (*k_stored, *v_stored)) / elements
+    bits = (
+        8
+        * sum(math.prod(array.shape) * array.dtype.itemsize for array in (*k_stored, *v_stored))
+        / elements
+    )
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         def attend(q: jax.Array, k: list[jax.Array], v: list[jax.Array], limits: jax.Array) -> Any:
-            return decode_attention(q, (keys, k), (values, v), limits, capacity=TOKENS, launch=Launch(arithmetic))
+            return decode_attention(
+                q, (keys, k), (values, v), limits, capacity=TOKENS, launch=Launch(arithmetic)
+            )
 
         q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
         return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
@@ -63,13 +95,21 @@ def _polar(
     kind = "exact" if value_bits is None else f"{value_bits}-bit"
     name = f"polar {angle}+{radius}, groups of {size}, {kind} values, H {channels}, {arithmetic}"
     tile = tuning_for(keys, values, max(8, GROUP), TOKENS, arithmetic == "asm").tile
-    return Case(name, build, "decode_attention", tile * 2 * channels, bits, plain_loads_allowed=True, **limits)
+    return Case(
+        name,
+        build,
+        "decode_attention",
+        tile * 2 * channels,
+        bits,
+        plain_loads_allowed=True,
+        **limits,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeKernel(Case):
-    """A kernel without a loop. Counted is the shortest way through it, which is that of finite entries: others take longer branches.
-    elements_per_iteration: elements that a block reads."""
+    """A kernel without a loop. Counted is the shortest way through it, which is that of finite
+    entries: others take longer branches. elements_per_iteration: elements that a block reads."""
 
     mma_columns: int | None = None
 
@@ -78,19 +118,29 @@ class WholeKernel(Case):
         function, arguments = self.build()
         kernel = compile_for(target, function, arguments).kernel(self.kernel)
         elements, bits = self.elements_per_iteration, self.stored_bits
-        return measure(self.name, kernel, target, elements_per_iteration=elements, stored_bits=bits, part=straight)
+        return measure(
+            self.name,
+            kernel,
+            target,
+            elements_per_iteration=elements,
+            stored_bits=bits,
+            part=straight,
+        )
 
 
 def straight(function: Function) -> Loop:
     """Return the shortest way through a kernel. Raise ValueError where it has a loop."""
     if inside := loops(function):
-        raise ValueError(f"{function.name} has {len(inside)} loops: an instruction may run more than once")
+        raise ValueError(
+            f"{function.name} has {len(inside)} loops: an instruction may run more than once"
+        )
     indices = shortest_way(function)
     return Loop(indices, tuple(function.instructions[i] for i in indices))
 
 
 def shortest_way(function: Function) -> tuple[int, ...]:
-    """Return the indices of the fewest instructions that lead from the first one to an end of the kernel."""
+    """Return the indices of the fewest instructions that lead from the first one to an end of the
+    kernel."""
     before: dict[int, int | None] = {0: None}
     waiting = collections.deque([0])
     while waiting:
@@ -111,7 +161,8 @@ def shortest_way(function: Function) -> tuple[int, ...]:
 
 
 def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
-    """Return the quantizer and packer of 16-bit rows, groups of 32 channels. "Stored" bits are those moved: element read, code written."""
+    """Return the quantizer and packer of 16-bit rows, groups of 32 channels. "Stored" bits are
+    those moved: element read, code written."""
     channels, tokens = 128, 1024
     format = GroupFormat(bits, scheme, "channels", 32, channels, SPAN)
     reader = grouped(GroupedCodec("k", format))
@@ -124,18 +175,40 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
 
     name = f"quantize, {format.code_bits}-bit {scheme}, groups of channels, H {channels}, asm"
     return WholeKernel(
-        name, build, f"quantize_{scheme}_channels", SPAN * channels, moved, plain_loads_allowed=True, loop_spills_allowed=True, **limits
+        name,
+        build,
+        f"quantize_{scheme}_channels",
+        SPAN * channels,
+        moved,
+        plain_loads_allowed=True,
+        loop_spills_allowed=True,
+        **limits,
     )
 
 
 def _kivi(bits: int, size: int, channels: int = 128, **limits: Any) -> Case:
     """Return KIVI's case with keys in groups of more tokens than a span."""
-    k, v = (GroupFormat(bits, "asym", axis, size if axis == "tokens" else 32, channels, size) for axis in OUTER)
-    return attention_case(f"kivi, {bits}-bit, groups of {size} tokens", k, v, channels, plain_loads_allowed=True, **limits)
+    k, v = (
+        GroupFormat(bits, "asym", axis, size if axis == "tokens" else 32, channels, size)
+        for axis in OUTER
+    )
+    return attention_case(
+        f"kivi, {bits}-bit, groups of {size} tokens",
+        k,
+        v,
+        channels,
+        plain_loads_allowed=True,
+        **limits,
+    )
 
 
 def _limits(instructions: float, alu: float, share: float, spill_bytes: int = 64) -> Limits:
-    return {"cap_instructions": instructions, "cap_alu": alu, "min_share": share, "cap_spill_bytes": spill_bytes}
+    return {
+        "cap_instructions": instructions,
+        "cap_alu": alu,
+        "min_share": share,
+        "cap_spill_bytes": spill_bytes,
+    }
 
 
 # Caps are 8 % above what was counted, as those of cases.py.

@@ -18,19 +18,33 @@ from benchmarks.report_file import DERIVED, Report, header
 
 DERIVED_NUMBERS = ("instructions_per_element", "alu_per_element", "mma_columns", "budget", "share")
 HEADER = (
-    *("kernel", "target", "bits", "instr/el", "ALU", "mma", "lds", "ldg", "shfl", "budget", "share of limit"),
+    *(
+        "kernel",
+        "target",
+        "bits",
+        "instr/el",
+        "ALU",
+        "mma",
+        "lds",
+        "ldg",
+        "shfl",
+        "budget",
+        "share of limit",
+    ),
     *("plain loads", "registers", "spill B (in loop)", "shared KB", "warps/SM"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelReport:
-    """One kernel on one target. "Per element" is per cached element (one channel of one token's K or V), counted in instructions of a lane.
+    """One kernel on one target. "Per element" is per cached element (one channel of one token's K
+    or V), counted in instructions of a lane.
 
-    threads: of a block. loop: instructions of a warp in one iteration of the main loop, by class. loop_spills: those that move spilled
-    registers. plain_loads: those that load global memory into registers and so wait for it. loop_multiply_adds: of the block's matrix
-    instructions in one iteration. elements_per_iteration: cached elements that a block reads in one. stored_bits: of one cached element,
-    with scales and zero points.
+    threads: of a block. loop: instructions of a warp in one iteration of the main loop, by class.
+    loop_spills: those that move spilled registers. plain_loads: those that load global memory into
+    registers and so wait for it. loop_multiply_adds: of the block's matrix instructions in one
+    iteration. elements_per_iteration: cached elements that a block reads in one. stored_bits: of
+    one cached element, with scales and zero points.
     """
 
     name: str
@@ -58,17 +72,23 @@ class KernelReport:
 
     def per_element(self, *kinds: str) -> float:
         """Return the instructions of these classes (sass.CLASSES) per element."""
-        return sum(self.loop.get(kind, 0) for kind in kinds) * self.threads / self.elements_per_iteration
+        return (
+            sum(self.loop.get(kind, 0) for kind in kinds)
+            * self.threads
+            / self.elements_per_iteration
+        )
 
     @property
     def alu_per_element(self) -> float:
-        """Return the integer operations and conversions per element, which run at half the rate of issue."""
+        """Return the integer operations and conversions per element, which run at half the rate of
+        issue."""
         return self.per_element("int", "cvt")
 
     @property
     def mma_columns(self) -> float:
-        """Multiply-adds per element: the (padded) query heads that the matrix instructions see. If this is not the kernel's own number,
-        the loop does not read elements_per_iteration elements."""
+        """Multiply-adds per element: the (padded) query heads that the matrix instructions see. If
+        this is not the kernel's own number, the loop does not read elements_per_iteration
+        elements."""
         return self.loop_multiply_adds / self.elements_per_iteration
 
     @property
@@ -78,8 +98,8 @@ class KernelReport:
 
     @property
     def bound(self) -> float:
-        """Return budget / max(instructions, 2 ALU) of the loop alone: the share of the memory limit, or how often it is reached, if every
-        issue slot were filled."""
+        """Return budget / max(instructions, 2 ALU) of the loop alone: the share of the memory
+        limit, or how often it is reached, if every issue slot were filled."""
         return self.budget / max(self.instructions_per_element, 2 * self.alu_per_element)
 
     @property
@@ -106,21 +126,32 @@ class KernelReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, and under "derived" what follows from them, for readers of the file."""
-        return dataclasses.asdict(self) | {DERIVED: {name: round(getattr(self, name), 4) for name in DERIVED_NUMBERS}}
+        """Return the fields, and under "derived" what follows from them, for readers of the
+        file."""
+        return dataclasses.asdict(self) | {
+            DERIVED: {name: round(getattr(self, name), 4) for name in DERIVED_NUMBERS}
+        }
 
 
 def named_by_spec(name: str) -> str:
-    """Return the name of a kernel with the spec of its cache in place of the bits of a code; the name itself where no spec asks for it.
+    """Return the name of a kernel with the spec of its cache in place of the bits of a code; the
+    name itself where no spec asks for it.
 
-    Codes of InnerQ's symmetric and hybrid groups hold a sign that `bits` leaves out: 2-bit symmetric codes are those of bits=1.
+    Codes of InnerQ's symmetric and hybrid groups hold a sign that `bits` leaves out: 2-bit
+    symmetric codes are those of bits=1.
     """
     named = _CACHE.search(name)
     if named is None:
         return name
     kind, bits, scheme = named["kind"], int(named["bits"]), named["scheme"]
     spec = f"{'kivi' if kind == 'kivi' else 'innerq'}:bits={bits - (scheme in ('sym', 'hybrid'))}"
-    spec += f",mode={scheme}" if scheme in ("sym", "asym") else ",pre_rope=true" if named["before"] else ""
+    spec += (
+        f",mode={scheme}"
+        if scheme in ("sym", "asym")
+        else ",pre_rope=true"
+        if named["before"]
+        else ""
+    )
     try:
         kvq.parse(spec)
     except ValueError:
@@ -128,7 +159,10 @@ def named_by_spec(name: str) -> str:
     return f"{name[: named.start()]}{'quantize, ' if kind == 'quantize' else ''}`{spec}`{name[named.end() :]}"
 
 
-_CACHE = re.compile(r"(?P<kind>innerq|kivi|quantize),? (?P<bits>\d)-bit(?: (?P<scheme>sym|asym|hybrid))?(?P<before>, before RoPE)?")
+_CACHE = re.compile(
+    r"(?P<kind>innerq|kivi|quantize),? (?P<bits>\d)-bit(?:"
+    r" (?P<scheme>sym|asym|hybrid))?(?P<before>, before RoPE)?"
+)
 LEADING = "`innerq:bits=2`"  # the cache that pages begin with
 
 
@@ -183,10 +217,13 @@ class Instructions(Report):
 def page(report: Instructions, file: pathlib.Path) -> str:
     """Render the costs of the kernels' main loops, by target."""
     said = (
-        f"ptxas {report.ptxas_version}. Counted in the machine code of each kernel's main loop, compiled without a GPU: what the "
-        "instructions allow, not how fast a kernel runs. The share of the memory limit is "
-        f"what {ISSUED:.0%} of the issue slots leave of it. Per element is per cached element, K or V. `innerq:bits=1,mode=sym` has codes "
-        "of two bits for three levels: it shows the kernels at their limit, and is no 2-bit cache."
+        f"ptxas {report.ptxas_version}. Counted in the machine code of each kernel's main loop,"
+        " compiled without a GPU: what the instructions allow, not how fast a kernel runs. The"
+        f" share of the memory limit is what {ISSUED:.0%} of the issue slots leave of it. Per"
+        " element is per cached element, K or V. `innerq:bits=1,mode=sym` has codes of two bits"
+        " for three levels: it shows the kernels at their limit, and is no 2-bit cache."
     )
-    lines = sorted((row.line() for row in report.rows), key=lambda line: not line[0].startswith(LEADING))
+    lines = sorted(
+        (row.line() for row in report.rows), key=lambda line: not line[0].startswith(LEADING)
+    )
     return "\n\n".join([*head(report, file, said), table(HEADER, lines)])

@@ -1,7 +1,8 @@
 """Machine code of NVIDIA GPUs (SASS): assembled, disassembled, and its main loop found and counted.
 
-A loop is a natural loop of the control flow graph: a branch back to an instruction that every way to the branch passes, with all
-instructions that reach the branch without leaving. The blocks that ptxas puts out of line for warps that diverged (BRA.DIV) do not count.
+A loop is a natural loop of the control flow graph: a branch back to an instruction that every way
+to the branch passes, with all instructions that reach the branch without leaving. The blocks that
+ptxas puts out of line for warps that diverged (BRA.DIV) do not count.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ _TARGET = re.compile(r"`\((\.L\w+)\)")
 _MMA_SHAPE = re.compile(r"(?:HMMA|IMMA|BMMA|DMMA)(?:\.SP)?\.(8|16)(8)(4|8|16|32|64)(?:\.|$)")
 _WGMMA_SHAPE = re.compile(r"[HIQB]GMMA(?:\.SP)?\.(\d+)x(\d+)x(\d+)")
 
-# Classes by opcode without its modifiers; an opcode of the uniform datapath (UIADD3) belongs where its twin does (IADD3).
+# Classes by opcode without its modifiers; an opcode of the uniform datapath (UIADD3) belongs where
+# its twin does (IADD3).
 _OPCODES = {
-    "int": "LOP LOP3 SHF SHL SHR PRMT BFE BFI SGXT BMSK LEA IADD IADD3 IADD32I IMAD IMAD32I IMUL IDP ISETP ISCADD IABS VIADD VIADDMNMX "
-    "IMNMX VIMNMX VABSDIFF SEL PLOP3 POPC FLO BREV I2I",
+    "int": (
+        "LOP LOP3 SHF SHL SHR PRMT BFE BFI SGXT BMSK LEA IADD IADD3 IADD32I IMAD IMAD32I IMUL IDP"
+        " ISETP ISCADD IABS VIADD VIADDMNMX IMNMX VIMNMX VABSDIFF SEL PLOP3 POPC FLO BREV I2I"
+    ),
     "cvt": "I2F I2FP I2IP F2F F2I F2FP F2IP FRND",
     "f32": "FMUL FFMA FFMA32I FADD FMNMX FSEL FSETP FSET FCHK FSWZADD MUFU",
     "f16": "HFMA2 HADD2 HMUL2 HMNMX2 HSET2 HSETP2 HADD2_32I HMUL2_32I HFMA2_32I",
@@ -35,7 +39,10 @@ _OPCODES = {
     "lds": "LDS LDSM STS STSM ATOMS MOVM",
     "ldg": "LDG LDGSTS STG LD ST ATOMG RED BLKCP TMALDG TMASTG",
     "shfl": "SHFL VOTE REDUX CREDUX MATCH",
-    "bar": "BAR DEPBAR LDGDEPBAR ARRIVES WARPSYNC WARPGROUP MEMBAR FENCE ERRBAR BSSY BSYNC SYNCS CCTL NANOSLEEP",
+    "bar": (
+        "BAR DEPBAR LDGDEPBAR ARRIVES WARPSYNC WARPGROUP MEMBAR FENCE ERRBAR BSSY BSYNC SYNCS CCTL"
+        " NANOSLEEP"
+    ),
     "mov": "MOV CS2R S2R S2UR R2UR R2P P2R R2B B2R",
     "bra": "BRA BRX JMP JMX CALL RET EXIT BREAK YIELD NOP",
     "spill": "LDL STL",
@@ -46,7 +53,8 @@ CLASSES = (*_OPCODES, "other")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction, such as `@P1 LDG.E.64 R2, desc[UR4][R2.64]`. opcode: with modifiers (LDG.E.64)."""
+    """One instruction, such as `@P1 LDG.E.64 R2, desc[UR4][R2.64]`. opcode: with modifiers
+    (LDG.E.64)."""
 
     text: str
 
@@ -68,7 +76,8 @@ class Instruction:
 
     @property
     def is_plain_load(self) -> bool:
-        """Return True for a load of global memory into a register, which something waits for; LDGSTS goes to shared memory on its own."""
+        """Return True for a load of global memory into a register, which something waits for;
+        LDGSTS goes to shared memory on its own."""
         return self.base in ("LDG", "LD")
 
     @property
@@ -131,7 +140,8 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """The result of ptxas for a kernel. spill_bytes: stores and loads together; shared_bytes: what the code itself declares."""
+    """The result of ptxas for a kernel. spill_bytes: stores and loads together; shared_bytes: what
+    the code itself declares."""
 
     registers: int
     spill_bytes: int
@@ -140,11 +150,20 @@ class Assembly:
 
 
 def assemble(ptx: str, name: str, architecture: str) -> Assembly:
-    """Assemble the kernel `name` of a PTX text and disassemble the result. Raise RuntimeError where a tool is missing or fails."""
+    """Assemble the kernel `name` of a PTX text and disassemble the result. Raise RuntimeError where
+    a tool is missing or fails."""
     with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
         source, binary = pathlib.Path(folder) / "kernel.ptx", pathlib.Path(folder) / "kernel.cubin"
         source.write_text(ptx, encoding="utf-8")
-        said = run_tool("ptxas", "-v", f"--gpu-name={architecture}", f"--entry={name}", str(source), "-o", str(binary)).stderr
+        said = run_tool(
+            "ptxas",
+            "-v",
+            f"--gpu-name={architecture}",
+            f"--entry={name}",
+            str(source),
+            "-o",
+            str(binary),
+        ).stderr
         listing = run_tool("nvdisasm", "-c", str(binary)).stdout
     registers = re.search(r"Used (\d+) registers", said)
     if registers is None:
@@ -165,14 +184,21 @@ def functions(listing: str) -> dict[str, Function]:
     for line in listing.splitlines():
         if section := _SECTION.match(line):
             name = section.group(1)
-            current = parsed.setdefault(name.removeprefix(".text."), ([], {})) if name.startswith(".text.") else None
+            current = (
+                parsed.setdefault(name.removeprefix(".text."), ([], {}))
+                if name.startswith(".text.")
+                else None
+            )
         elif current is None:
             continue
         elif label := _LABEL.match(line):
             current[1][label.group(1)] = len(current[0])
         elif instruction := _INSTRUCTION.match(line):
             current[0].append(Instruction(instruction.group(1)))
-    return {name: Function(name, tuple(instructions), labels) for name, (instructions, labels) in parsed.items()}
+    return {
+        name: Function(name, tuple(instructions), labels)
+        for name, (instructions, labels) in parsed.items()
+    }
 
 
 def loops(function: Function) -> tuple[Loop, ...]:
@@ -197,8 +223,9 @@ def loops(function: Function) -> tuple[Loop, ...]:
 
 
 def main_loop(function: Function) -> Loop:
-    """Return the loop where a kernel spends its time: of the innermost loops with matrix instructions the one that computes most, and of
-    equals the shortest (a loop's copy that masks its last tokens is longer). Without matrix instructions it is the longest of the innermost
+    """Return the loop where a kernel spends its time: of the innermost loops with matrix
+    instructions the one that computes most, and of equals the shortest (a loop's copy that masks
+    its last tokens is longer). Without matrix instructions it is the longest of the innermost
     loops.
 
     Raise ValueError for a kernel without a loop.
@@ -208,7 +235,11 @@ def main_loop(function: Function) -> Loop:
         raise ValueError(f"{function.name} has no loop")
     candidates = [loop for loop in candidates if loop.multiply_adds] or list(candidates)
     bodies = [set(loop.indices) for loop in candidates]
-    inner = [loop for loop, body in zip(candidates, bodies, strict=True) if not any(other < body for other in bodies)]
+    inner = [
+        loop
+        for loop, body in zip(candidates, bodies, strict=True)
+        if not any(other < body for other in bodies)
+    ]
     if inner[0].multiply_adds:
         return max(inner, key=lambda loop: (loop.multiply_adds, -len(loop.indices)))
     return max(inner, key=lambda loop: len(loop.indices))
@@ -220,7 +251,8 @@ def unknown_opcodes(instructions: Iterable[Instruction]) -> dict[str, int]:
 
 
 def _blocks(function: Function) -> tuple[dict[int, range], dict[int, set[int]]]:
-    """Return the basic blocks reachable from the first instruction, and the edges between them; a block is named by its first index."""
+    """Return the basic blocks reachable from the first instruction, and the edges between them; a
+    block is named by its first index."""
     size = len(function.instructions)
     starts = {0} | {index for index in function.labels.values() if index < size}
     starts |= {index + 1 for index in range(size - 1) if function.successors(index) != (index + 1,)}
@@ -247,7 +279,9 @@ def _dominators(edges: dict[int, set[int]]) -> dict[int, set[int]]:
     while changed:
         changed = False
         for block in sorted(edges.keys() - {0}):
-            new = {block} | set.intersection(*(dominators[source] for source in predecessors[block]))
+            new = {block} | set.intersection(
+                *(dominators[source] for source in predecessors[block])
+            )
             changed |= new != dominators[block]
             dominators[block] = new
     return dominators

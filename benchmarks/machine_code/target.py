@@ -1,4 +1,5 @@
-"""The GPUs that kernels are compiled for: what XLA must know of them, and how many instructions their memory leaves time for."""
+"""The GPUs that kernels are compiled for: what XLA must know of them, and how many instructions
+their memory leaves time for."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ WARPS_PER_SM = 64
 BLOCKS_PER_SM = 32
 REGISTERS_PER_SM = 65536
 LANES_PER_SM = 128  # four schedulers, each issues one instruction for 32 lanes in a cycle
-ISSUED = 0.7  # of the issue slots: what kernels that wait for memory, and for one another's results, are taken to fill
+# of the issue slots: what kernels that wait for memory, and for one another's results, are taken to
+# fill
+ISSUED = 0.7
 SHARED_BYTES_OF_A_BLOCK = 1024  # what the system keeps in shared memory for each resident block
 
 
@@ -34,12 +37,14 @@ class Target:
     copy_bandwidth: float
 
     def budget(self, stored_bits: float) -> float:
-        """Return the instructions per cached element that can be issued while memory delivers its `stored_bits` bits."""
+        """Return the instructions per cached element that can be issued while memory delivers its
+        `stored_bits` bits."""
         issued = self.cores * LANES_PER_SM * self.sustained_clock * 1e9
         return issued / (self.copy_bandwidth * 8 / stored_bits)
 
     def warps_per_sm(self, registers: int, threads: int, shared_bytes: int) -> int:
-        """Return the number of warps resident on a multiprocessor at once, for a kernel with blocks of `threads` threads."""
+        """Return the number of warps resident on a multiprocessor at once, for a kernel with blocks
+        of `threads` threads."""
         warps = -(-threads // 32)
         registers_of_a_warp = -(-max(registers, 1) // 8) * 8 * 32
         by_registers = REGISTERS_PER_SM // registers_of_a_warp // warps
@@ -48,7 +53,8 @@ class Target:
 
     @property
     def config(self) -> str:
-        """Return the `target_config` of jax.experimental.topologies: XLA's GpuTargetConfigProto as text."""
+        """Return the `target_config` of jax.experimental.topologies: XLA's GpuTargetConfigProto as
+        text."""
         major, minor = self.capability
         device = {
             "threads_per_block_limit": 1024,
@@ -71,8 +77,10 @@ class Target:
         }
         fields = " ".join(f"{key}: {value}" for key, value in device.items())
         return (
-            f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
-            f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{self.device_kind}"'
+            f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor}"
+            " } } "
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 }'
+            f' device_description_str: "{self.device_kind}"'
         )
 
 
@@ -107,7 +115,9 @@ A100 = Target(
 # Compiled for, and not held against limits: their clocks and bandwidths are the makers' figures.
 L40 = Target(
     name="l40",
-    device_kind="NVIDIA L40",  # from 0.11 on JAX compiles for GPUs that are not there by their names, and does not know an L40S's
+    # from 0.11 on JAX compiles for GPUs that are not there by their names, and does not know an
+    # L40S's
+    device_kind="NVIDIA L40",
     capability=(8, 9),
     architecture="sm_89",
     cores=142,

@@ -14,7 +14,8 @@ _INSTALL = 'pip install "kvq-jax[aot]" (the extra `aot`)'
 
 
 def find_tool(name: str) -> pathlib.Path:
-    """Find `ptxas` or `nvdisasm`: in NVIDIA's Python packages, whose versions are known, or else on PATH. Raise RuntimeError if absent."""
+    """Find `ptxas` or `nvdisasm`: in NVIDIA's Python packages, whose versions are known, or else on
+    PATH. Raise RuntimeError if absent."""
     nvidia = _spec("nvidia")
     for folder in (nvidia.submodule_search_locations or ()) if nvidia else ():
         if place := sorted(pathlib.Path(folder).glob(f"*/bin/{name}")):
@@ -25,7 +26,8 @@ def find_tool(name: str) -> pathlib.Path:
 
 
 def cuda_plugin() -> str:
-    """Return the module of JAX's CUDA plugin, which compiles without a GPU too. Raise RuntimeError where there is none."""
+    """Return the module of JAX's CUDA plugin, which compiles without a GPU too. Raise RuntimeError
+    where there is none."""
     for name in CUDA_PLUGINS:
         if _spec(name):
             return name
@@ -47,7 +49,9 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a tool to its end. Raise RuntimeError with its output where it fails."""
     done = subprocess.run([str(find_tool(name)), *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{name} {' '.join(arguments)} failed: {(done.stderr or done.stdout)[:2000]}")
+        raise RuntimeError(
+            f"{name} {' '.join(arguments)} failed: {(done.stderr or done.stdout)[:2000]}"
+        )
     return done
 
 

@@ -1,1 +1,2 @@
-"""Predictions of a small model through each cache: the papers' tables, our own, and studies of one paper."""
+"""Predictions of a small model through each cache: the papers' tables, our own, and studies of one
+paper."""

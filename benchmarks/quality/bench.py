@@ -1,4 +1,5 @@
-"""Run the comparisons of a suite: every cache read as a model that decodes reads it, calibrated where it must be, on every variant."""
+"""Run the comparisons of a suite: every cache read as a model that decodes reads it, calibrated
+where it must be, on every variant."""
 
 from __future__ import annotations
 
@@ -39,20 +40,48 @@ TOGETHER = 6  # caches that are compared with one run of the full-precision mode
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that a `Bench` reads."""
     add_model(parser)
-    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that is scored")
-    parser.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="the calibration text")
-    parser.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, help="another such text, where a table compares two")
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
-    parser.add_argument("--windows", type=int, default=12, help="windows of the text; intervals are over them")
+    parser.add_argument(
+        "--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that is scored"
+    )
+    parser.add_argument(
+        "--calibration-text",
+        metavar="FILE",
+        type=pathlib.Path,
+        required=True,
+        help="the calibration text",
+    )
+    parser.add_argument(
+        "--other-calibration-text",
+        metavar="FILE",
+        type=pathlib.Path,
+        help="another such text, where a table compares two",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go"
+    )
+    parser.add_argument(
+        "--windows", type=int, default=12, help="windows of the text; intervals are over them"
+    )
     parser.add_argument("--window", type=int, default=768, help="tokens of a window")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a window that are a prompt, and not scored")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=256,
+        help="tokens of a window that are a prompt, and not scored",
+    )
     parser.add_argument("--samples", type=int, default=16, help="calibration samples")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a calibration sample")
-    parser.add_argument("--work", metavar="DIR", type=pathlib.Path, help="keep calibration samples here, for other runs (default: no)")
+    parser.add_argument(
+        "--work",
+        metavar="DIR",
+        type=pathlib.Path,
+        help="keep calibration samples here, for other runs (default: no)",
+    )
 
 
 class Wanted(NamedTuple):
-    """One cache to measure: its spec as text, whether it is calibrated on the other text, the model's variant, and how it is run."""
+    """One cache to measure: its spec as text, whether it is calibrated on the other text, the
+    model's variant, and how it is run."""
 
     cache: str
     other_text: bool
@@ -65,7 +94,8 @@ class Wanted(NamedTuple):
 
 
 class Bench:
-    """The model, its variants and texts, and what was calibrated and measured so far; neither is done again."""
+    """The model, its variants and texts, and what was calibrated and measured so far; neither is
+    done again."""
 
     def __init__(self, options: argparse.Namespace):
         plain, self.tokenizer = load_llama(options.model, dtype="float32")
@@ -73,11 +103,16 @@ class Bench:
         self.name = f"{shown(options.model)}, {_heads(plain)}"
         self.options = options
         self.work = options.work or options.json.with_name(f"{options.json.stem}.unfinished")
-        self.texts = {name: self._read(getattr(options, name)) for name in TEXTS if getattr(options, name)}
+        self.texts = {
+            name: self._read(getattr(options, name)) for name in TEXTS if getattr(options, name)
+        }
         self.rows = self._windows()
         texts = {name: text.sha256 for name, (text, _) in self.texts.items()}
         sizes = {name: getattr(options, name) for name in SIZES}
-        self.journal = Journal(self.work / f"{options.json.stem}.jsonl", {"model": fingerprint(plain), **texts, **sizes})
+        self.journal = Journal(
+            self.work / f"{options.json.stem}.jsonl",
+            {"model": fingerprint(plain), **texts, **sizes},
+        )
 
     def _read(self, path: pathlib.Path) -> tuple[Text, np.ndarray]:
         text = path.read_text(encoding="utf-8")
@@ -85,15 +120,21 @@ class Bench:
         return Text(path.name, hashlib.sha256(text.encode()).hexdigest(), len(ids)), ids
 
     def _windows(self) -> Int[Array, "B T"]:
-        """Return windows of the text, equally spaced, each after the token that opens every text, if the tokenizer has one."""
+        """Return windows of the text, equally spaced, each after the token that opens every text,
+        if the tokenizer has one."""
         ids, opened = self.texts["text"][1], 0
         if len(ids) and ids[0] == self.tokenizer.bos_token_id:
             opened = 1
         width = self.options.window - opened
         if len(ids) < self.options.windows * width + opened:
-            raise ValueError(f"{self.options.text} has {len(ids)} tokens, fewer than {self.options.windows} windows of {width}")
+            raise ValueError(
+                f"{self.options.text} has {len(ids)} tokens, fewer than {self.options.windows}"
+                f" windows of {width}"
+            )
         starts = np.linspace(opened, len(ids) - width, self.options.windows).astype(int)
-        return jnp.asarray(np.stack([np.concatenate([ids[:opened], ids[s : s + width]]) for s in starts]))
+        return jnp.asarray(
+            np.stack([np.concatenate([ids[:opened], ids[s : s + width]]) for s in starts])
+        )
 
     def model(self, variant: str) -> Llama:
         if variant not in self.variants:
@@ -103,29 +144,41 @@ class Bench:
         return self.variants[variant]
 
     def prepared(self, wanted: Wanted) -> tuple[Llama, str]:
-        """Return the variant with the parameters that the cache needs, and the cache with what its calibration decides."""
+        """Return the variant with the parameters that the cache needs, and the cache with what its
+        calibration decides."""
         llama, spec = self.model(wanted.variant), kvq.parse(wanted.cache)
         if not needs(spec, llama.config):
             return prepare(llama, spec), wanted.cache
         name = "other_calibration_text" if wanted.other_text else "calibration_text"
         sizes = {"samples": self.options.samples, "length": self.options.length}
         work = self.work / wanted.variant.replace(" ", "_") / name
-        print(f"{wanted.cache}: calibrating on {self.texts[name][0].name}", file=sys.stderr, flush=True)
-        calibration = calibrate(llama, self.texts[name][1], spec, work=work, text=self.texts[name][0].name, **sizes)
+        print(
+            f"{wanted.cache}: calibrating on {self.texts[name][0].name}",
+            file=sys.stderr,
+            flush=True,
+        )
+        calibration = calibrate(
+            llama, self.texts[name][1], spec, work=work, text=self.texts[name][0].name, **sizes
+        )
         return prepare(llama, spec, calibration), str(resolved(spec, calibration))
 
     def measure(self, wanted: Iterable[Wanted]) -> None:
         """Measure what the journal does not hold, a line of progress for each cache."""
         wanted = list(dict.fromkeys(wanted))
         missing = [one for one in wanted if one.key not in self.journal.rows]
-        print(f"{len(wanted)} caches, {len(wanted) - len(missing)} of them measured before", file=sys.stderr, flush=True)
+        print(
+            f"{len(wanted)} caches, {len(wanted) - len(missing)} of them measured before",
+            file=sys.stderr,
+            flush=True,
+        )
         for _, alike in itertools.groupby(sorted(missing, key=_run_alike), key=_run_alike):
             remaining = list(alike)
             for at in range(0, len(remaining), TOGETHER):
                 self._measure_together(remaining[at : at + TOGETHER])
 
     def _measure_together(self, wanted: Sequence[Wanted]) -> None:
-        """Measure caches of one variant that are run alike, beside one full-precision model; their rows go into the journal."""
+        """Measure caches of one variant that are run alike, beside one full-precision model; their
+        rows go into the journal."""
         candidates = [self.prepared(one) for one in wanted]
         mode = "fake" if wanted[0].fake else "decode"
         found = measure_rows(candidates, self.rows, prompt=self.options.prompt, mode=mode)
@@ -146,12 +199,21 @@ class Bench:
 
 
 def run(suite: Suite, options: argparse.Namespace) -> None:
-    """Measure everything that an earlier run of the same command has not, write the report, and delete what only unfinished runs need."""
+    """Measure everything that an earlier run of the same command has not, write the report, and
+    delete what only unfinished runs need."""
     chosen = [c for c in suite.comparisons if options.only is None or options.only in c.title]
-    if options.other_calibration_text is None and any(entry.other_text for c in chosen for entry in c.entries):
-        raise ValueError("a table of this suite compares calibration texts: give --other-calibration-text")
+    if options.other_calibration_text is None and any(
+        entry.other_text for c in chosen for entry in c.entries
+    ):
+        raise ValueError(
+            "a table of this suite compares calibration texts: give --other-calibration-text"
+        )
     bench = Bench(options)
-    places = [place for comparison in chosen for place in _places(comparison, options.stressed, not options.no_fake)]
+    places = [
+        place
+        for comparison in chosen
+        for place in _places(comparison, options.stressed, not options.no_fake)
+    ]
     bench.measure(w for _, _, w in places)
     rows = []
     for comparison, entry, w in places:
@@ -177,11 +239,19 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
     bench.clean()
 
 
-def _places(comparison: Comparison, with_variants: bool, with_fakes: bool) -> Iterator[tuple[Comparison, Entry, Wanted]]:
+def _places(
+    comparison: Comparison, with_variants: bool, with_fakes: bool
+) -> Iterator[tuple[Comparison, Entry, Wanted]]:
     """Yield what has to be measured for each entry of a table."""
     for variant in VARIANTS if comparison.stressed and with_variants else (PLAIN,):
-        for entry, fake in itertools.product(comparison.entries, (False, True) if comparison.fake and with_fakes else (False,)):
-            yield comparison, entry, Wanted(str(kvq.parse(entry.cache)), entry.other_text, variant, fake)
+        for entry, fake in itertools.product(
+            comparison.entries, (False, True) if comparison.fake and with_fakes else (False,)
+        ):
+            yield (
+                comparison,
+                entry,
+                Wanted(str(kvq.parse(entry.cache)), entry.other_text, variant, fake),
+            )
 
 
 def _run_alike(wanted: Wanted) -> tuple[int, bool]:
@@ -209,24 +279,36 @@ def _measured(cache: str, llama: Llama, quality: RowQuality, window: int) -> Mea
 def _progress(wanted: Wanted, measured: Measured) -> str:
     """Render the line that is shown when a cache was measured."""
     run = f"{wanted.variant}{', fake' if wanted.fake else ''}"
-    return f"{run:15s} {wanted.cache:60s} perplexity {measured.perplexity:9.3f}  KL {measured.kl:.5f}"
+    return (
+        f"{run:15s} {wanted.cache:60s} perplexity {measured.perplexity:9.3f}  KL {measured.kl:.5f}"
+    )
 
 
 def _heads(llama: Llama) -> str:
     config = llama.config
-    return f"{config.num_hidden_layers} layers, {config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads"
+    return (
+        f"{config.num_hidden_layers} layers, {config.num_attention_heads} query heads on"
+        f" {config.num_key_value_heads} KV heads"
+    )
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """Return the command's words for the arguments of `add_arguments`; files by their names, which tell nothing of a machine."""
+    """Return the command's words for the arguments of `add_arguments`; files by their names, which
+    tell nothing of a machine."""
     given = {name.replace("_", "-"): getattr(options, name) for name in (*TEXTS, *SIZES, "json")}
     return [
         *model_words(options.model),
-        *(f"--{name} {getattr(value, 'name', value)}" for name, value in given.items() if value is not None),
+        *(
+            f"--{name} {getattr(value, 'name', value)}"
+            for name, value in given.items()
+            if value is not None
+        ),
     ]
 
 
 def _command(options: argparse.Namespace) -> list[str]:
     only = [] if options.only is None else [f"--only '{options.only}'"]
-    chosen = [f"--{name.replace('_', '-')}" for name in ("stressed", "no_fake") if getattr(options, name)]
+    chosen = [
+        f"--{name.replace('_', '-')}" for name in ("stressed", "no_fake") if getattr(options, name)
+    ]
     return ["benchmarks.quality", options.suite, *words_of(options), *chosen, *only]

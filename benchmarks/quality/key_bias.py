@@ -1,9 +1,12 @@
-"""Find the caches that collapse under a key bias, and what subtracting it restores: a small model and two biased variants of it.
+"""Find the caches that collapse under a key bias, and what subtracting it restores: a small model
+and two biased variants of it.
 
-    wide   `kvq stress --key-bias` (kvq_tools/evaluation/stress.py): heads of twice the width, a constant in channels that no
-           query reads. The same dense outputs. Plain is the model with the same wide heads and no constant.
-    slow   the same constant in the two slowest RoPE pairs of every head, which queries do read. Where those turn by a small angle over the
-           window, every key's score moves by the same amount and the outputs by little; KL is from the variant's own exact outputs.
+    wide   `kvq stress --key-bias` (kvq_tools/evaluation/stress.py): heads of twice the width, a
+           constant in channels that no query reads. The same dense outputs. Plain is the model with
+           the same wide heads and no constant.
+    slow   the same constant in the two slowest RoPE pairs of every head, which queries do read.
+           Where those turn by a small angle over the window, every key's score moves by the same
+           amount and the outputs by little; KL is from the variant's own exact outputs.
 
 The page in benchmarks/results comes from the JSON.
 """
@@ -69,7 +72,8 @@ HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One cache of a plain model, of its biased variant, and of that one with the option, if the cache takes it."""
+    """One cache of a plain model, of its biased variant, and of that one with the option, if the
+    cache takes it."""
 
     plain: Quality
     biased: Quality
@@ -90,7 +94,8 @@ class BiasRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BiasReport(Report):
-    """Rows and what they were measured on. Tokens of a window's prompt are prefilled and not scored."""
+    """Rows and what they were measured on. Tokens of a window's prompt are prefilled and not
+    scored."""
 
     model: str
     text: str
@@ -106,23 +111,37 @@ class BiasReport(Report):
 
 
 def text_windows(ids: Int[np.ndarray, " S"], count: int, width: int) -> Int[Array, "B T"]:
-    """Return windows of a text, equally spaced, each after the token that opens it. ValueError where the text is too short."""
+    """Return windows of a text, equally spaced, each after the token that opens it. ValueError
+    where the text is too short."""
     if len(ids) < count * (width - 1) + 1:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than {count} windows of {width}")
     starts = np.linspace(1, len(ids) - width + 1, count).astype(int)
-    return jnp.asarray(np.stack([np.concatenate([ids[:1], ids[s : s + width - 1]]) for s in starts]))
+    return jnp.asarray(
+        np.stack([np.concatenate([ids[:1], ids[s : s + width - 1]]) for s in starts])
+    )
 
 
 def with_slow_bias(llama: Llama, magnitude: float, seed: int) -> Llama:
-    """Return the model with a constant of random signs in the slowest RoPE pairs of its keys, before RoPE."""
+    """Return the model with a constant of random signs in the slowest RoPE pairs of its keys,
+    before RoPE."""
     config, rng = llama.config, np.random.default_rng([seed, 3])
-    widths = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads, "v_proj": config.num_key_value_heads}
+    widths = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": config.num_key_value_heads,
+        "v_proj": config.num_key_value_heads,
+    }
     biases = {f"{name}.bias": np.zeros(heads * config.head_dim) for name, heads in widths.items()}
     weights = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
     for layer in range(config.num_hidden_layers):
         constant = np.zeros((config.num_key_value_heads, 2, config.head_dim // 2))
-        constant[..., -SLOW_PAIRS:] = magnitude * rng.choice([-1.0, 1.0], constant[..., -SLOW_PAIRS:].shape)
-        new = {**biases, "k_proj.bias": constant.ravel(), "o_proj.bias": np.zeros(config.hidden_size)}
+        constant[..., -SLOW_PAIRS:] = magnitude * rng.choice(
+            [-1.0, 1.0], constant[..., -SLOW_PAIRS:].shape
+        )
+        new = {
+            **biases,
+            "k_proj.bias": constant.ravel(),
+            "o_proj.bias": np.zeros(config.hidden_size),
+        }
         for name, bias in new.items():
             path = f"layers.{layer}.{name}"
             weights[path] = weights.get(path, 0) + jnp.asarray(bias, jnp.float32)
@@ -139,20 +158,26 @@ class Texts:
     calibration: Int[np.ndarray, " S"]
 
     def prepared(self, llama: Llama, cache: str) -> Llama:
-        """Return the model with the parameters that the cache needs. ValueError where the model or the cache refuses."""
+        """Return the model with the parameters that the cache needs. ValueError where the model or
+        the cache refuses."""
         spec = kvq.parse(cache)
         if not needs(spec, llama.config):
             return prepare(llama, spec)
         with tempfile.TemporaryDirectory() as work:
             length = min(CALIBRATED, len(self.calibration) // 2)
-            return prepare(llama, spec, calibrate(llama, self.calibration, spec, samples=SAMPLES, length=length, work=work))
+            return prepare(
+                llama,
+                spec,
+                calibrate(llama, self.calibration, spec, samples=SAMPLES, length=length, work=work),
+            )
 
     def through(self, llama: Llama, cache: str) -> Quality:
         return measure(self.prepared(llama, cache), cache, self.rows, self.prompt)
 
 
 def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -> BiasRow:
-    """Measure one cache of `CACHES` through all models; `models` are (plain, biased) by the variant's name."""
+    """Measure one cache of `CACHES` through all models; `models` are (plain, biased) by the
+    variant's name."""
     shares, cache = CACHES[label]
     option, refused = f"{cache},subtract_bias=true", ""
     try:
@@ -164,7 +189,9 @@ def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -
         subtracted = None if refused else texts.through(biased, option)
         return Variant(texts.through(plain, cache), texts.through(biased, cache), subtracted)
 
-    return BiasRow(label, shares, cache, refused, **{name: variant(*pair) for name, pair in models.items()})
+    return BiasRow(
+        label, shares, cache, refused, **{name: variant(*pair) for name, pair in models.items()}
+    )
 
 
 def run(options: argparse.Namespace) -> BiasReport:
@@ -175,19 +202,33 @@ def run(options: argparse.Namespace) -> BiasReport:
         np.asarray(tokenizer(found, verbose=False).input_ids, np.int32)
         for found in (text, options.calibration_text.read_text(encoding="utf-8"))
     )
-    texts = Texts(text_windows(scored, options.windows, options.window), options.prompt, calibration)
+    texts = Texts(
+        text_windows(scored, options.windows, options.window), options.prompt, calibration
+    )
     models = {
-        "wide": (stressed(llama, Stress(key_bias=0.0)), stressed(llama, Stress(key_bias=options.key_bias, seed=options.seed))),
+        "wide": (
+            stressed(llama, Stress(key_bias=0.0)),
+            stressed(llama, Stress(key_bias=options.key_bias, seed=options.seed)),
+        ),
         "slow": (llama, with_slow_bias(llama, options.key_bias, options.seed)),
     }
     exact = {"plain": llama, **{name: biased for name, (_, biased) in models.items()}}
     perplexities = {name: texts.through(model, "dense").perplexity for name, model in exact.items()}
-    print("exact perplexity:", ", ".join(f"{name} {value:.4f}" for name, value in perplexities.items()), file=sys.stderr, flush=True)
+    print(
+        "exact perplexity:",
+        ", ".join(f"{name} {value:.4f}" for name, value in perplexities.items()),
+        file=sys.stderr,
+        flush=True,
+    )
     found = []
     for label in CACHES:
         found.append(measured(models, label, texts))
         for name in models:
-            kls = (f"{what} {quality['kl']:.5f}" for what, quality in dataclasses.asdict(getattr(found[-1], name)).items() if quality)
+            kls = (
+                f"{what} {quality['kl']:.5f}"
+                for what, quality in dataclasses.asdict(getattr(found[-1], name)).items()
+                if quality
+            )
             print(f"{label:26s} {name}: KL {', '.join(kls)}", file=sys.stderr, flush=True)
     return BiasReport(
         title="Key biases, and caches without them",
@@ -210,27 +251,39 @@ def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
     files = model_words(options.model)
     files += [] if options.text == PASSAGE else [f"--text {options.text.name}"]
-    files += [] if options.calibration_text == PASSAGE else [f"--calibration-text {options.calibration_text.name}"]
-    sizes = (f"--{name.replace('_', '-')} {getattr(options, name)}" for name in ("key_bias", "windows", "window", "prompt", "seed"))
+    files += (
+        []
+        if options.calibration_text == PASSAGE
+        else [f"--calibration-text {options.calibration_text.name}"]
+    )
+    sizes = (
+        f"--{name.replace('_', '-')} {getattr(options, name)}"
+        for name in ("key_bias", "windows", "window", "prompt", "seed")
+    )
     return ["benchmarks.quality.key_bias", *files, *sizes, f"--json {options.json.name}"]
 
 
 def page(report: BiasReport, file: pathlib.Path) -> str:
-    """Render what a key bias does to caches, and what is left of that when it is subtracted: two variants of the model, side by side."""
+    """Render what a key bias does to caches, and what is left of that when it is subtracted: two
+    variants of the model, side by side."""
     exact = {variant: f"{perplexity:.3f}" for variant, perplexity in report.perplexities.items()}
     said = (
-        f"Model: {report.model}, float32; {report.windows} windows of {report.window} tokens of {report.text}, the first {report.prompt} "
-        "of each a prompt and not scored. KL is from the exact outputs of the same model. KVQuant is calibrated on "
-        f"{report.calibration_text}."
+        f"Model: {report.model}, float32; {report.windows} windows of {report.window} tokens of"
+        f" {report.text}, the first {report.prompt} of each a prompt and not scored. KL is from the"
+        f" exact outputs of the same model. KVQuant is calibrated on {report.calibration_text}."
     )
     return "\n\n".join(
         (
             *head(report, file, said),
-            f"Unread: `kvq stress --key-bias {report.key_bias:g}`, heads of twice the width with constants that no query reads; "
-            f"exact perplexity {exact['plain']} without them and {exact['wide']} with them. Read: {report.key_bias:g} in the slowest RoPE "
-            f"pairs of every head, which queries read; exact perplexity {exact['slow']}. Refused: the cache holds no keys, and adds their "
-            "bias when it rebuilds them. SQuat's two numbers without a bias differ because its lam weighs squares of queries, which heads "
-            "of twice the width double.",
+            (
+                f"Unread: `kvq stress --key-bias {report.key_bias:g}`, heads of twice the width"
+                f" with constants that no query reads; exact perplexity {exact['plain']} without"
+                f" them and {exact['wide']} with them. Read: {report.key_bias:g} in the slowest"
+                f" RoPE pairs of every head, which queries read; exact perplexity {exact['slow']}."
+                " Refused: the cache holds no keys, and adds their bias when it rebuilds them."
+                " SQuat's two numbers without a bias differ because its lam weighs squares of"
+                " queries, which heads of twice the width double."
+            ),
             table(HEADER, map(_bias_line, report.rows)),
         )
     )
@@ -238,19 +291,35 @@ def page(report: BiasReport, file: pathlib.Path) -> str:
 
 def _bias_line(row: BiasRow) -> tuple[str, ...]:
     found = (kl for v in (row.wide, row.slow) for kl in (v.plain, v.biased, v.subtracted))
-    return row.label, f"`{row.cache}`", row.shares, *("refused" if quality is None else f"{quality.kl:.5f}" for quality in found)
+    return (
+        row.label,
+        f"`{row.cache}`",
+        row.shares,
+        *("refused" if quality is None else f"{quality.kl:.5f}" for quality in found),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser("benchmarks.quality.key_bias", __doc__)
-    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that is scored")
     parser.add_argument(
-        "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that caches are calibrated on"
+        "--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that is scored"
+    )
+    parser.add_argument(
+        "--calibration-text",
+        metavar="FILE",
+        type=pathlib.Path,
+        default=PASSAGE,
+        help="the text that caches are calibrated on",
     )
     parser.add_argument("--key-bias", type=float, default=100.0, help="magnitude of the constant")
     parser.add_argument("--windows", type=int, default=4, help="windows of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a window that are a prompt, and not scored")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=128,
+        help="tokens of a window that are a prompt, and not scored",
+    )
     parser.add_argument("--seed", type=int, default=0, help="draws the signs of the constants")
     run_study(parser, argv, run)
 

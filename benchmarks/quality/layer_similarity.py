@@ -1,15 +1,19 @@
-"""Measure how alike successive layers' inputs, keys and values are: Figure 3 of the XQuant paper in numbers.
+"""Measure how alike successive layers' inputs, keys and values are: Figure 3 of the XQuant paper in
+numbers.
 
     cosine    mean over the tokens of  a_i . a_{i-1} / (|a_i| |a_{i-1}|)
-    range     mean over the tokens and their groups of channels of  (max - min) of a_i - a_{i-1}  over  (max - min) of a_i
+    range     mean over the tokens and their groups of channels of  (max - min) of a_i - a_{i-1}
+              over  (max - min) of a_i
 
-The range sets the step of a uniform quantizer, so where it is below 1, XQuant-CL's differences are easier to code than what they are taken
-of. Rows are those of the exact forward pass over windows of a text, each a sequence of its own; means are over the tokens of all windows,
-and a bootstrap draws whole windows. Post-norm X is the normalized input, which XQuant caches and the figure shows; unit-norm X
-leaves the layer's own gains out; the residual stream is what both are made of; keys are before RoPE, all heads of a token together. The
-JSON, and the plot beside it:
+The range sets the step of a uniform quantizer, so where it is below 1, XQuant-CL's differences are
+easier to code than what they are taken of. Rows are those of the exact forward pass over windows of
+a text, each a sequence of its own; means are over the tokens of all windows, and a bootstrap draws
+whole windows. Post-norm X is the normalized input, which XQuant caches and the figure shows;
+unit-norm X leaves the layer's own gains out; the residual stream is what both are made of; keys are
+before RoPE, all heads of a token together. The JSON, and the plot beside it:
 
-    python -m benchmarks.quality.layer_similarity --model smollm2 --text FILE --json benchmarks/results/layer_similarity_smollm2.json
+    python -m benchmarks.quality.layer_similarity --model smollm2 --text FILE --json
+    benchmarks/results/layer_similarity_smollm2.json
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ FIELDS = {"cosines": "cosine", "ranges": "range of the difference, relative"}
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A layer and the one before it: a cosine and a range of each window for each of `KINDS`, [windows][kinds]."""
+    """A layer and the one before it: a cosine and a range of each window for each of `KINDS`,
+    [windows][kinds]."""
 
     layer: int
     cosines: tuple[tuple[float, ...], ...]
@@ -60,8 +65,13 @@ class SimilarityReport(Report):
     pairs: tuple[Pair, ...]
 
     def means(self, field: str, start: int, stop: int | None = None) -> list[Estimate]:
-        """Return the mean of a field over the pairs of layers start .. stop - 1, to the last without stop, for each kind."""
-        pairs = [getattr(pair, field) for pair in self.pairs if start <= pair.layer and (stop is None or pair.layer < stop)]
+        """Return the mean of a field over the pairs of layers start .. stop - 1, to the last
+        without stop, for each kind."""
+        pairs = [
+            getattr(pair, field)
+            for pair in self.pairs
+            if start <= pair.layer and (stop is None or pair.layer < stop)
+        ]
         columns = np.mean(pairs, axis=0).T.tolist()  # [kinds][windows]
         return [Estimate(float(np.mean(column)), mean_interval(column)) for column in columns]
 
@@ -76,8 +86,13 @@ def rows_of(inputs: kvq.LayerInputs) -> tuple[Float[np.ndarray, "T C"], ...]:
     assert inputs.residual is not None
     assert inputs.k_pre is not None
     unit = inputs.residual / jnp.sqrt(jnp.mean(jnp.square(inputs.residual), axis=-1, keepdims=True))
-    keys, values = (jnp.moveaxis(rows, 1, 2).reshape(*inputs.x.shape[:2], -1) for rows in (inputs.k_pre, inputs.v))
-    x, unit_rows, stream, k, v = (np.asarray(rows[0], np.float32) for rows in (inputs.x, unit, inputs.residual, keys, values))
+    keys, values = (
+        jnp.moveaxis(rows, 1, 2).reshape(*inputs.x.shape[:2], -1)
+        for rows in (inputs.k_pre, inputs.v)
+    )
+    x, unit_rows, stream, k, v = (
+        np.asarray(rows[0], np.float32) for rows in (inputs.x, unit, inputs.residual, keys, values)
+    )
     return x, unit_rows, stream, k, v
 
 
@@ -87,8 +102,11 @@ def cosine(rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T C"]) -> 
     return float(np.mean(np.sum(rows * before, axis=1) / lengths))
 
 
-def relative_range(rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T C"], group: int) -> float:
-    """Return the mean range of a group of the difference over that of the rows. ValueError where the group does not divide the width."""
+def relative_range(
+    rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T C"], group: int
+) -> float:
+    """Return the mean range of a group of the difference over that of the rows. ValueError where
+    the group does not divide the width."""
     if rows.shape[1] % group:
         raise ValueError(f"groups of {group} channels do not divide rows of {rows.shape[1]}")
 
@@ -98,19 +116,28 @@ def relative_range(rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T 
     return float(np.mean(ranges(rows - before) / ranges(rows)))
 
 
-def measured(layers: Sequence[kvq.LayerInputs], group: int) -> tuple[list[list[float]], list[list[float]]]:
+def measured(
+    layers: Sequence[kvq.LayerInputs], group: int
+) -> tuple[list[list[float]], list[list[float]]]:
     """Return the cosines and the ranges of one sequence, [pairs][kinds]."""
     rows = list(map(rows_of, layers))
     pairs = [list(zip(after, before, strict=True)) for before, after in itertools.pairwise(rows)]
     cosines = [[round(cosine(after, before), 5) for after, before in pair] for pair in pairs]
-    return cosines, [[round(relative_range(after, before, group), 5) for after, before in pair] for pair in pairs]
+    return cosines, [
+        [round(relative_range(after, before, group), 5) for after, before in pair] for pair in pairs
+    ]
 
 
 def run(options: argparse.Namespace) -> SimilarityReport:
-    """Measure every pair of layers. ValueError where the text is too short, or a group does not divide the model's widths."""
+    """Measure every pair of layers. ValueError where the text is too short, or a group does not
+    divide the model's widths."""
     llama, tokenizer = load_llama(options.model, dtype="float32")
-    windows = first_tokens(tokenizer, options.text, options.windows * options.tokens).reshape(options.windows, options.tokens)
-    cosines, ranges = zip(*(measured(layer_inputs(llama, window), options.group) for window in windows), strict=True)
+    windows = first_tokens(tokenizer, options.text, options.windows * options.tokens).reshape(
+        options.windows, options.tokens
+    )
+    cosines, ranges = zip(
+        *(measured(layer_inputs(llama, window), options.group) for window in windows), strict=True
+    )
     by_layer = zip(zip(*cosines, strict=True), zip(*ranges, strict=True), strict=True)
     return SimilarityReport(
         title=f"Similarity of successive layers, {shown(options.model)}",
@@ -121,7 +148,10 @@ def run(options: argparse.Namespace) -> SimilarityReport:
         tokens=options.tokens,
         group=options.group,
         kinds=KINDS,
-        pairs=tuple(Pair(layer, *(tuple(map(tuple, field)) for field in fields)) for layer, fields in enumerate(by_layer, start=1)),
+        pairs=tuple(
+            Pair(layer, *(tuple(map(tuple, field)) for field in fields))
+            for layer, fields in enumerate(by_layer, start=1)
+        ),
     )
 
 
@@ -129,22 +159,34 @@ def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
     model = model_words(options.model)
     sizes = [f"--{name} {getattr(options, name)}" for name in ("windows", "tokens", "group")]
-    return ["benchmarks.quality.layer_similarity", *model, f"--text {options.text.name}", *sizes, f"--json {options.json.name}"]
+    return [
+        "benchmarks.quality.layer_similarity",
+        *model,
+        f"--text {options.text.name}",
+        *sizes,
+        f"--json {options.json.name}",
+    ]
 
 
 def page(report: SimilarityReport, file: pathlib.Path) -> str:
     """Render cosines and ranges of every pair, and their means."""
     said = (
-        f"Model: {report.model}, the first {report.windows} windows of {report.tokens} tokens of {report.text}, exact. Each layer with the "
-        f"one before it. Ranges are of groups of {report.group} channels of a token: that of the difference over that of the layer's own "
-        "rows. Brackets hold 95 % bootstrap intervals over the windows."
+        f"Model: {report.model}, the first {report.windows} windows of {report.tokens} tokens of"
+        f" {report.text}, exact. Each layer with the one before it. Ranges are of groups of"
+        f" {report.group} channels of a token: that of the difference over that of the layer's own"
+        " rows. Brackets hold 95 % bootstrap intervals over the windows."
     )
     parts = [*head(report, file, said), f"![similarity by layer]({file.stem}.png)"]
     for field, name in FIELDS.items():
         lines = [("mean", *_cells(report.means(field, 1)))]
         if report.pairs[-1].layer > FIRST_DIFFERENCE:
-            lines.append((f"mean from {FIRST_DIFFERENCE} on", *_cells(report.means(field, FIRST_DIFFERENCE))))
-        lines += [(str(pair.layer), *_cells(found)) for pair, found in zip(report.pairs, report.of_layers(field), strict=True)]
+            lines.append(
+                (f"mean from {FIRST_DIFFERENCE} on", *_cells(report.means(field, FIRST_DIFFERENCE)))
+            )
+        lines += [
+            (str(pair.layer), *_cells(found))
+            for pair, found in zip(report.pairs, report.of_layers(field), strict=True)
+        ]
         parts.append(table((f"{name.capitalize()}: layer", *report.kinds), lines))
     return "\n\n".join(parts)
 
@@ -154,7 +196,8 @@ def _cells(found: Sequence[Estimate]) -> list[str]:
 
 
 def draw(report: SimilarityReport) -> Any:
-    """Draw a figure: cosines on the left, ranges on the right, by layer, with bands that are the intervals."""
+    """Draw a figure: cosines on the left, ranges on the right, by layer, with bands that are the
+    intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -163,24 +206,43 @@ def draw(report: SimilarityReport) -> Any:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5))
     layers = [pair.layer for pair in report.pairs]
     for axis, (field, name) in zip(axes, FIELDS.items(), strict=True):
-        for kind, found in zip(report.kinds, zip(*report.of_layers(field), strict=True), strict=True):
+        for kind, found in zip(
+            report.kinds, zip(*report.of_layers(field), strict=True), strict=True
+        ):
             axis.plot(layers, [one.value for one in found], marker="o", markersize=3, label=kind)
-            axis.fill_between(layers, *zip(*(one.interval for one in found), strict=True), alpha=0.25)
+            axis.fill_between(
+                layers, *zip(*(one.interval for one in found), strict=True), alpha=0.25
+            )
         axis.set(xlabel="layer", ylabel=f"{name}, to the layer before")
         axis.grid(alpha=0.3)
     axes[1].axhline(1, color="grey", linewidth=0.8)
     axes[0].legend(fontsize="small")
-    figure.suptitle(f"{report.model}: {report.windows} windows of {report.tokens} tokens of {report.text}")
+    figure.suptitle(
+        f"{report.model}: {report.windows} windows of {report.tokens} tokens of {report.text}"
+    )
     figure.tight_layout()
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser("benchmarks.quality.layer_similarity", __doc__, plot=True)
-    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that the model reads")
-    parser.add_argument("--windows", type=int, default=8, help="windows of it, from its beginning; intervals are over them")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=pathlib.Path,
+        required=True,
+        help="the text that the model reads",
+    )
+    parser.add_argument(
+        "--windows",
+        type=int,
+        default=8,
+        help="windows of it, from its beginning; intervals are over them",
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a window")
-    parser.add_argument("--group", type=int, default=64, help="channels of a token that share a range")
+    parser.add_argument(
+        "--group", type=int, default=64, help="channels of a token that share a range"
+    )
     run_study(parser, argv, run, draw)
 
 

@@ -31,7 +31,8 @@ class CacheSize:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The scores of one cache in one task at one length, each between 0 and 1, in the order of the samples: the same for every cache."""
+    """The scores of one cache in one task at one length, each between 0 and 1, in the order of the
+    samples: the same for every cache."""
 
     cache: str
     task: str
@@ -50,8 +51,9 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongContextReport(Report):
-    """Scores and what was asked. Where full precision is below the threshold, there are cells of full precision alone. new_tokens: the
-    longest answer of each task; calibration_text: None where no cache is calibrated."""
+    """Scores and what was asked. Where full precision is below the threshold, there are cells of
+    full precision alone. new_tokens: the longest answer of each task; calibration_text: None where
+    no cache is calibrated."""
 
     model: str
     tasks: tuple[str, ...]
@@ -69,21 +71,34 @@ class LongContextReport(Report):
 
     def found(self, cache: str, length: int) -> dict[str, Cell]:
         """Return the cells of a cache at one length by their tasks."""
-        return {cell.task: cell for cell in self.cells if (cell.cache, cell.length) == (cache, length)}
+        return {
+            cell.task: cell for cell in self.cells if (cell.cache, cell.length) == (cache, length)
+        }
 
     def asked_of_all(self, length: int) -> list[str]:
         """Return the tasks that full precision can do at this length."""
-        return [task for task, cell in self.found(FULL_PRECISION, length).items() if cell.accuracy >= self.threshold]
+        return [
+            task
+            for task, cell in self.found(FULL_PRECISION, length).items()
+            if cell.accuracy >= self.threshold
+        ]
 
     def means(self, cache: str, length: int) -> list[float]:
-        """Return the mean score over the tasks that were asked of all caches, for the first sample of each, the second, and so on."""
+        """Return the mean score over the tasks that were asked of all caches, for the first sample
+        of each, the second, and so on."""
         found = self.found(cache, length)
-        return np.mean(np.asarray([found[task].scores for task in self.asked_of_all(length)]), axis=0).tolist()
+        return np.mean(
+            np.asarray([found[task].scores for task in self.asked_of_all(length)]), axis=0
+        ).tolist()
 
 
 def page(report: LongContextReport, file: pathlib.Path) -> str:
     """Render the means of the tasks by length, and a table of tasks for each length."""
-    parts = [*head(report, file, *_said(report)), "## Mean of the tasks that full precision can do", _means(report)]
+    parts = [
+        *head(report, file, *_said(report)),
+        "## Mean of the tasks that full precision can do",
+        _means(report),
+    ]
     for length in report.lengths:
         parts += [f"## {length} tokens", _tasks(report, length)]
     return "\n\n".join(parts)
@@ -94,25 +109,41 @@ def _said(report: LongContextReport) -> list[str]:
     commits = sorted({cell.commit for cell in report.cells if cell.commit})
     named = "; ".join(f"{task}: {WORDS[task]}" for task in report.tasks if task in WORDS)
     said = [
-        f"Model: {report.model}{', prompts in its chat template' if report.chat else ''}. Cells are percent of what was asked for that the "
-        f"greedy answer says, over {report.count} samples, the same for every cache; every token is read through the cache. Brackets hold "
-        "95 % intervals: bootstrap over the samples. Where full precision itself is below "
-        f"{100 * report.threshold:g} %, no other cache was asked. A length counts prompt and answer.",
-        f"The tasks are RULER's but for passkey{f' ({named})' if named else ''}; the longest answers in tokens: {limits}.",
+        (
+            f"Model: {report.model}{', prompts in its chat template' if report.chat else ''}. Cells"
+            f" are percent of what was asked for that the greedy answer says, over {report.count}"
+            " samples, the same for every cache; every token is read through the cache. Brackets"
+            " hold 95 % intervals: bootstrap over the samples. Where full precision itself is"
+            f" below {100 * report.threshold:g} %, no other cache was asked. A length counts prompt"
+            " and answer."
+        ),
+        (
+            f"The tasks are RULER's but for passkey{f' ({named})' if named else ''}; the longest"
+            f" answers in tokens: {limits}."
+        ),
     ]
     if report.text is not None:
         said.append(f"Needles are hidden in {report.text.name}.")
     if report.calibration_text is not None:
         said.append(
-            f"KVQuant is calibrated on {report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}."
+            f"KVQuant is calibrated on {report.samples} samples of {report.sample_length} tokens of"
+            f" {report.calibration_text.name}."
         )
     return [*said, *([f"Code: {', '.join(commits)}."] if commits else [])]
 
 
 def _means(report: LongContextReport) -> str:
-    """Render a line for each cache: its mean at every length, and how many points it is away from full precision's on the same samples."""
+    """Render a line for each cache: its mean at every length, and how many points it is away from
+    full precision's on the same samples."""
     lengths = [length for length in report.lengths if report.asked_of_all(length)]
-    heads = [title for length in lengths for title in (f"{length} tokens ({len(report.asked_of_all(length))} tasks)", "to full precision")]
+    heads = [
+        title
+        for length in lengths
+        for title in (
+            f"{length} tokens ({len(report.asked_of_all(length))} tasks)",
+            "to full precision",
+        )
+    ]
     lines = []
     for size in report.caches:
         cells = []
@@ -128,7 +159,12 @@ def _tasks(report: LongContextReport, length: int) -> str:
     lines = []
     for size in report.caches:
         found = report.found(size.cache, length)
-        lines.append((*_names(size), *(_percent(found[task].scores) if task in found else "" for task in report.tasks)))
+        lines.append(
+            (
+                *_names(size),
+                *(_percent(found[task].scores) if task in found else "" for task in report.tasks),
+            )
+        )
     return table(("cache", "stored bits", *report.tasks), lines)
 
 

@@ -27,33 +27,41 @@ def page(report: QualityReport, file: pathlib.Path) -> str:
 
 def _said(report: QualityReport) -> list[str]:
     said = [
-        f"Model: {report.model}. Windows of {report.window} tokens of {report.text.name} are scored "
-        f"through the cache, {report.rows[0].tokens} tokens in all."
+        f"Model: {report.model}. Windows of {report.window} tokens of {report.text.name} are scored"
+        f" through the cache, {report.rows[0].tokens} tokens in all."
     ]
     if report.prompt:
         said.append(f"The first {report.prompt} tokens of a window are a prompt and not scored.")
     said.append(
-        "Stored bits are of a body element, windows left out; the KVQuant paper's count, where it has a rule, is for a context of "
-        f"{report.window} tokens. Cache KiB are of one window, full-precision tokens in bfloat16. KL is to the full-precision model."
+        "Stored bits are of a body element, windows left out; the KVQuant paper's count, where it"
+        f" has a rule, is for a context of {report.window} tokens. Cache KiB are of one window,"
+        " full-precision tokens in bfloat16. KL is to the full-precision model."
     )
     if report.rows[0].window_kl:
         said.append(
-            f"Brackets hold 95 % intervals: bootstrap over the {len(report.rows[0].window_kl)} windows, the ratios of two caches with the "
-            "same draws."
+            f"Brackets hold 95 % intervals: bootstrap over the {len(report.rows[0].window_kl)}"
+            " windows, the ratios of two caches with the same draws."
         )
     if any(row.fake for row in report.rows):
-        said.append("Fake: every token is quantized in one pass over the window, without windows and without a cache.")
+        said.append(
+            "Fake: every token is quantized in one pass over the window, without windows and"
+            " without a cache."
+        )
     if commits := report.commits():
         said.append(f"Code: {', '.join(commits)}.")
-    if stresses := [f"{v}: {s}" for v, s in _stresses().items() if any(row.variant == v for row in report.rows)]:
+    if stresses := [
+        f"{v}: {s}" for v, s in _stresses().items() if any(row.variant == v for row in report.rows)
+    ]:
         said.append(
-            "Beside the model as it is stand variants with the same exact outputs, made as `kvq stress` makes them: "
-            f"{'; '.join(stresses)}. Their cells, and those of grids, are perplexity (KL to exact)."
+            "Beside the model as it is stand variants with the same exact outputs, made as `kvq"
+            f" stress` makes them: {'; '.join(stresses)}. Their cells, and those of grids, are"
+            " perplexity (KL to exact)."
         )
     other = report.other_calibration_text
     if any(row.outlier_fraction for row in report.rows):
         said.append(
-            f"Calibrated on {report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}"
+            f"Calibrated on {report.samples} samples of {report.sample_length} tokens of"
+            f" {report.calibration_text.name}"
             f"{'' if other is None else f'; the other text is {other.name}'}."
         )
     return said
@@ -62,17 +70,29 @@ def _said(report: QualityReport) -> list[str]:
 def _stresses() -> dict[str, str]:
     found = {}
     for name, stress in VARIANTS.items():
-        kinds = () if stress is None else (("key", "RoPE pairs", stress.key_outliers), ("value", "channels", stress.value_outliers))
+        kinds = (
+            ()
+            if stress is None
+            else (
+                ("key", "RoPE pairs", stress.key_outliers),
+                ("value", "channels", stress.value_outliers),
+            )
+        )
         for kind, what, outliers in kinds:
             if outliers is not None:
-                found[name] = f"{outliers.channels} {what} of each head's {kind}s times {outliers.factor:g}"
+                found[name] = (
+                    f"{outliers.channels} {what} of each head's {kind}s times {outliers.factor:g}"
+                )
     return found
 
 
 def _tables(report: QualityReport, title: str) -> list[str]:
     rows, heads, variants = report.of(title), report.heads[title], report.variants(title)
     if any(row.column for row in rows):
-        return [_grid(heads, [row for row in rows if row.variant == variant], variant) for variant in variants]
+        return [
+            _grid(heads, [row for row in rows if row.variant == variant], variant)
+            for variant in variants
+        ]
     if variants == [PLAIN]:
         return [_list(report, title, rows)]
     return [table((*heads, *SIZES, *variants), _side_by_side(rows, variants))]
@@ -86,18 +106,29 @@ def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
     columns: list[Column] = [
         ("spec", lambda row: f"`{row.cache}`"),
         ("stored bits", lambda row: f"{row.stored_bits:.2f}"),
-        ("the paper's count", lambda row: "" if row.paper_bits is None else f"{row.paper_bits:.2f}"),
+        (
+            "the paper's count",
+            lambda row: "" if row.paper_bits is None else f"{row.paper_bits:.2f}",
+        ),
         ("KL", lambda row: with_interval(row.kl, row.kl_interval, ".5f")),
     ]
     against = next((row for row in rows if row.cells == report.against.get(title)), None)
     if against is not None:
-        columns.append((f"over that of {' '.join(against.cells)}", lambda row: _ratio(row, against)))
+        columns.append(
+            (f"over that of {' '.join(against.cells)}", lambda row: _ratio(row, against))
+        )
     fake = {row.cells: row for row in report.of(title, fake=True)}
     columns += [
         ("KL, fake", lambda row: _fake(fake.get(row.cells))),
-        ("perplexity", lambda row: f"{row.perplexity:.3f}{bracket(row.perplexity_interval, '.2f')}"),
+        (
+            "perplexity",
+            lambda row: f"{row.perplexity:.3f}{bracket(row.perplexity_interval, '.2f')}",
+        ),
         ("same top token", lambda row: f"{row.agreement:.2%}"),
-        ("key outliers dropped", lambda row: f"{row.dropped['k']:.1%}" if "k" in row.dropped else ""),
+        (
+            "key outliers dropped",
+            lambda row: f"{row.dropped['k']:.1%}" if "k" in row.dropped else "",
+        ),
     ]
     filled = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
     lines = ((*row.cells, *(cell(row) for _, cell in filled)) for row in rows)
@@ -109,7 +140,8 @@ def _fake(row: QualityRow | None) -> str:
 
 
 def _ratio(row: QualityRow, against: QualityRow) -> str:
-    """Render this KL over another cache's, with its interval; nothing for that cache itself and for caches without an error."""
+    """Render this KL over another cache's, with its interval; nothing for that cache itself and for
+    caches without an error."""
     interval = row.kl_ratio(against)
     if row.cells == against.cells or math.isnan(interval.low) or row.kl < NO_ERROR:
         return ""
@@ -127,7 +159,10 @@ def _side_by_side(rows: list[QualityRow], variants: list[str]) -> Iterable[tuple
 def _grid(heads: tuple[str, ...], rows: list[QualityRow], variant: str) -> str:
     columns = list(dict.fromkeys(row.column for row in rows))
     found = {(row.cells, row.column): row for row in rows}
-    lines = ((*cells, *(_cell(found[cells, column]) for column in columns)) for cells in dict.fromkeys(row.cells for row in rows))
+    lines = (
+        (*cells, *(_cell(found[cells, column]) for column in columns))
+        for cells in dict.fromkeys(row.cells for row in rows)
+    )
     return table((f"{variant}: {', '.join(heads)}", *columns), lines)
 
 

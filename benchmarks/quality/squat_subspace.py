@@ -1,16 +1,21 @@
-"""Measure how well a prompt's queries tell where later ones lie, and what it is worth: Figure 2 of the SQuat paper on a model.
+"""Measure how well a prompt's queries tell where later ones lie, and what it is worth: Figure 2 of
+the SQuat paper on a model.
 
-The model reads a prompt and writes a response without any quantization, so that errors do not change what is written (Appendix E.1): for
-each of several windows of a text, and the numbers of each are kept, so that there are intervals.
+The model reads a prompt and writes a response without any quantization, so that errors do not
+change what is written (Appendix E.1): for each of several windows of a text, and the numbers of
+each are kept, so that there are intervals.
 
     deviation = mean |q - proj(q)| / |q|              of the response's queries q from the r largest singular directions of other queries
     error     = mean |q . (k^ - k)| / sqrt(H)         of the response's queries with the prompt's keys, all of them quantized to 2 bits
 
-Figure 2 looks at queries and keys before RoPE. Here are both, for a score is made of queries and keys after it; what becomes of the errors
-where other queries span the subspace or meet the keys (the prompt's own, the response's, the prompt's turned to the response's positions);
-and how well the text that follows a prompt is predicted from a real cache of the prompt. The JSON, and the plot beside it:
+Figure 2 looks at queries and keys before RoPE. Here are both, for a score is made of queries and
+keys after it; what becomes of the errors where other queries span the subspace or meet the keys
+(the prompt's own, the response's, the prompt's turned to the response's positions); and how well
+the text that follows a prompt is predicted from a real cache of the prompt. The JSON, and the plot
+beside it:
 
-    python -m benchmarks.quality.squat_subspace --model smollm2 --text FILE --json benchmarks/results/squat_subspace_smollm2.json
+    python -m benchmarks.quality.squat_subspace --model smollm2 --text FILE --json
+    benchmarks/results/squat_subspace_smollm2.json
 """
 
 from __future__ import annotations
@@ -30,7 +35,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.squat_subspace_report import LAMS, PAPERS, SCORE_RANKS, Deviation, Prediction, ScoreError, SubspaceReport, draw
+from benchmarks.quality.squat_subspace_report import (
+    LAMS,
+    PAPERS,
+    SCORE_RANKS,
+    Deviation,
+    Prediction,
+    ScoreError,
+    SubspaceReport,
+    draw,
+)
 from benchmarks.quality.study import model_words, run_study, shown, study_parser
 from benchmarks.report_file import header
 from kvq_jax.methods.squat import subspace
@@ -57,15 +71,26 @@ CACHES = (  # in what they predict
 )
 
 
-def continued(llama: Llama, prompt: Int[np.ndarray, " P"], count: int, seed: int) -> Int[np.ndarray, " T"]:
-    """Return a prompt and the `count` tokens that the model writes after it, at temperature 1 and without quantization."""
+def continued(
+    llama: Llama, prompt: Int[np.ndarray, " P"], count: int, seed: int
+) -> Int[np.ndarray, " T"]:
+    """Return a prompt and the `count` tokens that the model writes after it, at temperature 1 and
+    without quantization."""
     cache = kvq.init_cache("dense", llama.config, 1, len(prompt) + count, "float32")
-    out = generate(llama, cache, prompt[None], max_new_tokens=count, sampling=Sampling(temperature=1.0), key=jax.random.key(seed))
+    out = generate(
+        llama,
+        cache,
+        prompt[None],
+        max_new_tokens=count,
+        sampling=Sampling(temperature=1.0),
+        key=jax.random.key(seed),
+    )
     return np.concatenate([prompt, np.asarray(out.tokens)[0, -count:]])
 
 
 def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerInputs]:
-    """Return queries, keys and values of one sequence at every layer, from the exact forward pass."""
+    """Return queries, keys and values of one sequence at every layer, from the exact forward
+    pass."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     valid, rope = positions >= 0, rope_for(llama.config, len(tokens))
     hidden = llama.embed_tokens(jnp.asarray(tokens, jnp.int32)[None])
@@ -77,17 +102,28 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerI
 
 
 @jax.jit
-def _layer(layer: Layer, hidden: HiddenBTD, positions: PositionsBT, valid: ValidBT, rope: Rope) -> tuple[kvq.LayerInputs, HiddenBTD]:
+def _layer(
+    layer: Layer, hidden: HiddenBTD, positions: PositionsBT, valid: ValidBT, rope: Rope
+) -> tuple[kvq.LayerInputs, HiddenBTD]:
     """Return what attention sees in a layer, and the layer's output."""
     inputs = layer.attention_inputs(hidden, positions, valid, rope)
-    return inputs, layer.finish(hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid))
+    return inputs, layer.finish(
+        hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid)
+    )
 
 
 def tokens_of(inputs: kvq.LayerInputs, start: int, stop: int) -> kvq.LayerInputs:
     """Return tokens start .. stop - 1 alone; positions are kept."""
-    cut: dict[str, Any] = {f: getattr(inputs, f)[:, :, start:stop] for f in ("q_pre", "q_rot", "k_pre", "k_rot", "v")}
+    cut: dict[str, Any] = {
+        f: getattr(inputs, f)[:, :, start:stop] for f in ("q_pre", "q_rot", "k_pre", "k_rot", "v")
+    }
     return dataclasses.replace(
-        inputs, x=None, residual=None, positions=inputs.positions[:, start:stop], valid=inputs.valid[:, start:stop], **cut
+        inputs,
+        x=None,
+        residual=None,
+        positions=inputs.positions[:, start:stop],
+        valid=inputs.valid[:, start:stop],
+        **cut,
     )
 
 
@@ -98,16 +134,24 @@ def before_rope(inputs: kvq.LayerInputs) -> kvq.LayerInputs:
     return dataclasses.replace(inputs, q_rot=inputs.q_pre, k_rot=inputs.k_pre)
 
 
-def score_error(queries: Float[Array, "1 N R H"], keys: Float[Array, "1 K T H"], coded: Float[Array, "1 K T H"]) -> float:
+def score_error(
+    queries: Float[Array, "1 N R H"], keys: Float[Array, "1 K T H"], coded: Float[Array, "1 K T H"]
+) -> float:
     """mean |q . (k^ - k)| / sqrt(H) over the queries of every KV head's group and its keys."""
     _, heads, _, head_dim = keys.shape
     grouped = queries.reshape(heads, -1, head_dim)
-    return float(jnp.mean(jnp.abs(jnp.einsum("krh,kth->krt", grouped, (coded - keys)[0])))) / head_dim**0.5
+    return (
+        float(jnp.mean(jnp.abs(jnp.einsum("krh,kth->krt", grouped, (coded - keys)[0]))))
+        / head_dim**0.5
+    )
 
 
 @functools.partial(jax.jit, static_argnames="heads")
-def deviations(spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H"], heads: int) -> Float[Array, " H"]:
-    """Mean deviation of `queries`, normalized, from the subspaces of rank 1, 2, ... H of `spanning`; both of the same KV heads."""
+def deviations(
+    spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H"], heads: int
+) -> Float[Array, " H"]:
+    """Mean deviation of `queries`, normalized, from the subspaces of rank 1, 2, ... H of
+    `spanning`; both of the same KV heads."""
     matrix = subspace.gram(spanning, jnp.ones((1, spanning.shape[2]), bool), heads)
     _, vectors = subspace.directions(matrix, matrix.shape[-1])
     grouped = queries.reshape(heads, -1, queries.shape[-1])
@@ -118,7 +162,8 @@ def deviations(spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A method beside KIVI on the prompt's keys: whose queries it sees, and which queries meet the keys."""
+    """A method beside KIVI on the prompt's keys: whose queries it sees, and which queries meet the
+    keys."""
 
     name: str
     squat: str
@@ -128,17 +173,39 @@ class Setting:
 
 
 def settings(inputs: kvq.LayerInputs, prompt: int) -> list[Setting]:
-    plain, given, later = before_rope(inputs), tokens_of(inputs, 0, prompt), inputs.q_rot[:, :, prompt:]
+    plain, given, later = (
+        before_rope(inputs),
+        tokens_of(inputs, 0, prompt),
+        inputs.q_rot[:, :, prompt:],
+    )
     known = jnp.tile(later, (1, 1, -(-prompt // later.shape[2]), 1))[:, :, :prompt]
     pre = "kivi:pre_rope=true"
     return [
-        Setting("queries and keys before RoPE", "squat", "kivi", tokens_of(plain, 0, prompt), plain.q_rot[:, :, prompt:]),
+        Setting(
+            "queries and keys before RoPE",
+            "squat",
+            "kivi",
+            tokens_of(plain, 0, prompt),
+            plain.q_rot[:, :, prompt:],
+        ),
         Setting("squat", "squat", "kivi", given, later),
         Setting("squat, 4 bits", "squat:bits=4", "kivi:bits=4", given, later),
         Setting("squat, met by the prompt's own queries", "squat", "kivi", given, given.q_rot),
-        Setting("squat, spanned by the response's queries", "squat", "kivi", dataclasses.replace(given, q_rot=known), later),
+        Setting(
+            "squat, spanned by the response's queries",
+            "squat",
+            "kivi",
+            dataclasses.replace(given, q_rot=known),
+            later,
+        ),
         Setting("squat:ahead=256", "squat:ahead=256", "kivi", given, later),
-        Setting("squat:ahead=256,block_channels=8", "squat:ahead=256,block_channels=8", "kivi", given, later),
+        Setting(
+            "squat:ahead=256,block_channels=8",
+            "squat:ahead=256,block_channels=8",
+            "kivi",
+            given,
+            later,
+        ),
         Setting("squat_pre", "squat_pre", pre, given, later),
         Setting("squat_pre:block_channels=8", "squat_pre:block_channels=8", pre, given, later),
     ]
@@ -152,67 +219,123 @@ def _coded(spec: str, inputs: kvq.LayerInputs) -> Float[Array, "B K T H"]:
 def layer_errors(
     inputs: kvq.LayerInputs, prompt: int, ranks: Sequence[int], lams: Sequence[float]
 ) -> Iterator[tuple[tuple[str, int | None, float | None], float]]:
-    """Yield (setting, rank, lam) and the error, for KIVI and SQuat on the prompt's keys in every setting."""
+    """Yield (setting, rank, lam) and the error, for KIVI and SQuat on the prompt's keys in every
+    setting."""
     for setting in settings(inputs, prompt):
         grid = [(rank, lam) for rank in ranks for lam in lams]
         specs: dict[tuple[int | None, float | None], str] = {(None, None): setting.kivi}
-        specs |= {(rank, lam): f"{setting.squat}{',' if ':' in setting.squat else ':'}rank={rank},lam={lam:f}" for rank, lam in grid}
+        specs |= {
+            (
+                rank,
+                lam,
+            ): f"{setting.squat}{',' if ':' in setting.squat else ':'}rank={rank},lam={lam:f}"
+            for rank, lam in grid
+        }
         for (rank, lam), spec in specs.items():
             coded = _coded(spec, setting.given)
-            yield (setting.name, rank, lam), round(score_error(setting.asking, setting.given.k_rot, coded), 6)
+            yield (
+                (setting.name, rank, lam),
+                round(score_error(setting.asking, setting.given.k_rot, coded), 6),
+            )
 
 
 def layer_deviations(
     response: kvq.LayerInputs, sources: dict[str, kvq.LayerInputs]
 ) -> Iterator[tuple[tuple[str, bool], tuple[float, ...]]]:
-    """Yield (source, rope) and the deviations by rank, of the response's queries from the subspace of each source's."""
+    """Yield (source, rope) and the deviations by rank, of the response's queries from the subspace
+    of each source's."""
     heads = response.k_rot.shape[1]
     for rope in (False, True):
         for source, given in sources.items():
-            spanning, queries = (i.q_rot if rope else before_rope(i).q_rot for i in (given, response))
+            spanning, queries = (
+                i.q_rot if rope else before_rope(i).q_rot for i in (given, response)
+            )
             found = np.asarray(deviations(spanning, queries, heads))
-            yield (source, rope), tuple(round(float(found[rank - 1]), 5) for rank in RANKS if rank <= len(found))
+            yield (
+                (source, rope),
+                tuple(round(float(found[rank - 1]), 5) for rank in RANKS if rank <= len(found)),
+            )
 
 
-def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following: int) -> Iterator[Prediction]:
-    """Windows of the text, side by side: their first `prompt` tokens are prefilled, the next are scored through the cache. None of an empty
-    text."""
+def predictions(
+    llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following: int
+) -> Iterator[Prediction]:
+    """Windows of the text, side by side: their first `prompt` tokens are prefilled, the next are
+    scored through the cache. None of an empty text."""
     count = len(ids) // (prompt + following)
     if not count:
         return
     windows = ids[: count * (prompt + following)].reshape(count, -1)
     for spec in CACHES:
-        cache = kvq.init_cache(f"{spec}{',' if ':' in spec else ':'}recent=0", llama.config, count, prompt + following + 32, "float32")
+        cache = kvq.init_cache(
+            f"{spec}{',' if ':' in spec else ':'}recent=0",
+            llama.config,
+            count,
+            prompt + following + 32,
+            "float32",
+        )
         _, cache = prefill(llama, cache, windows[:, :prompt])
         logprobs, _ = score(llama, cache, windows[:, prompt:])
         nats = -np.asarray(jnp.mean(logprobs[:, 1:], axis=1))  # the first token is only read
-        yield Prediction(spec, count * (following - 1), tuple(round(float(window), 5) for window in nats))
+        yield Prediction(
+            spec, count * (following - 1), tuple(round(float(window), 5) for window in nats)
+        )
 
 
 def run(options: argparse.Namespace) -> SubspaceReport:
-    """Measure everything. ValueError where a text is too short, or the paper's own lambda and rank are not asked for."""
+    """Measure everything. ValueError where a text is too short, or the paper's own lambda and rank
+    are not asked for."""
     if PAPERS not in options.lam or 5 not in options.rank:
         raise ValueError(f"--lam must name {PAPERS:g} and --rank 5, the paper's own")
-    text, other, prompt, response = options.text, options.other_text, options.prompt, options.response
+    text, other, prompt, response = (
+        options.text,
+        options.other_text,
+        options.prompt,
+        options.response,
+    )
     llama, tokenizer = load_llama(options.model, dtype="float32")
-    ids, other_ids = (np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32) for f in (text, other))
+    ids, other_ids = (
+        np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
+        for f in (text, other)
+    )
     total, head_dim = prompt + response, llama.config.head_dim
     if max(options.rank) > head_dim:
-        raise ValueError(f"rank {max(options.rank)} must be at most the model's head_dim ({head_dim})")
+        raise ValueError(
+            f"rank {max(options.rank)} must be at most the model's head_dim ({head_dim})"
+        )
     needed = options.windows * total
     if len(ids) < 2 * needed or len(other_ids) < needed:
-        raise ValueError(f"{text.name} must have {2 * needed} tokens and {other.name} {needed}; they have {len(ids)} and {len(other_ids)}")
-    windows, elsewhere, foreign = (part.reshape(-1, total) for part in (ids[:needed], ids[-needed:], other_ids[:needed]))
-    found_deviations: dict[tuple[str, bool, int], list[tuple[float, ...]]] = collections.defaultdict(list)
-    found_errors: dict[tuple[str, int | None, float | None, int], list[float]] = collections.defaultdict(list)
+        raise ValueError(
+            f"{text.name} must have {2 * needed} tokens and {other.name} {needed}; they have"
+            f" {len(ids)} and {len(other_ids)}"
+        )
+    windows, elsewhere, foreign = (
+        part.reshape(-1, total) for part in (ids[:needed], ids[-needed:], other_ids[:needed])
+    )
+    found_deviations: dict[tuple[str, bool, int], list[tuple[float, ...]]] = (
+        collections.defaultdict(list)
+    )
+    found_errors: dict[tuple[str, int | None, float | None, int], list[float]] = (
+        collections.defaultdict(list)
+    )
     for window in range(options.windows):
-        sequences = continued(llama, windows[window, :prompt], response, seed=window), elsewhere[-1 - window], foreign[window]
-        for layer, (inputs, *others) in enumerate(zip(*(layer_inputs(llama, tokens) for tokens in sequences), strict=True)):
+        sequences = (
+            continued(llama, windows[window, :prompt], response, seed=window),
+            elsewhere[-1 - window],
+            foreign[window],
+        )
+        for layer, (inputs, *others) in enumerate(
+            zip(*(layer_inputs(llama, tokens) for tokens in sequences), strict=True)
+        ):
             sources = {"prompt": tokens_of(inputs, 0, prompt), "prompt and response": inputs}
             sources |= zip(("another part", "another text"), others, strict=True)
-            for (source, rope), values in layer_deviations(tokens_of(inputs, prompt, total), sources):
+            for (source, rope), values in layer_deviations(
+                tokens_of(inputs, prompt, total), sources
+            ):
                 found_deviations[source, rope, layer].append(values)
-            for (setting, rank, lam), error in layer_errors(inputs, prompt, options.rank, options.lam):
+            for (setting, rank, lam), error in layer_errors(
+                inputs, prompt, options.rank, options.lam
+            ):
                 found_errors[setting, rank, lam, layer].append(error)
         print(f"window {window + 1} of {options.windows}", file=sys.stderr, flush=True)
     return SubspaceReport(
@@ -227,9 +350,18 @@ def run(options: argparse.Namespace) -> SubspaceReport:
         ranks=tuple(rank for rank in RANKS if rank <= head_dim),
         score_ranks=tuple(options.rank),
         lams=tuple(options.lam),
-        deviations=tuple(Deviation(*key, tuple(values)) for key, values in found_deviations.items()),
+        deviations=tuple(
+            Deviation(*key, tuple(values)) for key, values in found_deviations.items()
+        ),
         errors=tuple(ScoreError(*key, tuple(values)) for key, values in found_errors.items()),
-        predictions=tuple(predictions(llama, ids[: None if options.predicted is None else options.predicted * total], prompt, response)),
+        predictions=tuple(
+            predictions(
+                llama,
+                ids[: None if options.predicted is None else options.predicted * total],
+                prompt,
+                response,
+            )
+        ),
     )
 
 
@@ -238,21 +370,61 @@ def _command(options: argparse.Namespace) -> list[str]:
     model = model_words(options.model)
     texts = [f"--text {options.text.name}", f"--other-text {options.other_text.name}"]
     sizes = [f"--{name} {getattr(options, name)}" for name in ("windows", "prompt", "response")]
-    grid = [f"--rank {' '.join(map(str, options.rank))}", f"--lam {' '.join(f'{lam:g}' for lam in options.lam)}"]
+    grid = [
+        f"--rank {' '.join(map(str, options.rank))}",
+        f"--lam {' '.join(f'{lam:g}' for lam in options.lam)}",
+    ]
     predicted = [] if options.predicted is None else [f"--predicted {options.predicted}"]
-    return ["benchmarks.quality.squat_subspace", *model, *texts, *sizes, *grid, *predicted, f"--json {options.json.name}"]
+    return [
+        "benchmarks.quality.squat_subspace",
+        *model,
+        *texts,
+        *sizes,
+        *grid,
+        *predicted,
+        f"--json {options.json.name}",
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser("benchmarks.quality.squat_subspace", __doc__, plot=True)
-    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt", help="the text")
-    parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="a text of another kind")
-    parser.add_argument("--windows", type=int, default=1, help="prompts, one after the other in the text; intervals are over them")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=pathlib.Path,
+        default=ROOT / "kvq_tools/cli/passage.txt",
+        help="the text",
+    )
+    parser.add_argument(
+        "--other-text",
+        metavar="FILE",
+        type=pathlib.Path,
+        default=ROOT / "LICENSE",
+        help="a text of another kind",
+    )
+    parser.add_argument(
+        "--windows",
+        type=int,
+        default=1,
+        help="prompts, one after the other in the text; intervals are over them",
+    )
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=256, help="tokens of a response")
-    parser.add_argument("--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors")
-    parser.add_argument("--lam", type=float, nargs="+", default=LAMS, help="lambdas of the errors; 0.001 is among them")
-    parser.add_argument("--predicted", type=int, help="windows of the text that are predicted through caches; all without it")
+    parser.add_argument(
+        "--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors"
+    )
+    parser.add_argument(
+        "--lam",
+        type=float,
+        nargs="+",
+        default=LAMS,
+        help="lambdas of the errors; 0.001 is among them",
+    )
+    parser.add_argument(
+        "--predicted",
+        type=int,
+        help="windows of the text that are predicted through caches; all without it",
+    )
     run_study(parser, argv, run, draw)
 
 

@@ -19,7 +19,8 @@ PAPERS = 1e-3  # lambda of the paper's main experiments
 
 @dataclasses.dataclass(frozen=True)
 class Deviation:
-    """source: whose queries span the subspace. rope: queries after RoPE. windows: of each window, one for each rank of the report."""
+    """source: whose queries span the subspace. rope: queries after RoPE. windows: of each window,
+    one for each rank of the report."""
 
     source: str
     rope: bool
@@ -29,7 +30,8 @@ class Deviation:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreError:
-    """setting: which keys are coded and which queries they meet. rank and lam are None for KIVI. windows: the error of each window."""
+    """setting: which keys are coded and which queries they meet. rank and lam are None for KIVI.
+    windows: the error of each window."""
 
     setting: str
     rank: int | None
@@ -40,7 +42,8 @@ class ScoreError:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """window_nats: mean -log p of the tokens after the prompt of each window, read from a cache without exact windows. tokens: of all."""
+    """window_nats: mean -log p of the tokens after the prompt of each window, read from a cache
+    without exact windows. tokens: of all."""
 
     cache: str
     tokens: int
@@ -53,8 +56,8 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubspaceReport(Report):
-    """The rows, and what they were measured on. windows: prompts with a response of their own. ranks: of the deviations; score_ranks and
-    lams: of the errors."""
+    """The rows, and what they were measured on. windows: prompts with a response of their own.
+    ranks: of the deviations; score_ranks and lams: of the errors."""
 
     model: str
     text: str
@@ -71,7 +74,9 @@ class SubspaceReport(Report):
 
     def deviation(self, source: str, rope: bool) -> list[Estimate]:
         """Return the mean over the layers for each rank."""
-        layers = [row.windows for row in self.deviations if (row.source, row.rope) == (source, rope)]
+        layers = [
+            row.windows for row in self.deviations if (row.source, row.rope) == (source, rope)
+        ]
         columns = np.mean(layers, axis=0).T.tolist()  # [ranks][windows]
         return [Estimate(float(np.mean(column)), mean_interval(column)) for column in columns]
 
@@ -79,51 +84,91 @@ class SubspaceReport(Report):
         """Return SQuat's mean error over KIVI's on the same windows, by layer."""
         ours, kivi = self._errors(setting, rank, lam), self._errors(setting, None, None)
         return {
-            layer: Estimate(float(np.mean(ours[layer]) / np.mean(kivi[layer])), ratio_interval(ours[layer], kivi[layer])) for layer in ours
+            layer: Estimate(
+                float(np.mean(ours[layer]) / np.mean(kivi[layer])),
+                ratio_interval(ours[layer], kivi[layer]),
+            )
+            for layer in ours
         }
 
     def ratio(self, setting: str, rank: int, lam: float) -> Estimate:
-        """Return SQuat's error over KIVI's, the geometric mean over the layers, all of which are of the same windows."""
-        ours, kivi = (np.asarray([*self._errors(setting, *grid).values()]).T for grid in ((rank, lam), (None, None)))  # [windows, layers]
-        return estimate(lambda weights: np.exp(np.log((weights @ ours) / (weights @ kivi)).mean(axis=1)), len(ours))
+        """Return SQuat's error over KIVI's, the geometric mean over the layers, all of which are of
+        the same windows."""
+        ours, kivi = (
+            np.asarray([*self._errors(setting, *grid).values()]).T
+            for grid in ((rank, lam), (None, None))
+        )  # [windows, layers]
+        return estimate(
+            lambda weights: np.exp(np.log((weights @ ours) / (weights @ kivi)).mean(axis=1)),
+            len(ours),
+        )
 
     def settings(self) -> list[str]:
         return list(dict.fromkeys(row.setting for row in self.errors))
 
-    def _errors(self, setting: str, rank: int | None, lam: float | None) -> dict[int, tuple[float, ...]]:
+    def _errors(
+        self, setting: str, rank: int | None, lam: float | None
+    ) -> dict[int, tuple[float, ...]]:
         """Return the errors of every window by layer."""
-        rows = (row for row in self.errors if (row.setting, row.rank, row.lam) == (setting, rank, lam))
+        rows = (
+            row for row in self.errors if (row.setting, row.rank, row.lam) == (setting, rank, lam)
+        )
         return {row.layer: row.windows for row in rows}
 
 
 def page(report: SubspaceReport, file: pathlib.Path) -> str:
     """Render where later queries lie, and what SQuat makes of it."""
     sources = dict.fromkeys(row.source for row in report.deviations)
-    found = [(f"{s}, {'after' if rope else 'before'} RoPE", report.deviation(s, rope)) for rope in (False, True) for s in sources]
+    found = [
+        (f"{s}, {'after' if rope else 'before'} RoPE", report.deviation(s, rope))
+        for rope in (False, True)
+        for s in sources
+    ]
     said = (
-        f"Model: {report.model}, {report.windows} windows of {report.prompt_tokens} tokens of {report.text}, each followed by "
-        f"{report.response_tokens} that it wrote without quantization. Another part is of the same text, another text is "
-        f"{report.other_text}. Errors are means of the windows before they are divided; all numbers are means of the layers, of ratios "
-        "geometric ones, and the file has those of each layer. Brackets hold 95 % bootstrap intervals over the windows, the same ones for "
-        "SQuat and KIVI."
+        f"Model: {report.model}, {report.windows} windows of {report.prompt_tokens} tokens of"
+        f" {report.text}, each followed by {report.response_tokens} that it wrote without"
+        f" quantization. Another part is of the same text, another text is {report.other_text}."
+        " Errors are means of the windows before they are divided; all numbers are means of the"
+        " layers, of ratios geometric ones, and the file has those of each layer. Brackets hold 95"
+        " % bootstrap intervals over the windows, the same ones for SQuat and KIVI."
     )
     parts = [
         *head(report, file, said),
         f"![deviations by rank, errors by lam]({file.stem}.png)",
-        "## Deviation of the response's queries from the subspace of other queries, by rank (the paper's Figure 2, left)",
-        table(("queries that span it", *map(str, report.ranks)), ((label, *_cells(values)) for label, values in found)),
-        "## Error of q . k for the response's queries and the prompt's keys, 2 bits, relative to KIVI's (Figure 2, right)",
-        "Squat's scores are of queries and keys after RoPE, squat_pre's of keys that were coded before it and then rotated.",
+        (
+            "## Deviation of the response's queries from the subspace of other queries, by rank"
+            " (the paper's Figure 2, left)"
+        ),
+        table(
+            ("queries that span it", *map(str, report.ranks)),
+            ((label, *_cells(values)) for label, values in found),
+        ),
+        (
+            "## Error of q . k for the response's queries and the prompt's keys, 2 bits, relative"
+            " to KIVI's (Figure 2, right)"
+        ),
+        (
+            "Squat's scores are of queries and keys after RoPE, squat_pre's of keys that were coded"
+            " before it and then rotated."
+        ),
     ]
     for setting in report.settings():
-        lines = ((str(rank), *_cells([report.ratio(setting, rank, lam) for lam in report.lams], ".3f")) for rank in report.score_ranks)
+        lines = (
+            (str(rank), *_cells([report.ratio(setting, rank, lam) for lam in report.lams], ".3f"))
+            for rank in report.score_ranks
+        )
         parts.append(table((f"{setting}: rank", *(f"lam {lam:g}" for lam in report.lams)), lines))
     parts.append("## The same by layer")
     parts += [_by_layer(report, rank) for rank in report.score_ranks if rank > 1]
     if report.predictions:
-        predicted = ((f"`{row.cache}`", with_interval(*row.nats, ".3f")) for row in report.predictions)
+        predicted = (
+            (f"`{row.cache}`", with_interval(*row.nats, ".3f")) for row in report.predictions
+        )
         parts += [
-            "## Real caches without exact windows: nats of the tokens that follow prompts of the same length in the text",
+            (
+                "## Real caches without exact windows: nats of the tokens that follow prompts of"
+                " the same length in the text"
+            ),
             table(("cache", f"nats of {report.predictions[0].tokens} tokens"), predicted),
         ]
     return "\n\n".join(parts)
@@ -142,7 +187,8 @@ def _cells(found: list[Estimate], format: str = ".2f") -> list[str]:
 
 
 def draw(report: SubspaceReport) -> Any:
-    """Draw a figure: deviations by rank on the left, errors relative to KIVI's by lam on the right, with bands that are the intervals."""
+    """Draw a figure: deviations by rank on the left, errors relative to KIVI's by lam on the right,
+    with bands that are the intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -152,9 +198,20 @@ def draw(report: SubspaceReport) -> Any:
     for i, source in enumerate(dict.fromkeys(row.source for row in report.deviations)):
         for rope, style in ((False, "-"), (True, "--")):
             label = f"{source}, {'after' if rope else 'before'} RoPE"
-            _line(left, report.ranks, report.deviation(source, rope), style, color=f"C{i}", label=label)
-    left.set(xlabel="rank of the subspace", ylabel="deviation of the response's queries", ylim=(0, 1))
-    for i, setting in enumerate(("queries and keys before RoPE", "squat", "squat:ahead=256", "squat_pre")):
+            _line(
+                left,
+                report.ranks,
+                report.deviation(source, rope),
+                style,
+                color=f"C{i}",
+                label=label,
+            )
+    left.set(
+        xlabel="rank of the subspace", ylabel="deviation of the response's queries", ylim=(0, 1)
+    )
+    for i, setting in enumerate(
+        ("queries and keys before RoPE", "squat", "squat:ahead=256", "squat_pre")
+    ):
         for rank, style in ((5, "-"), (report.score_ranks[-1], "--")):
             ratios = [report.ratio(setting, rank, lam) for lam in report.lams]
             _line(right, report.lams, ratios, style, color=f"C{i}", label=f"{setting}, rank {rank}")
@@ -164,8 +221,8 @@ def draw(report: SubspaceReport) -> Any:
         axis.grid(alpha=0.3)
         axis.legend(fontsize="x-small")
     figure.suptitle(
-        f"{report.model}: {report.windows} times {report.prompt_tokens} tokens of {report.text}, then {report.response_tokens} of its own; "
-        "mean of the layers"
+        f"{report.model}: {report.windows} times {report.prompt_tokens} tokens of {report.text},"
+        f" then {report.response_tokens} of its own; mean of the layers"
     )
     figure.tight_layout()
     return figure
@@ -173,4 +230,6 @@ def draw(report: SubspaceReport) -> Any:
 
 def _line(axis: Any, x: tuple[float, ...], found: list[Estimate], style: str, **looks: Any) -> None:
     axis.plot(x, [one.value for one in found], style, marker="o", markersize=3, **looks)
-    axis.fill_between(x, *zip(*(one.interval for one in found), strict=True), color=looks["color"], alpha=0.15)
+    axis.fill_between(
+        x, *zip(*(one.interval for one in found), strict=True), color=looks["color"], alpha=0.15
+    )

@@ -1,4 +1,5 @@
-"""What studies of a model have in common: their command line, and the names of models and the texts that it takes.
+"""What studies of a model have in common: their command line, and the names of models and the texts
+that it takes.
 
 Reports and commands name models without the folders of a machine.
 """
@@ -20,8 +21,11 @@ from kvq_models.named_models.names import EMBEDDED
 R = TypeVar("R", bound=Report)
 
 
-def study_parser(module: str, documentation: str | None, *, plot: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of `python -m module`, with --json and --model; its description is the first line of the module's docstring."""
+def study_parser(
+    module: str, documentation: str | None, *, plot: bool = False
+) -> argparse.ArgumentParser:
+    """Return the parser of `python -m module`, with --json and --model; its description is the
+    first line of the module's docstring."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=(documentation or "").partition("\n")[0],
@@ -34,7 +38,9 @@ def study_parser(module: str, documentation: str | None, *, plot: bool = False) 
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
+    parser.add_argument(
+        "--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2"
+    )
 
 
 def run_study(
@@ -43,7 +49,8 @@ def run_study(
     run: Callable[[argparse.Namespace], R],
     draw: Callable[[R], Any] | None = None,
 ) -> None:
-    """Write the report of a study, and its plot beside it; what is wrong with the input is one line and exit code 2."""
+    """Write the report of a study, and its plot beside it; what is wrong with the input is one line
+    and exit code 2."""
     options = parser.parse_args(argv)
     try:
         report = run(options)
@@ -70,5 +77,6 @@ def shown(model: str) -> str:
 
 
 def model_words(model: str) -> list[str]:
-    """Return the words of a command for a model; none for the embedded one, which is the default."""
+    """Return the words of a command for a model; none for the embedded one, which is the
+    default."""
     return [] if model == EMBEDDED else [f"--model {pathlib.Path(model).name}"]

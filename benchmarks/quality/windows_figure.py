@@ -1,4 +1,5 @@
-"""Draws quality_innerq_windows_smollm2.json: KL divergence by the number of exact tokens, Figure 5 of the InnerQ paper; a PNG beside it."""
+"""Draws quality_innerq_windows_smollm2.json: KL divergence by the number of exact tokens, Figure 5
+of the InnerQ paper; a PNG beside it."""
 
 from __future__ import annotations
 
@@ -27,14 +28,20 @@ def draw(report: QualityReport) -> Any:
         raise ValueError("no sweep of windows in this report")
     variants = report.variants(sweeps[0])
     size = 4.2 * len(variants), 3.4 * len(sweeps)
-    figure, axes = pyplot.subplots(len(sweeps), len(variants), figsize=size, squeeze=False, sharex="row", sharey=True)
+    figure, axes = pyplot.subplots(
+        len(sweeps), len(variants), figsize=size, squeeze=False, sharex="row", sharey=True
+    )
     for line, sweep in zip(axes, sweeps, strict=True):
         (head,) = report.heads[sweep]
         for axis, variant in zip(line, variants, strict=True):
             rows = [row for row in report.of(sweep) if row.variant == variant]
-            for cells, style in zip(dict.fromkeys(row.cells for row in rows), itertools.cycle(("-", "-", "--"))):
+            for cells, style in zip(
+                dict.fromkeys(row.cells for row in rows), itertools.cycle(("-", "-", "--"))
+            ):
                 points = [(int(row.column), row.kl) for row in rows if row.cells == cells]
-                axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, label=cells[0])
+                axis.plot(
+                    *zip(*points, strict=True), style, marker="o", markersize=4, label=cells[0]
+                )
             axis.set(xlabel=f"{head}, tokens", title=f"model: {variant}", yscale="log")
             axis.grid(alpha=0.3, which="both")
         line[0].set_ylabel("KL to the exact model, nats")
@@ -44,8 +51,15 @@ def draw(report: QualityReport) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.windows_figure", description=__doc__)
-    parser.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON file is (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality.windows_figure", description=__doc__
+    )
+    parser.add_argument(
+        "--folder",
+        type=pathlib.Path,
+        default=RESULTS,
+        help="where the JSON file is (default: %(default)s)",
+    )
     file = parser.parse_args(argv).folder / FILE
     try:
         figure = draw(QualityReport.read(file))

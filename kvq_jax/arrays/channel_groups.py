@@ -1,7 +1,8 @@
 """Groups of neighbouring channels of one token: inside a head, or whole heads side by side.
 
-A group of g channels of the layer's KV width (heads side by side) lies inside one head where g <= H, and spans `heads` whole heads where g
-is larger. Its statistics (a scale, a zero point) are stored as [B, K / heads, H / channels, S].
+A group of g channels of the layer's KV width (heads side by side) lies inside one head where g <=
+H, and spans `heads` whole heads where g is larger. Its statistics (a scale, a zero point) are
+stored as [B, K / heads, H / channels, S].
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class ChannelGroup:
     AXES = (2, 5)  # the axes of one group in the result of `cut`
 
     def cut(self, rows: Array) -> Array:
-        """Split heads and channels into groups: [B, K, T, H] -> [B, K / heads, heads, T, H / channels, channels]."""
+        """Split heads and channels into groups: [B, K, T, H] -> [B, K / heads, heads, T, H /
+        channels, channels]."""
         b, k, t, h = rows.shape
         return rows.reshape(b, k // self.heads, self.heads, t, h // self.channels, self.channels)
 
     def stored(self, statistic: Array) -> Array:
-        """Lay out a statistic that was reduced over AXES (kept with size 1) as it is stored: [B, K / heads, H / channels, T]."""
+        """Lay out a statistic that was reduced over AXES (kept with size 1) as it is stored: [B, K
+        / heads, H / channels, T]."""
         return jnp.swapaxes(jnp.squeeze(statistic, self.AXES), 2, 3)
 
     def repeated(self, statistic: Shaped[Array, "B groups rest S"]) -> Shaped[Array, "B K S H"]:
@@ -42,15 +45,23 @@ class ChannelGroup:
         return self.repeated(statistic.astype(jnp.float32))
 
     def axes(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[Axis, ...]:
-        """Return the axes of a stored statistic. Fewer heads than a group spans count as one group."""
+        """Return the axes of a stored statistic. Fewer heads than a group spans count as one
+        group."""
         across = Axis("kv_heads", max(heads, self.heads), per=self.heads)
-        return Axis("batch", batch), across, Axis("channels", head_dim, per=self.channels), Axis("tokens", tokens)
+        return (
+            Axis("batch", batch),
+            across,
+            Axis("channels", head_dim, per=self.channels),
+            Axis("tokens", tokens),
+        )
 
 
 def channel_group(requested: int, heads: int, head_dim: int) -> ChannelGroup:
-    """Return the group of `requested` channels of a KV width of heads * head_dim; 0 requests the whole width.
+    """Return the group of `requested` channels of a KV width of heads * head_dim; 0 requests the
+    whole width.
 
-    Raises ValueError, listing the possible sizes, where the groups would not be equal parts of heads or whole heads.
+    Raises ValueError, listing the possible sizes, where the groups would not be equal parts of
+    heads or whole heads.
     """
     size = requested or heads * head_dim
     if head_dim % size == 0:
@@ -60,5 +71,6 @@ def channel_group(requested: int, heads: int, head_dim: int) -> ChannelGroup:
     inside = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
     across = [n * head_dim for n in range(2, heads + 1) if heads % n == 0]
     raise ValueError(
-        f"group_size={requested} does not divide a KV width of {heads} heads of {head_dim}; sizes: {', '.join(map(str, inside + across))}"
+        f"group_size={requested} does not divide a KV width of {heads} heads of {head_dim}; sizes:"
+        f" {', '.join(map(str, inside + across))}"
     )

@@ -1,10 +1,12 @@
-"""The non-uniformly quantized array: packed codes that index a codebook, a scale and a zero point, perhaps sparse outliers.
+"""The non-uniformly quantized array: packed codes that index a codebook, a scale and a zero point,
+perhaps sparse outliers.
 
     x[b, k, t, h]  ~  levels[code[b, k, t, h]] * scale + zero   (+ residual, where (t, k * H + h) is an outlier)
 
-The levels, the codebook's entries, are sorted and lie in [-1, 1]. Scale and zero point are half a range and its middle. The range is either
-that of a channel, fixed and kept by the method (then they are not part of the array), or that of a group of channels of one token, taken
-when the token is quantized. Source: Hooper et al., KVQuant, sections 3.3 and 3.4.
+The levels, the codebook's entries, are sorted and lie in [-1, 1]. Scale and zero point are half a
+range and its middle. The range is either that of a channel, fixed and kept by the method (then they
+are not part of the array), or that of a group of channels of one token, taken when the token is
+quantized. Source: Hooper et al., KVQuant, sections 3.3 and 3.4.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ Rows = Float[Array, "B K T H"]
 class CodebookFormat:
     """The quantization format of a body. Static and hashable.
 
-    group: the channels of a token that share a stored scale and zero point; None where these belong to channels and are not stored.
-    stores_zero: False where the zero point of groups is 0. pool: the tokens that share slots for outliers, and how many; None where there
-    are no slots. scale_dtype: the dtype of scales and zero points; residuals are float32 where it is, float16 otherwise.
+    group: the channels of a token that share a stored scale and zero point; None where these belong
+    to channels and are not stored. stores_zero: False where the zero point of groups is 0. pool:
+    the tokens that share slots for outliers, and how many; None where there are no slots.
+    scale_dtype: the dtype of scales and zero points; residuals are float32 where it is, float16
+    otherwise.
     """
 
     bits: int
@@ -58,8 +62,9 @@ class CodebookFormat:
 class CodebookArray:
     """Packed codes with their scales, zero points and outliers.
 
-    words: int16 [B, K, S/n, w] for each plane set. scale, zero: [B, K / heads, H / channels, S] of `format.group`, or None without one;
-    zero is None too where the format stores none. outliers: None without a pool.
+    words: int16 [B, K, S/n, w] for each plane set. scale, zero: [B, K / heads, H / channels, S] of
+    `format.group`, or None without one; zero is None too where the format stores none. outliers:
+    None without a pool.
     """
 
     words: Words
@@ -72,10 +77,21 @@ class CodebookArray:
 def specs(format: CodebookFormat, batch: int, heads: int, tokens: int) -> CodebookArray:
     """Describe the arrays of a body of `tokens` tokens."""
     group = format.group
-    scale = group and BodySpec(group.axes(batch, heads, tokens, format.channels), format.scale_dtype)
-    sparse = format.pool and sparse_outliers.specs(batch, heads, tokens, format.pool, format.residual_dtype)
+    scale = group and BodySpec(
+        group.axes(batch, heads, tokens, format.channels), format.scale_dtype
+    )
+    sparse = format.pool and sparse_outliers.specs(
+        batch, heads, tokens, format.pool, format.residual_dtype
+    )
     words = word_specs(format.layout, batch, heads, tokens)
-    return describe(CodebookArray, words=words, scale=scale, zero=scale if format.stores_zero else None, outliers=sparse, format=format)
+    return describe(
+        CodebookArray,
+        words=words,
+        scale=scale,
+        zero=scale if format.stores_zero else None,
+        outliers=sparse,
+        format=format,
+    )
 
 
 def quantize(
@@ -87,11 +103,13 @@ def quantize(
     zero: Float[Array, "..."] | None,
     exact: Bool[Array, "B K T H"] | None = None,
 ) -> CodebookArray:
-    """Quantize finite rows: find the nearest of `levels` to (x - zero) / scale, which will be read as the same entry of `values`.
+    """Quantize finite rows: find the nearest of `levels` to (x - zero) / scale, which will be read
+    as the same entry of `values`.
 
-    scale and zero are as they are stored where the format stores them (None for a zero point that it does not), and broadcast against the
-    rows where not. `exact` marks the outliers
-    that get a slot. Their residuals are taken against the dequantized codes, so that the rounding of a residual is the only error left.
+    scale and zero are as they are stored where the format stores them (None for a zero point that
+    it does not), and broadcast against the rows where not. `exact` marks the outliers
+    that get a slot. Their residuals are taken against the dequantized codes, so that the rounding
+    of a residual is the only error left.
     """
     group = format.group
 
@@ -115,13 +133,21 @@ def codes(body: CodebookArray) -> UInt16[Array, "B K T H"]:
     return unpack(body.words, body.format.layout)
 
 
-def dequantize(body: CodebookArray, values: Float[Array, " entries"], scale: Array | None = None, zero: Array | None = None) -> Rows:
-    """Return fp32 rows [B, K, T, H]. scale and zero are given where the format does not store them; they broadcast against the rows."""
+def dequantize(
+    body: CodebookArray,
+    values: Float[Array, " entries"],
+    scale: Array | None = None,
+    zero: Array | None = None,
+) -> Rows:
+    """Return fp32 rows [B, K, T, H]. scale and zero are given where the format does not store them;
+    they broadcast against the rows."""
     group = body.format.group
     if group is not None:
         assert body.scale is not None, "the format stores scales"
         scale = group.spread(body.scale)
-        zero = jnp.zeros((1, 1, 1, 1), jnp.float32) if body.zero is None else group.spread(body.zero)
+        zero = (
+            jnp.zeros((1, 1, 1, 1), jnp.float32) if body.zero is None else group.spread(body.zero)
+        )
     assert scale is not None, "a format of channels needs their scales"
     assert zero is not None, "a format of channels needs their zero points"
     dense = look_up(values, codes(body)) * scale + zero

@@ -1,4 +1,5 @@
-"""Codebooks of non-uniform number formats: sorted levels in [-1, 1], the code of a number, and the level of a code.
+"""Codebooks of non-uniform number formats: sorted levels in [-1, 1], the code of a number, and the
+level of a code.
 
     code(y) = index of the nearest level, the lower one on a tie          level(code) = levels[code]
 
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
-NORMAL_FLOAT_TAIL = 0.9677083  # the largest level before scaling is this quantile: QLoRA's for 4 bits, here used for 2 and 3 bits as well
+# the largest level before scaling is this quantile: QLoRA's for 4 bits, here used for 2 and 3 bits
+# as well
+NORMAL_FLOAT_TAIL = 0.9677083
 
 
 @functools.cache
@@ -25,7 +28,8 @@ def uniform_levels(bits: int) -> tuple[float, ...]:
 
 @functools.cache
 def normal_float_levels(bits: int) -> tuple[float, ...]:
-    """Return quantiles of a normal distribution scaled to [-1, 1], with an exact 0, 2^(bits-1) positive levels and one fewer negative."""
+    """Return quantiles of a normal distribution scaled to [-1, 1], with an exact 0, 2^(bits-1)
+    positive levels and one fewer negative."""
     quantile, half = NormalDist().inv_cdf, 2 ** (bits - 1)
     positive = [quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half + 1)[:-1]]
     negative = [-quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half)[:-1]]
@@ -42,8 +46,11 @@ def nearest_codes(y: Float[Array, "..."], levels: Float[Array, " entries"]) -> U
     return codes
 
 
-def look_up(levels: Float[Array, "entries ..."], codes: Integer[Array, "..."]) -> Float[Array, "..."]:
-    """Return levels[codes] for 2^n levels, by a tree of selects: bit 0 of a code halves the entries, bit 1 the rest, and so on.
+def look_up(
+    levels: Float[Array, "entries ..."], codes: Integer[Array, "..."]
+) -> Float[Array, "..."]:
+    """Return levels[codes] for 2^n levels, by a tree of selects: bit 0 of a code halves the
+    entries, bit 1 the rest, and so on.
 
     XLA's CPU backend vectorizes selects, but no gather (docs/decisions.md).
     """
@@ -51,6 +58,9 @@ def look_up(levels: Float[Array, "entries ..."], codes: Integer[Array, "..."]) -
     bit = 0
     while len(entries) > 1:
         chosen = ((codes >> bit) & 1) != 0
-        entries = [jnp.where(chosen, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+        entries = [
+            jnp.where(chosen, high, low)
+            for low, high in zip(entries[::2], entries[1::2], strict=True)
+        ]
         bit += 1
     return entries[0]

@@ -1,9 +1,11 @@
-"""The array of small floats: packed codes, and for each block of neighbouring channels of a token perhaps a scale.
+"""The array of small floats: packed codes, and for each block of neighbouring channels of a token
+perhaps a scale.
 
     x[b, k, t, h]  ~  number(code[b, k, t, h]) * scale[block]
 
-The scale is a power of two (E8M0: the MX formats) or an E4M3 number (NVFP4), in 8 bits, and codes are computed against it as stored.
-Source: Open Compute Project, Microscaling Formats (MX) specification 1.0, sections 5.2, 5.4 and 6.3; NVIDIA, Introducing NVFP4 (2025).
+The scale is a power of two (E8M0: the MX formats) or an E4M3 number (NVFP4), in 8 bits, and codes
+are computed against it as stored. Source: Open Compute Project, Microscaling Formats (MX)
+specification 1.0, sections 5.2, 5.4 and 6.3; NVIDIA, Introducing NVFP4 (2025).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ LARGEST_INPUT = 2.0**120  # what is larger saturates: quotients and products sta
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """The format of a body. Static and hashable. group: the channels of a token that share a scale, of the kind that `scale` names."""
+    """The format of a body. Static and hashable. group: the channels of a token that share a scale,
+    of the kind that `scale` names."""
 
     element: Minifloat
     channels: int
@@ -47,13 +50,17 @@ class FloatFormat:
     @property
     def largest(self) -> float:
         """Return the largest number that the format holds."""
-        return self.element.largest * {"none": 1.0, "e8m0": 2.0**E8M0_BIAS, "e4m3": E4M3.largest}[self.scale]
+        return (
+            self.element.largest
+            * {"none": 1.0, "e8m0": 2.0**E8M0_BIAS, "e4m3": E4M3.largest}[self.scale]
+        )
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class FloatArray:
-    """words: int16 [B, K, S/n, w] for each plane set. scale: [B, K, H/group, S], the bits of E8M0 or E4M3 numbers, or None."""
+    """words: int16 [B, K, S/n, w] for each plane set. scale: [B, K, H/group, S], the bits of E8M0
+    or E4M3 numbers, or None."""
 
     words: Words
     scale: UInt8[Array, "B K groups S"] | None
@@ -65,33 +72,52 @@ def specs(format: FloatFormat, batch: int, heads: int, tokens: int) -> FloatArra
     scale = None
     if format.scale != "none":
         scale = BodySpec(format.channel_group.axes(batch, heads, tokens, format.channels), "uint8")
-    return describe(FloatArray, words=word_specs(format.layout, batch, heads, tokens), scale=scale, format=format)
+    return describe(
+        FloatArray,
+        words=word_specs(format.layout, batch, heads, tokens),
+        scale=scale,
+        format=format,
+    )
 
 
 def quantize(rows: Float[Array, "B K T H"], format: FloatFormat) -> FloatArray:
     """Quantize rows. Infinities count as the largest input, NaN as 0."""
-    x = jnp.clip(jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -LARGEST_INPUT, LARGEST_INPUT)
+    x = jnp.clip(
+        jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -LARGEST_INPUT, LARGEST_INPUT
+    )
     if format.scale == "none":
         return FloatArray(pack(encode(x, format.element), format.layout), None, format)
     group = format.channel_group
     largest = group.stored(jnp.max(jnp.abs(group.cut(x)), ChannelGroup.AXES, keepdims=True))
-    scale = shared_exponent(largest, format.element) if format.scale == "e8m0" else encode(largest / format.element.largest, E4M3)
+    scale = (
+        shared_exponent(largest, format.element)
+        if format.scale == "e8m0"
+        else encode(largest / format.element.largest, E4M3)
+    )
     bits = scale.astype(jnp.uint8)
     step = group.spread(scale_values(bits, format.scale))
-    return FloatArray(pack(encode(x / jnp.where(step == 0, 1, step), format.element), format.layout), bits, format)
+    return FloatArray(
+        pack(encode(x / jnp.where(step == 0, 1, step), format.element), format.layout), bits, format
+    )
 
 
 def dequantize(body: FloatArray) -> Float[Array, "B K T H"]:
     """Return fp32 rows. Exact."""
     format = body.format
     numbers = decode(unpack(body.words, format.layout), format.element)
-    return numbers if body.scale is None else numbers * format.channel_group.spread(scale_values(body.scale, format.scale))
+    return (
+        numbers
+        if body.scale is None
+        else numbers * format.channel_group.spread(scale_values(body.scale, format.scale))
+    )
 
 
 def shared_exponent(largest: Float[Array, "..."], element: Minifloat) -> Array:
-    """Return E8M0 codes of 2^(floor(log2 largest) - floor(log2 of the largest element)), the rule of the MX specification.
+    """Return E8M0 codes of 2^(floor(log2 largest) - floor(log2 of the largest element)), the rule
+    of the MX specification.
 
-    The code of 2^-127 is not used: its number is subnormal in fp32, and some backends flush those to zero.
+    The code of 2^-127 is not used: its number is subnormal in fp32, and some backends flush those
+    to zero.
     """
     exponent = exponent_of(largest) - exponent_of(jnp.asarray(element.largest, jnp.float32))
     return jnp.clip(exponent + E8M0_BIAS, 1, 2 * E8M0_BIAS)
@@ -101,4 +127,6 @@ def scale_values(bits: UInt8[Array, "..."], kind: ScaleKind) -> Float[Array, "..
     """Return the scales that stored bits stand for, fp32."""
     if kind == "e4m3":
         return decode(bits.astype(jnp.uint16), E4M3)
-    return power_of_two(jnp.maximum(bits.astype(jnp.int32), 1) - E8M0_BIAS)  # an empty body holds zeros
+    return power_of_two(
+        jnp.maximum(bits.astype(jnp.int32), 1) - E8M0_BIAS
+    )  # an empty body holds zeros

@@ -1,9 +1,11 @@
-"""The quantized array: packed codes with one scale (and zero point) for each group, as a value with one invariant.
+"""The quantized array: packed codes with one scale (and zero point) for each group, as a value with
+one invariant.
 
     x[b, k, t, h]  ~  code[b, k, t, h] * scale[group] + zero[group]
 
-A group is `group_size` neighbouring channels of one token (grouped over "channels": InnerQ keys, KIVI values) or `group_size` neighbouring
-tokens of one channel (grouped over "tokens": KIVI keys, InnerQ values).
+A group is `group_size` neighbouring channels of one token (grouped over "channels": InnerQ keys,
+KIVI values) or `group_size` neighbouring tokens of one channel (grouped over "tokens": KIVI keys,
+InnerQ values).
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ TOKEN_AXIS = 3  # of the tokens of one group, in rows that are split over tokens
 class GroupFormat:
     """The quantization format of a body. Static and hashable.
 
-    `bits` counts as the scheme's paper does: symmetric and hybrid codes take one bit more (the sign), which `code_bits` includes.
-    `scale_dtype` is the dtype of scales and zero points. `heads` is the number of heads that a group spans: 1, or more where it runs over
-    channels and takes all H of each head.
+    `bits` counts as the scheme's paper does: symmetric and hybrid codes take one bit more (the
+    sign), which `code_bits` includes. `scale_dtype` is the dtype of scales and zero points. `heads`
+    is the number of heads that a group spans: 1, or more where it runs over channels and takes all
+    H of each head.
     """
 
     bits: int
@@ -74,8 +77,9 @@ class GroupFormat:
 class GroupedArray:
     """x ~ code * scale + zero.
 
-    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K/heads, H/group, S] where grouped over channels,
-    [B, K, S/group, H] where grouped over tokens; zero is None in the symmetric scheme, where it is -(2^bits - 1) * scale.
+    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K/heads,
+    H/group, S] where grouped over channels, [B, K, S/group, H] where grouped over tokens; zero is
+    None in the symmetric scheme, where it is -(2^bits - 1) * scale.
     """
 
     words: Words
@@ -96,19 +100,34 @@ def specs(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedAr
     """Describe the arrays of a body of `tokens` tokens."""
     scale = BodySpec(grouped_axes(format, batch, heads, tokens), format.scale_dtype)
     words = word_specs(format.layout, batch, heads, tokens)
-    return describe(GroupedArray, words=words, scale=scale, zero=scale if format.stores_zero else None, format=format)
+    return describe(
+        GroupedArray,
+        words=words,
+        scale=scale,
+        zero=scale if format.stores_zero else None,
+        format=format,
+    )
 
 
-def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> GroupedArray:
-    """Quantize rows [B, K, T, H], T a multiple of the block. `scheme` names that of these rows where it is not the format's: a hybrid body
-    also takes symmetric groups."""
+def quantize(
+    rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None
+) -> GroupedArray:
+    """Quantize rows [B, K, T, H], T a multiple of the block. `scheme` names that of these rows
+    where it is not the format's: a hybrid body also takes symmetric groups."""
     grouped, axis = split(rows, format)
-    quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme or format.scheme]
+    quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[
+        scheme or format.scheme
+    ]
     group = quantizer(grouped, format.bits, axis, jnp.dtype(format.scale_dtype))
     if format.stores_zero and group.zero is None:
         group = uniform.with_stored_zero(group, format.bits)
     zero = None if group.zero is None else stored(group.zero, format)
-    return GroupedArray(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale, format), zero, format)
+    return GroupedArray(
+        pack(group.codes.reshape(rows.shape), format.layout),
+        stored(group.scale, format),
+        zero,
+        format,
+    )
 
 
 def split(rows: Float[Array, "B K T H"], format: GroupFormat) -> tuple[Array, Axes]:
@@ -120,8 +139,13 @@ def split(rows: Float[Array, "B K T H"], format: GroupFormat) -> tuple[Array, Ax
 
 
 def stored(statistic: Array, format: GroupFormat) -> Array:
-    """Lay out a statistic that was reduced over the axes of `split` (kept with size 1) as it is stored."""
-    return format.channel_group.stored(statistic) if format.axis == "channels" else jnp.squeeze(statistic, TOKEN_AXIS)
+    """Lay out a statistic that was reduced over the axes of `split` (kept with size 1) as it is
+    stored."""
+    return (
+        format.channel_group.stored(statistic)
+        if format.axis == "channels"
+        else jnp.squeeze(statistic, TOKEN_AXIS)
+    )
 
 
 def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:
@@ -129,12 +153,16 @@ def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:
     return unpack(body.words, body.format.layout)
 
 
-def per_element(statistic: Float[Array, "B heads groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
+def per_element(
+    statistic: Float[Array, "B heads groups rest"], format: GroupFormat
+) -> Float[Array, "B K T H"]:
     """Repeat a stored scale or zero point, in fp32, to one entry for each element."""
     return repeated(statistic.astype(jnp.float32), format)
 
 
-def repeated(statistic: Shaped[Array, "B heads groups rest"], format: GroupFormat) -> Shaped[Array, "B K T H"]:
+def repeated(
+    statistic: Shaped[Array, "B heads groups rest"], format: GroupFormat
+) -> Shaped[Array, "B K T H"]:
     """Repeat what is stored once for each group to one entry for each element."""
     if format.axis == "channels":
         return format.channel_group.repeated(statistic)
@@ -160,12 +188,16 @@ def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
 
 
 def resolve_group(requested: int, size: int, extent: str, largest: int = 32) -> int:
-    """Return the group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to `largest`.
+    """Return the group size for an axis of `size` entries: `requested`, or for 0 the largest
+    divisor up to `largest`.
 
     Raises ValueError, listing the divisors, where `requested` is none of them.
     """
     if requested == 0:
         return divisors(size, largest)[-1]
     if size % requested:
-        raise ValueError(f"group_size={requested} does not divide {extent} ({size}); divisors: {', '.join(map(str, divisors(size)))}")
+        raise ValueError(
+            f"group_size={requested} does not divide {extent} ({size}); divisors:"
+            f" {', '.join(map(str, divisors(size)))}"
+        )
     return requested

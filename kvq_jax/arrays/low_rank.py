@@ -1,10 +1,12 @@
-"""The low-rank part of a block of rows: token factors times channel factors, found by subspace iteration.
+"""The low-rank part of a block of rows: token factors times channel factors, found by subspace
+iteration.
 
     E [tokens, channels]  ~  L R^T,    L [tokens, r] orthonormal,  R = E^T L
 
-L spans E (E^T E)^(turns - 1) P for a start P [channels, r], so L R^T is the projection of E to that span. More turns come nearer to the r
-largest singular directions, and no other L R^T with orthonormal L in the span is closer to E. Source: Vogels et al., PowerSGD, Algorithm 1;
-Kang et al., GEAR, section 3.
+L spans E (E^T E)^(turns - 1) P for a start P [channels, r], so L R^T is the projection of E to that
+span. More turns come nearer to the r largest singular directions, and no other L R^T with
+orthonormal L in the span is closer to E. Source: Vogels et al., PowerSGD, Algorithm 1; Kang et al.,
+GEAR, section 3.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-DEPENDENT = 1e-5  # what is left of a column beside the columns before it, relative: less is rounding, and becomes 0
+# what is left of a column beside the columns before it, relative: less is rounding, and becomes 0
+DEPENDENT = 1e-5
 
 
 def factors(
@@ -31,7 +34,8 @@ def factors(
 def orthonormal(columns: Float[Array, "*batch T r"]) -> Float[Array, "*batch T r"]:
     """Return orthonormal columns of the same span, by Gram and Schmidt, twice for each column.
 
-    A library's QR is not used: XLA's CPU backend hands batches of them to the threads that wait for them (docs/decisions.md).
+    A library's QR is not used: XLA's CPU backend hands batches of them to the threads that wait for
+    them (docs/decisions.md).
     """
     done: list[Array] = []
     for i in range(columns.shape[-1]):
@@ -48,4 +52,6 @@ def orthonormal(columns: Float[Array, "*batch T r"]) -> Float[Array, "*batch T r
 def _norm(column: Float[Array, "*batch T"]) -> Float[Array, "*batch 1"]:
     """Return the Euclidean norm, of numbers of any size."""
     largest = jnp.max(jnp.abs(column), axis=-1, keepdims=True)
-    return largest * jnp.sqrt(jnp.sum((column / jnp.where(largest == 0, 1, largest)) ** 2, axis=-1, keepdims=True))
+    return largest * jnp.sqrt(
+        jnp.sum((column / jnp.where(largest == 0, 1, largest)) ** 2, axis=-1, keepdims=True)
+    )

@@ -1,4 +1,5 @@
-"""Pack codes of 1 to 15 bits into int16 words, and unpack them, in the channel planes of `pallas_kernels.tiles.layout`.
+"""Pack codes of 1 to 15 bits into int16 words, and unpack them, in the channel planes of
+`pallas_kernels.tiles.layout`.
 
 Exact: unpack(pack(codes)) == codes.
 """
@@ -18,19 +19,27 @@ Words = tuple[Int16[Array, "..."], ...]
 
 
 def run_layout(bits: int, channels: int, block: int) -> PlaneLayout:
-    """Return the layout of any number of neighbouring channels without padding: tokens share rows of words, and a plane is the whole run.
+    """Return the layout of any number of neighbouring channels without padding: tokens share rows
+    of words, and a plane is the whole run.
 
     Where blocks hold too few tokens for that, it is the layout that kernels read, padding included.
     """
     slots, span = WORD_BITS // plane_sets(bits)[-1], math.gcd(block, SPAN)
-    return PlaneLayout(bits, channels, 1, channels, slots, span) if span % slots == 0 else plane_layout(bits, channels, block)
+    return (
+        PlaneLayout(bits, channels, 1, channels, slots, span)
+        if span % slots == 0
+        else plane_layout(bits, channels, block)
+    )
 
 
 def pack(codes: Integer[Array, "*batch tokens channels"], layout: PlaneLayout) -> Words:
-    """Pack codes [..., T, H] (T a multiple of the layout's span) into one int16 array [..., T/n, words] for each plane set."""
+    """Pack codes [..., T, H] (T a multiple of the layout's span) into one int16 array [..., T/n,
+    words] for each plane set."""
     *batch, tokens, channels = codes.shape
     n, c, width, span = layout.slots, layout.chunks, layout.width, layout.span
-    padded = jnp.pad(codes.astype(jnp.uint16), [(0, 0)] * (len(batch) + 1) + [(0, c * width - channels)])
+    padded = jnp.pad(
+        codes.astype(jnp.uint16), [(0, 0)] * (len(batch) + 1) + [(0, c * width - channels)]
+    )
     slotted = padded.reshape(*batch, tokens // span, n, span // n, c, width)
     fields = jnp.swapaxes(slotted, -4, -3).reshape(*batch, tokens // n, n * c, width)
     words, low_bit = [], 0
@@ -53,9 +62,13 @@ def unpack(words: Words, layout: PlaneLayout) -> UInt16[Array, "*batch tokens ch
     for set_bits, word in zip(layout.sets, words, strict=True):
         count = WORD_BITS // set_bits
         # a multiplication moves a field to the top of its word, one shift brings it down: no mask
-        to_top = np.repeat(1 << np.arange(WORD_BITS - set_bits, -1, -set_bits), word.shape[-1]).astype(np.uint16)
+        to_top = np.repeat(
+            1 << np.arange(WORD_BITS - set_bits, -1, -set_bits), word.shape[-1]
+        ).astype(np.uint16)
         repeated = lax.bitcast_convert_type(_repeat_rows(word, count), jnp.uint16)
-        part = (repeated * jnp.broadcast_to(to_top, repeated.shape)) >> np.uint16(WORD_BITS - set_bits)
+        part = (repeated * jnp.broadcast_to(to_top, repeated.shape)) >> np.uint16(
+            WORD_BITS - set_bits
+        )
         fields = part if low_bit == 0 else fields | (part << np.uint16(low_bit))
         low_bit += set_bits
     if n == 1:
@@ -65,11 +78,14 @@ def unpack(words: Words, layout: PlaneLayout) -> UInt16[Array, "*batch tokens ch
     return tokens[..., : layout.channels]
 
 
-def _repeat_rows(word: Int16[Array, "*batch rows words"], count: int) -> Int16[Array, "*batch rows fields"]:
+def _repeat_rows(
+    word: Int16[Array, "*batch rows words"], count: int
+) -> Int16[Array, "*batch rows fields"]:
     """Repeat every row of words `count` times: one entry for each field.
 
-    Written as a concatenation because XLA's CPU backend keeps one apart, so that the unpacking of a field becomes one long vectorized
-    loop; rows too short for that (under 256 bytes) are joined with their neighbours first (docs/decisions.md).
+    Written as a concatenation because XLA's CPU backend keeps one apart, so that the unpacking of a
+    field becomes one long vectorized loop; rows too short for that (under 256 bytes) are joined
+    with their neighbours first (docs/decisions.md).
     """
     *batch, rows, width = word.shape
     joined = 1

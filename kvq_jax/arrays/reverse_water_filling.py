@@ -1,11 +1,14 @@
-"""Reverse water-filling: how many bits each of several independent normal variables gets from a common budget.
+"""Reverse water-filling: how many bits each of several independent normal variables gets from a
+common budget.
 
     minimize  sum_i w_i D(b_i)     subject to   sum_i b_i <= budget,   b_i in 0 .. 8
 
-D(b) is the mean squared error of the best uniform quantizer of 2^b levels for a normal variable of variance 1, D(0) = 1. D is convex, so
-the greedy rule, which gives the next bit to the variable that gains most from it, is optimal.
+D(b) is the mean squared error of the best uniform quantizer of 2^b levels for a normal variable of
+variance 1, D(0) = 1. D is convex, so the greedy rule, which gives the next bit to the variable that
+gains most from it, is optimal.
 
-Source: Cover and Thomas, Elements of Information Theory, section 10.3.3; steps and errors: Max (1960), Table II.
+Source: Cover and Thomas, Elements of Information Theory, section 10.3.3; steps and errors: Max
+(1960), Table II.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ MOST = len(STEPS) - 1
 
 
 def allocate(energies: Float[np.ndarray, " n"], budget: int) -> Int[np.ndarray, " n"]:
-    """Return the widths of n items that cost one unit for each bit: the optimum for these energies w and this budget."""
+    """Return the widths of n items that cost one unit for each bit: the optimum for these energies
+    w and this budget."""
     widths = np.zeros(len(energies), np.int64)
     gain = -np.diff(ERRORS)
     heap = [(-energy * gain[0], item) for item, energy in enumerate(energies)]
@@ -46,14 +50,24 @@ def expected_error(energies: Float[np.ndarray, " n"], widths: Sequence[int]) -> 
 def layer_widths(
     energies: Sequence[Sequence[Float[np.ndarray, " n"]]], budgets: Sequence[int], profiles: int
 ) -> list[list[tuple[int, ...]]]:
-    """Return widths for each layer and each of its sides, from the energies of their items: at most `profiles` different ones in all.
+    """Return widths for each layer and each of its sides, from the energies of their items: at most
+    `profiles` different ones in all.
 
-    Layers of equal widths share compiled programs, and the spec stays short. Every layer's own optimum is a candidate; of these, the set is
-    chosen greedily that least increases the layers' errors, each relative to its optimum and summed over sides.
+    Layers of equal widths share compiled programs, and the spec stays short. Every layer's own
+    optimum is a candidate; of these, the set is chosen greedily that least increases the layers'
+    errors, each relative to its optimum and summed over sides.
     """
-    own = [[tuple(map(int, allocate(side, budget))) for side, budget in zip(sides, budgets, strict=True)] for sides in energies]
+    own = [
+        [
+            tuple(map(int, allocate(side, budget)))
+            for side, budget in zip(sides, budgets, strict=True)
+        ]
+        for sides in energies
+    ]
     candidates = list(dict.fromkeys(map(tuple, own)))
-    errors = np.array([[list(map(expected_error, sides, one)) for one in candidates] for sides in energies])  # layers, candidates, sides
+    errors = np.array(
+        [[list(map(expected_error, sides, one)) for one in candidates] for sides in energies]
+    )  # layers, candidates, sides
     excess = (errors / errors.min(axis=1, keepdims=True)).sum(axis=-1)
     chosen: list[int] = []
     while len(chosen) < min(profiles, len(candidates)):

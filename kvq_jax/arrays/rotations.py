@@ -1,12 +1,14 @@
-"""The rotation that spreads what is large in one channel of a head over all of them: a Hadamard matrix with random signs.
+"""The rotation that spreads what is large in one channel of a head over all of them: a Hadamard
+matrix with random signs.
 
     R = (H_{2^m} (x) C_n) diag(signs) / sqrt(2^m n),    2^m n channels, n odd
 
-H is Sylvester's Hadamard matrix and C_n[i, j] = cos(2 pi i j / n) + sin(2 pi i j / n) that of the discrete Hartley transform, 1 for n = 1.
-Both are symmetric and orthogonal up to their size, so R is orthogonal for every head dim. Every entry of a Hadamard matrix has the same
-size; the largest of C_n's are sqrt(2) times the mean. Signs are bits of SHA-256, the same on every machine and in every version: they are
-part of what a cache's file means. Source: Ashkboos et al., QuaRot, section 3; Hartley's matrix in place of a table of Hadamard matrices of
-other sizes is ours.
+H is Sylvester's Hadamard matrix and C_n[i, j] = cos(2 pi i j / n) + sin(2 pi i j / n) that of the
+discrete Hartley transform, 1 for n = 1. Both are symmetric and orthogonal up to their size, so R is
+orthogonal for every head dim. Every entry of a Hadamard matrix has the same size; the largest of
+C_n's are sqrt(2) times the mean. Signs are bits of SHA-256, the same on every machine and in every
+version: they are part of what a cache's file means. Source: Ashkboos et al., QuaRot, section 3;
+Hartley's matrix in place of a table of Hadamard matrices of other sizes is ours.
 """
 
 from __future__ import annotations
@@ -40,9 +42,13 @@ def signs(count: int) -> Float[np.ndarray, " count"]:
 
 def turn(rows: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
     """Return R x of each row, fp32."""
-    return jnp.matmul(rows.astype(jnp.float32), rotation(rows.shape[-1]).T, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(
+        rows.astype(jnp.float32), rotation(rows.shape[-1]).T, precision=lax.Precision.HIGHEST
+    )
 
 
 def turn_back(rows: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
     """Return R^T x of each row, fp32: the inverse of `turn`, to fp32 rounding."""
-    return jnp.matmul(rows.astype(jnp.float32), rotation(rows.shape[-1]), precision=lax.Precision.HIGHEST)
+    return jnp.matmul(
+        rows.astype(jnp.float32), rotation(rows.shape[-1]), precision=lax.Precision.HIGHEST
+    )

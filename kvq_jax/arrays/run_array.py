@@ -1,11 +1,12 @@
-"""The array of runs: rows of normalized channels in runs of one width each, and one logarithmic scale for each token and head.
+"""The array of runs: rows of normalized channels in runs of one width each, and one logarithmic
+scale for each token and head.
 
     code = clip(floor(u / (g step_b)), -2^(b-1), 2^(b-1) - 1)        b: the width of the run that a channel is in
     u^   = g (code + 1/2) step_b                                     step_b: of the best uniform quantizer of a normal variable
     g    = 2^(scale / 8)                                             the root mean square of a token's stored channels, or more
 
-g is more where a channel of at least UNCLIPPED bits needs it for its largest code. Codes are packed with 2^(b-1) added. What is not finite
-counts as 0 or saturates.
+g is more where a channel of at least UNCLIPPED bits needs it for its largest code. Codes are packed
+with 2^(b-1) added. What is not finite counts as 0 or saturates.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from kvq_jax.types.pytree import describe, pytree
 
 PER_OCTAVE = 8  # steps of the logarithmic scale in a factor of 2
 LARGEST = 1e18  # its square is finite in fp32
-UNCLIPPED = 5  # bits from which on no channel is clipped: there a clipped entry costs more than the longer steps (docs/decisions.md)
+# bits from which on no channel is clipped: there a clipped entry costs more than the longer steps
+# (docs/decisions.md)
+UNCLIPPED = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFormat:
     """The quantization format of a body. Static and hashable.
 
-    widths: bits of the chunks of a row's channels, the widest first; those of width 0 are not stored.
+    widths: bits of the chunks of a row's channels, the widest first; those of width 0 are not
+    stored.
     """
 
     channels: int
@@ -43,7 +47,11 @@ class RunFormat:
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Return (width, channels) of the stored runs of one width."""
         chunk = self.channels // len(self.widths)
-        return tuple((width, chunk * len(tuple(same))) for width, same in itertools.groupby(self.widths) if width)
+        return tuple(
+            (width, chunk * len(tuple(same)))
+            for width, same in itertools.groupby(self.widths)
+            if width
+        )
 
     @property
     def stored_channels(self) -> int:
@@ -55,8 +63,12 @@ class RunFormat:
 
     @property
     def ends(self) -> Float[np.ndarray, " stored"]:
-        """Return how far the codes of each stored channel reach, where that bounds g: 2^(b-1) step_b, or infinity below UNCLIPPED bits."""
-        reach = [2 ** (width - 1) * STEPS[width] if width >= UNCLIPPED else np.inf for width, _ in self.runs]
+        """Return how far the codes of each stored channel reach, where that bounds g: 2^(b-1)
+        step_b, or infinity below UNCLIPPED bits."""
+        reach = [
+            2 ** (width - 1) * STEPS[width] if width >= UNCLIPPED else np.inf
+            for width, _ in self.runs
+        ]
         return np.repeat(np.asarray(reach, np.float32), [channels for _, channels in self.runs])
 
 
@@ -73,15 +85,22 @@ class RunArray:
 def specs(format: RunFormat, batch: int, heads: int, tokens: int) -> RunArray:
     """Describe the arrays of a body of `tokens` tokens."""
     words = tuple(word_specs(layout, batch, heads, tokens) for layout in format.layouts)
-    scale = BodySpec((Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens)), "int8")
+    scale = BodySpec(
+        (Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens)), "int8"
+    )
     return describe(RunArray, words=words, scale=scale, format=format)
 
 
 def quantize(u: Float[Array, "B K T stored"], format: RunFormat) -> RunArray:
     """Quantize the stored channels of rows."""
     u = jnp.clip(jnp.where(jnp.isnan(u), 0, u), -LARGEST, LARGEST)
-    size = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(u), axis=-1)), jnp.max(jnp.abs(u) / format.ends[None, None, None], axis=-1))
-    scale = jnp.clip(jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-30))), -128, 127).astype(jnp.int8)
+    size = jnp.maximum(
+        jnp.sqrt(jnp.mean(jnp.square(u), axis=-1)),
+        jnp.max(jnp.abs(u) / format.ends[None, None, None], axis=-1),
+    )
+    scale = jnp.clip(jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-30))), -128, 127).astype(
+        jnp.int8
+    )
     u = u / factor(scale)
     words, start = [], 0
     for (width, channels), layout in zip(format.runs, format.layouts, strict=True):
@@ -96,7 +115,10 @@ def levels(array: RunArray) -> Float[Array, "B K T stored"]:
     """Return u^ / g of the stored channels."""
     parts = []
     for layout, words in zip(array.format.layouts, array.words, strict=True):
-        parts.append((unpack(words, layout).astype(jnp.float32) + (0.5 - 2 ** (layout.bits - 1))) * STEPS[layout.bits])
+        parts.append(
+            (unpack(words, layout).astype(jnp.float32) + (0.5 - 2 ** (layout.bits - 1)))
+            * STEPS[layout.bits]
+        )
     return jnp.concatenate(parts, axis=-1)
 
 

@@ -1,9 +1,12 @@
-"""The arrays of a cache's body: how they are described, stored, read in chunks and written block by block.
+"""The arrays of a cache's body: how they are described, stored, read in chunks and written block by
+block.
 
-A codec describes its body as a tree of `BodySpec`; the state holds arrays of the same tree. 16-bit floats are stored as the uint16 that
-holds their bits: XLA's CPU backend widens a slice of them by converting the whole array to float32, each step; integers it moves as they
-are (docs/decisions.md). Everything here takes and returns values in their own dtype, except `stored` trees, which are as the state holds
-them. `block` is always the codec's tree of descriptions for one block: the entries of its token axes are those of a block.
+A codec describes its body as a tree of `BodySpec`; the state holds arrays of the same tree. 16-bit
+floats are stored as the uint16 that holds their bits: XLA's CPU backend widens a slice of them by
+converting the whole array to float32, each step; integers it moves as they are (docs/decisions.md).
+Everything here takes and returns values in their own dtype, except `stored` trees, which are as the
+state holds them. `block` is always the codec's tree of descriptions for one block: the entries of
+its token axes are those of a block.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, Tree
 
 @dataclasses.dataclass(frozen=True)
 class BodySpec(ArraySpec):
-    """The description of one array that grows with the body's tokens. `dtype` is that of its values."""
+    """The description of one array that grows with the body's tokens. `dtype` is that of its
+    values."""
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
         """Return the shape and the dtype of the array that the state stores."""
-        return jax.ShapeDtypeStruct(self.shape, jnp.dtype("uint16" if self._as_bits else self.dtype))
+        return jax.ShapeDtypeStruct(
+            self.shape, jnp.dtype("uint16" if self._as_bits else self.dtype)
+        )
 
     @property
     def grows(self) -> bool:
@@ -44,9 +50,12 @@ class BodySpec(ArraySpec):
 
 
 def word_specs(layout: PlaneLayout, batch: int, heads: int, tokens: int) -> tuple[BodySpec, ...]:
-    """Describe the packed words of each plane set: [B, K, S/n, w], where n tokens share a row of w words."""
+    """Describe the packed words of each plane set: [B, K, S/n, w], where n tokens share a row of w
+    words."""
     rows = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens, per=layout.slots)
-    return tuple(BodySpec((*rows, Axis("none", layout.words(bits))), "int16") for bits in layout.sets)
+    return tuple(
+        BodySpec((*rows, Axis("none", layout.words(bits))), "int16") for bits in layout.sets
+    )
 
 
 def load_body(block: Tree, stored: Tree) -> Tree:
@@ -59,7 +68,9 @@ def load_chunk(block: Tree, stored: Tree, start: Int[Array, ""], blocks: int) ->
 
     def cut(spec: BodySpec, array: Array) -> Array:
         entries = spec["tokens"].size
-        return spec.load(lax.dynamic_slice_in_dim(array, start * entries, blocks * entries, spec.axis("tokens")))
+        return spec.load(
+            lax.dynamic_slice_in_dim(array, start * entries, blocks * entries, spec.axis("tokens"))
+        )
 
     return jax.tree.map(cut, block, stored)
 
@@ -71,7 +82,9 @@ def load_row_blocks(block: Tree, stored: Tree, start: LengthsB, blocks: int) -> 
         entries, batch, tokens = spec["tokens"].size, spec.axis("batch"), spec.axis("tokens")
 
         def one(row: Array, at: Array) -> Array:
-            return lax.dynamic_slice_in_dim(row, at * entries, blocks * entries, tokens - (tokens > batch))
+            return lax.dynamic_slice_in_dim(
+                row, at * entries, blocks * entries, tokens - (tokens > batch)
+            )
 
         return spec.load(jax.vmap(one, (batch, 0), batch)(array, start))
 
@@ -79,8 +92,14 @@ def load_row_blocks(block: Tree, stored: Tree, start: LengthsB, blocks: int) -> 
 
 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:
-    """Return `stored` with blocks first[b] .. first[b] + count[b] - 1 of each row b replaced by the leading blocks of `values`."""
-    return jax.tree.map(lambda spec, old, new: _store(spec, old, spec.store(new), first, count), block, stored, values)
+    """Return `stored` with blocks first[b] .. first[b] + count[b] - 1 of each row b replaced by the
+    leading blocks of `values`."""
+    return jax.tree.map(
+        lambda spec, old, new: _store(spec, old, spec.store(new), first, count),
+        block,
+        stored,
+        values,
+    )
 
 
 def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: LengthsB) -> Array:
@@ -90,16 +109,22 @@ def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: Lengt
     index = spec.along("tokens", jnp.arange(width))
 
     def write(array: Array, update: Array, first: Array, count: Array, *row: Array) -> Array:
-        """Return `array`, a row or, with its index, all rows, with the leading `count` blocks of `update` from block `first` on."""
+        """Return `array`, a row or, with its index, all rows, with the leading `count` blocks of
+        `update` from block `first` on."""
         at = jnp.minimum(first * entries, size - width)
         shift = first * entries - at  # where the window had to start early to stay inside the array
         tokens = axis - 1 + len(row)
         if width > entries:
             update = jnp.roll(update, shift, tokens)
-        start = [*row, *(at if i == tokens else jnp.zeros_like(at) for i in range(len(row), array.ndim))]
+        start = [
+            *row,
+            *(at if i == tokens else jnp.zeros_like(at) for i in range(len(row), array.ndim)),
+        ]
         kept = lax.dynamic_slice(array, start, update.shape)
         inside = (index >= shift) & (index < shift + count * entries)
-        return lax.dynamic_update_slice(array, jnp.where(inside if row else inside[0], update, kept), start)
+        return lax.dynamic_update_slice(
+            array, jnp.where(inside if row else inside[0], update, kept), start
+        )
 
     def looped(old: Array, new: Array, first: Array, count: Array) -> Array:
         def one(b: Array, rows: Array) -> Array:
@@ -107,5 +132,8 @@ def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: Lengt
 
         return lax.fori_loop(0, len(old), one, old)
 
-    # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop is two launches (docs/decisions.md).
-    return lax.platform_dependent(old, new, first, count, cpu=looped, default=jax.vmap(write) if len(old) > 1 else looped)
+    # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop
+    # is two launches (docs/decisions.md).
+    return lax.platform_dependent(
+        old, new, first, count, cpu=looped, default=jax.vmap(write) if len(old) > 1 else looped
+    )

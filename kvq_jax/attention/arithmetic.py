@@ -1,8 +1,9 @@
-"""Which arithmetic the fused kernels of a layer run with: assembly where a self-test has shown, on this kind of device, that it computes
-what array operations do; array operations elsewhere.
+"""Which arithmetic the fused kernels of a layer run with: assembly where a self-test has shown, on
+this kind of device, that it computes what array operations do; array operations elsewhere.
 
-The self-test (pallas_kernels/self_test.py) runs at the first use of a format on a GPU. Its verdict is kept in the user's cache folder, by
-device, versions of JAX and of its runtime, kernels' sources and format, so that it runs once on a machine.
+The self-test (pallas_kernels/self_test.py) runs at the first use of a format on a GPU. Its verdict
+is kept in the user's cache folder, by device, versions of JAX and of its runtime, kernels' sources
+and format, so that it runs once on a machine.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from kvq_jax.layer.plan import LayerPlan
 from pallas_kernels.launch import Arithmetic, Launch
 
 Format = Any  # pallas_kernels.self_test.Format, which needs Triton to be imported
-Test = Callable[[Format, Any], str | None]  # (format, device) -> how assembly differs, None where it does not
+Test = Callable[
+    [Format, Any], str | None
+]  # (format, device) -> how assembly differs, None where it does not
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the self-test of a format found. difference: how assembly differs from array operations, None where it does not."""
+    """What the self-test of a format found. difference: how assembly differs from array operations,
+    None where it does not."""
 
     device: str
     jax: str
@@ -42,7 +46,8 @@ class Verdict:
 
 
 def arithmetic_of(plan: LayerPlan, query_heads: int) -> Arithmetic:
-    """Return how kernels that can serve this layer compute on this process's device. The first call for a format compiles for seconds."""
+    """Return how kernels that can serve this layer compute on this process's device. The first call
+    for a format compiles for seconds."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return "jnp"
@@ -50,22 +55,32 @@ def arithmetic_of(plan: LayerPlan, query_heads: int) -> Arithmetic:
 
 
 def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
-    """Say, in one line, which arithmetic the layers of these plans get here, all of which kernels can serve, and why; tests what was not
-    tested yet."""
+    """Say, in one line, which arithmetic the layers of these plans get here, all of which kernels
+    can serve, and why; tests what was not tested yet."""
     device = jax.local_devices()[0]
     found = [verdict(format_of(plan, query_heads), device) for plan in dict.fromkeys(plans)]
     if failed := next((one for one in found if one.difference is not None), None):
-        return f"array operations where assembly fails its self-test on {failed.device}: {failed.difference}"
-    return f"assembly: its self-test passed on {found[0].device} with JAX {found[0].jax}" if found else "no layer that kernels serve"
+        return (
+            f"array operations where assembly fails its self-test on {failed.device}:"
+            f" {failed.difference}"
+        )
+    return (
+        f"assembly: its self-test passed on {found[0].device} with JAX {found[0].jax}"
+        if found
+        else "no layer that kernels serve"
+    )
 
 
 def format_of(plan: LayerPlan, query_heads: int) -> Format:
     """Return what the self-test takes of a layer that kernels can serve."""
-    return _self_test().Format(plan.k.kernel_reader(), plan.v.kernel_reader(), query_heads // plan.heads)
+    return _self_test().Format(
+        plan.k.kernel_reader(), plan.v.kernel_reader(), query_heads // plan.heads
+    )
 
 
 def on_device(format: Format, device: Any) -> str | None:
-    """Run the self-test. Its reference is computed on the CPU, where JAX has that beside the GPU."""
+    """Run the self-test. Its reference is computed on the CPU, where JAX has that beside the
+    GPU."""
     reference = None
     with contextlib.suppress(RuntimeError):
         reference = jax.local_devices(backend="cpu")[0]
@@ -73,19 +88,27 @@ def on_device(format: Format, device: Any) -> str | None:
 
 
 def verdict(format: Format, device: Any, test: Test = on_device) -> Verdict:
-    """Return the verdict that is kept for this format on devices of this kind, or test it, and keep what comes out."""
+    """Return the verdict that is kept for this format on devices of this kind, or test it, and keep
+    what comes out."""
     return _verdict(format, device, test, cache_folder() / "kernels")
 
 
 @functools.cache
 def _verdict(format: Format, device: Any, test: Test, folder: Path) -> Verdict:
     runtime = getattr(getattr(device, "client", None), "platform_version", "")
-    versions = jax.__version__, jaxlib.__version__, runtime, getattr(device, "compute_capability", ""), _sources()
+    versions = (
+        jax.__version__,
+        jaxlib.__version__,
+        runtime,
+        getattr(device, "compute_capability", ""),
+        _sources(),
+    )
     key = hashlib.sha256(repr((device.device_kind, versions, format)).encode()).hexdigest()[:32]
     file = folder / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or none that can be read
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
-    # The choice is made while a step is traced; a thread of its own computes, where nothing is traced.
+    # The choice is made while a step is traced; a thread of its own computes, where nothing is
+    # traced.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         difference = thread.submit(test, format, device).result()
     found = Verdict(device.device_kind, jax.__version__, repr(format), difference)
@@ -97,7 +120,8 @@ def _verdict(format: Format, device: Any, test: Test, folder: Path) -> Verdict:
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of the kernels' code: what was shown of other kernels says nothing of these."""
+    """Return a digest of the kernels' code: what was shown of other kernels says nothing of
+    these."""
     files = sorted(Path(inspect.getfile(Launch)).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

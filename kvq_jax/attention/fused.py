@@ -1,4 +1,5 @@
-"""Calls of the fused kernels with the arrays of caches. It needs Triton, so `dispatch` imports it only when a kernel is launched."""
+"""Calls of the fused kernels with the arrays of caches. It needs Triton, so `dispatch` imports it
+only when a kernel is launched."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
-from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention, heads_at_once
+from pallas_kernels.decode_attention.kernel import (
+    attention_in_pieces,
+    decode_attention,
+    heads_at_once,
+)
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
 from pallas_kernels.decode_attention.windows import DTYPES, Queries
@@ -37,7 +42,12 @@ from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import SPAN
 
-BodyArguments: TypeAlias = tuple[Float[Array, "B K R H"], tuple[Reader, Sequence[Array]], tuple[Reader, Sequence[Array]], Int[Array, " B"]]
+BodyArguments: TypeAlias = tuple[
+    Float[Array, "B K R H"],
+    tuple[Reader, Sequence[Array]],
+    tuple[Reader, Sequence[Array]],
+    Int[Array, " B"],
+]
 
 
 def attend(
@@ -50,36 +60,62 @@ def attend(
     windows: Splits | None,
     launch: Launch,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does, with one query token; NaN past the capacity. windows: what `append_token` found in those of the
-    state `after` it; None where they hold nothing of their own, or no kernel reads them."""
+    """Attend as `streaming.attend` does, with one query token; NaN past the capacity. windows: what
+    `append_token` found in those of the state `after` it; None where they hold nothing of their
+    own, or no kernel reads them."""
     if windows is None and not _leave_at_once(plan):
-        out = streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_add_body, launch), appended=True)
+        out = streaming.attend(
+            plan,
+            params,
+            after,
+            body,
+            inputs,
+            limits,
+            functools.partial(_add_body, launch),
+            appended=True,
+        )
         return streaming.without_lost(plan, inputs.positions, out)
     heads, positions = inputs.q_rot.shape[1], inputs.positions[:, 0]
-    group, rows, of_windows = heads // plan.heads, _by_kv_head(plan, inputs.q_rot), [] if windows is None else [windows]
+    group, rows, of_windows = (
+        heads // plan.heads,
+        _by_kv_head(plan, inputs.q_rot),
+        [] if windows is None else [windows],
+    )
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     query, (keys, _), (values, _), _ = arguments
     held = plan.regions.held_capacity
-    as_they_are = plan.v.sums_vectors and not values.sums_codes and heads_at_once(query, keys, values, held) == plan.heads
+    as_they_are = (
+        plan.v.sums_vectors
+        and not values.sums_codes
+        and heads_at_once(query, keys, values, held) == plan.heads
+    )
     if plan.regions.axis is None and as_they_are:
         of_body = attention_in_pieces(*arguments, capacity=held, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
-        return finished([*of_windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(
-            inputs.q_rot.shape
-        )
+        return finished(
+            [*of_windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch
+        ).reshape(inputs.q_rot.shape)
     part = _body_part(launch, plan, arguments)
     if plan.regions.axis is not None:
         part = online_softmax.across(part, plan.regions.axis)
     if of_windows:
         part = online_softmax.merge(merged(of_windows, group, launch=launch), part)
     out = online_softmax.finish(part)
-    return streaming.without_lost(plan, inputs.positions, out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape))
+    return streaming.without_lost(
+        plan, inputs.positions, out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+    )
 
 
 def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
-    """Return True where a new token leaves for the body in its own step, which holds it as it is: windows have nothing of their own."""
+    """Return True where a new token leaves for the body in its own step, which holds it as it is:
+    windows have nothing of their own."""
     regions = plan.regions
-    without_windows = regions.sink == regions.recent == 0 and regions.block == 1 and regions.shards == 1 and regions.body_capacity > 0
+    without_windows = (
+        regions.sink == regions.recent == 0
+        and regions.block == 1
+        and regions.shards == 1
+        and regions.body_capacity > 0
+    )
     return without_windows and codec.stores_rows and not plan.joint and plan.cross_layer is None
 
 
@@ -93,9 +129,13 @@ def _by_kv_head(plan: LayerPlan, q: QueryBNTH) -> Float[Array, "B K R H"]:
     return q.reshape(batch, plan.heads, heads // plan.heads, head_dim)
 
 
-def _queries(plan: LayerPlan, state: LayerState, inputs: LayerInputs, limits: PositionsBT) -> Queries | None:
-    """Return what attends to the windows in a kernel; None where they hold nothing of their own, or hold rows that no kernel reads: keys
-    before or after RoPE, and values, of 16 bits, are read. Raises ValueError where keys cached before RoPE come without `rope`."""
+def _queries(
+    plan: LayerPlan, state: LayerState, inputs: LayerInputs, limits: PositionsBT
+) -> Queries | None:
+    """Return what attends to the windows in a kernel; None where they hold nothing of their own, or
+    hold rows that no kernel reads: keys before or after RoPE, and values, of 16 bits, are read.
+    Raises ValueError where keys cached before RoPE come without `rope`.
+    """
     vectors = (plan.k.stores_vectors or plan.k.only_rotates) and plan.v.stores_vectors
     if _leave_at_once(plan) or not vectors or plan.joint or state.ring[0].dtype.name not in DTYPES:
         return None
@@ -108,10 +148,17 @@ def _queries(plan: LayerPlan, state: LayerState, inputs: LayerInputs, limits: Po
 
 
 def _add_body(
-    launch: Launch, view: streaming.View, queries: streaming.Queries, rows: Float[Array, "B K R H"], part: PartialAttention
+    launch: Launch,
+    view: streaming.View,
+    queries: streaming.Queries,
+    rows: Float[Array, "B K R H"],
+    part: PartialAttention,
 ) -> PartialAttention:
-    """Return `part` with the body added, as `streaming.read_chunks` does, but by the decode-attention kernel."""
-    arguments = _body_arguments(view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits)
+    """Return `part` with the body added, as `streaming.read_chunks` does, but by the
+    decode-attention kernel."""
+    arguments = _body_arguments(
+        view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits
+    )
     return online_softmax.merge(part, _body_part(launch, view.plan, arguments))
 
 
@@ -129,18 +176,24 @@ def _body_arguments(
     rows: Float[Array, "B K R H"],
     limits: PositionsBT,
 ) -> BodyArguments:
-    """Return the queries, the readers of keys and values with their arrays, and the limits, as kernels take them."""
+    """Return the queries, the readers of keys and values with their arrays, and the limits, as
+    kernels take them."""
     keys, values = (
-        reader_and_arrays(codec, own, arrays, rope, plan.regions) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
+        reader_and_arrays(codec, own, arrays, rope, plan.regions)
+        for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
     )
     query = plan.k.query(params[0], stats[0], rows)
     return query, keys, values, plan.regions.held(limits[:, 0])
 
 
-def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, regions: Regions) -> tuple[Reader, list[Array]]:
-    """Return the reader of a codec's body, or of what this shard holds of it, and the arrays that it reads.
+def reader_and_arrays(
+    codec: Codec, params: Tree, body: Tree, rope: Rope | None, regions: Regions
+) -> tuple[Reader, list[Array]]:
+    """Return the reader of a codec's body, or of what this shard holds of it, and the arrays that
+    it reads.
 
-    Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before RoPE come without `rope`.
+    Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before
+    RoPE come without `rope`.
     """
     reader, arrays = codec.kernel_reader(), codec.fused_arrays(params, body)
     if isinstance(reader, str):
@@ -157,7 +210,9 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
 def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> GroupedArray:
     """Quantize whole blocks of rows into the uniform groups that `job` describes."""
     format, scheme, divisor = job
-    packed = quantize_rows(rows, _grouped_reader(codec), scheme, format.bits, divisor=divisor, launch=launch)
+    packed = quantize_rows(
+        rows, _grouped_reader(codec), scheme, format.bits, divisor=divisor, launch=launch
+    )
     return GroupedArray(packed.words, packed.scale, packed.zero, format)
 
 
@@ -172,8 +227,10 @@ def append_token(
     limits: PositionsBT | None,
     launch: Launch,
 ) -> tuple[LayerState, tuple[bool, ...], Splits | None]:
-    """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in the bodies
-    whose blocks a kernel writes; which ones these are; and, with limits, what `attend` takes of the windows."""
+    """Return the state with the new token of each row where total > start in the windows, and with
+    the block that leaves them in the bodies whose blocks a kernel writes; which ones these are;
+    and, with limits, what `attend` takes of the windows.
+    """
     regions, block = plan.regions, plan.regions.block
     first = regions.body(start)
     leaving = regions.body(total) > first
@@ -189,23 +246,43 @@ def append_token(
             blocks = Blocks(jax.tree.leaves(stored), *writer)
         sides.append(Side(rows[side], state.sink[side], state.ring[side], blocks))
     queries = None if limits is None else _queries(plan, state, inputs, limits)
-    after, windows = quantize_append.append_token(sides, places, block=block, queries=queries, launch=launch)
+    after, windows = quantize_append.append_token(
+        sides, places, block=block, queries=queries, launch=launch
+    )
 
     def body(spec: Tree, before: Tree, blocks: Blocks | Rows | None) -> Tree:
         if blocks is None:
             return before
         arrays = [blocks.body] if isinstance(blocks, Rows) else blocks.body
-        return jax.tree.map(lambda spec, array: spec.store(array), spec, jax.tree.unflatten(jax.tree.structure(spec), arrays))
+        return jax.tree.map(
+            lambda spec, array: spec.store(array),
+            spec,
+            jax.tree.unflatten(jax.tree.structure(spec), arrays),
+        )
 
     sink, ring = (tuple(getattr(side, name) for side in after) for name in ("sink", "ring"))
-    bodies = tuple(body(spec, before, side.blocks) for spec, before, side in zip(specs, state.body, after, strict=True))
-    return dataclasses.replace(state, sink=sink, ring=ring, body=bodies), tuple(side.blocks is not None for side in after), windows
+    bodies = tuple(
+        body(spec, before, side.blocks)
+        for spec, before, side in zip(specs, state.body, after, strict=True)
+    )
+    return (
+        dataclasses.replace(state, sink=sink, ring=ring, body=bodies),
+        tuple(side.blocks is not None for side in after),
+        windows,
+    )
 
 
-def block_writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch) -> KernelWriter | None:
-    """Return what writes the blocks that leave into a codec's body; None where XLA does, as where a ring does not hold whole runs."""
+def block_writer(
+    plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch
+) -> KernelWriter | None:
+    """Return what writes the blocks that leave into a codec's body; None where XLA does, as where a
+    ring does not hold whole runs."""
     regions = plan.regions
-    if plan.cross_layer is not None or not regions.body_capacity or regions.ring_slots != regions.recent + regions.block:
+    if (
+        plan.cross_layer is not None
+        or not regions.body_capacity
+        or regions.ring_slots != regions.recent + regions.block
+    ):
         return None
     job = codec.kernel_job(stats, prefill=False)
     if codec.stores_rows:
@@ -215,7 +292,10 @@ def block_writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launc
     else:
         divisor = [] if job.divisor is None else [job.divisor.astype(jnp.float32)]
         reader = _grouped_reader(codec)
-        writer = KernelWriter(GroupedBlocks(Job(reader, job.scheme, job.format.bits, bool(divisor), 1, launch.asm)), divisor)
+        writer = KernelWriter(
+            GroupedBlocks(Job(reader, job.scheme, job.format.bits, bool(divisor), 1, launch.asm)),
+            divisor,
+        )
     return None if writer is None or regions.ring_slots % writer.blocks.run else writer
 
 

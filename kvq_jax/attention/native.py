@@ -20,10 +20,16 @@ from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 
 def attend(
-    plan: LayerPlan, params: Tree, before: LayerState, after: LayerState, body: Sides, inputs: LayerInputs, limits: PositionsBT
+    plan: LayerPlan,
+    params: Tree,
+    before: LayerState,
+    after: LayerState,
+    body: Sides,
+    inputs: LayerInputs,
+    limits: PositionsBT,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does: one query token in one call, windows included; more of them, or windows that hold no keys after
-    RoPE, by `read_body`."""
+    """Attend as `streaming.attend` does: one query token in one call, windows included; more of
+    them, or windows that hold no keys after RoPE, by `read_body`."""
     if not _reads_windows(plan, after, inputs):
         return streaming.attend(plan, params, before, body, inputs, limits, read_body)
     batch, heads, _, head_dim = inputs.q_rot.shape
@@ -35,24 +41,40 @@ def attend(
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> bool:
-    if inputs.q_rot.shape[2] > 1 or not plan.regions.held_capacity or plan.regions.axis is not None:  # all shards have the windows
+    if (
+        inputs.q_rot.shape[2] > 1 or not plan.regions.held_capacity or plan.regions.axis is not None
+    ):  # all shards have the windows
         return False
-    vectors = not plan.joint and all(codec.stores_vectors for codec in plan.codecs) and plan.v.sums_vectors
+    vectors = (
+        not plan.joint
+        and all(codec.stores_vectors for codec in plan.codecs)
+        and plan.v.sums_vectors
+    )
     return vectors and state.ring[0].dtype.name in WINDOW_DTYPES
 
 
 def _seen(plan: LayerPlan, inputs: LayerInputs, limits: PositionsBT) -> Bool[Array, "B E"]:
-    """Return which slots of sink and ring the query sees, once its token is in them: those that hold a token that is not in the body."""
+    """Return which slots of sink and ring the query sees, once its token is in them: those that
+    hold a token that is not in the body."""
     start = inputs.positions[:, :1]
-    held, real = streaming.window_slots(plan.regions, start + inputs.valid[:, :1].astype(start.dtype))
+    held, real = streaming.window_slots(
+        plan.regions, start + inputs.valid[:, :1].astype(start.dtype)
+    )
     return real & streaming.outside_body(plan.regions, held, limits)
 
 
-def read_body(view: streaming.View, queries: streaming.Queries, rows: Float[Array, "B K R H"], part: PartialAttention) -> PartialAttention:
+def read_body(
+    view: streaming.View,
+    queries: streaming.Queries,
+    rows: Float[Array, "B K R H"],
+    part: PartialAttention,
+) -> PartialAttention:
     """Return `part` with the body added, as `streaming.read_chunks` does, but by the C++ kernel."""
     if not view.plan.regions.held_capacity:
         return part
-    of_body = _of_body(view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits, None)
+    of_body = _of_body(
+        view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits, None
+    )
     return online_softmax.merge(part, of_body)
 
 
@@ -84,29 +106,42 @@ def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list
 
 
 def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 n half"]]:
-    """Return the cosines and sines by which the kernel rotates keys cached before RoPE: of the first few tokens, times RoPE's attention
-    factor, of the first few runs of so many, and of the position of every so many runs of the body. A position is a sum of three, so that
-    the tables hardly grow with the capacity."""
+    """Return the cosines and sines by which the kernel rotates keys cached before RoPE: of the
+    first few tokens, times RoPE's attention factor, of the first few runs of so many, and of the
+    position of every so many runs of the body. A position is a sum of three, so that the tables
+    hardly grow with the capacity."""
     rope = given_rope(rope)
     steps = jnp.arange(TOGETHER, dtype=jnp.int32)
     near = jnp.arange(0, min(capacity, NEAR * TOGETHER), TOGETHER, dtype=jnp.int32)
     far = jnp.arange(sink, sink + capacity, NEAR * TOGETHER, dtype=jnp.int32)
     plain = dataclasses.replace(rope, attention_factor=jnp.ones((), jnp.float32))
     tables = ((steps, rope), (near, plain), (far, plain))
-    return [jnp.concatenate(cosines_and_sines(positions[None], turned)) for positions, turned in tables]
+    return [
+        jnp.concatenate(cosines_and_sines(positions[None], turned)) for positions, turned in tables
+    ]
 
 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:
     """Return what `arrays.stored.store_blocks` returns."""
     specs, structure = jax.tree.flatten(block)
-    new = [spec.store(array) for spec, array in zip(specs, structure.flatten_up_to(values), strict=True)]
+    new = [
+        spec.store(array)
+        for spec, array in zip(specs, structure.flatten_up_to(values), strict=True)
+    ]
     tokens: list[tuple[int, int]] = [(spec.axis("tokens"), spec["tokens"].size) for spec in specs]
     axes, entries = zip(*tokens, strict=True)
-    return structure.unflatten(store.store_blocks(structure.flatten_up_to(stored), new, first, count, axes=axes, entries=entries))
+    return structure.unflatten(
+        store.store_blocks(
+            structure.flatten_up_to(stored), new, first, count, axes=axes, entries=entries
+        )
+    )
 
 
-def put_rows(slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new: Bool[Array, "B E"]) -> Float[Array, "B K E C"]:
-    """Return the slots of a window with rows[b, :, 0] in the one that new[b] marks, if it marks one: nothing else is written."""
+def put_rows(
+    slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new: Bool[Array, "B E"]
+) -> Float[Array, "B K E C"]:
+    """Return the slots of a window with rows[b, :, 0] in the one that new[b] marks, if it marks
+    one: nothing else is written."""
     if not slots.shape[2]:
         return slots
     first, count = jnp.argmax(new, axis=1), jnp.sum(new, axis=1)  # at most one

@@ -1,6 +1,8 @@
-"""Online softmax: attention over parts of the token axis (`PartialAttention`) is extended and merged in fp32, exact up to rounding.
+"""Online softmax: attention over parts of the token axis (`PartialAttention`) is extended and
+merged in fp32, exact up to rounding.
 
-Source: Milakov and Gimelshein, Online normalizer calculation for softmax; Dao et al., FlashAttention.
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax; Dao et al.,
+FlashAttention.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAt
 def empty(batch: int, heads: int, rows: int, head_dim: int) -> PartialAttention:
     """Return the attention over no tokens."""
     column = jnp.zeros((batch, heads, rows, 1), jnp.float32)
-    return PartialAttention(column + NEG_INF, column, jnp.zeros((batch, heads, rows, head_dim), jnp.float32))
+    return PartialAttention(
+        column + NEG_INF, column, jnp.zeros((batch, heads, rows, head_dim), jnp.float32)
+    )
 
 
 def extend(
@@ -26,12 +30,15 @@ def extend(
     mask: Bool[Array, "#B #K #R #C"],
     weigh: Callable[[Float[Array, "B K R C"]], Float[Array, "B K R H"]],
 ) -> PartialAttention:
-    """Add one chunk of tokens to `part`; `weigh` maps weights to weighted values. Masked tokens do not count, even with a score of NaN."""
+    """Add one chunk of tokens to `part`; `weigh` maps weights to weighted values. Masked tokens do
+    not count, even with a score of NaN."""
     scores = jnp.where(mask, scores, NEG_INF)
     m = jnp.maximum(part.m, jnp.max(scores, axis=-1, keepdims=True))
     p = jnp.where(mask, jnp.exp(scores - m), 0)
     shrink = jnp.exp(part.m - m)
-    return PartialAttention(m, part.l * shrink + jnp.sum(p, axis=-1, keepdims=True), part.o * shrink + weigh(p))
+    return PartialAttention(
+        m, part.l * shrink + jnp.sum(p, axis=-1, keepdims=True), part.o * shrink + weigh(p)
+    )
 
 
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
@@ -42,12 +49,15 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
 
 
 def across(part: PartialAttention, axis: str) -> PartialAttention:
-    """Return the attention over the tokens of all shards along a mesh axis, the same on each of them. Exact up to rounding.
+    """Return the attention over the tokens of all shards along a mesh axis, the same on each of
+    them. Exact up to rounding.
 
     m = pmax(m_d),   l = psum(l_d exp(m_d - m)),   o = psum(o_d exp(m_d - m))
     """
     m = lax.pmax(part.m, axis)
-    o_and_l = lax.psum(jnp.concatenate([part.o, part.l], axis=-1) * jnp.exp(part.m - m), axis)  # one collective for both
+    o_and_l = lax.psum(
+        jnp.concatenate([part.o, part.l], axis=-1) * jnp.exp(part.m - m), axis
+    )  # one collective for both
     return PartialAttention(m, o_and_l[..., -1:], o_and_l[..., :-1])
 
 

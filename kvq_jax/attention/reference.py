@@ -1,4 +1,5 @@
-"""The reference that defines correct attention: the whole layer is dequantized, then read by ordinary softmax attention in fp32."""
+"""The reference that defines correct attention: the whole layer is dequantized, then read by
+ordinary softmax attention in fp32."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from kvq_jax.types.array_types import CachedRows, LengthsB, QueryBNTH, RowsBKTH,
 from kvq_jax.types.rope import Rope
 
 
-def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[CachedRows, ...]:
-    """Return the dequantized rows of each codec of the plan in token order, fp32 [B, K, S, C]; zeros from `lengths` on.
+def decode_rows(
+    plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()
+) -> tuple[CachedRows, ...]:
+    """Return the dequantized rows of each codec of the plan in token order, fp32 [B, K, S, C];
+    zeros from `lengths` on.
 
     carry: that of the layer below.
     """
@@ -36,23 +40,43 @@ def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: Lengt
         stored = load_body(codec.body(1, 1, regions.block), state.body[side])
         own = by_side(params)[side]
         below = cross_layer.tokens_of(plan, carry, position[:, : regions.body_capacity])
-        body = cross_layer.decoded(codec, own, codec.dequantize(own, state.stats[side], stored), below)
-        rows = jnp.concatenate([part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])], axis=2)
-        by_codec.append(jnp.where(live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0))
+        body = cross_layer.decoded(
+            codec, own, codec.dequantize(own, state.stats[side], stored), below
+        )
+        rows = jnp.concatenate(
+            [part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])],
+            axis=2,
+        )
+        by_codec.append(
+            jnp.where(
+                live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0
+            )
+        )
     return tuple(by_codec)
 
 
 def decode_vectors(
-    plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, rope: Rope | None, carry: Tree = ()
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    lengths: LengthsB,
+    rope: Rope | None,
+    carry: Tree = (),
 ) -> tuple[RowsBKTH, RowsBKTH]:
     """Return keys after RoPE and values of every cached token, fp32 [B, K, S, H]."""
     rows = decode_rows(plan, params, state, lengths, carry)
-    positions = jnp.broadcast_to(jnp.arange(plan.regions.capacity), (lengths.shape[0], plan.regions.capacity))
+    positions = jnp.broadcast_to(
+        jnp.arange(plan.regions.capacity), (lengths.shape[0], plan.regions.capacity)
+    )
     params = by_side(params)
-    return plan.k.vectors(params[0], rows[0], positions, rope), plan.v.vectors(params[1], rows[-1], positions, rope)
+    return plan.k.vectors(params[0], rows[0], positions, rope), plan.v.vectors(
+        params[1], rows[-1], positions, rope
+    )
 
 
-def attend(q: QueryBNTH, k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]) -> Float[Array, "B N T H"]:
+def attend(
+    q: QueryBNTH, k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]
+) -> Float[Array, "B N T H"]:
     """Return softmax(q k^T / sqrt(H)) v in fp32; query head n reads KV head n // G."""
     batch, heads, tokens, head_dim = q.shape
     q_BKGTH = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, tokens, head_dim)

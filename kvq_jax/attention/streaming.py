@@ -1,9 +1,11 @@
-"""Attention over a layer in one pass of online softmax: full-precision rows first, then the body in chunks.
+"""Attention over a layer in one pass of online softmax: full-precision rows first, then the body in
+chunks.
 
     out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
 
-The body is never dequantized as a whole: one chunk of it is read, used and forgotten, and the loop's trip count follows the live length,
-not the capacity. Works for every codec, on every backend, for T >= 1 queries.
+The body is never dequantized as a whole: one chunk of it is read, used and forgotten, and the
+loop's trip count follows the live length, not the capacity. Works for every codec, on every
+backend, for T >= 1 queries.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 BODY_CHUNK = 1408  # body tokens read in one step, at most
-BODY_CHUNK_ELEMENTS = 11 << 16  # at most, in their K, their V or their scores, for the whole batch: 2.75 MiB in fp32 (docs/decisions.md)
+BODY_CHUNK_ELEMENTS = (
+    11 << 16
+    # at most, in their K, their V or their scores, for the whole batch: 2.75 MiB in fp32
+    # (docs/decisions.md)
+)
 EXACT_CHUNK = 1024  # full-precision rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
@@ -41,13 +47,16 @@ def attend(
     *,
     appended: bool = False,
 ) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
+    """Return softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype
+    of q, fp32 accumulation.
 
-    windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows. body: the
-    arrays to read beyond the windows, see `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from sink +
-    limit on are read in full precision. read_body adds the body's part (default: `read_chunks`). appended: the windows are those *after*,
-    and hold every new token that a query sees, as they do after one; the new rows are then read as the windows store them. The output at
-    padding is finite and unspecified.
+    windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read
+    together with the new rows. body: the arrays to read beyond the windows, see
+    `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from sink +
+    limit on are read in full precision. read_body adds the body's part (default: `read_chunks`).
+    appended: the windows are those *after*, and hold every new token that a query sees, as they do
+    after one; the new rows are then read as the windows store them. The output at padding is finite
+    and unspecified.
     """
     view = _view(plan, params, windows, body, inputs, appended)
     tokens = inputs.q_rot.shape[2]
@@ -59,13 +68,20 @@ def attend(
     padding = chunks * QUERY_CHUNK - tokens
     padded = Queries(
         jnp.pad(queries.q, ((0, 0), (0, 0), (0, padding), (0, 0))),
-        jnp.pad(queries.positions, ((0, 0), (0, padding)), constant_values=-1),  # sees nothing: no position is below 0
+        jnp.pad(
+            queries.positions, ((0, 0), (0, padding)), constant_values=-1
+        ),  # sees nothing: no position is below 0
         jnp.pad(queries.limits, ((0, 0), (0, padding))),
     )
 
     def one(i: Array) -> QueryBNTH:
         at = i * QUERY_CHUNK
-        part = Queries(*(lax.dynamic_slice_in_dim(a, at, QUERY_CHUNK, axis) for a, axis in zip(padded, (2, 1, 1), strict=True)))
+        part = Queries(
+            *(
+                lax.dynamic_slice_in_dim(a, at, QUERY_CHUNK, axis)
+                for a, axis in zip(padded, (2, 1, 1), strict=True)
+            )
+        )
         return _attend_queries(view, part, at + QUERY_CHUNK, read_body or read_chunks)
 
     out = lax.map(one, jnp.arange(chunks))  # [chunks, B, N, QUERY_CHUNK, H]
@@ -77,19 +93,25 @@ def without_lost(plan: LayerPlan, positions: PositionsBT, out: QueryBNTH) -> Que
     return jnp.where((positions >= plan.regions.capacity)[:, None, :, None], jnp.nan, out)
 
 
-def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"], row_width: int = 0) -> int:
+def chunk_tokens(
+    block: int, capacity: int, rows: Float[Array, "B K R H"], row_width: int = 0
+) -> int:
     """Return the number of body tokens that query rows read in one step, a multiple of `block`.
 
-    At most BODY_CHUNK_ELEMENTS elements are in their vectors, in their scores, and in cached rows of `row_width` channels, unless one block
-    has more.
+    At most BODY_CHUNK_ELEMENTS elements are in their vectors, in their scores, and in cached rows
+    of `row_width` channels, unless one block has more.
     """
     batch, heads, queries, head_dim = rows.shape
-    tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // (batch * max(heads * head_dim, heads * queries, row_width)))
+    tokens = min(
+        BODY_CHUNK,
+        BODY_CHUNK_ELEMENTS // (batch * max(heads * head_dim, heads * queries, row_width)),
+    )
     return min(max(tokens // block, 1) * block, capacity)
 
 
 class Queries(NamedTuple):
-    """The queries of one call, or a chunk of them: q [B, N, T, H], positions [B, T], limits [B, T] (see `attend`)."""
+    """The queries of one call, or a chunk of them: q [B, N, T, H], positions [B, T], limits [B, T]
+    (see `attend`)."""
 
     q: QueryBNTH
     positions: PositionsBT
@@ -97,7 +119,8 @@ class Queries(NamedTuple):
 
 
 class View(NamedTuple):
-    """All that the queries of one call may read: full-precision rows in the order sink, ring, new tokens; and the body."""
+    """All that the queries of one call may read: full-precision rows in the order sink, ring, new
+    tokens; and the body."""
 
     plan: LayerPlan
     params: Tree
@@ -110,11 +133,19 @@ class View(NamedTuple):
     real: Bool[Array, "B E"]
 
 
-# (view, queries, their rows [B, K, R, H], attention over the full-precision rows) -> the same with the body added
+# (view, queries, their rows [B, K, R, H], attention over the full-precision rows) -> the same with
+# the body added
 BodyReader: TypeAlias = Callable[[View, Queries, Array, PartialAttention], PartialAttention]
 
 
-def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, inputs: LayerInputs, appended: bool) -> View:
+def _view(
+    plan: LayerPlan,
+    params: Tree,
+    windows: LayerState,
+    body: Sides,
+    inputs: LayerInputs,
+    appended: bool,
+) -> View:
     regions = plan.regions
     start = inputs.positions[:, :1]
     if appended:
@@ -127,27 +158,43 @@ def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, input
         home = 0 if plan.joint else side
         rows = jnp.concatenate([windows.sink[home], windows.ring[home]], axis=2)
         held = codec.vectors(params[side], rows, old, inputs.rope)
-        vectors.append(held if appended else jnp.concatenate([held, new.astype(held.dtype)], axis=2))
+        vectors.append(
+            held if appended else jnp.concatenate([held, new.astype(held.dtype)], axis=2)
+        )
     keys, values = vectors
-    values = jnp.where(real[:, None, :, None], values, 0)  # a masked token has weight 0, but 0 * nan is nan
+    values = jnp.where(
+        real[:, None, :, None], values, 0
+    )  # a masked token has weight 0, but 0 * nan is nan
     return View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
 
 
-def window_slots(regions: Regions, tokens: Int[Array, "B 1"]) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
-    """Return (positions, whether a slot holds one) of the slots of sink and ring, in this order, after so many tokens."""
-    sink = jnp.broadcast_to(jnp.arange(regions.sink_slots, dtype=tokens.dtype)[None], (tokens.shape[0], regions.sink_slots))
+def window_slots(
+    regions: Regions, tokens: Int[Array, "B 1"]
+) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
+    """Return (positions, whether a slot holds one) of the slots of sink and ring, in this order,
+    after so many tokens."""
+    sink = jnp.broadcast_to(
+        jnp.arange(regions.sink_slots, dtype=tokens.dtype)[None],
+        (tokens.shape[0], regions.sink_slots),
+    )
     ring = regions.ring_positions(tokens[:, 0])
     real = jnp.concatenate([sink < tokens, (ring >= regions.sink) & (ring < tokens)], axis=1)
     return jnp.concatenate([sink, ring], axis=1), real
 
 
-def outside_body(regions: Regions, positions: Int[Array, "..."], limits: Int[Array, "..."]) -> Bool[Array, "..."]:
-    """Return which positions are read in full precision by a query that sees the first `limits` body tokens."""
+def outside_body(
+    regions: Regions, positions: Int[Array, "..."], limits: Int[Array, "..."]
+) -> Bool[Array, "..."]:
+    """Return which positions are read in full precision by a query that sees the first `limits`
+    body tokens."""
     return (positions < regions.sink) | (positions >= regions.sink + limits)
 
 
-def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body: BodyReader) -> QueryBNTH:
-    """Attend with up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them may see."""
+def _attend_queries(
+    view: View, queries: Queries, newest: int | Array, read_body: BodyReader
+) -> QueryBNTH:
+    """Attend with up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them
+    may see."""
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
@@ -161,16 +208,27 @@ def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body
     return online_softmax.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
 
 
-def _add_exact(view: View, queries: Queries, rows: Array, part: PartialAttention, newest: int | Array) -> PartialAttention:
+def _add_exact(
+    view: View, queries: Queries, rows: Array, part: PartialAttention, newest: int | Array
+) -> PartialAttention:
     regions, size = view.plan.regions, view.keys.shape[2]
     chunk = min(size, EXACT_CHUNK)
 
     def step(i: int | Array, part: PartialAttention) -> PartialAttention:
         at, fresh = _window(i, chunk, size)
         k, v = (lax.dynamic_slice_in_dim(a, at, chunk, 2) for a in (view.keys, view.values))
-        held, real = (lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real))
-        seen = (held <= queries.positions[..., None]) & outside_body(regions, held, queries.limits[..., None]) & real & fresh[None, None]
-        return online_softmax.extend(part, _scaled(dot_rows(rows, k), rows), _per_row(seen, rows), lambda w: weigh_rows(w, v))
+        held, real = (
+            lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real)
+        )
+        seen = (
+            (held <= queries.positions[..., None])
+            & outside_body(regions, held, queries.limits[..., None])
+            & real
+            & fresh[None, None]
+        )
+        return online_softmax.extend(
+            part, _scaled(dot_rows(rows, k), rows), _per_row(seen, rows), lambda w: weigh_rows(w, v)
+        )
 
     if chunk == size:
         return step(0, part)
@@ -178,7 +236,9 @@ def _add_exact(view: View, queries: Queries, rows: Array, part: PartialAttention
     return lax.fori_loop(0, -(-(old + newest) // chunk), step, part)
 
 
-def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], part: PartialAttention) -> PartialAttention:
+def read_chunks(
+    view: View, queries: Queries, rows: Float[Array, "B K R H"], part: PartialAttention
+) -> PartialAttention:
     """Return `part` with the body added: one chunk after the other is dequantized and used."""
     plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
     k_home, v_home = 0, len(plan.codecs) - 1
@@ -198,10 +258,17 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
             return load_chunk(specs, view.body[home], at // regions.block, chunk // regions.block)
 
         def weigh(weights: Float[Array, "B K R C"]) -> Float[Array, "B K R H"]:
-            then = at if plan.joint else _after(weights, at)  # joint rows are dequantized once, for keys and values
-            return plan.v.weighted(v_params, view.stats[v_home], weights, read(v_home, then), held, view.rope)
+            then = (
+                at if plan.joint else _after(weights, at)
+            )  # joint rows are dequantized once, for keys and values
+            return plan.v.weighted(
+                v_params, view.stats[v_home], weights, read(v_home, then), held, view.rope
+            )
 
-        scores = _scaled(plan.k.scores(k_params, view.stats[k_home], query, read(k_home, at), held, view.rope), rows)
+        scores = _scaled(
+            plan.k.scores(k_params, view.stats[k_home], query, read(k_home, at), held, view.rope),
+            rows,
+        )
         seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
         return online_softmax.extend(part, scores, _per_row(seen, rows), weigh)
 
@@ -211,12 +278,15 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
 def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:
     """Return `at`, made to depend on the weights, which are never negative; XLA does not know that.
 
-    Otherwise the CPU backend unpacks a chunk of V while it holds that of K: 60 % more memory, 10 to 15 % more time (docs/decisions.md).
+    Otherwise the CPU backend unpacks a chunk of V while it holds that of K: 60 % more memory, 10 to
+    15 % more time (docs/decisions.md).
     """
     return at + (weights[0, 0, 0, 0] < 0).astype(at.dtype)
 
 
-def _scaled(scores: Float[Array, "B K R C"], rows: Float[Array, "B K R H"]) -> Float[Array, "B K R C"]:
+def _scaled(
+    scores: Float[Array, "B K R C"], rows: Float[Array, "B K R H"]
+) -> Float[Array, "B K R C"]:
     return scores * rows.shape[-1] ** -0.5
 
 
@@ -226,6 +296,7 @@ def _per_row(mask: Bool[Array, "B T C"], rows: Float[Array, "B K R H"]) -> Bool[
 
 
 def _window(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, " chunk"]]:
-    """Return the start of step i and a mask of the entries that no earlier step read: the last step starts early, to stay in the array."""
+    """Return the start of step i and a mask of the entries that no earlier step read: the last step
+    starts early, to stay in the array."""
     at = jnp.minimum(jnp.asarray(i, jnp.int32) * chunk, size - chunk)
     return at, at + jnp.arange(chunk) >= jnp.asarray(i, jnp.int32) * chunk

@@ -20,29 +20,48 @@ from kvq_jax.types.array_types import ModelDims
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of all arrays in a tree: a cache, a layer, or the structs or descriptions of either. Exact."""
-    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    """Return the bytes of all arrays in a tree: a cache, a layer, or the structs or descriptions of
+    either. Exact."""
+    return sum(
+        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
+    )
 
 
-def dense_nbytes(config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> int:
+def dense_nbytes(
+    config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16"
+) -> int:
     """Return the bytes of unquantized keys and values: 2 * L * B * K * S * H * itemsize."""
     d = dims_of(config)
-    return 2 * d.num_hidden_layers * batch * d.num_key_value_heads * capacity * d.head_dim * jnp.dtype(dtype).itemsize
+    return (
+        2
+        * d.num_hidden_layers
+        * batch
+        * d.num_key_value_heads
+        * capacity
+        * d.head_dim
+        * jnp.dtype(dtype).itemsize
+    )
 
 
-def bits_per_element(spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16") -> float:
-    """Return the stored bits of a whole cache divided by the 2 * L * K * S * H elements that it stands for.
+def bits_per_element(
+    spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16"
+) -> float:
+    """Return the stored bits of a whole cache divided by the 2 * L * K * S * H elements that it
+    stands for.
 
-    Windows, scales, padding and statistics are included; their full-precision rows have `dtype`, whatever the model's is.
+    Windows, scales, padding and statistics are included; their full-precision rows have `dtype`,
+    whatever the model's is.
     """
     elements = dense_nbytes(config, 1, capacity, "uint8")
     return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
 
 
 def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
-    """Return the stored bits of a body element, averaged over layers and sides: what papers call average bits, without windows.
+    """Return the stored bits of a body element, averaged over layers and sides: what papers call
+    average bits, without windows.
 
-    Counted from the arrays of whole blocks. Elements in full precision count as 16 bits, whatever dtype the model has.
+    Counted from the arrays of whole blocks. Elements in full precision count as 16 bits, whatever
+    dtype the model has.
     """
     bits = elements = 0
     for plan, layers in Counter(plans_for(spec, config, "bfloat16")).items():
@@ -54,20 +73,25 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
 
 
 def unmet_options(cache: Cache) -> tuple[str, ...]:
-    """Return in words what options ask for and the layers of a cache are too small for, each sentence once; a layout is enough."""
+    """Return in words what options ask for and the layers of a cache are too small for, each
+    sentence once; a layout is enough."""
     told = (codec.unmet(plan.heads) for plan in cache.plans for codec in plan.codecs)
     return tuple(dict.fromkeys(sentence for sentence in told if sentence))
 
 
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
-    """Return the share of the body's elements that have a slot for an outlier, averaged over layers and sides."""
+    """Return the share of the body's elements that have a slot for an outlier, averaged over layers
+    and sides."""
     sides = [(plan, codec) for plan in plans_for(spec, config) for codec in plan.codecs]
-    return sum(codec.outlier_slots(plan.heads) / (plan.heads * plan.head_dim) for plan, codec in sides) / len(sides)
+    return sum(
+        codec.outlier_slots(plan.heads) / (plan.heads * plan.head_dim) for plan, codec in sides
+    ) / len(sides)
 
 
 @dataclasses.dataclass(frozen=True)
 class OutlierTotals:
-    """The outliers of some tokens: those that have a slot (`kept`) and those that found none (`dropped`)."""
+    """The outliers of some tokens: those that have a slot (`kept`) and those that found none
+    (`dropped`)."""
 
     kept: int = 0
     dropped: int = 0
@@ -82,36 +106,53 @@ class OutlierTotals:
 
 
 def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
-    """Return, for each layer, the outliers of each side ("k", "v", or the one side of methods that cache something else) among the live
-    tokens of a cache's body. Sides without slots for outliers are left out.
+    """Return, for each layer, the outliers of each side ("k", "v", or the one side of methods that
+    cache something else) among the live tokens of a cache's body. Sides without slots for outliers
+    are left out.
 
-    Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold.
+    Raises NotImplementedError, naming the codec, where one has slots but does not count what they
+    hold.
     """
     layers = []
-    cache = cache if cache.placement is None else move(cache, None)  # body arrays in the order of tokens
+    cache = (
+        cache if cache.placement is None else move(cache, None)
+    )  # body arrays in the order of tokens
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         own = {}
         for side, codec, stored in zip(plan.names, plan.codecs, layer.body, strict=True):
             if codec.outlier_slots(plan.heads):
-                counts = codec.outlier_counts(load_body(codec.body(1, plan.heads, plan.regions.block), stored))
-                first = jnp.arange(counts.kept.shape[1]) * plan.regions.body_capacity // max(1, counts.kept.shape[1])  # of each run
+                counts = codec.outlier_counts(
+                    load_body(codec.body(1, plan.heads, plan.regions.block), stored)
+                )
+                first = (
+                    jnp.arange(counts.kept.shape[1])
+                    * plan.regions.body_capacity
+                    // max(1, counts.kept.shape[1])
+                )  # of each run
                 live = first[None] < plan.regions.body(cache.lengths)[:, None]
-                own[side] = OutlierTotals(*(int(jnp.sum(jnp.where(live, count, 0))) for count in counts))
+                own[side] = OutlierTotals(
+                    *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
+                )
         layers.append(own)
     return tuple(layers)
 
 
 def dropped_outliers(cache: Cache) -> tuple[int, int]:
-    """Return (outliers that found no slot, outliers that have one) among the live tokens of a cache's body, all layers and sides together.
+    """Return (outliers that found no slot, outliers that have one) among the live tokens of a
+    cache's body, all layers and sides together.
 
-    Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold.
+    Raises NotImplementedError, naming the codec, where one has slots but does not count what they
+    hold.
     """
-    total = sum((side for layer in outlier_totals(cache) for side in layer.values()), OutlierTotals())
+    total = sum(
+        (side for layer in outlier_totals(cache) for side in layer.values()), OutlierTotals()
+    )
     return total.dropped, total.kept
 
 
 def quantized_tokens(cache: Cache, tokens: int) -> int:
-    """Return how many of the first `tokens` tokens are quantized in some layer of a cache, or of its layout."""
+    """Return how many of the first `tokens` tokens are quantized in some layer of a cache, or of
+    its layout."""
     return max((plan.regions.body(tokens) for plan in cache.plans if plan.quantizes), default=0)
 
 
@@ -127,8 +168,8 @@ class Component:
 def components(cache: Cache) -> tuple[Component, ...]:
     """Return the bytes of each part of a cache; their sum is `nbytes(cache)`.
 
-    The parts of a side are its windows, each kind of body array (packed words, scales, zero points, full-precision rows) and the prompt
-    statistics.
+    The parts of a side are its windows, each kind of body array (packed words, scales, zero points,
+    full-precision rows) and the prompt statistics.
     """
     totals: dict[tuple[str, str], int] = {}
     for part in (part for layer in layer_components(cache) for part in layer):
@@ -139,7 +180,9 @@ def components(cache: Cache) -> tuple[Component, ...]:
 
 def layer_components(cache: Cache) -> tuple[tuple[Component, ...], ...]:
     """Return the `components` of each layer; the lengths belong to no layer."""
-    return tuple(_components(plan, layer) for plan, layer in zip(cache.plans, cache.layers, strict=True))
+    return tuple(
+        _components(plan, layer) for plan, layer in zip(cache.plans, cache.layers, strict=True)
+    )
 
 
 def _components(plan: LayerPlan, layer: LayerState) -> tuple[Component, ...]:

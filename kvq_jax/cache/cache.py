@@ -1,9 +1,11 @@
-"""The cache: a pytree that holds the state of sequences, and nothing of the model, beside a static description.
+"""The cache: a pytree that holds the state of sequences, and nothing of the model, beside a static
+description.
 
     cache = init_cache(parse("kivi:bits=2"), config, batch=1, capacity=4096)
 
-Every leaf has a leading batch axis and its own buffer, so a cache can be donated, be carried by a scan, and have its rows selected.
-Constructors validate nothing, because tree transformations rebuild a cache with other leaves; `init_cache` does.
+Every leaf has a leading batch axis and its own buffer, so a cache can be donated, be carried by a
+scan, and have its rows selected. Constructors validate nothing, because tree transformations
+rebuild a cache with other leaves; `init_cache` does.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ class CacheDims:
 class Cache:
     """A cache for B sequences. Build it with `init_cache`.
 
-    layers: one LayerState for each layer. lengths [B] int32: live tokens of each batch row. spec, dims, capacity (in tokens) and dtype (of
-    full-precision rows) are static, and so is placement: where the arrays lie on a mesh, None for one device.
+    layers: one LayerState for each layer. lengths [B] int32: live tokens of each batch row. spec,
+    dims, capacity (in tokens) and dtype (of full-precision rows) are static, and so is placement:
+    where the arrays lie on a mesh, None for one device.
     """
 
     layers: tuple[LayerState, ...]
@@ -89,19 +92,27 @@ class Cache:
 
 
 @functools.cache
-def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str, placement: Placement | None = None) -> tuple[LayerPlan, ...]:
+def plans(
+    spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str, placement: Placement | None = None
+) -> tuple[LayerPlan, ...]:
     """Return the plan of every layer.
 
-    Raises ValueError where the options do not fit the model, or name a layer that it does not have, or the method cannot have the
-    placement.
+    Raises ValueError where the options do not fit the model, or name a layer that it does not have,
+    or the method cannot have the placement.
     """
     _check_layers(spec, dims)
     layers = range(dims.num_hidden_layers)
-    return tuple(placed(spec.layer(i, dims, capacity, dtype), placement, dims.num_attention_heads) for i in layers)
+    return tuple(
+        placed(spec.layer(i, dims, capacity, dtype), placement, dims.num_attention_heads)
+        for i in layers
+    )
 
 
-def plans_for(spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None) -> tuple[LayerPlan, ...]:
-    """Return the plan of every layer of a cache of one token, for what does not depend on its size. Raises as `init_cache`."""
+def plans_for(
+    spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None
+) -> tuple[LayerPlan, ...]:
+    """Return the plan of every layer of a cache of one token, for what does not depend on its size.
+    Raises as `init_cache`."""
     spec, dims, name = _checked(spec, config, 1, 1, dtype, None)
     return plans(spec, dims, 1, name)
 
@@ -121,22 +132,37 @@ def init_cache(
 ) -> Cache:
     """Return an empty cache for `batch` sequences of up to `capacity` tokens.
 
-    dtype: of full-precision rows, float32, bfloat16 or float16. Default: that of the model, if its config has one, as that of a model from
-    `load_llama` has; else bfloat16. placement: the devices of a mesh and what each of them holds; the cache is made there, part by part.
-    Raises ValueError for another dtype, and where the options do not fit the model: a group size that does not divide the head dim,
-    skip_layers beyond the last layer, a placement that the method cannot have.
+    dtype: of full-precision rows, float32, bfloat16 or float16. Default: that of the model, if its
+    config has one, as that of a model from `load_llama` has; else bfloat16. placement: the devices
+    of a mesh and what each of them holds; the cache is made there, part by part. Raises ValueError
+    for another dtype, and where the options do not fit the model: a group size that does not divide
+    the head dim, skip_layers beyond the last layer, a placement that the method cannot have.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
     made = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
     if placement is None:
         return made()
     if not isinstance(placement.mesh, Mesh):
-        raise ValueError("a cache needs the devices of a mesh, and an AbstractMesh has none: kvq.layout describes such a cache")
-    return jax.jit(made, out_shardings=shardings(axes(spec, dims, batch, capacity, name, placement), placement))()
+        raise ValueError(
+            "a cache needs the devices of a mesh, and an AbstractMesh has none: kvq.layout"
+            " describes such a cache"
+        )
+    return jax.jit(
+        made, out_shardings=shardings(axes(spec, dims, batch, capacity, name, placement), placement)
+    )()
 
 
-def _empty(spec: CacheSpec, dims: CacheDims, batch: int, capacity: int, dtype: str, placement: Placement | None) -> Cache:
-    layers = tuple(plan.init(batch, dtype) for plan in plans(spec, dims, capacity, dtype, placement))
+def _empty(
+    spec: CacheSpec,
+    dims: CacheDims,
+    batch: int,
+    capacity: int,
+    dtype: str,
+    placement: Placement | None,
+) -> Cache:
+    layers = tuple(
+        plan.init(batch, dtype) for plan in plans(spec, dims, capacity, dtype, placement)
+    )
     return Cache(layers, jnp.zeros((batch,), jnp.int32), spec, dims, capacity, dtype, placement)
 
 
@@ -148,16 +174,28 @@ def axes(
     dtype: DTypeLike | None = None,
     placement: Placement | None = None,
 ) -> Cache:
-    """Describe every array of `init_cache(...)`: return the same tree, with an `ArraySpec` of named axes (array_types.py) for each array.
+    """Describe every array of `init_cache(...)`: return the same tree, with an `ArraySpec` of named
+    axes (array_types.py) for each array.
 
     axes("kivi", config, batch=1, capacity=4096).layers[0].body[0].scale["tokens"]       # Axis("tokens", 4000, per=32)
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
     of_layers = plans(spec, dims, capacity, name, placement)
-    described = {plan: plan.axes(batch, name) for plan in dict.fromkeys(of_layers)}  # most layers of a model have equal plans
+    described = {
+        plan: plan.axes(batch, name) for plan in dict.fromkeys(of_layers)
+    }  # most layers of a model have equal plans
     layers = tuple(described[plan] for plan in of_layers)
     lengths = ArraySpec((Axis("batch", batch),), "int32")
-    return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name, placement=placement)
+    return describe(
+        Cache,
+        layers=layers,
+        lengths=lengths,
+        spec=spec,
+        dims=dims,
+        capacity=capacity,
+        dtype=name,
+        placement=placement,
+    )
 
 
 def layout(
@@ -168,52 +206,79 @@ def layout(
     dtype: DTypeLike | None = None,
     placement: Placement | None = None,
 ) -> Cache:
-    """Return the ShapeDtypeStructs of `init_cache(...)`, with their shardings where there is a placement. Allocates nothing."""
+    """Return the ShapeDtypeStructs of `init_cache(...)`, with their shardings where there is a
+    placement. Allocates nothing."""
     described = axes(spec, config, batch, capacity, dtype, placement)
     structs = jax.tree.map(lambda spec: spec.struct, described)
     if placement is None:
         return structs
-    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), structs, shardings(described, placement))
+    return jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+        structs,
+        shardings(described, placement),
+    )
 
 
 def shardings(described: Cache, placement: Placement) -> Cache:
-    """Return the same tree with a NamedSharding for each description. Every device has the lengths, which hosts read."""
+    """Return the same tree with a NamedSharding for each description. Every device has the lengths,
+    which hosts read."""
     of_layers = jax.tree.leaves(placement.shardings(described.layers))
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
 def is_parked(cache: Cache) -> bool:
-    """Return True where a cache's bodies are in the host's memory (parking.py); traced arrays know it, too."""
+    """Return True where a cache's bodies are in the host's memory (parking.py); traced arrays know
+    it, too."""
     bodies = jax.tree.leaves([layer.body for layer in cache.layers])
-    return any(isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in bodies)
+    return any(
+        isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        for leaf in bodies
+    )
 
 
 def check_held(cache: Cache, *, parked: bool = False) -> None:
-    """Raise ValueError where a call has consumed the cache, whose donated buffers are gone, or its bodies are in the host's memory; with
-    `parked`, where they are not."""
-    arrays = (leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+    """Raise ValueError where a call has consumed the cache, whose donated buffers are gone, or its
+    bodies are in the host's memory; with `parked`, where they are not."""
+    arrays = (
+        leaf
+        for leaf in jax.tree.leaves(cache)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    )
     if any(array.is_deleted() for array in arrays):
         raise ValueError(
-            "this cache was consumed by a call that took it over (prefill, score, generate, or a jit that donates it): go on with "
-            "the cache in that call's result"
+            "this cache was consumed by a call that took it over (prefill, score, generate, or a"
+            " jit that donates it): go on with the cache in that call's result"
         )
     if parked and not is_parked(cache):
         raise ValueError("this cache is not parked: only what kvq.park returned comes back")
     if not parked and is_parked(cache):
-        raise ValueError("this cache is parked in the host's memory: kvq.unpark(cache) brings it back")
+        raise ValueError(
+            "this cache is parked in the host's memory: kvq.unpark(cache) brings it back"
+        )
 
 
 def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
-    """Return True where a cache of this model takes statistics from a sequence's prompt: InnerQ's key norm, SQuat's subspace.
+    """Return True where a cache of this model takes statistics from a sequence's prompt: InnerQ's
+    key norm, SQuat's subspace.
 
-    A sequence that starts without a prompt never has them, and is quantized as if the method had no such part. Raises as `init_cache`.
+    A sequence that starts without a prompt never has them, and is quantized as if the method had no
+    such part. Raises as `init_cache`.
     """
     codecs = ((codec, plan.heads) for plan in set(plans_for(spec, config)) for codec in plan.codecs)
-    return any(math.prod(leaf.shape) for codec, heads in codecs for leaf in jax.tree.leaves(codec.statistics_spec(1, heads)))
+    return any(
+        math.prod(leaf.shape)
+        for codec, heads in codecs
+        for leaf in jax.tree.leaves(codec.statistics_spec(1, heads))
+    )
 
 
 def _checked(
-    spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None, placement: Placement | None
+    spec: CacheSpec | str,
+    config: ModelDims,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike | None,
+    placement: Placement | None,
 ) -> tuple[CacheSpec, CacheDims, str]:
     spec, dims = parse(spec), dims_of(config)
     if batch < 1 or capacity < 1:
@@ -223,7 +288,8 @@ def _checked(
 
 
 def _row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
-    """Return the name of a cache's dtype. Hugging Face's configs name theirs as PyTorch does: torch.float32."""
+    """Return the name of a cache's dtype. Hugging Face's configs name theirs as PyTorch does:
+    torch.float32."""
     given = getattr(config, "dtype", None) if dtype is None else dtype
     text = str(given).removeprefix("torch.") if given is not None else DTYPES[0]
     try:
@@ -231,7 +297,9 @@ def _row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
     except TypeError:
         name = text
     if name not in DTYPES:
-        raise ValueError(f"dtype={name!r} is not supported in a cache; supported: {', '.join(DTYPES)}")
+        raise ValueError(
+            f"dtype={name!r} is not supported in a cache; supported: {', '.join(DTYPES)}"
+        )
     return name
 
 
@@ -244,7 +312,12 @@ def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
         for field in method.options():
             value = getattr(method, field.name)
             if isinstance(value, PerLayer):
-                named += [(f"{method.name}:{field.name} names", last) for _, _, last in value.ranges]
+                named += [
+                    (f"{method.name}:{field.name} names", last) for _, _, last in value.ranges
+                ]
     for setting, layer in named:
         if layer >= dims.num_hidden_layers:
-            raise ValueError(f"{setting} layer {layer}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
+            raise ValueError(
+                f"{setting} layer {layer}, but the model has layers 0 to"
+                f" {dims.num_hidden_layers - 1}"
+            )

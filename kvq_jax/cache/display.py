@@ -20,12 +20,16 @@ def line(name: str, facts: Mapping[str, object]) -> str:
 
 def table(name: str, facts: Mapping[str, object]) -> str:
     """Return the facts as an HTML table with a caption."""
-    rows = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(str(fact))}</td></tr>" for label, fact in facts.items())
+    rows = "".join(
+        f"<tr><th>{html.escape(label)}</th><td>{html.escape(str(fact))}</td></tr>"
+        for label, fact in facts.items()
+    )
     return f"<table><caption>{html.escape(name)}</caption>{rows}</table>"
 
 
 def values(array: Any) -> str:
-    """Return the entries of a vector; for one that has none now (traced, donated, a shape alone), what it is instead."""
+    """Return the entries of a vector; for one that has none now (traced, donated, a shape alone),
+    what it is instead."""
     if isinstance(array, Tracer):
         return "traced"
     if isinstance(array, jax.Array) and array.is_deleted():
@@ -40,7 +44,11 @@ def values(array: Any) -> str:
 
 def size(tree: Any) -> str:
     """Return the bytes of a tree's arrays, or of those that it describes."""
-    whole = sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    whole = sum(
+        int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(tree)
+        if hasattr(leaf, "dtype")
+    )
     value, unit = float(whole), 0
     while value >= 1024 and unit < 4:
         value, unit = value / 1024, unit + 1

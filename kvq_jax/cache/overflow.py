@@ -1,4 +1,5 @@
-"""Full-precision rows that a cache's dtype cannot hold: float16 ends at 65504, and what is larger is stored as inf without a word."""
+"""Full-precision rows that a cache's dtype cannot hold: float16 ends at 65504, and what is larger
+is stored as inf without a word."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from kvq_jax.cache.cache import Cache
 
 
 class Overflow(NamedTuple):
-    """Windows that hold an infinite value: of this batch row, in this layer, of this side ("k", "v", or the one of a joint body)."""
+    """Windows that hold an infinite value: of this batch row, in this layer, of this side ("k",
+    "v", or the one of a joint body)."""
 
     row: int
     layer: int
@@ -19,9 +21,11 @@ class Overflow(NamedTuple):
 
 
 def overflowed(cache: Cache) -> tuple[Overflow, ...]:
-    """Return the windows of live tokens in which a value exceeded the cache's dtype. Copies the windows to the host.
+    """Return the windows of live tokens in which a value exceeded the cache's dtype. Copies the
+    windows to the host.
 
-    What has left a window was quantized with its group's finite extreme in place of inf, and cannot be told from others any more.
+    What has left a window was quantized with its group's finite extreme in place of inf, and cannot
+    be told from others any more.
     """
     found, lengths = [], np.asarray(cache.lengths)
     for number, (plan, layer) in enumerate(zip(cache.plans, cache.layers, strict=True)):

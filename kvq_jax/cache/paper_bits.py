@@ -1,12 +1,16 @@
-"""Average bits as the KVQuant paper counts them (Appendix M), for its method and the formats that it compares with.
+"""Average bits as the KVQuant paper counts them (Appendix M), for its method and the formats that
+it compares with.
 
     integers      b + (16 + b) / group            a 16-bit scale and a zero point of as many bits as a code
     NormalFloat   b + 32 / group                  a 16-bit scale and a 16-bit zero point
-    nuq           b + 32 / width (tokens) or b + 32 / context (channels), + 32 * fraction for outliers: a 16-bit value and a 16-bit index
+    nuq           b + 32 / width (tokens) or b + 32 / context (channels), + 32 * fraction for
+                  outliers: a 16-bit value and a 16-bit index
 
-Outliers also cost one 32-bit pointer per token. The paper's averages (Tables 1, 2 and 17, and the 128K column of Table 8) agree with one
-pointer for a token's key and value together, the 1M and 10M columns of Table 8 with none. What this project stores is counted from its
-arrays (`kvq.body_bits_per_element`): indices have no pointers, slots are whole, and a key's overflow takes a byte.
+Outliers also cost one 32-bit pointer per token. The paper's averages (Tables 1, 2 and 17, and the
+128K column of Table 8) agree with one pointer for a token's key and value together, the 1M and 10M
+columns of Table 8 with none. What this project stores is counted from its arrays
+(`kvq.body_bits_per_element`): indices have no pointers, slots are whole, and a key's overflow takes
+a byte.
 """
 
 from __future__ import annotations
@@ -16,14 +20,20 @@ from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.types.array_types import ModelDims
 
 
-def paper_bits(spec: CacheSpec | str, config: ModelDims, context: int, *, pointers: bool = True) -> float | None:
-    """Return the average bits of a cached element at a context of `context` tokens, without windows; None where the paper's rule does not
-    cover some layer's method.
+def paper_bits(
+    spec: CacheSpec | str, config: ModelDims, context: int, *, pointers: bool = True
+) -> float | None:
+    """Return the average bits of a cached element at a context of `context` tokens, without
+    windows; None where the paper's rule does not cover some layer's method.
 
     pointers: count the pointers of outliers.
     """
     dims, spec = dims_of(config), parse(spec)
     width = dims.num_key_value_heads * dims.head_dim
-    bits = [c.paper_bits(width, context, pointers=pointers) for plan in plans(spec, dims, 1, "bfloat16") for c in plan.codecs]
+    bits = [
+        c.paper_bits(width, context, pointers=pointers)
+        for plan in plans(spec, dims, 1, "bfloat16")
+        for c in plan.codecs
+    ]
     known = [b for b in bits if b is not None]
     return sum(known) / len(bits) if len(known) == len(bits) else None

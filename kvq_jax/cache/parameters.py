@@ -1,4 +1,5 @@
-"""Method parameters of one layer: arrays that a method needs beside the codes, calibrated on a text or made from the layer's weights.
+"""Method parameters of one layer: arrays that a method needs beside the codes, calibrated on a text
+or made from the layer's weights.
 
 calibrated = calibrate_layer(spec, dims, layer, rows, gradients)                         once for a model; keep the arrays in a file
 own = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated)           for `begin(..., parameters=)`
@@ -32,41 +33,59 @@ def prepare_layer(
     weights: LayerWeights | None = None,
     calibrated: Calibrated | None = None,
 ) -> tuple[Tree, Tree]:
-    """Return the parameters (keys, values) of one layer, each a tree of arrays, or () for a side that needs none.
+    """Return the parameters (keys, values) of one layer, each a tree of arrays, or () for a side
+    that needs none.
 
-    weights: the layer's projections, for methods that rebuild keys and values with them (XQuant) or subtract their bias (subtract_bias);
-    arrays that are used unchanged are shared with the model. calibrated: what `calibrate_layer` returned, for methods that are calibrated
-    on a text (KVQuant). Both may be given even if the method does not need them.
+    weights: the layer's projections, for methods that rebuild keys and values with them (XQuant) or
+    subtract their bias (subtract_bias); arrays that are used unchanged are shared with the model.
+    calibrated: what `calibrate_layer` returned, for methods that are calibrated on a text
+    (KVQuant). Both may be given even if the method does not need them.
 
-    Raises ValueError, in one line, where the spec does not fit the model, where weights or calibrated arrays are needed and not given, and
-    where arrays have the wrong names or shapes.
+    Raises ValueError, in one line, where the spec does not fit the model, where weights or
+    calibrated arrays are needed and not given, and where arrays have the wrong names or shapes.
     """
     spec, sizes = parse(spec), dims_of(dims)
     plan = parameter_plans(spec, sizes)[layer]
     made: tuple[Tree, Tree] = ((), ())
     if plan.k.takes_weights or plan.v.takes_weights:
         if weights is None:
-            raise ValueError(f"{str(spec)!r} needs the weights of layer {layer}: give prepare_layer weights=kvq.LayerWeights(...)")
+            raise ValueError(
+                f"{str(spec)!r} needs the weights of layer {layer}: give prepare_layer"
+                " weights=kvq.LayerWeights(...)"
+            )
         _check_weights(weights, sizes)
         made = plan.from_weights(weights)
     given = calibrated or {}
     sides: tuple[tuple[Side, Codec, Tree], ...] = (("k", plan.k, made[0]), ("v", plan.v, made[1]))
-    k, v = (_with_calibrated(f"{str(spec)!r}, {side} of layer {layer}", codec, sizes, own, given.get(side)) for side, codec, own in sides)
+    k, v = (
+        _with_calibrated(
+            f"{str(spec)!r}, {side} of layer {layer}", codec, sizes, own, given.get(side)
+        )
+        for side, codec, own in sides
+    )
     return k, k if plan.joint else v
 
 
 def calibrate_layer(
-    spec: CacheSpec | str, dims: ModelDims, layer: int, rows: Mapping[Side, ArrayLike], gradients: Mapping[Side, ArrayLike]
+    spec: CacheSpec | str,
+    dims: ModelDims,
+    layer: int,
+    rows: Mapping[Side, ArrayLike],
+    gradients: Mapping[Side, ArrayLike],
 ) -> dict[Side, dict[str, np.ndarray]]:
-    """Return the calibrated parameters of one layer, {"k": {name: array}, "v": {...}}; sides that need none are left out.
+    """Return the calibrated parameters of one layer, {"k": {name: array}, "v": {...}}; sides that
+    need none are left out.
 
-    rows["k"], rows["v"] [B, K, T, H]: the keys and values that the method would cache for the tokens of a text. Keys are taken before RoPE
-    where the method caches them so (KVQuant's default), else after it, and without their bias under subtract_bias. gradients: those of the
-    model's mean loss with respect to these rows, which weight elements (KVQuant's Fisher information). Give ones if they are not known:
-    then all elements weigh the same but for their scale. Leave out the first `sink` tokens, which a cache keeps in full precision. Computed
-    in NumPy; the same rows give the same arrays.
+    rows["k"], rows["v"] [B, K, T, H]: the keys and values that the method would cache for the
+    tokens of a text. Keys are taken before RoPE where the method caches them so (KVQuant's
+    default), else after it, and without their bias under subtract_bias. gradients: those of the
+    model's mean loss with respect to these rows, which weight elements (KVQuant's Fisher
+    information). Give ones if they are not known: then all elements weigh the same but for their
+    scale. Leave out the first `sink` tokens, which a cache keeps in full precision. Computed in
+    NumPy; the same rows give the same arrays.
 
-    Raises ValueError, in one line, where a side's rows or gradients are missing, have the wrong shapes, or are refused by the method.
+    Raises ValueError, in one line, where a side's rows or gradients are missing, have the wrong
+    shapes, or are refused by the method.
     """
     spec, sizes = parse(spec), dims_of(dims)
     plan, calibrated = parameter_plans(spec, sizes)[layer], {}
@@ -75,16 +94,25 @@ def calibrate_layer(
         if not codec.parameters(sizes.num_key_value_heads):
             continue
         if side not in rows or side not in gradients:
-            raise ValueError(f"{str(spec)!r} is calibrated on {side} of layer {layer}: give rows[{side!r}] and gradients[{side!r}]")
-        own, slopes = (_token_rows(given[side], sizes, f"{name}[{side!r}]") for name, given in (("rows", rows), ("gradients", gradients)))
+            raise ValueError(
+                f"{str(spec)!r} is calibrated on {side} of layer {layer}: give rows[{side!r}] and"
+                f" gradients[{side!r}]"
+            )
+        own, slopes = (
+            _token_rows(given[side], sizes, f"{name}[{side!r}]")
+            for name, given in (("rows", rows), ("gradients", gradients))
+        )
         if own.shape != slopes.shape:
-            raise ValueError(f"rows[{side!r}] and gradients[{side!r}] have {len(own)} and {len(slopes)} tokens")
+            raise ValueError(
+                f"rows[{side!r}] and gradients[{side!r}] have {len(own)} and {len(slopes)} tokens"
+            )
         calibrated[side] = codec.calibrate(own, slopes)
     return calibrated
 
 
 def missing_parameters(plan: LayerPlan, params: Tree) -> str:
-    """Return the sides ("keys", "values", "keys and values") whose codec lacks parameters that it needs; "" where nothing is missing."""
+    """Return the sides ("keys", "values", "keys and values") whose codec lacks parameters that it
+    needs; "" where nothing is missing."""
     pair = by_side(params)
     lacking = [
         name
@@ -95,21 +123,32 @@ def missing_parameters(plan: LayerPlan, params: Tree) -> str:
 
 
 def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
-    """Describe the axes of a layer's parameters (keys, values): a tree of `ArraySpec`, without sides that have none.
+    """Describe the axes of a layer's parameters (keys, values): a tree of `ArraySpec`, without
+    sides that have none.
 
-    Their names tell which weights the model has. Raises ValueError where they are not those that the codecs describe.
+    Their names tell which weights the model has. Raises ValueError where they are not those that
+    the codecs describe.
     """
     described = []
     for codec, own in zip((plan.k, plan.v), by_side(params), strict=True):
         derived = codec.derived_parameters(plan.heads)
         found = (
-            {**(codec.from_weights(_described_weights(dims, bias, norm)) or {}), **codec.parameters(plan.heads), **more}
+            {
+                **(codec.from_weights(_described_weights(dims, bias, norm)) or {}),
+                **codec.parameters(plan.heads),
+                **more,
+            }
             for bias, norm, more in itertools.product((False, True), (False, True), (derived, {}))
             if _can_take(codec, dims, bias, norm)
         )
-        matching = [axes for axes in found if jax.tree.structure(axes) == jax.tree.structure(own or {})]
+        matching = [
+            axes for axes in found if jax.tree.structure(axes) == jax.tree.structure(own or {})
+        ]
         if not matching:
-            raise ValueError(f"{type(codec).__name__} has parameters that it does not describe: {jax.tree.structure(own)}")
+            raise ValueError(
+                f"{type(codec).__name__} has parameters that it does not describe:"
+                f" {jax.tree.structure(own)}"
+            )
         described.append(matching[0] if own else ())
     return tuple(described)
 
@@ -123,7 +162,10 @@ def _can_take(codec: Codec, dims: CacheDims, bias: bool, norm: bool) -> bool:
 
 
 def _described_weights(dims: CacheDims, bias: bool, norm: bool) -> LayerWeights:
-    model, out = Axis("model", dims.hidden_size), Axis("kv_heads", dims.num_key_value_heads, each=dims.head_dim)
+    model, out = (
+        Axis("model", dims.hidden_size),
+        Axis("kv_heads", dims.num_key_value_heads, each=dims.head_dim),
+    )
     kernel, vector = ArraySpec((model, out), "float32"), ArraySpec((out,), "float32")
     return LayerWeights(
         k_kernel=kernel,
@@ -137,25 +179,34 @@ def _described_weights(dims: CacheDims, bias: bool, norm: bool) -> LayerWeights:
 
 
 def parameter_plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:
-    """Return the plans of a spec's smallest cache, for questions that do not depend on the capacity.
+    """Return the plans of a spec's smallest cache, for questions that do not depend on the
+    capacity.
 
     Raises ValueError where the spec does not fit the model.
     """
     return plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")
 
 
-def _with_calibrated(where: str, codec: Codec, dims: CacheDims, own: Tree, calibrated: Mapping[str, ArrayLike] | None) -> Tree:
-    """Return a side's parameters: those made from weights, `own`, its calibrated ones and what follows from these."""
+def _with_calibrated(
+    where: str, codec: Codec, dims: CacheDims, own: Tree, calibrated: Mapping[str, ArrayLike] | None
+) -> Tree:
+    """Return a side's parameters: those made from weights, `own`, its calibrated ones and what
+    follows from these."""
     declared = codec.parameters(dims.num_key_value_heads)
     if not declared:
         return own
     if calibrated is None:
-        raise ValueError(f"{where} needs {', '.join(declared)}: give prepare_layer calibrated=kvq.calibrate_layer(...)")
+        raise ValueError(
+            f"{where} needs {', '.join(declared)}: give prepare_layer"
+            " calibrated=kvq.calibrate_layer(...)"
+        )
     shapes = {name: jnp.shape(array) for name, array in calibrated.items()}
     wanted = {name: struct.shape for name, struct in declared.items()}
     if shapes != wanted:
         raise ValueError(f"{where} needs calibrated arrays of shapes {wanted}, got {shapes}")
-    arrays = {name: jnp.asarray(calibrated[name], struct.dtype) for name, struct in declared.items()}
+    arrays = {
+        name: jnp.asarray(calibrated[name], struct.dtype) for name, struct in declared.items()
+    }
     return (own or {}) | arrays | codec.derive(arrays)
 
 
@@ -163,12 +214,18 @@ def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:
     shape = (dims.hidden_size, dims.num_key_value_heads * dims.head_dim)
     for name in ("k_kernel", "v_kernel"):
         if getattr(weights, name).shape != shape:
-            raise ValueError(f"{name} must be [D, K * H] = {list(shape)}, got {list(getattr(weights, name).shape)}")
+            raise ValueError(
+                f"{name} must be [D, K * H] = {list(shape)}, got"
+                f" {list(getattr(weights, name).shape)}"
+            )
 
 
 def _token_rows(rows: ArrayLike, dims: CacheDims, name: str) -> Float[np.ndarray, "tokens K H"]:
     """Return the rows of all tokens of all sequences, in order, fp32."""
     shape = np.shape(rows)
     if len(shape) != 4 or (shape[1], shape[3]) != (dims.num_key_value_heads, dims.head_dim):
-        raise ValueError(f"{name} must be [B, {dims.num_key_value_heads}, T, {dims.head_dim}], got shape {list(shape)}")
+        raise ValueError(
+            f"{name} must be [B, {dims.num_key_value_heads}, T, {dims.head_dim}], got shape"
+            f" {list(shape)}"
+        )
     return np.moveaxis(np.asarray(rows, np.float32), 1, 2).reshape(-1, shape[1], shape[3])

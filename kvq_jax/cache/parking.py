@@ -1,10 +1,11 @@
-"""Caches that rest in the host's memory, so that devices have room for others: a chat that waits, a request that was put back.
+"""Caches that rest in the host's memory, so that devices have room for others: a chat that waits, a
+request that was put back.
 
     cache = park(cache)        its bodies in pinned host memory, their bytes on devices free; windows, statistics and lengths stay
     cache = unpark(cache)      back where they were, bit for bit
 
-Each device's part lies in the memory of its own host, so that nothing crosses a mesh. A parked cache takes no step: attention that reads
-blocks across the bus would be as slow as the bus.
+Each device's part lies in the memory of its own host, so that nothing crosses a mesh. A parked
+cache takes no step: attention that reads blocks across the bus would be as slow as the bus.
 """
 
 from __future__ import annotations
@@ -19,21 +20,30 @@ HOST, DEVICE = "pinned_host", "device"  # memory kinds, as JAX names them
 
 
 def park(cache: Cache) -> Cache:
-    """Return the cache with its bodies in pinned host memory, one array after the other. The given cache's bodies are consumed.
+    """Return the cache with its bodies in pinned host memory, one array after the other. The given
+    cache's bodies are consumed.
 
-    Raises ValueError, in one line, where the cache was consumed, is parked already, or a device has no pinned host memory.
+    Raises ValueError, in one line, where the cache was consumed, is parked already, or a device has
+    no pinned host memory.
     """
     check_held(cache)
-    devices = {device for array in jax.tree.leaves(cache.layers) for device in array.sharding.addressable_devices}
+    devices = {
+        device
+        for array in jax.tree.leaves(cache.layers)
+        for device in array.sharding.addressable_devices
+    }
     kinds = sorted({memory.kind for device in devices for memory in device.addressable_memories()})
     if HOST not in kinds:
-        raise ValueError(f"these devices have no memory of kind {HOST!r}, only {', '.join(map(repr, kinds))}: save_cache writes a file")
+        raise ValueError(
+            f"these devices have no memory of kind {HOST!r}, only {', '.join(map(repr, kinds))}:"
+            " save_cache writes a file"
+        )
     return _moved(cache, HOST)
 
 
 def unpark(cache: Cache) -> Cache:
-    """Return a parked cache with its bodies on the devices again. Raises ValueError, in one line, where it is not parked, or was
-    consumed."""
+    """Return a parked cache with its bodies on the devices again. Raises ValueError, in one line,
+    where it is not parked, or was consumed."""
     check_held(cache, parked=True)
     return _moved(cache, DEVICE)
 
@@ -44,5 +54,7 @@ def _moved(cache: Cache, kind: str) -> Cache:
         array.delete()  # JAX donates nothing across memories
         return there
 
-    layers = tuple(dataclasses.replace(layer, body=jax.tree.map(move, layer.body)) for layer in cache.layers)
+    layers = tuple(
+        dataclasses.replace(layer, body=jax.tree.map(move, layer.body)) for layer in cache.layers
+    )
     return dataclasses.replace(cache, layers=layers)

@@ -1,4 +1,5 @@
-"""The round trip of given keys and values through a cache: every token is quantized and dequantized, and there are no windows."""
+"""The round trip of given keys and values through a cache: every token is quantized and
+dequantized, and there are no windows."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
 def roundtrip_layer(
     spec: CacheSpec | str, inputs: LayerInputs, params: Tree = (), layer: int = 0, carry: Tree = ()
 ) -> tuple[RowsBKTH, RowsBKTH, Tree]:
-    """Return (k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], as the body would return them for tokens of one prompt.
+    """Return (k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], as the body
+    would return them for tokens of one prompt.
 
-    The last token is repeated to fill the last block, which widens no range. Give each layer the carry of the layer below it, and the first
-    layer `()`.
+    The last token is repeated to fill the last block, which widens no range. Give each layer the
+    carry of the layer below it, and the first layer `()`.
     """
     spec = parse(spec)
     batch, heads, tokens, head_dim = inputs.v.shape
@@ -30,7 +32,9 @@ def roundtrip_layer(
 
 
 @functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and compiled once
-def _roundtrip(plan: LayerPlan, inputs: LayerInputs, params: Tree, carry: Tree) -> tuple[RowsBKTH, RowsBKTH, Tree]:
+def _roundtrip(
+    plan: LayerPlan, inputs: LayerInputs, params: Tree, carry: Tree
+) -> tuple[RowsBKTH, RowsBKTH, Tree]:
     batch, _, tokens, _ = inputs.v.shape
     padding, own = -tokens % plan.regions.block, by_side(params)
     index = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
@@ -40,7 +44,9 @@ def _roundtrip(plan: LayerPlan, inputs: LayerInputs, params: Tree, carry: Tree) 
         stats = codec.prompt_statistics(mine, inputs)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
         at = jnp.pad(inputs.positions, ((0, 0), (0, padding)), mode="edge")
-        decoded = codec.dequantize(mine, stats, codec.quantize_at(mine, stats, padded, at, prefill=True))[:, :, :tokens]
+        decoded = codec.dequantize(
+            mine, stats, codec.quantize_at(mine, stats, padded, at, prefill=True)
+        )[:, :, :tokens]
         by_codec.append(cross_layer.decoded(codec, mine, decoded, below))
         if plan.cross_layer:
             held = cross_layer.after(plan.cross_layer, mine, decoded, below)
@@ -50,16 +56,29 @@ def _roundtrip(plan: LayerPlan, inputs: LayerInputs, params: Tree, carry: Tree) 
     return k.astype(jnp.float32), v.astype(jnp.float32), carry
 
 
-def roundtrip(spec: CacheSpec | str, k: RowsBKTH, v: RowsBKTH, q: QueryBNTH | None = None) -> tuple[RowsBKTH, RowsBKTH]:
-    """Return (k_hat, v_hat), fp32, of keys after RoPE and values [B, K, T, H]; q [B, N, T, H] is for methods that read queries.
+def roundtrip(
+    spec: CacheSpec | str, k: RowsBKTH, v: RowsBKTH, q: QueryBNTH | None = None
+) -> tuple[RowsBKTH, RowsBKTH]:
+    """Return (k_hat, v_hat), fp32, of keys after RoPE and values [B, K, T, H]; q [B, N, T, H] is
+    for methods that read queries.
 
-    Serves methods without parameters that cache keys after RoPE; others need `roundtrip_layer`. Raises ValueError where a method reads
-    queries and q is None.
+    Serves methods without parameters that cache keys after RoPE; others need `roundtrip_layer`.
+    Raises ValueError where a method reads queries and q is None.
     """
     spec = parse(spec)
     if q is None and (spec.k.reads_queries or spec.v.reads_queries):
         raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
-    inputs = LayerInputs(None, None, k if q is None else q, None, k, v, positions, jnp.ones((batch, tokens), bool), None)
+    inputs = LayerInputs(
+        None,
+        None,
+        k if q is None else q,
+        None,
+        k,
+        v,
+        positions,
+        jnp.ones((batch, tokens), bool),
+        None,
+    )
     return roundtrip_layer(spec, inputs)[:2]

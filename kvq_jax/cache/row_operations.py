@@ -1,4 +1,5 @@
-"""Operations on the batch rows of caches: shorten, select, repeat and join them. Pure and jittable; all regions of a row move together.
+"""Operations on the batch rows of caches: shorten, select, repeat and join them. Pure and jittable;
+all regions of a row move together.
 
 trim         speculative decoding takes back rejected tokens, a chat goes back a turn
 select_rows  beam search reorders its beams, a server drops finished sequences
@@ -36,14 +37,17 @@ from kvq_jax.types.integers import int32
 
 
 def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> Cache:
-    """Return the cache with every row shortened to at most lengths[b] tokens: the newest are dropped. Shorter rows do not change.
+    """Return the cache with every row shortened to at most lengths[b] tokens: the newest are
+    dropped. Shorter rows do not change.
 
-    The ageing rule body(n) holds afterwards: body tokens that now belong to the recent window are dequantized into it. So they keep the
-    value that attention saw, and are quantized once more if they age again. Only blocks that can come back are dequantized. A row that is
-    trimmed to 0 tokens is like a new one.
+    The ageing rule body(n) holds afterwards: body tokens that now belong to the recent window are
+    dequantized into it. So they keep the value that attention saw, and are quantized once more if
+    they age again. Only blocks that can come back are dequantized. A row that is trimmed to 0
+    tokens is like a new one.
 
-    parameters: the method's parameters for each layer; `()` for methods without any. Raises ValueError where `lengths` is not [B], or holds
-    no integers of at least 0; traced lengths cannot be checked and are clamped.
+    parameters: the method's parameters for each layer; `()` for methods without any. Raises
+    ValueError where `lengths` is not [B], or holds no integers of at least 0; traced lengths cannot
+    be checked and are clamped.
     """
     check_held(cache)
     kept = jnp.asarray(int32("lengths", lengths))
@@ -58,16 +62,22 @@ def _trimmed(cache: Cache, kept: LengthsB, parameters: tuple[Tree, ...]) -> Cach
     kept = jnp.clip(kept, 0, cache.lengths)
     layers, below = [], None
     for plan, p, state in zip(cache.plans, parameters, cache.layers, strict=True):
-        trim_layer = _trim_layer if cache.placement is None else _trim_layer_on_shards(cache, cache.placement)
+        trim_layer = (
+            _trim_layer
+            if cache.placement is None
+            else _trim_layer_on_shards(cache, cache.placement)
+        )
         state, below = trim_layer(plan, p, state, cache.lengths, kept, below)
         layers.append(state)
     return dataclasses.replace(cache, layers=tuple(layers), lengths=kept)
 
 
 def select_rows(cache: Cache, index: Integers) -> Cache:
-    """Return a cache of the rows index[0], index[1], ...: a selection, a new order, or copies. Exact.
+    """Return a cache of the rows index[0], index[1], ...: a selection, a new order, or copies.
+    Exact.
 
-    Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot be checked and are clamped.
+    Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot
+    be checked and are clamped.
     """
     check_held(cache)
     index = jnp.asarray(int32("index", index))
@@ -76,17 +86,24 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
     if not isinstance(index, Tracer):
         outside = [i for i in np.asarray(index).tolist() if not 0 <= i < cache.batch]
         if outside:
-            raise ValueError(f"index names row {outside[0]}, but the cache has rows 0 to {cache.batch - 1}")
+            raise ValueError(
+                f"index names row {outside[0]}, but the cache has rows 0 to {cache.batch - 1}"
+            )
     check_rows(cache.placement, len(index))
     return _apply(_selected, cache.placement, cache, index)
 
 
 def _selected(cache: Cache, index: Array) -> Cache:
-    return jax.tree.map(lambda spec, array: jnp.take(array, index, axis=spec.axis("batch"), mode="clip"), cache.axes, cache)
+    return jax.tree.map(
+        lambda spec, array: jnp.take(array, index, axis=spec.axis("batch"), mode="clip"),
+        cache.axes,
+        cache,
+    )
 
 
 def repeat_rows(cache: Cache, repeats: int) -> Cache:
-    """Return a cache with every row repeated, copies side by side: row b becomes rows b * repeats .. (b + 1) * repeats - 1. Exact.
+    """Return a cache with every row repeated, copies side by side: row b becomes rows b * repeats
+    .. (b + 1) * repeats - 1. Exact.
 
     Raises ValueError where `repeats` is no integer of at least 1.
     """
@@ -98,27 +115,38 @@ def repeat_rows(cache: Cache, repeats: int) -> Cache:
 def merge_rows(first: Cache, second: Cache) -> Cache:
     """Return a cache with the rows of `first`, then those of `second`. Exact.
 
-    Raises ValueError, naming the field, where the caches differ in spec, dims, capacity, dtype or placement.
+    Raises ValueError, naming the field, where the caches differ in spec, dims, capacity, dtype or
+    placement.
     """
     _check_alike(first, second, "cannot be merged")
     return _apply(_merged, first.placement, first, second)
 
 
 def _merged(first: Cache, second: Cache) -> Cache:
-    return jax.tree.map(lambda spec, *rows: jnp.concatenate(rows, axis=spec.axis("batch")), first.axes, first, second)
+    return jax.tree.map(
+        lambda spec, *rows: jnp.concatenate(rows, axis=spec.axis("batch")),
+        first.axes,
+        first,
+        second,
+    )
 
 
 def replace_row(cache: Cache, index: Integers, row: Cache) -> Cache:
-    """Return the cache with `row`, a cache of one row, in place of its row `index`; nothing that was there remains. Exact.
+    """Return the cache with `row`, a cache of one row, in place of its row `index`; nothing that
+    was there remains. Exact.
 
-    Shapes do not change, and the index may be traced: one program serves every row, and where it donates the cache, only the bytes of one
-    row are written. Raises ValueError where the caches differ in spec, dims, capacity, dtype or placement, `row` has not exactly one row,
-    or `index` is no row number 0 .. B-1; a traced index cannot be checked and is clamped.
+    Shapes do not change, and the index may be traced: one program serves every row, and where it
+    donates the cache, only the bytes of one row are written. Raises ValueError where the caches
+    differ in spec, dims, capacity, dtype or placement, `row` has not exactly one row, or `index` is
+    no row number 0 .. B-1; a traced index cannot be checked and is clamped.
     """
     _check_alike(cache, row, "share no rows")
     index = jnp.asarray(int32("index", index))
     if row.batch != 1 or index.ndim:
-        raise ValueError(f"one row replaces one: got a cache of {row.batch} rows and an index of shape {index.shape}")
+        raise ValueError(
+            f"one row replaces one: got a cache of {row.batch} rows and an index of shape"
+            f" {index.shape}"
+        )
     if not isinstance(index, Tracer) and not 0 <= int(index) < cache.batch:
         raise ValueError(f"index={int(index)}, but the cache has rows 0 to {cache.batch - 1}")
     return _apply(_replaced, cache.placement, cache, index, row)
@@ -141,7 +169,8 @@ def _check_alike(first: Cache, second: Cache, failure: str) -> None:
 
 
 def _apply(operation: Callable[..., Cache], placement: Placement | None, *given: Any) -> Cache:
-    """Return operation(*given). On a mesh it is one program, whose result lies there as the caches that were given do."""
+    """Return operation(*given). On a mesh it is one program, whose result lies there as the caches
+    that were given do."""
     if placement is None:
         return operation(*given)
     with crossing(placement) as own:
@@ -155,25 +184,42 @@ def _compiled(operation: Callable[..., Cache], *given: Any) -> Cache:
     return jax.tree.map(lax.with_sharding_constraint, cache, shardings(cache.axes, cache.placement))
 
 
-def _trim_layer_on_shards(cache: Cache, placement: Placement) -> Callable[..., tuple[LayerState, Array | None]]:
+def _trim_layer_on_shards(
+    cache: Cache, placement: Placement
+) -> Callable[..., tuple[LayerState, Array | None]]:
     """Return `_trim_layer`, run on every shard."""
 
     def run(
-        plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB, new: LengthsB, below: Array | None
+        plan: LayerPlan,
+        params: Tree,
+        state: LayerState,
+        old: LengthsB,
+        new: LengthsB,
+        below: Array | None,
     ) -> tuple[LayerState, Array | None]:
         states, rows = state_partition(plan, placement), placement.along("batch")
-        own = parameter_partition(plan, placement, functools.partial(parameter_axes, plan, cache.dims, params), params)
+        own = parameter_partition(
+            plan, placement, functools.partial(parameter_axes, plan, cache.dims, params), params
+        )
         carried = placement.along("batch", "none", "tokens", "model", body=True)
         local = functools.partial(_trim_layer, plan.share(placement.size("heads")))
-        return on_shards(local, placement, (own, states, rows, rows, carried), (states, carried))(params, state, old, new, below)
+        return on_shards(local, placement, (own, states, rows, rows, carried), (states, carried))(
+            params, state, old, new, below
+        )
 
     return run
 
 
 def _trim_layer(
-    plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB, new: LengthsB, below: Array | None
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    old: LengthsB,
+    new: LengthsB,
+    below: Array | None,
 ) -> tuple[LayerState, Array | None]:
-    """Return the shortened state and, for cross-layer methods, the accumulator [B, 1, T, D] of the blocks that can come back."""
+    """Return the shortened state and, for cross-layer methods, the accumulator [B, 1, T, D] of the
+    blocks that can come back."""
     regions = plan.regions
     emptied = (new == 0) & (old > 0)
 
@@ -183,24 +229,38 @@ def _trim_layer(
     specs = tuple(codec.statistics_spec(old.shape[0], plan.heads) for codec in plan.codecs)
     initial = tuple(codec.initial_statistics(old.shape[0], plan.heads) for codec in plan.codecs)
     stats = jax.tree.map(reset, specs, state.stats, initial)
-    # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens touches.
-    blocks = regions.most_held(min(-(-(regions.recent + regions.block - 1) // regions.block), regions.body_capacity // regions.block))
+    # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens
+    # touches.
+    blocks = regions.most_held(
+        min(
+            -(-(regions.recent + regions.block - 1) // regions.block),
+            regions.body_capacity // regions.block,
+        )
+    )
     if not blocks:
         return dataclasses.replace(state, stats=stats), None
     # [B], the first of the body tokens held here to dequantize
-    first = jnp.minimum(regions.held(regions.body(new)), regions.held_capacity - blocks * regions.block)
+    first = jnp.minimum(
+        regions.held(regions.body(new)), regions.held_capacity - blocks * regions.block
+    )
     held = regions.ring_positions(new)
-    index = held - regions.sink  # the token that each ring slot holds now, counted from the start of the body
+    index = (
+        held - regions.sink
+    )  # the token that each ring slot holds now, counted from the start of the body
     returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
-        body = load_row_blocks(codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks)
+        body = load_row_blocks(
+            codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks
+        )
         own = by_side(params)[side]
         rows = codec.dequantize(own, state.stats[side], body)
         if plan.cross_layer:
             carried = cross_layer.after(plan.cross_layer, own, rows, below)
         rows = cross_layer.decoded(codec, own, rows, below)
-        back = take_tokens(rows, regions.held_index(index) - first[:, None]).astype(state.ring[side].dtype)
+        back = take_tokens(rows, regions.held_index(index) - first[:, None]).astype(
+            state.ring[side].dtype
+        )
         if regions.axis is not None:
             back = _of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
@@ -208,7 +268,12 @@ def _trim_layer(
 
 
 def _of_holder(rows: Array, held: Array, axis: str) -> Array:
-    """Return, on every shard along a mesh axis, the rows of the one that holds them, bit for bit: a sum of integers and zeros."""
+    """Return, on every shard along a mesh axis, the rows of the one that holds them, bit for bit: a
+    sum of integers and zeros."""
     unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(rows, unsigned).astype(jnp.uint32)  # no collective of 16 bits runs everywhere
-    return lax.bitcast_convert_type(lax.psum(jnp.where(held, bits, 0), axis).astype(unsigned), rows.dtype)
+    bits = lax.bitcast_convert_type(rows, unsigned).astype(
+        jnp.uint32
+    )  # no collective of 16 bits runs everywhere
+    return lax.bitcast_convert_type(
+        lax.psum(jnp.where(held, bits, 0), axis).astype(unsigned), rows.dtype
+    )

@@ -1,12 +1,13 @@
 """Caches on disk: each is one safetensors file, whose header describes the cache.
 
-    header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of the model and of the method parameters,
-             and a checksum of all the rest (kvq_jax/files/checksum.py); files of version 1 have none
-    tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v, lengths; and what a program keeps beside the
-             cache: beside.tokens
+    header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of
+             the model and of the method parameters, and a checksum of all the rest
+             (kvq_jax/files/checksum.py); files of version 1 have none
+    tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v,
+             lengths; and what a program keeps beside the cache: beside.tokens
 
-A file comes from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises, and nothing
-is returned before its checksum is verified.
+A file comes from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree
+that the header promises, and nothing is returned before its checksum is verified.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ DTYPES = {  # of tensors in a file, by their safetensors names
 
 
 def fingerprint(tree: Tree) -> str:
-    """Return the sha256 of a tree's arrays as 64 hex digits: dtype, shape and bytes of every leaf, in tree order.
+    """Return the sha256 of a tree's arrays as 64 hex digits: dtype, shape and bytes of every leaf,
+    in tree order.
 
     Copies every array to the host. Where several processes hold their parts, all of them call this.
     """
@@ -73,10 +75,11 @@ def save_cache(
 ) -> None:
     """Write a cache to a file, bit for bit. The file appears complete or not at all.
 
-    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters that it was quantized with. beside:
-    other arrays to keep in the file, such as the tokens that the cache holds, which `load_beside` reads. A cache
-    on a mesh is written as one device would hold it, so any placement can load it. Where several processes hold it, all of them call this,
-    the first one writes, and all wait for that.
+    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method
+    parameters that it was quantized with. beside: other arrays to keep in the file, such as the
+    tokens that the cache holds, which `load_beside` reads. A cache
+    on a mesh is written as one device would hold it, so any placement can load it. Where several
+    processes hold it, all of them call this, the first one writes, and all wait for that.
     """
     check_held(cache)
     header = {
@@ -90,7 +93,10 @@ def save_cache(
         "model_fingerprint": model_fingerprint,
         "parameters_fingerprint": parameters_fingerprint,
     }
-    tensors = {name: order(leaf) for (name, leaf), order in zip(_named(cache).items(), orders(cache), strict=True)}
+    tensors = {
+        name: order(leaf)
+        for (name, leaf), order in zip(_named(cache).items(), orders(cache), strict=True)
+    }
     tensors |= {BESIDE + name: np.asarray(array) for name, array in (beside or {}).items()}
     if jax.process_index() == 0:
         save_tensors(path, tensors, header)
@@ -109,13 +115,16 @@ def load_cache(
     parameters_fingerprint: str | None = None,
     placement: Placement | None = None,
 ) -> Cache:
-    """Return the cache that `save_cache` wrote, bit for bit. Arguments that are given must agree with the file; None is not compared.
+    """Return the cache that `save_cache` wrote, bit for bit. Arguments that are given must agree
+    with the file; None is not compared.
 
-    placement: where on a mesh the cache shall lie, whatever it was when it was saved; None for one device. The host holds one array at a
-    time beside what its devices hold.
-    Raises ValueError, in one line, where the file cannot be read, where an argument differs (spec, dims, capacity, dtype, a fingerprint),
-    where a tensor is missing, unknown, or has another shape or dtype than the header promises, or where the content does not have its
-    checksum. Raises FileNotFoundError where there is no file. A file without a checksum, of an older version, is loaded with a warning.
+    placement: where on a mesh the cache shall lie, whatever it was when it was saved; None for one
+    device. The host holds one array at a time beside what its devices hold.
+    Raises ValueError, in one line, where the file cannot be read, where an argument differs (spec,
+    dims, capacity, dtype, a fingerprint), where a tensor is missing, unknown, or has another shape
+    or dtype than the header promises, or where the content does not have its checksum. Raises
+    FileNotFoundError where there is no file. A file without a checksum, of an older version, is
+    loaded with a warning.
     """
     path = pathlib.Path(path)
     expected = {
@@ -131,34 +140,52 @@ def load_cache(
         fields = _header(path, header, len(file.keys()))
         for field, value in expected.items():
             if value is not None and value != fields[field]:
-                raise ValueError(f"{str(path)!r} holds a cache with another {field}: {_show(fields[field])}, expected {_show(value)}")
+                raise ValueError(
+                    f"{str(path)!r} holds a cache with another {field}: {_show(fields[field])},"
+                    f" expected {_show(value)}"
+                )
         promised = _promised(path, fields)
-        described = axes(promised.spec, promised.dims, promised.batch, promised.capacity, promised.dtype, placement)
+        described = axes(
+            promised.spec,
+            promised.dims,
+            promised.batch,
+            promised.capacity,
+            promised.dtype,
+            placement,
+        )
         _compare(path, file, _named(promised))
         tensors, checksum = [], Checksum()
-        for name, deal, place in zip(_named(promised), deals(promised, placement), placers(described), strict=True):
+        for name, deal, place in zip(
+            _named(promised), deals(promised, placement), placers(described), strict=True
+        ):
             tensor = file.get_tensor(name)
             checksum.add(name, tensor)
             tensors.append(place(deal(tensor)))
         for name in _beside(file):
             checksum.add(name, file.get_tensor(name))
-        checksum.check(repr(str(path)), header, required=header["format_version"] != WITHOUT_CHECKSUM)
+        checksum.check(
+            repr(str(path)), header, required=header["format_version"] != WITHOUT_CHECKSUM
+        )
     cache = jax.tree.unflatten(jax.tree.structure(described), tensors)
     if bool(jnp.any((cache.lengths < 0) | (cache.lengths > cache.capacity))):
-        raise ValueError(f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}: {cache.lengths.tolist()}")
+        raise ValueError(
+            f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}:"
+            f" {cache.lengths.tolist()}"
+        )
     return cache
 
 
 def saved_layout(path: str | os.PathLike[str]) -> Cache:
-    """Return the layout of the cache that a file says it holds: its spec, dims, rows and capacity. Only the header is read. Raises as
-    `load_cache`, which verifies the rest."""
+    """Return the layout of the cache that a file says it holds: its spec, dims, rows and capacity.
+    Only the header is read. Raises as `load_cache`, which verifies the rest."""
     path = pathlib.Path(path)
     with _opened(path) as file:
         return _promised(path, _header(path, file.metadata() or {}, len(file.keys())))
 
 
 def load_beside(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the arrays that `save_cache` kept beside the cache. `load_cache` verifies their checksum, with that of the cache."""
+    """Return the arrays that `save_cache` kept beside the cache. `load_cache` verifies their
+    checksum, with that of the cache."""
     with _opened(pathlib.Path(path)) as file:
         return {name.removeprefix(BESIDE): file.get_tensor(name) for name in _beside(file)}
 
@@ -170,23 +197,33 @@ def _beside(file: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(path: pathlib.Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises FileNotFoundError where there is none, ValueError where it cannot be read."""
+    """Open a safetensors file. Raises FileNotFoundError where there is none, ValueError where it
+    cannot be read."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is not a file")
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}") from None
+            raise ValueError(
+                f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}"
+            ) from None
         yield file
 
 
 def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[str, Any]:
-    """Return the header's fields as values. Raise ValueError, in one line, where one is missing or makes no sense."""
+    """Return the header's fields as values. Raise ValueError, in one line, where one is missing or
+    makes no sense."""
     if header.get("format") != FORMAT:
-        raise ValueError(f"{str(path)!r} is not a saved cache: its header has format={header.get('format')!r}, not {FORMAT!r}")
+        raise ValueError(
+            f"{str(path)!r} is not a saved cache: its header has format={header.get('format')!r},"
+            f" not {FORMAT!r}"
+        )
     if header.get("format_version") not in (VERSION, WITHOUT_CHECKSUM):
-        raise ValueError(f"{str(path)!r} has format_version={header.get('format_version')!r}; this version reads {VERSION!r}")
+        raise ValueError(
+            f"{str(path)!r} has format_version={header.get('format_version')!r}; this version reads"
+            f" {VERSION!r}"
+        )
     readers = {
         "spec": parse,
         "dims": lambda text: CacheDims(**json.loads(text)),
@@ -200,40 +237,71 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
     for field, read in readers.items():
         try:
             fields[field] = read(header[field])
-        except (KeyError, TypeError, ValueError, RecursionError):  # the last is raised by JSON that is nested too deeply
-            raise ValueError(f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read") from None
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ):  # the last is raised by JSON that is nested too deeply
+            raise ValueError(
+                f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
+            ) from None
     dims = dataclasses.asdict(fields["dims"])
-    if not all(isinstance(size, int) and size > 0 for size in dims.values()) or dims["num_hidden_layers"] > tensors:
-        raise ValueError(f"{str(path)!r}: header field dims={dims} does not describe a model of this file's {tensors} tensors")
+    if (
+        not all(isinstance(size, int) and size > 0 for size in dims.values())
+        or dims["num_hidden_layers"] > tensors
+    ):
+        raise ValueError(
+            f"{str(path)!r}: header field dims={dims} does not describe a model of this file's"
+            f" {tensors} tensors"
+        )
     return fields
 
 
 def _promised(path: pathlib.Path, fields: dict[str, Any]) -> Cache:
     try:
-        return layout(fields["spec"], fields["dims"], fields["batch"], fields["capacity"], fields["dtype"])
-    except (ValueError, ArithmeticError, LookupError) as error:  # the last two are raised for sizes that no method expects
+        return layout(
+            fields["spec"], fields["dims"], fields["batch"], fields["capacity"], fields["dtype"]
+        )
+    except (
+        ValueError,
+        ArithmeticError,
+        LookupError,
+    ) as error:  # the last two are raised for sizes that no method expects
         raise ValueError(f"{str(path)!r}: the header does not describe a cache: {error}") from None
 
 
 def _compare(path: pathlib.Path, file: Any, promised: dict[str, jax.ShapeDtypeStruct]) -> None:
     stored = set(file.keys()) - set(_beside(file))
     for name in sorted(stored ^ promised.keys()):
-        raise ValueError(f"{str(path)!r}: tensor {name} is {'unknown' if name in stored else 'missing'}")
+        raise ValueError(
+            f"{str(path)!r}: tensor {name} is {'unknown' if name in stored else 'missing'}"
+        )
     for name, struct in promised.items():
         tensor = file.get_slice(name)
         shape, dtype = tuple(tensor.get_shape()), DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
         if (shape, dtype) != (struct.shape, struct.dtype.name):
-            raise ValueError(f"{str(path)!r}: tensor {name} is {dtype}{list(shape)}, expected {struct.dtype.name}{list(struct.shape)}")
+            raise ValueError(
+                f"{str(path)!r}: tensor {name} is {dtype}{list(shape)}, expected"
+                f" {struct.dtype.name}{list(struct.shape)}"
+            )
 
 
 def _named(cache: Cache) -> dict[str, Any]:
     """Return the leaves of a cache, or of its layout, by path, such as layers.0.body.k.words.0."""
-    return {".".join(_steps(cache, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
+    return {
+        ".".join(_steps(cache, path)): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
+    }
 
 
 def _steps(cache: Cache, path: tuple[Any, ...]) -> list[str]:
-    """Return a path's steps as text. Within a layer: `layers`, its number, a field, the side, then the codec's own names."""
-    steps = [str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path]
+    """Return a path's steps as text. Within a layer: `layers`, its number, a field, the side, then
+    the codec's own names."""
+    steps = [
+        str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", ""))))
+        for entry in path
+    ]
     if steps[0] == "layers":
         steps[3] = cache.plans[int(steps[1])].names[int(steps[3])]
     return steps

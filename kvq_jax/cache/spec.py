@@ -3,10 +3,11 @@
     SPEC    = METHOD | k=METHOD+v=METHOD[+cache:OPTIONS]
     METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
     preset=NAME stands for a method's named set of options; options that are written beside it win
-    values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2, else 2)
+    values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2,
+            else 2)
 
-`sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache; in a single METHOD they stand among its options.
-`parse(str(spec)) == spec`.
+`sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache; in a single METHOD
+they stand among its options. `parse(str(spec)) == spec`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from kvq_jax.methods.registry import METHODS
 from kvq_jax.types.array_types import ModelDims
 
 CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
-MOST_LAYERS = 4096  # that a spec can name; a range of layers is written out before a model bounds it
+MOST_LAYERS = (
+    4096  # that a spec can name; a range of layers is written out before a model bounds it
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """The description of a cache: the methods of both sides and the windows. Build it with `parse`.
 
-    Frozen and hashable, so it can be a static argument of a jitted function. sink, recent, block: tokens. skip_layers: layers kept in full
-    precision. subtract_bias: keys are cached without k_proj's bias (codecs/bias_subtracting.py).
+    Frozen and hashable, so it can be a static argument of a jitted function. sink, recent, block:
+    tokens. skip_layers: layers kept in full precision. subtract_bias: keys are cached without
+    k_proj's bias (codecs/bias_subtracting.py).
     """
 
     k: Method
@@ -47,7 +51,11 @@ class CacheSpec:
 
     def __str__(self) -> str:
         default = _defaults(self.k, self.v)
-        cache = [f"{o}={getattr(self, o)}" for o in ("sink", "recent", "block") if getattr(self, o) != getattr(default, o)]
+        cache = [
+            f"{o}={getattr(self, o)}"
+            for o in ("sink", "recent", "block")
+            if getattr(self, o) != getattr(default, o)
+        ]
         if self.skip_layers:
             cache.append(f"skip_layers={_write_layers(self.skip_layers)}")
         if self.subtract_bias:
@@ -68,15 +76,26 @@ class CacheSpec:
             late = [] if first is None else [layer for layer in self.skip_layers if layer >= first]
             if late:
                 raise ValueError(
-                    f"skip_layers names layer {late[0]}: layers in full precision must lie before layer {first}, where {method.name} starts"
+                    f"skip_layers names layer {late[0]}: layers in full precision must lie before"
+                    f" layer {first}, where {method.name} starts"
                 )
 
     def _without_bias(self, keys: Codec) -> Codec:
         if keys.joint and not keys.rebuilds:
-            raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which share a row with values; leave it out")
+            raise ValueError(
+                f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which share a row"
+                " with values; leave it out"
+            )
         if keys.exact or keys.rebuilds:
-            why = "caches no keys and rebuilds them with their bias" if keys.rebuilds else "keeps keys in full precision"
-            raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which {why}; leave it out")
+            why = (
+                "caches no keys and rebuilds them with their bias"
+                if keys.rebuilds
+                else "keeps keys in full precision"
+            )
+            raise ValueError(
+                f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which {why}; leave"
+                " it out"
+            )
         return BiasSubtracting(keys)
 
     @property
@@ -88,16 +107,25 @@ class CacheSpec:
         return Regions(self.sink, self.recent, self.block, capacity)
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
-        """Return the plan of one layer: resolved codecs and regions. Raises ValueError where the options do not fit the model."""
+        """Return the plan of one layer: resolved codecs and regions. Raises ValueError where the
+        options do not fit the model."""
         self._check()
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
-        k_codec, v_codec = k.resolved("k", index, dims, self.block, dtype), v.resolved("v", index, dims, self.block, dtype)
+        k_codec, v_codec = (
+            k.resolved("k", index, dims, self.block, dtype),
+            v.resolved("v", index, dims, self.block, dtype),
+        )
         if (k_codec.joint or v_codec.joint) and k != v:
             joint = k if k_codec.joint else v
-            raise ValueError(f"{str(self)!r}: {_method_text(joint)} keeps one body for keys and values of this model; use it for both")
+            raise ValueError(
+                f"{str(self)!r}: {_method_text(joint)} keeps one body for keys and values of this"
+                " model; use it for both"
+            )
         if self.subtract_bias and index not in self.skip_layers:
             k_codec = self._without_bias(k_codec)
-        return LayerPlan(k_codec, v_codec, self.regions(capacity), dims.num_key_value_heads, dims.head_dim)
+        return LayerPlan(
+            k_codec, v_codec, self.regions(capacity), dims.num_key_value_heads, dims.head_dim
+        )
 
 
 def _defaults(k: Method, v: Method) -> CacheSpec:
@@ -106,7 +134,8 @@ def _defaults(k: Method, v: Method) -> CacheSpec:
 
 
 def parse(text: str | CacheSpec) -> CacheSpec:
-    """Return the spec that a text describes. Raises ValueError, in one line, which names what is unknown and lists what is allowed."""
+    """Return the spec that a text describes. Raises ValueError, in one line, which names what is
+    unknown and lists what is allowed."""
     if isinstance(text, CacheSpec):
         return text
     parts = re.split(r"\+(?![0-9])", text.strip())  # 1e+16 is a number
@@ -125,7 +154,10 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
     for part in parts:
         head = "cache:" if part.startswith("cache:") else part[:2]
         if head not in ("k=", "v=", "cache:") or head in sides:
-            raise ValueError(f"cache {text!r}: a mixed cache is written k=METHOD+v=METHOD[+cache:sink=..,recent=..]")
+            raise ValueError(
+                f"cache {text!r}: a mixed cache is written"
+                " k=METHOD+v=METHOD[+cache:sink=..,recent=..]"
+            )
         sides[head] = part.removeprefix(head)
     if "k=" not in sides or "v=" not in sides:
         raise ValueError(f"cache {text!r}: name both sides, k=METHOD+v=METHOD")
@@ -134,15 +166,22 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
         name, options = _split(sides[side])
         misplaced = [o for o in CACHE_OPTIONS if o in options]
         if misplaced:
-            raise ValueError(f"cache {text!r}: {misplaced[0]} belongs to the cache; write +cache:{misplaced[0]}={options[misplaced[0]]}")
+            raise ValueError(
+                f"cache {text!r}: {misplaced[0]} belongs to the cache; write"
+                f" +cache:{misplaced[0]}={options[misplaced[0]]}"
+            )
         options = _with_preset(name, options)
         if side == "v=":
             _check_value_method(_named(name))
-        methods.append(_method(name, {o: text for o, text in options.items() if o not in CACHE_OPTIONS}))  # a preset may name windows
+        methods.append(
+            _method(name, {o: text for o, text in options.items() if o not in CACHE_OPTIONS})
+        )  # a preset may name windows
     cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
     unknown = [o for o in cache if o not in CACHE_OPTIONS]
     if unknown:
-        raise ValueError(f"unknown cache option {unknown[0]!r}; options: {', '.join(CACHE_OPTIONS)}")
+        raise ValueError(
+            f"unknown cache option {unknown[0]!r}; options: {', '.join(CACHE_OPTIONS)}"
+        )
     return methods[0], methods[1], cache
 
 
@@ -167,7 +206,8 @@ def _named(name: str) -> Method:
 
 
 def _with_preset(name: str, options: dict[str, str]) -> dict[str, str]:
-    """Return the options with `preset` replaced by those that it stands for; options that are given win."""
+    """Return the options with `preset` replaced by those that it stands for; options that are given
+    win."""
     presets = _named(name).presets
     if not presets or "preset" not in options:
         return options
@@ -190,14 +230,21 @@ def _method(name: str, options: dict[str, str]) -> Method:
     for key, others in method.replaces.items():
         beside = [other for other in others if other in values]
         if values.get(key) and beside:
-            raise ValueError(f"{name}:{key}={options[key]} stands for {beside[0]}={options[beside[0]]}: give one of them")
+            raise ValueError(
+                f"{name}:{key}={options[key]} stands for {beside[0]}={options[beside[0]]}: give one"
+                " of them"
+            )
     return dataclasses.replace(method, **values)
 
 
 def _value(where: str, text: str, field: dataclasses.Field) -> Any:
     choices = field.metadata["choices"]
     try:
-        value = _read_per_layer(text) if field.metadata["per_layer"] else _read(text, type(field.default))
+        value = (
+            _read_per_layer(text)
+            if field.metadata["per_layer"]
+            else _read(text, type(field.default))
+        )
     except ValueError:
         expected = " | ".join(map(str, choices)) or type(field.default).__name__
         raise ValueError(f"{where}={text} cannot be read; expected {expected}") from None
@@ -205,9 +252,14 @@ def _value(where: str, text: str, field: dataclasses.Field) -> Any:
         _check_ranges(f"{where}={text}", [(first, last) for _, first, last in value.ranges])
     values = value.values() if isinstance(value, PerLayer) else (value,)
     if choices and any(v not in choices for v in values):
-        raise ValueError(f"{where}={text} is not allowed; choose from {', '.join(map(str, choices))}")
+        raise ValueError(
+            f"{where}={text} is not allowed; choose from {', '.join(map(str, choices))}"
+        )
     if not choices and isinstance(value, int | float) and not 0 <= value < math.inf:
-        raise ValueError(f"{where}={text} must be {'finite and ' if isinstance(value, float) else ''}not negative")
+        raise ValueError(
+            f"{where}={text} must be {'finite and ' if isinstance(value, float) else ''}not"
+            " negative"
+        )
     return value
 
 
@@ -236,15 +288,26 @@ def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
     changes: dict[str, Any] = {}
     for key, text in options.items():
         try:
-            changes[key] = _read_ranges(text) if key == "skip_layers" else _read(text, type(getattr(spec, key)))
+            changes[key] = (
+                _read_ranges(text)
+                if key == "skip_layers"
+                else _read(text, type(getattr(spec, key)))
+            )
         except ValueError:
-            expected = {"skip_layers": "layers such as 0-2/31", "subtract_bias": "true or false"}.get(key, "a number of tokens")
+            expected = {
+                "skip_layers": "layers such as 0-2/31",
+                "subtract_bias": "true or false",
+            }.get(key, "a number of tokens")
             raise ValueError(f"{key}={text} cannot be read; expected {expected}") from None
         if key == "skip_layers":
             _check_ranges(f"{key}={text}", changes[key])
-            changes[key] = tuple(sorted({layer for first, last in changes[key] for layer in range(first, last + 1)}))
+            changes[key] = tuple(
+                sorted({layer for first, last in changes[key] for layer in range(first, last + 1)})
+            )
         if key in ("sink", "recent", "block") and changes[key] < (key == "block"):
-            raise ValueError(f"{key}={text} is too small: sink and recent are at least 0, block at least 1")
+            raise ValueError(
+                f"{key}={text} is too small: sink and recent are at least 0, block at least 1"
+            )
     return dataclasses.replace(spec, **changes)
 
 
@@ -267,7 +330,9 @@ def _check_ranges(where: str, ranges: list[tuple[int, int]]) -> None:
 
 def _check_value_method(method: Method) -> None:
     if method.keys_only:
-        raise ValueError(f"v={method.name} has no meaning: {method.name} quantizes keys only; write v=dense")
+        raise ValueError(
+            f"v={method.name} has no meaning: {method.name} quantizes keys only; write v=dense"
+        )
 
 
 def _write_layers(layers: tuple[int, ...]) -> str:

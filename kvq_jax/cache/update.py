@@ -1,9 +1,11 @@
-"""The update of one layer of a cache: new tokens enter the full-precision windows, and blocks that age out are quantized into the body.
+"""The update of one layer of a cache: new tokens enter the full-precision windows, and blocks that
+age out are quantized into the body.
 
-All methods share this file; they differ in their codecs. The functions are pure: state in, state out.
+All methods share this file; they differ in their codecs. The functions are pure: state in, state
+out.
 
-`carry` is a value that flows through the layers of one forward pass: `()` for methods whose layers are independent, the accumulator for
-cross-layer methods (cross_layer.py).
+`carry` is a value that flows through the layers of one forward pass: `()` for methods whose layers
+are independent, the accumulator for cross-layer methods (cross_layer.py).
 """
 
 from __future__ import annotations
@@ -28,18 +30,27 @@ ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
 
 
 def prefill_layer(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+    implementation: Implementation = None,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Return (out, state, carry): attention of prompt tokens, and the layer's state with them added.
+    """Return (out, state, carry): attention of prompt tokens, and the layer's state with them
+    added.
 
-    Attention is exact inside the prompt and over the windows; tokens that were in the body before are read as they were quantized. Rows of
-    the batch that were empty get their prompt statistics here. `implementation` chooses what quantizes; XLA does the attention of prompts.
+    Attention is exact inside the prompt and over the windows; tokens that were in the body before
+    are read as they were quantized. Rows of the batch that were empty get their prompt statistics
+    here. `implementation` chooses what quantizes; XLA does the attention of prompts.
     """
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
     chosen = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
-    chosen = chosen if isinstance(chosen, Launch) else None  # prompts are quantized in XLA, through which gradients can flow
+    chosen = (
+        chosen if isinstance(chosen, Launch) else None
+    )  # prompts are quantized in XLA, through which gradients can flow
     after = append_layer(plan, params, state, inputs, carry, prefill=True, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
@@ -47,32 +58,64 @@ def prefill_layer(
 
 
 def decode_layer(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+    implementation: Implementation = None,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Return (out, state, carry): attention of T generated tokens, and the layer's state with them added.
+    """Return (out, state, carry): attention of T generated tokens, and the layer's state with them
+    added.
 
-    The result is that of T single steps: each token sees the body as it would be at its own step. `implementation`: see
-    attention/dispatch.py.
+    The result is that of T single steps: each token sees the body as it would be at its own step.
+    `implementation`: see attention/dispatch.py.
     """
     params = by_side(params)
     _, heads, tokens, _ = inputs.q_rot.shape
     chosen = dispatch.choose(implementation, plan, heads, tokens)
-    # past the capacity a token sees nothing that is real; without the bound it would see a block more than there is
+    # past the capacity a token sees nothing that is real; without the bound it would see a block
+    # more than there is
     limits = jnp.minimum(plan.regions.body(inputs.positions + 1), plan.regions.body_capacity)
-    after, windows = _append(plan, params, state, inputs, carry, limits, prefill=False, chosen=chosen)
+    after, windows = _append(
+        plan, params, state, inputs, carry, limits, prefill=False, chosen=chosen
+    )
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
-    return dispatch.attend(plan, params, state, after, plan.readable(after.body, carry), inputs, limits, windows, chosen), after, carry
+    return (
+        dispatch.attend(
+            plan,
+            params,
+            state,
+            after,
+            plan.readable(after.body, carry),
+            inputs,
+            limits,
+            windows,
+            chosen,
+        ),
+        after,
+        carry,
+    )
 
 
 def append_layer(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, chosen: Chosen = None
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+    *,
+    prefill: bool,
+    chosen: Chosen = None,
 ) -> LayerState:
     """Return the state with the valid tokens of `inputs` added.
 
-    Their rows are written to the windows, and whole blocks that age out are quantized into the body, by a fused kernel if one is `chosen`.
-    Cross-layer methods read `carry`.
+    Their rows are written to the windows, and whole blocks that age out are quantized into the
+    body, by a fused kernel if one is `chosen`. Cross-layer methods read `carry`.
     """
-    return _append(plan, by_side(params), state, inputs, carry, None, prefill=prefill, chosen=chosen)[0]
+    return _append(
+        plan, by_side(params), state, inputs, carry, None, prefill=prefill, chosen=chosen
+    )[0]
 
 
 def _append(
@@ -86,23 +129,53 @@ def _append(
     prefill: bool,
     chosen: Chosen,
 ) -> tuple[LayerState, Tree]:
-    """Return what `append_layer` does and, with the limits of what is read from the body, what a kernel found in the windows on its way."""
+    """Return what `append_layer` does and, with the limits of what is read from the body, what a
+    kernel found in the windows on its way."""
     regions = plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
-    rows = [codec.rows(own, inputs).astype(ring.dtype) for codec, own, ring in zip(plan.codecs, params, state.ring, strict=False)]
+    rows = [
+        codec.rows(own, inputs).astype(ring.dtype)
+        for codec, own, ring in zip(plan.codecs, params, state.ring, strict=False)
+    ]
     after, aged, windows = None, (False, False), None
     if not prefill and inputs.positions.shape[1] == 1:
-        after, aged, windows = dispatch.append_token(plan, params, state, rows, start, total, inputs, limits, chosen)
+        after, aged, windows = dispatch.append_token(
+            plan, params, state, rows, start, total, inputs, limits, chosen
+        )
     if after is None:
-        held, in_ring = jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(start), regions.sink_slots)), regions.ring_positions(total)
-        sink = tuple(_refresh(slots, new, held, start, total, chosen) for slots, new in zip(state.sink, rows, strict=True))
-        ring = tuple(_refresh_ring(slots, new, in_ring, start, total, chosen) for slots, new in zip(state.ring, rows, strict=True))
+        held, in_ring = (
+            jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(start), regions.sink_slots)),
+            regions.ring_positions(total),
+        )
+        sink = tuple(
+            _refresh(slots, new, held, start, total, chosen)
+            for slots, new in zip(state.sink, rows, strict=True)
+        )
+        ring = tuple(
+            _refresh_ring(slots, new, in_ring, start, total, chosen)
+            for slots, new in zip(state.ring, rows, strict=True)
+        )
         after = dataclasses.replace(state, sink=sink, ring=ring)
     body = (
-        after.body[side]
-        if aged[side]
-        else _age(plan, codec, params[side], state, side, rows[side], after.ring[side], start, total, carry, prefill, chosen)
+        (
+            after.body[side]
+            if aged[side]
+            else _age(
+                plan,
+                codec,
+                params[side],
+                state,
+                side,
+                rows[side],
+                after.ring[side],
+                start,
+                total,
+                carry,
+                prefill,
+                chosen,
+            )
+        )
         for side, codec in enumerate(plan.codecs)
     )
     return dataclasses.replace(after, body=tuple(body)), windows
@@ -114,21 +187,31 @@ def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
     return plan.regions.body(start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype))
 
 
-def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs) -> LayerState:
+def _with_statistics(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs
+) -> LayerState:
     fresh = (inputs.positions[:, 0] == 0) & inputs.valid[:, 0]
 
     def select(spec: ArraySpec, new: Array, old: Array) -> Array:
         return jnp.where(spec.along("batch", fresh), new, old)
 
     specs = tuple(codec.statistics_spec(1, plan.heads) for codec in plan.codecs)
-    prompt = tuple(codec.prompt_statistics(p, inputs) for codec, p in zip(plan.codecs, params, strict=False))
+    prompt = tuple(
+        codec.prompt_statistics(p, inputs) for codec, p in zip(plan.codecs, params, strict=False)
+    )
     return dataclasses.replace(state, stats=jax.tree.map(select, specs, prompt, state.stats))
 
 
 def _refresh(
-    slots: Float[Array, "B K E C"], rows: Float[Array, "B K T C"], held: Int[Array, "B E"], start: LengthsB, total: LengthsB, chosen: Chosen
+    slots: Float[Array, "B K E C"],
+    rows: Float[Array, "B K T C"],
+    held: Int[Array, "B E"],
+    start: LengthsB,
+    total: LengthsB,
+    chosen: Chosen,
 ) -> Float[Array, "B K E C"]:
-    """Return the window slots after new tokens: slot e takes the row at position held[e] if that position is new, else keeps its row."""
+    """Return the window slots after new tokens: slot e takes the row at position held[e] if that
+    position is new, else keeps its row."""
     new = (held >= start[:, None]) & (held < total[:, None])
     if chosen == "native" and rows.shape[2] == 1:
         return native.put_rows(slots, rows, new)
@@ -137,10 +220,17 @@ def _refresh(
 
 
 def _refresh_ring(
-    slots: Float[Array, "B K R C"], rows: Float[Array, "B K T C"], held: Int[Array, "B R"], start: LengthsB, total: LengthsB, chosen: Chosen
+    slots: Float[Array, "B K R C"],
+    rows: Float[Array, "B K T C"],
+    held: Int[Array, "B R"],
+    start: LengthsB,
+    total: LengthsB,
+    chosen: Chosen,
 ) -> Float[Array, "B K R C"]:
-    """Return what `_refresh` does. On a GPU, one new token is one row written, and not the whole ring read and written: a fifth of the
-    bytes of 4K tokens in 4 bits. The CPU backend would widen all of a ring of 16 bits to write one row."""
+    """Return what `_refresh` does. On a GPU, one new token is one row written, and not the whole
+    ring read and written: a fifth of the bytes of 4K tokens in 4 bits. The CPU backend would widen
+    all of a ring of 16 bits to write one row.
+    """
 
     def whole() -> Array:
         return _refresh(slots, rows, held, start, total, chosen)
@@ -151,8 +241,11 @@ def _refresh_ring(
     return lax.platform_dependent(cpu=whole, default=lambda: put_rows(slots, rows, new))
 
 
-def put_rows(slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new: Bool[Array, "#B E"]) -> Float[Array, "B K E C"]:
-    """Return the slots with rows[b] in the one that new[b] marks, if it marks one: nothing else is written."""
+def put_rows(
+    slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new: Bool[Array, "#B E"]
+) -> Float[Array, "B K E C"]:
+    """Return the slots with rows[b] in the one that new[b] marks, if it marks one: nothing else is
+    written."""
 
     def put(slots: Array, row: Array, new: Array) -> Array:
         at = jnp.argmax(new)
@@ -160,7 +253,9 @@ def put_rows(slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new:
         return lax.dynamic_update_slice_in_dim(slots, jnp.where(new[at], row, kept), at, axis=1)
 
     new = jnp.broadcast_to(new, (len(slots), new.shape[1]))
-    return jax.vmap(put)(slots, rows, new) if len(slots) > 1 else put(slots[0], rows[0], new[0])[None]
+    return (
+        jax.vmap(put)(slots, rows, new) if len(slots) > 1 else put(slots[0], rows[0], new[0])[None]
+    )
 
 
 def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Float[Array, "B K E C"]:
@@ -169,11 +264,16 @@ def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Floa
 
 
 def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: int) -> Tree:
-    """Return code(source), computed ENCODE_CHUNK tokens at a time, which bounds the memory that quantizing a long prompt takes.
+    """Return code(source), computed ENCODE_CHUNK tokens at a time, which bounds the memory that
+    quantizing a long prompt takes.
 
-    Arrays of `source` have their tokens on axis 2; `block` describes the quantized arrays of one block of `tokens` tokens.
+    Arrays of `source` have their tokens on axis 2; `block` describes the quantized arrays of one
+    block of `tokens` tokens.
     """
-    blocks, per_chunk = jax.tree.leaves(source)[0].shape[2] // tokens, max(1, ENCODE_CHUNK // tokens)
+    blocks, per_chunk = (
+        jax.tree.leaves(source)[0].shape[2] // tokens,
+        max(1, ENCODE_CHUNK // tokens),
+    )
     chunks = -(-blocks // per_chunk)
     if chunks == 1:
         return code(source)
@@ -209,7 +309,8 @@ def _age(
     prefill: bool,
     chosen: Chosen,
 ) -> Tree:
-    """Return the body with the blocks added that leave the window when `start` tokens become `total`. ring: with these tokens in it."""
+    """Return the body with the blocks added that leave the window when `start` tokens become
+    `total`. ring: with these tokens in it."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
@@ -217,9 +318,15 @@ def _age(
         return state.body[side]
     first = regions.held(regions.body(start))
     leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
-    step = tokens == 1 and not prefill  # what leaves is still in the ring, which has room for a block more than it must hold
+    step = (
+        tokens == 1 and not prefill
+    )  # what leaves is still in the ring, which has room for a block more than it must hold
     position = regions.held_positions(first, blocks * block)
-    index = jnp.where((position < start[:, None]) | step, regions.ring_slot(position), regions.ring_slots + position - start[:, None])
+    index = jnp.where(
+        (position < start[:, None]) | step,
+        regions.ring_slot(position),
+        regions.ring_slots + position - start[:, None],
+    )
 
     def encode() -> Tree:
         window = ring if step else jnp.concatenate([state.ring[side], rows], axis=2)
@@ -229,14 +336,29 @@ def _age(
         def code(source: tuple[Array, Array | None, Array]) -> Tree:
             rows, below, position = source
             coded = cross_layer.coded(codec, params, rows, below)
-            return dispatch.quantize(codec, params, state.stats[side], coded, position[:, 0, :, 0], prefill=prefill, chosen=chosen)
+            return dispatch.quantize(
+                codec,
+                params,
+                state.stats[side],
+                coded,
+                position[:, 0, :, 0],
+                prefill=prefill,
+                chosen=chosen,
+            )
 
         whole = source, below, position[:, None, :, None]
-        return code(whole) if isinstance(chosen, Launch) else _by_chunks(code, codec.body(1, 1, block), whole, block)
+        return (
+            code(whole)
+            if isinstance(chosen, Launch)
+            else _by_chunks(code, codec.body(1, 1, block), whole, block)
+        )
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))
 
-    # In a decode step only every block-th token makes a block age. The branch returns that block and not the body, which it would copy.
+    # In a decode step only every block-th token makes a block age. The branch returns that block
+    # and not the body, which it would copy.
     coded = encode() if tokens >= block else lax.cond(jnp.any(leaving > 0), encode, nothing)
-    return dispatch.store_blocks(codec.body(1, 1, block), state.body[side], coded, first // block, leaving, chosen)
+    return dispatch.store_blocks(
+        codec.body(1, 1, block), state.body[side], coded, first // block, leaving, chosen
+    )

@@ -1,1 +1,2 @@
-"""Codecs: how the rows of one side of one layer become stored arrays, and how attention reads them."""
+"""Codecs: how the rows of one side of one layer become stored arrays, and how attention reads
+them."""

@@ -1,13 +1,16 @@
-"""Keys whose constant part is known: k_proj's bias is subtracted before a codec sees them, and its share of the scores is added exactly.
+"""Keys whose constant part is known: k_proj's bias is subtracted before a codec sees them, and its
+share of the scores is added exactly.
 
     k_pre = x W_k + b,   k_rot = R_p k_pre          rows are  k_pre - b,  or after RoPE  k_rot - R_p b = R_p (k_pre - b)
     q . R_p b = a sum_i cos(p w_i) A_i + sin(p w_i) B_i,    A_i = q_i b_i + q_j b_j,   B_i = q_j b_i - q_i b_j,   j = i + H/2
 
-with i over the RoPE pairs, p the key's position, w and a of rope.py. A and B belong to a query and are computed once; cosines and sines of
-a chunk's positions serve all heads. So scores cost one product [rows of all heads, H] x [H, C] more, and no key is made for any head.
+with i over the RoPE pairs, p the key's position, w and a of rope.py. A and B belong to a query and
+are computed once; cosines and sines of a chunk's positions serve all heads. So scores cost one
+product [rows of all heads, H] x [H, C] more, and no key is made for any head.
 
-The reason: the channels of a group share a scale, and one with a constant of 100 makes it coarse for all of them (Qwen2 and Qwen2.5 have
-such biases). Without the bias, codes do not depend on it at all.
+The reason: the channels of a group share a scale, and one with a constant of 100 makes it coarse
+for all of them (Qwen2 and Qwen2.5 have such biases). Without the bias, codes do not depend on it at
+all.
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.codecs.wrapping import Wrapping
-from kvq_jax.types.array_types import ArraySpec, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.types.array_types import (
+    ArraySpec,
+    CachedRows,
+    LayerInputs,
+    LayerWeights,
+    RowsBKTH,
+    Tree,
+)
 from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
 
 OPTION = "subtract_bias=true"
@@ -32,10 +42,11 @@ OPTION = "subtract_bias=true"
 
 @dataclasses.dataclass(frozen=True)
 class BiasSubtracting(Wrapping):
-    """The key codec `inner`, applied to keys without their bias. Windows hold rows without it too, and `vectors` restores it.
+    """The key codec `inner`, applied to keys without their bias. Windows hold rows without it too,
+    and `vectors` restores it.
 
-    Parameters: those of `inner`, and `bias` [K * H], the model's own array. Exact to fp32 rounding of the bias's share of the scores
-    (relative 2^-24 of |q| |b|), as in the model.
+    Parameters: those of `inner`, and `bias` [K * H], the model's own array. Exact to fp32 rounding
+    of the bias's share of the scores (relative 2^-24 of |q| |b|), as in the model.
     """
 
     takes_weights: ClassVar[bool] = True
@@ -68,9 +79,13 @@ class BiasSubtracting(Wrapping):
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         return self.inner.prompt_statistics(_own(params), _without(params, inputs))
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(
+        self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+    ) -> RowsBKTH:
         keys = self.inner.vectors(_own(params), rows, positions, rope)
-        return (keys.astype(jnp.float32) + rotated_bias(params, keys.shape[-1], positions, rope)).astype(keys.dtype)
+        return (
+            keys.astype(jnp.float32) + rotated_bias(params, keys.shape[-1], positions, rope)
+        ).astype(keys.dtype)
 
     @property
     def stores_vectors(self) -> bool:
@@ -80,7 +95,9 @@ class BiasSubtracting(Wrapping):
     def only_rotates(self) -> bool:
         return False
 
-    def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> tuple[Tree, Float[Array, "B K R H"]]:
+    def query(
+        self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]
+    ) -> tuple[Tree, Float[Array, "B K R H"]]:
         """Return the query of `inner`, and A and B side by side."""
         first, second = jnp.split(q.astype(jnp.float32), 2, axis=-1)
         b_first, b_second = jnp.split(bias_of(params, q.shape[-1])[None, :, None], 2, axis=-1)
@@ -88,14 +105,26 @@ class BiasSubtracting(Wrapping):
         return self.inner.query(_own(params), stats, q), jnp.concatenate(turning, axis=-1)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        query: Tree,
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
         inner, turning = query
-        table = jnp.concatenate(cosines_and_sines(positions, _given(rope)), axis=-1)[:, None]  # [B, 1, C, H]
+        table = jnp.concatenate(cosines_and_sines(positions, _given(rope)), axis=-1)[
+            :, None
+        ]  # [B, 1, C, H]
         batch, heads, rows, head_dim = turning.shape
         # TF32 would keep 11 bits of a term that may be hundreds
-        constant = dot_rows(turning.reshape(batch, 1, heads * rows, head_dim), table, lax.Precision.HIGHEST)
-        return self.inner.scores(_own(params), stats, inner, body, positions, rope) + constant.reshape(batch, heads, rows, -1)
+        constant = dot_rows(
+            turning.reshape(batch, 1, heads * rows, head_dim), table, lax.Precision.HIGHEST
+        )
+        return self.inner.scores(
+            _own(params), stats, inner, body, positions, rope
+        ) + constant.reshape(batch, heads, rows, -1)
 
     def kernel_reader(self) -> Reader | str:
         return f"{OPTION} adds the bias's share to the scores, which no kernel does"
@@ -119,32 +148,55 @@ class BiasSubtracting(Wrapping):
 
 
 def check_bias(weights: LayerWeights) -> None:
-    """Raise ValueError, in one line, where the layer's keys hold no bias that could be subtracted."""
+    """Raise ValueError, in one line, where the layer's keys hold no bias that could be
+    subtracted."""
     if weights.k_bias is None:
         raise ValueError(f"{OPTION}: this model's key projection has no bias; leave the option out")
     if weights.k_norm is not None:
-        raise ValueError(f"{OPTION}: this model normalizes keys after their bias (QK-norm), so no constant part is known; leave it out")
+        raise ValueError(
+            f"{OPTION}: this model normalizes keys after their bias (QK-norm), so no constant part"
+            " is known; leave it out"
+        )
 
 
 def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
-    """Return the bias of each KV head, fp32. Raises ValueError where parameters were not prepared."""
+    """Return the bias of each KV head, fp32. Raises ValueError where parameters were not
+    prepared."""
     if not params:
-        raise ValueError(f"{OPTION} needs the key projection's bias: kvq.prepare_layer or kvq_models.prepare attaches it")
+        raise ValueError(
+            f"{OPTION} needs the key projection's bias: kvq.prepare_layer or kvq_models.prepare"
+            " attaches it"
+        )
     return params["bias"].astype(jnp.float32).reshape(-1, head_dim)
 
 
-def rotated_bias(params: Tree, head_dim: int, positions: Int[Array, "#B T"], rope: Rope | None) -> Float[Array, "B K T H"]:
+def rotated_bias(
+    params: Tree, head_dim: int, positions: Int[Array, "#B T"], rope: Rope | None
+) -> Float[Array, "B K T H"]:
     """Return R_p b for each position, fp32."""
     bias = bias_of(params, head_dim)[None, :, None]
-    return rotate(jnp.broadcast_to(bias, (positions.shape[0], bias.shape[1], positions.shape[1], head_dim)), positions, _given(rope))
+    return rotate(
+        jnp.broadcast_to(bias, (positions.shape[0], bias.shape[1], positions.shape[1], head_dim)),
+        positions,
+        _given(rope),
+    )
 
 
 def _without(params: Tree, inputs: LayerInputs) -> LayerInputs:
-    """Return the same inputs with keys as if the projection had no bias, in the dtype of the keys."""
+    """Return the same inputs with keys as if the projection had no bias, in the dtype of the
+    keys."""
     head_dim, dtype = inputs.k_rot.shape[-1], inputs.k_rot.dtype
-    k_rot = inputs.k_rot.astype(jnp.float32) - rotated_bias(params, head_dim, inputs.positions, inputs.rope)
-    k_pre = None if inputs.k_pre is None else inputs.k_pre.astype(jnp.float32) - bias_of(params, head_dim)[None, :, None]
-    return dataclasses.replace(inputs, k_rot=k_rot.astype(dtype), k_pre=None if k_pre is None else k_pre.astype(dtype))
+    k_rot = inputs.k_rot.astype(jnp.float32) - rotated_bias(
+        params, head_dim, inputs.positions, inputs.rope
+    )
+    k_pre = (
+        None
+        if inputs.k_pre is None
+        else inputs.k_pre.astype(jnp.float32) - bias_of(params, head_dim)[None, :, None]
+    )
+    return dataclasses.replace(
+        inputs, k_rot=k_rot.astype(dtype), k_pre=None if k_pre is None else k_pre.astype(dtype)
+    )
 
 
 def _own(params: Tree) -> Tree:
@@ -154,5 +206,7 @@ def _own(params: Tree) -> Tree:
 
 def _given(rope: Rope | None) -> Rope:
     if rope is None:
-        raise ValueError(f"{OPTION} needs the model's rope, by which the bias is rotated: it is None")
+        raise ValueError(
+            f"{OPTION} needs the model's rope, by which the bias is rotated: it is None"
+        )
     return rope

@@ -1,4 +1,5 @@
-"""The codec of formats with a fixed codebook (NormalFloat): each group of channels of a token is scaled to its range."""
+"""The codec of formats with a fixed codebook (NormalFloat): each group of channels of a token is
+scaled to its range."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from kvq_jax.types.array_types import CachedRows, Tree
 
 @dataclasses.dataclass(frozen=True)
 class CodebookCodec(OneSideCodec):
-    """x^ = levels[code] * scale + zero: half the range of a group, and its middle. `pre_rope` keys are rotated when they are read."""
+    """x^ = levels[code] * scale + zero: half the range of a group, and its middle. `pre_rope` keys
+    are rotated when they are read."""
 
     side: Side
     format: CodebookFormat
@@ -36,28 +38,42 @@ class CodebookCodec(OneSideCodec):
     def outlier_slots(self, heads: int) -> int:
         return 0
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
+    def quantize(
+        self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool
+    ) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "a fixed codebook is scaled to groups"
-        clean, low, high = finite_range(group.cut(rows.astype(jnp.float32)), ChannelGroup.AXES, saturation_limit(dtype))
+        clean, low, high = finite_range(
+            group.cut(rows.astype(jnp.float32)), ChannelGroup.AXES, saturation_limit(dtype)
+        )
         scale, zero = codebook_array.half_range(group.stored(low), group.stored(high), dtype)
         levels = jnp.asarray(self.levels, jnp.float32)
-        return codebook_array.quantize(clean.reshape(rows.shape), self.format, levels, levels, scale, zero)
+        return codebook_array.quantize(
+            clean.reshape(rows.shape), self.format, levels, levels, scale, zero
+        )
 
     def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         return codebook_array.dequantize(body, jnp.asarray(self.levels, jnp.float32))
 
     def kernel_reader(self) -> Reader | str:
         f = self.format
-        return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)
+        return kernel_readers.nonuniform(
+            f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope
+        )
 
     def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
         levels = jnp.asarray(self.levels, jnp.float32)
-        return None if isinstance(self.kernel_reader(), str) else kernel_writers.table(self.format, levels, levels)
+        return (
+            None
+            if isinstance(self.kernel_reader(), str)
+            else kernel_writers.table(self.format, levels, levels)
+        )
 
     def native_body(self) -> Body | str:
         f = self.format
-        return native_bodies.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)
+        return native_bodies.nonuniform(
+            f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope
+        )
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, body.zero]

@@ -1,4 +1,5 @@
-"""Dot products of attention: the query rows of a KV head are the rows of one dot, keys and values are never repeated."""
+"""Dot products of attention: the query rows of a KV head are the rows of one dot, keys and values
+are never repeated."""
 
 from __future__ import annotations
 
@@ -7,16 +8,22 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"], precision: lax.Precision | None = None) -> Float[Array, "B K R C"]:
-    """Return q . k in fp32: the query rows of a KV head are the rows of one dot, K is never repeated.
+def dot_rows(
+    q: Float[Array, "B K R H"], k: Float[Array, "B K C H"], precision: lax.Precision | None = None
+) -> Float[Array, "B K R C"]:
+    """Return q . k in fp32: the query rows of a KV head are the rows of one dot, K is never
+    repeated.
 
     precision: that of fp32 factors on a GPU.
     """
     q = q.astype(k.dtype)
     if q.shape[2] >= k.shape[2]:
-        return jnp.einsum("bkrh,bkch->bkrc", q, k, precision=precision, preferred_element_type=jnp.float32)
-    # The longer operand on the left: twice as fast in decoding on a CPU, which transposes a copy of the other (docs/decisions.md). The
-    # reshapes keep XLA from folding the transposition into the dot, which would exchange the operands again.
+        return jnp.einsum(
+            "bkrh,bkch->bkrc", q, k, precision=precision, preferred_element_type=jnp.float32
+        )
+    # The longer operand on the left: twice as fast in decoding on a CPU, which transposes a copy of
+    # the other (docs/decisions.md). The reshapes keep XLA from folding the transposition into the
+    # dot, which would exchange the operands again.
     batch, heads, tokens, head_dim = k.shape
     merged = jnp.einsum(
         "nch,nrh->ncr",

@@ -1,15 +1,19 @@
-"""What calibrations have in common: what they ask of the rows that they are fitted to, and roots of matrices. NumPy."""
+"""What calibrations have in common: what they ask of the rows that they are fitted to, and roots of
+matrices. NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 from jaxtyping import Float
 
-Rows = Float[np.ndarray, "tokens K H"]  # cached rows of a text, or the gradients of the mean loss with respect to them
+Rows = Float[
+    np.ndarray, "tokens K H"
+]  # cached rows of a text, or the gradients of the mean loss with respect to them
 
 
 def check_rows(rows: Rows, gradients: Rows, *, weighted: bool = False) -> None:
-    """Raise ValueError, in one line, where there are fewer than two tokens, or rows or gradients are not finite.
+    """Raise ValueError, in one line, where there are fewer than two tokens, or rows or gradients
+    are not finite.
 
     weighted: True where gradients weigh what is fitted, and must not all be 0.
     """
@@ -17,13 +21,18 @@ def check_rows(rows: Rows, gradients: Rows, *, weighted: bool = False) -> None:
         raise ValueError(f"{len(rows)} tokens are too few to calibrate with")
     for name, array in (("activations", rows), ("gradients", gradients)):
         if not np.isfinite(array).all():
-            raise ValueError(f"{name} are not finite ({np.count_nonzero(~np.isfinite(array))} of {array.size})")
+            raise ValueError(
+                f"{name} are not finite ({np.count_nonzero(~np.isfinite(array))} of {array.size})"
+            )
     if weighted and not gradients.any():
         raise ValueError("all gradients are 0: no channel can be weighted")
 
 
-def square_roots(matrices: Float[np.ndarray, "K H H"]) -> tuple[Float[np.ndarray, "K H H"], Float[np.ndarray, "K H H"]]:
-    """Return M^1/2 and M^-1/2 of symmetric matrices. Eigenvalues count as at least 1e-12 of the largest one."""
+def square_roots(
+    matrices: Float[np.ndarray, "K H H"],
+) -> tuple[Float[np.ndarray, "K H H"], Float[np.ndarray, "K H H"]]:
+    """Return M^1/2 and M^-1/2 of symmetric matrices. Eigenvalues count as at least 1e-12 of the
+    largest one."""
     found, basis = np.linalg.eigh(matrices)
     root = np.sqrt(np.maximum(found, found[:, -1:] * 1e-12))
     transposed = np.swapaxes(basis, 1, 2)

@@ -1,8 +1,9 @@
-"""The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps a zero point.
+"""The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps
+a zero point.
 
-What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. Attention
-dequantizes a chunk, code * scale + zero, and takes dots with it. InnerQ's algebra, a scale on each partial dot product instead of
-each element,
+What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis
+is grouped, which scheme. Attention dequantizes a chunk, code * scale + zero, and takes dots with
+it. InnerQ's algebra, a scale on each partial dot product instead of each element,
 
     q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)
 
@@ -26,7 +27,8 @@ from kvq_jax.types.array_types import CachedRows, Tree
 
 @dataclasses.dataclass(frozen=True)
 class GroupedCodec(OneSideCodec):
-    """x^ = code * scale + zero, groups as `format` says. `pre_rope` keys are cached before RoPE and rotated when read."""
+    """x^ = code * scale + zero, groups as `format` says. `pre_rope` keys are cached before RoPE and
+    rotated when read."""
 
     side: Side
     format: GroupFormat
@@ -38,7 +40,9 @@ class GroupedCodec(OneSideCodec):
     def outlier_slots(self, heads: int) -> int:
         return 0
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GroupedArray:
+    def quantize(
+        self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool
+    ) -> GroupedArray:
         return grouped_array.quantize(rows, self.format)
 
     def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> CachedRows:
@@ -64,7 +68,8 @@ class GroupedCodec(OneSideCodec):
         return self.format.code_bits if self.format.axis == "channels" else None
 
     def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
-        """Return b + (16 + b) / group: a 16-bit scale, and a zero point of as many bits as a code."""
+        """Return b + (16 + b) / group: a 16-bit scale, and a zero point of as many bits as a
+        code."""
         format = self.format
         if format.axis != "channels" or format.scheme != "asym":
             return None

@@ -1,7 +1,8 @@
-"""Readers for the arrays that codecs store, as `pallas_kernels.readers` defines them, or the reason why a kernel cannot read them.
+"""Readers for the arrays that codecs store, as `pallas_kernels.readers` defines them, or the reason
+why a kernel cannot read them.
 
-Each reader is imported where it is made: its kernels need `jax.experimental.pallas.triton`, which is deprecated, and all that runs on XLA
-works without it. Ask `dispatch.no_triton` first.
+Each reader is imported where it is made: its kernels need `jax.experimental.pallas.triton`, which
+is deprecated, and all that runs on XLA works without it. Ask `dispatch.no_triton` first.
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS, PlaneLayout
 
 HEAD_DIMS = (64, 128, 256)
-POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
-SCALE_DTYPE = "float16"  # of what kernels compute with: bfloat16 has numbers that it does not hold, and float32 more digits
+POLAR_BITS = {
+    64: (4, 6, 8),
+    128: (4, 6, 8),
+    256: (8,),
+}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
+# of what kernels compute with: bfloat16 has numbers that it does not hold, and float32 more digits
+SCALE_DTYPE = "float16"
 RUN_HEAD_DIMS = (64, 128)  # at 256 a step spills, and compiles for minutes (docs/kernels.md)
 RUN_CHANNELS = 8  # two runs share the 16 that tensor cores sum over
-TOKEN_GROUPS = (32, 64, 128)  # powers of two, like all sizes in a kernel, from a span to the longest step
+TOKEN_GROUPS = (
+    32,
+    64,
+    128,
+)  # powers of two, like all sizes in a kernel, from a span to the longest step
 
 
 @runtime_checkable
 class StoredGroup(Protocol):
-    """The part of a `ChannelGroup` that kernels depend on: the heads, and the channels of each, that share a scale."""
+    """The part of a `ChannelGroup` that kernels depend on: the heads, and the channels of each,
+    that share a scale."""
 
     @property
     def heads(self) -> int: ...
@@ -47,42 +58,71 @@ def grouped(codec: StoredGroups) -> Reader | str:
     if reason := head_dim_unsupported(format.channels) or scales_unsupported(format.scale_dtype):
         return reason
     if format.code_bits not in SUPPORTED_BITS:
-        return f"{format.code_bits}-bit codes; kernels unpack {', '.join(map(str, SUPPORTED_BITS))} bits"
+        return (
+            f"{format.code_bits}-bit codes; kernels unpack {', '.join(map(str, SUPPORTED_BITS))}"
+            " bits"
+        )
     if format.block % SPAN:
         return f"blocks of {format.block} tokens; kernels read spans of {SPAN}"
     if format.axis == "channels" and format.group_size % layout.width:
         return f"groups of {format.group_size} channels are not whole planes of {layout.width}"
     if format.axis == "tokens" and format.group_size not in TOKEN_GROUPS:
-        return f"groups of {format.group_size} tokens; kernels serve {', '.join(map(str, TOKEN_GROUPS))}"
+        return (
+            f"groups of {format.group_size} tokens; kernels serve"
+            f" {', '.join(map(str, TOKEN_GROUPS))}"
+        )
     from pallas_kernels.readers.grouped import GroupedReader
 
-    reader = GroupedReader(layout, format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
+    reader = GroupedReader(
+        layout,
+        format.axis,
+        format.group_size,
+        None if format.stores_zero else format.centre,
+        format.scale_dtype,
+    )
     return rotated(reader) if codec.pre_rope else reader
 
 
 def nonuniform(
-    layout: PlaneLayout, group: StoredGroup | None, *, scale_dtype: str = "float16", pool: int = 0, pre_rope: bool = False
+    layout: PlaneLayout,
+    group: StoredGroup | None,
+    *,
+    scale_dtype: str = "float16",
+    pool: int = 0,
+    pre_rope: bool = False,
 ) -> Reader | str:
     """Return the reader of codes that index one table, or one line that says why there is none.
 
         x^ = table[code] * scale + zero (+ residual)
 
-    group: the channels that share the scale and zero point of a token; None where each channel has its own, the same for all tokens.
-    pool: the tokens that share slots for outliers, 0 for no outliers. The reader takes these arrays, in this order: words of each plane
-    set [B, K, S / n, w]; table [2^bits]; scale and zero, [K, H] without a group, else as stored, [B, K / heads, H / channels, S]; with
-    outliers their index and residual, [B, S / pool, P], and the ends of heads among them, [B, S / pool, K].
+    group: the channels that share the scale and zero point of a token; None where each channel has
+    its own, the same for all tokens. pool: the tokens that share slots for outliers, 0 for no
+    outliers. The reader takes these arrays, in this order: words of each plane set [B, K, S / n,
+    w]; table [2^bits]; scale and zero, [K, H] without a group, else as stored, [B, K / heads, H /
+    channels, S]; with outliers their index and residual, [B, S / pool, P], and the ends of heads
+    among them, [B, S / pool, K].
     """
-    if reason := head_dim_unsupported(layout.channels) or (scales_unsupported(scale_dtype) if group or pool else None):
+    if reason := head_dim_unsupported(layout.channels) or (
+        scales_unsupported(scale_dtype) if group or pool else None
+    ):
         return reason
     if layout.bits not in TABLE_BITS:
-        return f"{layout.bits}-bit codes; kernels look up tables for {', '.join(map(str, TABLE_BITS))} bits"
+        return (
+            f"{layout.bits}-bit codes; kernels look up tables for {', '.join(map(str, TABLE_BITS))}"
+            " bits"
+        )
     if layout.span % SPAN:
         return f"blocks that are not a multiple of {SPAN} tokens; kernels read spans of {SPAN}"
     if group is not None and group.channels % layout.width:
         return f"groups of {group.channels} channels are not whole planes of {layout.width}"
     if pool and pool not in TOKEN_GROUPS:
-        return f"outliers of {pool} tokens share slots; kernels read those of {', '.join(map(str, TOKEN_GROUPS))}"
-    affine, channels = ("channels", layout.channels) if group is None else ("tokens", group.channels)
+        return (
+            f"outliers of {pool} tokens share slots; kernels read those of"
+            f" {', '.join(map(str, TOKEN_GROUPS))}"
+        )
+    affine, channels = (
+        ("channels", layout.channels) if group is None else ("tokens", group.channels)
+    )
     from pallas_kernels.readers.codebook import CodebookReader
 
     reader = CodebookReader(layout, affine, channels, scale_dtype, pool)
@@ -90,17 +130,25 @@ def nonuniform(
 
 
 def rotated(reader: Reader) -> Reader | str:
-    """Return the reader of the same keys cached before RoPE, or one line that says why there is none. The caller fills in the sink."""
+    """Return the reader of the same keys cached before RoPE, or one line that says why there is
+    none. The caller fills in the sink."""
     from pallas_kernels.readers.rotary import RotatedReader
 
     chunks, width = reader.chunks
-    return f"the halves of a head are not whole planes of {width} channels" if chunks % 2 else RotatedReader(reader)
+    return (
+        f"the halves of a head are not whole planes of {width} channels"
+        if chunks % 2
+        else RotatedReader(reader)
+    )
 
 
-def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: str, *, grouped_angles: bool) -> Reader | str:
+def polar(
+    layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: str, *, grouped_angles: bool
+) -> Reader | str:
     """Return the reader of keys in polar form, or one line that says why there is none.
 
-    It takes the words of each plane set, of the codes of H / 2 pairs; then step and least of the radii, and of the angles,
+    It takes the words of each plane set, of the codes of H / 2 pairs; then step and least of the
+    radii, and of the angles,
     [B, K, S / group, H / 2].
     """
     if not grouped_angles:
@@ -111,21 +159,31 @@ def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: st
         return f"groups of {group_size} tokens; kernels serve {', '.join(map(str, TOKEN_GROUPS))}"
     served = POLAR_BITS[2 * layout.channels]
     if layout.bits not in served:
-        return f"{layout.bits} bits for a pair at head_dim {2 * layout.channels}; kernels serve {', '.join(map(str, served))}"
+        return (
+            f"{layout.bits} bits for a pair at head_dim {2 * layout.channels}; kernels serve"
+            f" {', '.join(map(str, served))}"
+        )
     from pallas_kernels.readers.polar import PolarReader
 
     return PolarReader(layout, angle_bits, group_size, scale_dtype)
 
 
 def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Reader | str:
-    """Return the reader of keys before RoPE, or of values, in runs of channels of one width, or one line that says why there is none."""
+    """Return the reader of keys before RoPE, or of values, in runs of channels of one width, or one
+    line that says why there is none."""
     if channels not in RUN_HEAD_DIMS:
-        return f"runs of channels at head_dim {channels}; kernels read them at {' and '.join(map(str, RUN_HEAD_DIMS))}"
+        return (
+            f"runs of channels at head_dim {channels}; kernels read them at"
+            f" {' and '.join(map(str, RUN_HEAD_DIMS))}"
+        )
     if layouts[0].span % SPAN:
         return f"blocks that are not a multiple of {SPAN} tokens; kernels read spans of {SPAN}"
     odd = next((layout for layout in layouts if layout.channels % RUN_CHANNELS), None)
     if odd:
-        return f"a run of {odd.channels} channels of {odd.bits} bits; kernels read runs of a multiple of {RUN_CHANNELS} channels"
+        return (
+            f"a run of {odd.channels} channels of {odd.bits} bits; kernels read runs of a multiple"
+            f" of {RUN_CHANNELS} channels"
+        )
     from pallas_kernels.readers.runs import RunsKeys, RunsValues
 
     return (RunsKeys if pre_rope else RunsValues)(tuple(layouts), channels)
@@ -142,9 +200,16 @@ def dense(channels: int, dtype: str) -> Reader | str:
 
 def head_dim_unsupported(channels: int) -> str | None:
     """Return why kernels do not serve a head dim, in one line; None if they do."""
-    return None if channels in HEAD_DIMS else f"head_dim {channels}; kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    return (
+        None
+        if channels in HEAD_DIMS
+        else f"head_dim {channels}; kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    )
 
 
 def scales_unsupported(dtype: str) -> str | None:
-    """Return why kernels do not serve scales and zero points of this dtype, in one line; None if they do."""
-    return None if dtype == SCALE_DTYPE else f"scales in {dtype}; kernels compute with {SCALE_DTYPE}"
+    """Return why kernels do not serve scales and zero points of this dtype, in one line; None if
+    they do."""
+    return (
+        None if dtype == SCALE_DTYPE else f"scales in {dtype}; kernels compute with {SCALE_DTYPE}"
+    )

@@ -1,4 +1,5 @@
-"""Descriptions of the arrays that codecs store, as the C++ kernels take them, or the reason why they cannot read them."""
+"""Descriptions of the arrays that codecs store, as the C++ kernels take them, or the reason why
+they cannot read them."""
 
 from __future__ import annotations
 
@@ -34,28 +35,61 @@ def grouped(codec: StoredGroups) -> Body | str:
 
 
 def nonuniform(
-    layout: PlaneLayout, group: ChannelGroup | None, *, scale_dtype: str = "float16", pool: int = 0, pre_rope: bool = False
+    layout: PlaneLayout,
+    group: ChannelGroup | None,
+    *,
+    scale_dtype: str = "float16",
+    pool: int = 0,
+    pre_rope: bool = False,
 ) -> Body | str:
-    """Describe codes that index one table, or say in one line why kernels cannot read them. Arguments: `kernel_readers.nonuniform`."""
+    """Describe codes that index one table, or say in one line why kernels cannot read them.
+    Arguments: `kernel_readers.nonuniform`."""
     if reason := _unsupported(layout, pre_rope=pre_rope):
         return reason
     if layout.bits > 4:
         return f"{layout.bits}-bit codes; CPU kernels look up tables for up to 4 bits"
-    residual_dtype = "float32" if scale_dtype == "float32" else "float16"  # as CodebookFormat stores them
+    residual_dtype = (
+        "float32" if scale_dtype == "float32" else "float16"
+    )  # as CodebookFormat stores them
     options = {"table": True, "pool": pool, "residual_dtype": residual_dtype, "rotated": pre_rope}
     if group is None:
         return _body(layout, "channels", 1, scale_dtype="float32", **options)
-    return _body(layout, "channel groups", group.channels, heads=group.heads, scale_dtype=scale_dtype, **options)
+    return _body(
+        layout,
+        "channel groups",
+        group.channels,
+        heads=group.heads,
+        scale_dtype=scale_dtype,
+        **options,
+    )
 
 
-def polar(layout: PlaneLayout, angle_bits: int, group: int, scale_dtype: str, *, grouped_angles: bool, root: bool) -> Body | str:
-    """Describe keys in polar form, or say in one line why kernels cannot read them. Arguments: `kernel_readers.polar`; root: radii are the
-    squares of what is stored."""
+def polar(
+    layout: PlaneLayout,
+    angle_bits: int,
+    group: int,
+    scale_dtype: str,
+    *,
+    grouped_angles: bool,
+    root: bool,
+) -> Body | str:
+    """Describe keys in polar form, or say in one line why kernels cannot read them. Arguments:
+    `kernel_readers.polar`; root: radii are the squares of what is stored."""
     if not grouped_angles:
-        return "one step of the radii for a whole sequence; CPU kernels read radii in groups of tokens"
+        return (
+            "one step of the radii for a whole sequence; CPU kernels read radii in groups of tokens"
+        )
     if reason := _unsupported(layout, most_bits=MOST_POLAR_BITS):
         return reason
-    return _body(layout, "token groups", group, scale_dtype=scale_dtype, form="polar", angle_bits=angle_bits, root=root)
+    return _body(
+        layout,
+        "token groups",
+        group,
+        scale_dtype=scale_dtype,
+        form="polar",
+        angle_bits=angle_bits,
+        root=root,
+    )
 
 
 def rows(channels: int, dtype: str) -> Body | str:
@@ -67,29 +101,56 @@ def rows(channels: int, dtype: str) -> Body | str:
 
 
 def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Body | str:
-    """Describe rows in runs of channels of one width, or say in one line why kernels cannot read them."""
+    """Describe rows in runs of channels of one width, or say in one line why kernels cannot read
+    them."""
     if channels > MOST_CHANNELS:
         return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
-    padded = next((layout for layout in layouts if layout.chunks != 1 or layout.width != layout.channels), None)
+    padded = next(
+        (layout for layout in layouts if layout.chunks != 1 or layout.width != layout.channels),
+        None,
+    )
     if padded:
-        return f"{padded.bits}-bit runs that are padded; CPU kernels read those of blocks whose tokens fill whole words"
+        return (
+            f"{padded.bits}-bit runs that are padded; CPU kernels read those of blocks whose tokens"
+            " fill whole words"
+        )
     stored = [0] * RUN_WIDTHS
     for layout in layouts:
         stored[layout.bits - 1] = layout.channels
     chunks, span = -(-channels // LANES), layouts[0].span
-    return Body(0, 0, channels, chunks, LANES, 1, span, "channels", 1, form="runs", rotated=pre_rope, run_channels=tuple(stored))
+    return Body(
+        0,
+        0,
+        channels,
+        chunks,
+        LANES,
+        1,
+        span,
+        "channels",
+        1,
+        form="runs",
+        rotated=pre_rope,
+        run_channels=tuple(stored),
+    )
 
 
-def _unsupported(layout: PlaneLayout, *, pre_rope: bool = False, most_bits: int = MOST_BITS) -> str | None:
+def _unsupported(
+    layout: PlaneLayout, *, pre_rope: bool = False, most_bits: int = MOST_BITS
+) -> str | None:
     if pre_rope and layout.channels % 2:
         return f"keys before RoPE of {layout.channels} channels, which are not pairs"
     if layout.channels > MOST_CHANNELS:
         return f"head_dim {layout.channels}; CPU kernels serve up to {MOST_CHANNELS}"
     if layout.bits > most_bits or len(layout.sets) > 2:
-        return f"{layout.bits}-bit codes; CPU kernels unpack those of up to {most_bits} bits in two plane sets"
+        return (
+            f"{layout.bits}-bit codes; CPU kernels unpack those of up to {most_bits} bits in two"
+            " plane sets"
+        )
     return None
 
 
 def _body(layout: PlaneLayout, affine: Affine, group: int, **options: Any) -> Body:
     p = layout
-    return Body(p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span, affine, group, **options)
+    return Body(
+        p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span, affine, group, **options
+    )

@@ -1,4 +1,5 @@
-"""What codecs of keys alone, or of values alone, have in common: which rows they cache, and how those become keys and values."""
+"""What codecs of keys alone, or of values alone, have in common: which rows they cache, and how
+those become keys and values."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from kvq_jax.types.rope import Rope
 
 
 class OneSideCodec(Codec):
-    """side: whose rows are cached. pre_rope: True where keys are cached before RoPE, and rotated when they are read. Both are fields of the
-    codecs that derive from this."""
+    """side: whose rows are cached. pre_rope: True where keys are cached before RoPE, and rotated
+    when they are read. Both are fields of the codecs that derive from this."""
 
     side: Side
     pre_rope: bool
@@ -19,7 +20,9 @@ class OneSideCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side, self.pre_rope)
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(
+        self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+    ) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
     @property

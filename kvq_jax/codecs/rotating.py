@@ -1,11 +1,13 @@
-"""Rows that are rotated before they are quantized, so that a few large channels do not make the steps of all others coarse.
+"""Rows that are rotated before they are quantized, so that a few large channels do not make the
+steps of all others coarse.
 
     body = quantize(R k)        q . k = (R q) . (R k)        sum_t p_t v_t = R^T sum_t p_t (R v_t)
 
-R is one orthogonal matrix for all heads (arrays/rotations.py). Attention turns the query, once for a step, and the weighted sum, once for a
-chunk of the body or for a kernel's whole sum; nothing is stored for it and no cached row is turned back. Keys that are cached before RoPE
-are the exception: a rotation of all channels does not commute with RoPE, so each is turned back before it is rotated to its position.
-Windows hold rows as they are. Source: Ashkboos et al., QuaRot, section 4.
+R is one orthogonal matrix for all heads (arrays/rotations.py). Attention turns the query, once for
+a step, and the weighted sum, once for a chunk of the body or for a kernel's whole sum; nothing is
+stored for it and no cached row is turned back. Keys that are cached before RoPE are the exception:
+a rotation of all channels does not commute with RoPE, so each is turned back before it is rotated
+to its position. Windows hold rows as they are. Source: Ashkboos et al., QuaRot, section 4.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ from kvq_jax.types.array_types import CachedRows, LayerInputs, Tree
 from kvq_jax.types.rope import Rope
 
 OPTION = "rotate=true"
-LARGEST_ENTRY = 2.0**20  # what is larger saturates before it is rotated: one entry is a part of every channel
+LARGEST_ENTRY = (
+    2.0**20
+)  # what is larger saturates before it is rotated: one entry is a part of every channel
 BEFORE_ROPE = f"{OPTION} with keys cached before RoPE, which no kernel turns back"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotating(Wrapping):
-    """The codec `inner`, applied to rotated rows of H channels. Its prompt statistics and its calibration are those of rotated rows."""
+    """The codec `inner`, applied to rotated rows of H channels. Its prompt statistics and its
+    calibration are those of rotated rows."""
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return self.inner.quantize(params, stats, _turned(rows), prefill=prefill)
@@ -53,20 +58,34 @@ class Rotating(Wrapping):
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         names = "q_pre", "q_rot", "k_pre", "k_rot", "v"
         given = {name: array for name in names if (array := getattr(inputs, name)) is not None}
-        return self.inner.prompt_statistics(params, dataclasses.replace(inputs, **{name: _turned(a) for name, a in given.items()}))
+        return self.inner.prompt_statistics(
+            params, dataclasses.replace(inputs, **{name: _turned(a) for name, a in given.items()})
+        )
 
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
         return self.inner.query(params, stats, turn(q)) if self.stores_vectors else q
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        query: Tree,
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
         if self.stores_vectors:
             return self.inner.scores(params, stats, query, body, positions, rope)
         return Codec.scores(self, params, stats, query, body, positions, rope)
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        weights: Float[Array, "B K R C"],
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
         return turn_back(self.inner.weighted(params, stats, weights, body, positions, rope))
 
@@ -97,6 +116,7 @@ def rotated(codec: Codec) -> Codec:
 
 
 def _turned(rows: Float[Array, "B heads T H"]) -> Float[Array, "B heads T H"]:
-    """Return R x, fp32, of the finite part of rows: NaN counts as 0, infinities as the largest entry."""
+    """Return R x, fp32, of the finite part of rows: NaN counts as 0, infinities as the largest
+    entry."""
     finite = jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32)
     return turn(jnp.clip(finite, -LARGEST_ENTRY, LARGEST_ENTRY))

@@ -1,4 +1,5 @@
-"""The codec of rows that are stored as normalized channels, in runs of one width each (arrays/run_array.py)."""
+"""The codec of rows that are stored as normalized channels, in runs of one width each
+(arrays/run_array.py)."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ from kvq_jax.types.array_types import CachedRows, Tree
 
 @dataclasses.dataclass(frozen=True)
 class RunsCodec(OneSideCodec):
-    """Rows are stored as u, what `analysed` makes of them, without their last channels where these have no bits.
+    """Rows are stored as u, what `analysed` makes of them, without their last channels where these
+    have no bits.
 
-    read_by_kernels: the names of the parameters that kernels read after the body and the table of steps, in their order.
+    read_by_kernels: the names of the parameters that kernels read after the body and the table of
+    steps, in their order.
     """
 
     format: RunFormat
@@ -35,7 +38,9 @@ class RunsCodec(OneSideCodec):
         """Return rows as channels of variance 1, in the order of the runs."""
 
     def calibration_key(self) -> str:
-        return "weights=fisher"  # neither the order of channels nor their deviations depend on widths
+        return (  # neither the order of channels nor their deviations depend on widths
+            "weights=fisher"
+        )
 
     def body(self, batch: int, heads: int, tokens: int) -> RunArray:
         return run_array.specs(self.format, batch, heads, tokens)
@@ -48,7 +53,9 @@ class RunsCodec(OneSideCodec):
         return run_array.quantize(u[..., : self.format.stored_channels], self.format)
 
     def kernel_reader(self) -> Reader | str:
-        return kernel_readers.runs(self.format.layouts, self.format.channels, pre_rope=self.pre_rope)
+        return kernel_readers.runs(
+            self.format.layouts, self.format.channels, pre_rope=self.pre_rope
+        )
 
     def native_body(self) -> Body | str:
         return native_bodies.runs(self.format.layouts, self.format.channels, pre_rope=self.pre_rope)
@@ -64,5 +71,8 @@ class RunsCodec(OneSideCodec):
 def calibrated(params: Tree) -> Tree:
     """Return the parameters as they are. Raises ValueError where there are none."""
     if not params:
-        raise ValueError("waterfill needs calibrated channels: kvq.prepare_layer or kvq_models.prepare attaches them")
+        raise ValueError(
+            "waterfill needs calibrated channels: kvq.prepare_layer or kvq_models.prepare attaches"
+            " them"
+        )
     return params

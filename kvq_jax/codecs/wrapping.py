@@ -1,4 +1,5 @@
-"""A codec around another one, `inner`: it answers everything as the inner codec does, and derived classes change what they are about."""
+"""A codec around another one, `inner`: it answers everything as the inner codec does, and derived
+classes change what they are about."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.codecs.base import Codec, KernelJob, OutlierCounts
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.types.array_types import (
+    ArraySpec,
+    Axis,
+    CachedRows,
+    LayerInputs,
+    LayerWeights,
+    RowsBKTH,
+    Tree,
+)
 from kvq_jax.types.rope import Rope
 
 
@@ -72,7 +81,9 @@ class Wrapping(Codec):
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return self.inner.initial_statistics(batch, heads)
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(
+        self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+    ) -> RowsBKTH:
         return self.inner.vectors(params, rows, positions, rope)
 
     @property
@@ -91,12 +102,24 @@ class Wrapping(Codec):
         return self.inner.query(params, stats, q)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        query: Tree,
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
         return self.inner.scores(params, stats, query, body, positions, rope)
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        weights: Float[Array, "B K R C"],
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
         return self.inner.weighted(params, stats, weights, body, positions, rope)
 

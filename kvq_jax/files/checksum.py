@@ -1,8 +1,10 @@
-"""Tensor files with a checksum: safetensors whose header holds a sha256 of everything else that the file says.
+"""Tensor files with a checksum: safetensors whose header holds a sha256 of everything else that the
+file says.
 
     sha256( JSON of [ header without the checksum, sorted;  (name, dtype, shape, sha256 of the bytes) of each tensor, sorted ] )
 
-So a damaged tensor, a changed header field, and tensors that have changed places are all found. Damage is: a checksum is no signature.
+So a damaged tensor, a changed header field, and tensors that have changed places are all found.
+Damage is: a checksum is no signature.
 """
 
 from __future__ import annotations
@@ -40,23 +42,32 @@ class Checksum:
         self._tensors[name] = tensor.dtype.name, tensor.shape, sha256_of(tensor)
 
     def hexdigest(self, header: Mapping[str, str]) -> str:
-        """Return the checksum of the tensors so far with a file's header; a checksum that it holds is left out."""
+        """Return the checksum of the tensors so far with a file's header; a checksum that it holds
+        is left out."""
         fields = sorted((field, value) for field, value in header.items() if field != SHA256)
         tensors = [(name, *self._tensors[name]) for name in sorted(self._tensors)]
         return hashlib.sha256(json.dumps([fields, tensors]).encode()).hexdigest()
 
     def check(self, where: str, header: Mapping[str, str], *, required: bool) -> None:
-        """Raise ValueError, in one line, where a file's checksum is not that of its content; `where` names the file.
+        """Raise ValueError, in one line, where a file's checksum is not that of its content;
+        `where` names the file.
 
-        A file without one raises too where it is `required`. Otherwise the file is of an older version, and a warning says that damage
-        would not be seen.
+        A file without one raises too where it is `required`. Otherwise the file is of an older
+        version, and a warning says that damage would not be seen.
         """
         if SHA256 not in header:
             if required:
                 raise ValueError(f"{where} is damaged: its header has no checksum ({SHA256})")
-            warnings.warn(f"{where} was written before files had checksums: damage would not be seen", NoChecksum, stacklevel=3)
+            warnings.warn(
+                f"{where} was written before files had checksums: damage would not be seen",
+                NoChecksum,
+                stacklevel=3,
+            )
         elif header[SHA256] != self.hexdigest(header):
-            raise ValueError(f"{where} is damaged: its content does not have the checksum ({SHA256}) that its header states")
+            raise ValueError(
+                f"{where} is damaged: its content does not have the checksum ({SHA256}) that its"
+                " header states"
+            )
 
 
 def sha256_of(tensor: np.ndarray) -> str:
@@ -75,8 +86,11 @@ def read_tensors(file: Any, where: str, *, required: bool) -> dict[str, np.ndarr
     return tensors
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], header: Mapping[str, str]) -> None:
-    """Write a safetensors file with these header fields and a checksum, whole or not at all. Equal contents give equal bytes."""
+def save_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], header: Mapping[str, str]
+) -> None:
+    """Write a safetensors file with these header fields and a checksum, whole or not at all. Equal
+    contents give equal bytes."""
     with replacing(path) as unfinished:
         write_tensors(unfinished, tensors, header)
 
@@ -94,7 +108,8 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], header: Mapping
 
 
 def _sort_header(path: Path) -> None:
-    """Sort a file's header fields by name, in place: safetensors writes them in an order that changes from run to run."""
+    """Sort a file's header fields by name, in place: safetensors writes them in an order that
+    changes from run to run."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

@@ -1,8 +1,10 @@
-"""Files and directories that appear whole or not at all, wherever the process that writes them is killed.
+"""Files and directories that appear whole or not at all, wherever the process that writes them is
+killed.
 
-What is being written stands in a directory of its own beside its future place, .kvq-unfinished-*, and moves there by one rename when its
-bytes are on the disk. A lock inside that directory is held by its writer alone, and the system releases it when the writer dies; so the
-next writer in the same folder knows what a killed one has left, and removes it.
+What is being written stands in a directory of its own beside its future place, .kvq-unfinished-*,
+and moves there by one rename when its bytes are on the disk. A lock inside that directory is held
+by its writer alone, and the system releases it when the writer dies; so the next writer in the same
+folder knows what a killed one has left, and removes it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write a file to, and move it over `path` at the end.
 
-    After an error or a kill, `path` is as it was. Raises OSError where the folder of `path` is missing or cannot be written.
+    After an error or a kill, `path` is as it was. Raises OSError where the folder of `path` is
+    missing or cannot be written.
     """
     path = Path(path)
     with _unfinished(path) as folder:
@@ -46,11 +49,14 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new directory to fill, and put it in the place of `path` at the end, with all that it holds at once.
+    """Yield a new directory to fill, and put it in the place of `path` at the end, with all that it
+    holds at once.
 
-    A directory that stands at `path` is replaced whole, in one step where the system can swap two directories (Linux, on most file
-    systems). Elsewhere there is a moment in which neither is there; after a kill in it, the next writer in that folder puts the old one
-    back. After an error or a kill at any other moment, `path` is as it was. Folders above `path` are made. Raises OSError where that fails.
+    A directory that stands at `path` is replaced whole, in one step where the system can swap two
+    directories (Linux, on most file systems). Elsewhere there is a moment in which neither is
+    there; after a kill in it, the next writer in that folder puts the old one back. After an error
+    or a kill at any other moment, `path` is as it was. Folders above `path` are made. Raises
+    OSError where that fails.
     """
     path = Path(os.path.realpath(path))  # a link to a directory keeps its name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,8 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def delete_directory(path: str | os.PathLike[str]) -> None:
-    """Delete a directory as a whole: a kill leaves all of it, or what the next writer in the same folder removes."""
+    """Delete a directory as a whole: a kill leaves all of it, or what the next writer in the same
+    folder removes."""
     path = Path(os.path.realpath(path))
     with _unfinished(path) as folder:
         os.rename(path, folder / CONTENT)
@@ -78,7 +85,8 @@ def delete_directory(path: str | os.PathLike[str]) -> None:
 
 
 def link_others(old: Path, new: Path) -> None:
-    """Give a directory the files and folders of an older one whose names it lacks, as links where the file system has them."""
+    """Give a directory the files and folders of an older one whose names it lacks, as links where
+    the file system has them."""
     for other in old.iterdir():
         if (new / other.name).exists() or other.name.startswith(UNFINISHED):
             continue
@@ -89,9 +97,13 @@ def link_others(old: Path, new: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed writers have left in a folder. Every writer does this for its own; nothing that is being written is touched."""
+    """Remove what killed writers have left in a folder. Every writer does this for its own; nothing
+    that is being written is touched."""
     for left in folder.glob(f"{UNFINISHED}*"):
-        with contextlib.suppress(OSError), filelock.FileLock(left / "lock", timeout=0):  # held: someone is writing it
+        with (
+            contextlib.suppress(OSError),
+            filelock.FileLock(left / "lock", timeout=0),
+        ):  # held: someone is writing it
             for displaced in (left / DISPLACED).glob("*"):
                 if not (folder / displaced.name).exists():
                     os.rename(displaced, folder / displaced.name)
@@ -109,7 +121,9 @@ def _unfinished(path: Path) -> Iterator[Path]:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
         lock = filelock.FileLock(folder / "lock", timeout=0)
-        with contextlib.suppress(filelock.Timeout, FileNotFoundError):  # another writer took it for a killed one's, before it was locked
+        with contextlib.suppress(
+            filelock.Timeout, FileNotFoundError
+        ):  # another writer took it for a killed one's, before it was locked
             lock.acquire()
             break
     try:
@@ -137,7 +151,11 @@ def _swap(content: Path, path: Path, displaced: Path) -> None:
 def _exchanged(one: Path, other: Path) -> bool:
     """Swap two directories in one step of the kernel; return False where it cannot do that."""
     renameat2 = getattr(_LIBC, "renameat2", None)
-    return renameat2 is not None and renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    return (
+        renameat2 is not None
+        and renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+        == 0
+    )
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

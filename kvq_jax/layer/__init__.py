@@ -1,1 +1,2 @@
-"""One layer of a cache: its regions, its static plan and state, and the accumulator of cross-layer methods."""
+"""One layer of a cache: its regions, its static plan and state, and the accumulator of cross-layer
+methods."""

@@ -2,8 +2,9 @@
 
     acc_base = dequantized rows of the base layer,   acc_i = accumulated_i(acc_{i-1}, dequantized differences of layer i)
 
-It is working memory of one forward pass, [B, S, D] over the body's tokens, updated in place from layer to layer and never stored in the
-cache. Functions here are the identity for plans of other methods, whose carry is `()`.
+It is working memory of one forward pass, [B, S, D] over the body's tokens, updated in place from
+layer to layer and never stored in the cache. Functions here are the identity for plans of other
+methods, whose carry is `()`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CHUNK_ELEMENTS = 1 << 20  # elements of the accumulator that one step reads and 
 def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, carry: Tree) -> Tree:
     """Return the carry after this layer.
 
-    live [B]: body tokens of each row; entries beyond these are unspecified, but finite where the body is.
+    live [B]: body tokens of each row; entries beyond these are unspecified, but finite where the
+    body is.
     """
     codec = plan.cross_layer
     if codec is None:
@@ -41,7 +43,9 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
 
     def step(i: Array, stored: Array) -> Array:
         at = jnp.minimum(i * chunk, size - chunk)
-        fresh = at + jnp.arange(chunk) >= i * chunk  # the last chunk starts early, and adds nothing twice
+        fresh = (
+            at + jnp.arange(chunk) >= i * chunk
+        )  # the last chunk starts early, and adds nothing twice
         old = lax.dynamic_slice_in_dim(stored, at, chunk, tokens)
         body = load_chunk(codec.body(1, 1, block), state.body[0], at // block, chunk // block)
         new = after(codec, own, codec.dequantize(own, stats, body), spec.load(old)[:, None])
@@ -54,29 +58,42 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
 def incoming(plan: LayerPlan, carry: Tree) -> Array:
     """Return the accumulator from the layer below. Raises ValueError where none was carried."""
     if not jax.tree.leaves(carry):
-        raise ValueError("this layer builds on the one below it, but no accumulator was carried to it: run the layers in order")
+        raise ValueError(
+            "this layer builds on the one below it, but no accumulator was carried to it: run the"
+            " layers in order"
+        )
     return carry
 
 
-def tokens_of(plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]) -> Float[Array, "B 1 E D"] | None:
-    """Return the accumulator at entries index[b] of those held here; None for plans that build on no layer below."""
+def tokens_of(
+    plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]
+) -> Float[Array, "B 1 E D"] | None:
+    """Return the accumulator at entries index[b] of those held here; None for plans that build on
+    no layer below."""
     codec = plan.cross_layer
     if codec is None or codec.starts:
         return None
     spec = codec.accumulator(1, 1)
-    entries = jnp.take_along_axis(incoming(plan, carry), index[..., None], axis=spec.axis("tokens"), mode="clip")
+    entries = jnp.take_along_axis(
+        incoming(plan, carry), index[..., None], axis=spec.axis("tokens"), mode="clip"
+    )
     return spec.load(entries)[:, None]
 
 
-def coded(codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
-    """Return what is quantized in place of the rows: their difference from what the layers below predict, if there are any."""
+def coded(
+    codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1 T D"] | None
+) -> CachedRows:
+    """Return what is quantized in place of the rows: their difference from what the layers below
+    predict, if there are any."""
     cross = codec.cross_layer
     if below is None or cross is None or cross.starts:
         return rows
     return rows.astype(jnp.float32) - cross.expected(params, below[:, 0])
 
 
-def decoded(codec: Codec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
+def decoded(
+    codec: Codec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None
+) -> CachedRows:
     """Return the rows that dequantized differences stand for: the inverse of `coded`."""
     cross = codec.cross_layer
     if below is None or cross is None or cross.starts:
@@ -84,7 +101,19 @@ def decoded(codec: Codec, params: Tree, differences: CachedRows, below: Float[Ar
     return differences + cross.expected(params, below[:, 0])
 
 
-def after(codec: CrossLayerCodec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> Float[Array, "B 1 T D"]:
-    """Return the accumulator of some tokens after this layer, in the dtype in which it is stored."""
-    held = jnp.zeros((), jnp.float32) if codec.starts or below is None else below[:, 0].astype(jnp.float32)
-    return codec.accumulated(params, held, differences).astype(codec.accumulator(1, 1).dtype)[:, None]
+def after(
+    codec: CrossLayerCodec,
+    params: Tree,
+    differences: CachedRows,
+    below: Float[Array, "B 1 T D"] | None,
+) -> Float[Array, "B 1 T D"]:
+    """Return the accumulator of some tokens after this layer, in the dtype in which it is
+    stored."""
+    held = (
+        jnp.zeros((), jnp.float32)
+        if codec.starts or below is None
+        else below[:, 0].astype(jnp.float32)
+    )
+    return codec.accumulated(params, held, differences).astype(codec.accumulator(1, 1).dtype)[
+        :, None
+    ]

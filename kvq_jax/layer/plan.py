@@ -1,4 +1,5 @@
-"""One layer of a cache: its static plan, and the state that flows through its functions (cache/update.py)."""
+"""One layer of a cache: its static plan, and the state that flows through its functions
+(cache/update.py)."""
 
 from __future__ import annotations
 
@@ -18,17 +19,19 @@ Sides = tuple[Any, ...]  # (keys, values), or one entry for both
 
 
 def by_side(params: Tree) -> tuple[Tree, Tree]:
-    """Split one layer's method parameters into (keys, values); `()` stands for both where neither side has any."""
+    """Split one layer's method parameters into (keys, values); `()` stands for both where neither
+    side has any."""
     return params or ((), ())
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """The state of one layer. Each field is a pair (keys, values), or holds one entry for both (`LayerPlan.joint`).
+    """The state of one layer. Each field is a pair (keys, values), or holds one entry for both
+    (`LayerPlan.joint`).
 
-    Every array has a leading batch axis. sink [B, K, sink, C] and ring [B, K, recent + block, C] hold rows in full precision, body the
-    codec's arrays, stats the prompt statistics.
+    Every array has a leading batch axis. sink [B, K, sink, C] and ring [B, K, recent + block, C]
+    hold rows in full precision, body the codec's arrays, stats the prompt statistics.
     """
 
     sink: Sides
@@ -39,7 +42,8 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """Static description of one layer's cache: resolved codecs and region sizes. heads = K, head_dim = H."""
+    """Static description of one layer's cache: resolved codecs and region sizes. heads = K,
+    head_dim = H."""
 
     k: Codec
     v: Codec
@@ -73,7 +77,13 @@ class LayerPlan:
 
     def dealt(self, shards: int, axis: str | None) -> LayerPlan:
         """Return the plan of a layer whose body is dealt out to shards along a mesh axis."""
-        return self if shards == 1 else dataclasses.replace(self, regions=dataclasses.replace(self.regions, shards=shards, axis=axis))
+        return (
+            self
+            if shards == 1
+            else dataclasses.replace(
+                self, regions=dataclasses.replace(self.regions, shards=shards, axis=axis)
+            )
+        )
 
     def share(self, parts: int) -> LayerPlan:
         """Return the plan of 1 / parts of the KV heads."""
@@ -81,11 +91,13 @@ class LayerPlan:
 
     @property
     def quantizes(self) -> bool:
-        """Return True where the layer stores codes: not where it is skipped, nor where a method's options leave its rows as they are."""
+        """Return True where the layer stores codes: not where it is skipped, nor where a method's
+        options leave its rows as they are."""
         return not all(codec.exact for codec in self.codecs)
 
     def from_weights(self, weights: LayerWeights) -> tuple[Tree, Tree]:
-        """Return the parameters (keys, values) that follow from the layer's weights; `()` for a side that takes none."""
+        """Return the parameters (keys, values) that follow from the layer's weights; `()` for a
+        side that takes none."""
         k = self.k.from_weights(weights)
         return k, k if self.joint else self.v.from_weights(weights)
 
@@ -99,17 +111,23 @@ class LayerPlan:
         return self.codecs[side].body(batch, heads, tokens)
 
     def axes(self, batch: int, dtype: DTypeLike) -> LayerState:
-        """Describe every array of this layer: the tree of `ArraySpec` that allocation, byte counts and shardings derive from."""
+        """Describe every array of this layer: the tree of `ArraySpec` that allocation, byte counts
+        and shardings derive from."""
 
         def window(slots: int) -> Sides:
             rows = (codec.row_axes(self.heads, self.head_dim) for codec in self.codecs)
             held = (Axis("batch", batch), Axis("tokens", slots))
-            return tuple(ArraySpec((held[0], heads, held[1], channels), jnp.dtype(dtype).name) for heads, channels in rows)
+            return tuple(
+                ArraySpec((held[0], heads, held[1], channels), jnp.dtype(dtype).name)
+                for heads, channels in rows
+            )
 
         tokens = self.regions.held_capacity * self.regions.shards
         bodies = tuple(codec.body(batch, self.heads, tokens) for codec in self.codecs)
         stats = tuple(codec.statistics_spec(batch, self.heads) for codec in self.codecs)
-        return LayerState(window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats)
+        return LayerState(
+            window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats
+        )
 
     def layout(self, batch: int, dtype: DTypeLike) -> LayerState:
         """Return the ShapeDtypeStructs of `axes`."""
@@ -118,4 +136,6 @@ class LayerPlan:
     def init(self, batch: int, dtype: DTypeLike) -> LayerState:
         """Return the state of an empty layer."""
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.layout(batch, dtype))
-        return dataclasses.replace(zeros, stats=tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))
+        return dataclasses.replace(
+            zeros, stats=tuple(c.initial_statistics(batch, self.heads) for c in self.codecs)
+        )

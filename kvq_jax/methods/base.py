@@ -1,7 +1,8 @@
 """A method: a frozen, hashable set of options that makes a codec for each side of each layer.
 
-A method is a frozen dataclass whose options are fields declared with `option(...)`. The spec grammar, `kvq methods` and error messages all
-read these declarations; nothing else describes an option.
+A method is a frozen dataclass whose options are fields declared with `option(...)`. The spec
+grammar, `kvq methods` and error messages all read these declarations; nothing else describes an
+option.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kvq_jax.types.array_types import ModelDims
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """An integer that differs by layer: the first range that contains a layer gives its value, `default` that of all others.
+    """An integer that differs by layer: the first range that contains a layer gives its value,
+    `default` that of all others.
 
     Written 4@0-2/2: 4 in layers 0 to 2, else 2.
     """
@@ -30,7 +32,9 @@ class PerLayer:
 
     def at(self, layer: int) -> int:
         """Return the value of one layer."""
-        return next((value for value, first, last in self.ranges if first <= layer <= last), self.default)
+        return next(
+            (value for value, first, last in self.ranges if first <= layer <= last), self.default
+        )
 
     def values(self) -> tuple[int, ...]:
         """Return every value that some layer may have, the default last."""
@@ -38,7 +42,8 @@ class PerLayer:
 
 
 def per_layer(values: Sequence[int]) -> int | PerLayer:
-    """Return the option that has these values in layers 0, 1, ...: the most frequent one is the default."""
+    """Return the option that has these values in layers 0, 1, ...: the most frequent one is the
+    default."""
     default = max(values, key=lambda value: (values.count(value), -values.index(value)))
     starts = [at for at in range(len(values)) if at == 0 or values[at] != values[at - 1]]
     runs = zip(starts, [*(start - 1 for start in starts[1:]), len(values) - 1], strict=True)
@@ -51,20 +56,29 @@ def at_layer(value: int | PerLayer, layer: int) -> int:
     return value.at(layer) if isinstance(value, PerLayer) else value
 
 
-def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer: bool = False) -> Any:
-    """Declare an option of a method. Its type is that of `default`; `choices` are the allowed values (any if empty).
+def option(
+    default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer: bool = False
+) -> Any:
+    """Declare an option of a method. Its type is that of `default`; `choices` are the allowed
+    values (any if empty).
 
     per_layer: its value may differ by layer (`PerLayer`).
     """
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "per_layer": per_layer})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "per_layer": per_layer}
+    )
 
 
-ROTATE = option(False, "quantize keys and values rotated by a Hadamard matrix, which spreads large channels over all").metadata
+ROTATE = option(
+    False,
+    "quantize keys and values rotated by a Hadamard matrix, which spreads large channels over all",
+).metadata
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Sizes in tokens: the sink and the recent window, which stay in full precision, and the block that is quantized at once."""
+    """Sizes in tokens: the sink and the recent window, which stay in full precision, and the block
+    that is quantized at once."""
 
     sink: int
     recent: int
@@ -75,9 +89,10 @@ class Windows:
 class Method(abc.ABC):
     """A quantization method: it makes the codec for each side of each layer.
 
-    A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry. name: as a spec writes it. summary, source: shown by
-    `kvq methods`. The other class variables are facts about the method that hold for all of its options. `rotate` is an option of every
-    method that quantizes keys or values as vectors of a head (`can_rotate`).
+    A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry. name: as a spec
+    writes it. summary, source: shown by `kvq methods`. The other class variables are facts about
+    the method that hold for all of its options. `rotate` is an option of every method that
+    quantizes keys or values as vectors of a head (`can_rotate`).
     """
 
     name: ClassVar[str]
@@ -87,8 +102,12 @@ class Method(abc.ABC):
     reads_queries: ClassVar[bool] = False
     keys_only: ClassVar[bool] = False  # values stay in full precision
     can_rotate: ClassVar[bool] = True
-    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by option: the options that it overrides where it is not 0
-    presets: ClassVar[Mapping[str, str]] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
+    replaces: ClassVar[
+        Mapping[str, tuple[str, ...]]
+    ] = {}  # by option: the options that it overrides where it is not 0
+    presets: ClassVar[
+        Mapping[str, str]
+    ] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
     rotate: bool = dataclasses.field(default=False, kw_only=True, metadata=ROTATE)
 
@@ -102,22 +121,32 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def windows(self) -> Windows:
-        """Return the default window sizes: those closest to the paper's that the one ageing rule (layer/regions.py) allows."""
+        """Return the default window sizes: those closest to the paper's that the one ageing rule
+        (layer/regions.py) allows."""
 
     def carries_from(self) -> int | None:
-        """Return the layer at which a cross-layer method starts its accumulator; None where layers are independent."""
+        """Return the layer at which a cross-layer method starts its accumulator; None where layers
+        are independent."""
         return None
 
-    def fitted(self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims) -> Method:
-        """Return the method with the options that a calibration decides, where the spec leaves them open; by default there are none.
+    def fitted(
+        self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
+    ) -> Method:
+        """Return the method with the options that a calibration decides, where the spec leaves them
+        open; by default there are none.
 
-        calibrated: the parameters of every layer, for the sides that this method serves; empty for layers that have none.
+        calibrated: the parameters of every layer, for the sides that this method serves; empty for
+        layers that have none.
         """
         return self
 
-    def predicted_divergence(self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims) -> float | None:
-        """Return the KL divergence in nats per token that a calibration predicts, to second order in the errors of rows, where gradients
-        are those of the sum of the losses; None for methods whose calibration does not tell. calibrated: as in `fitted`."""
+    def predicted_divergence(
+        self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
+    ) -> float | None:
+        """Return the KL divergence in nats per token that a calibration predicts, to second order
+        in the errors of rows, where gradients are those of the sum of the losses; None for methods
+        whose calibration does not tell. calibrated: as in `fitted`.
+        """
         return None
 
     def resolved(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
@@ -129,6 +158,6 @@ class Method(abc.ABC):
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         """Return the method's own codec for one side of one layer.
 
-        block: tokens that are quantized at once. dtype: that of rows in full precision. Raises ValueError, in one line, where the options
-        do not fit the model or the block.
+        block: tokens that are quantized at once. dtype: that of rows in full precision. Raises
+        ValueError, in one line, where the options do not fit the model or the block.
         """

@@ -1,4 +1,5 @@
-"""The table of methods: each with its default options, under its name in a spec. A new method is a folder in `methods/` and a line here."""
+"""The table of methods: each with its default options, under its name in a spec. A new method is a
+folder in `methods/` and a line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a cache's method allows of a placement, as its arrays' axes say, and the rule that picks one."""
+"""What a cache's method allows of a placement, as its arrays' axes say, and the rule that picks
+one."""
 
 from __future__ import annotations
 
@@ -18,34 +19,52 @@ def refused(plan: LayerPlan, placement: Placement, query_heads: int) -> str | No
     """Return, in one line, why a layer of this plan cannot have a placement; None where it can."""
     rows, heads = placement.size("rows"), placement.size("heads")
     if rows > 1 and any(codec.couples_rows for codec in plan.codecs):
-        return f"rows={rows}: with these options, rows of a batch depend on each other; split heads or tokens"
+        return (
+            f"rows={rows}: with these options, rows of a batch depend on each other; split heads or"
+            " tokens"
+        )
     if heads > 1 and (plan.heads % heads or query_heads % heads):
-        return f"{plan.heads} KV heads do not divide into {heads} parts: heads can be {_divisors(plan.heads)}; tokens can be any number"
+        return (
+            f"{plan.heads} KV heads do not divide into {heads} parts: heads can be"
+            f" {_divisors(plan.heads)}; tokens can be any number"
+        )
     return unsplittable(plan, heads)
 
 
 def unsplittable(plan: LayerPlan, heads: int) -> str | None:
-    """Return, in one line, why the KV heads of a layer cannot be split into so many parts; None where they can.
+    """Return, in one line, why the KV heads of a layer cannot be split into so many parts; None
+    where they can.
 
-    They can where every array has an axis of KV heads, of whose entries each part has whole ones of its own.
+    They can where every array has an axis of KV heads, of whose entries each part has whole ones of
+    its own.
     """
     if heads == 1:
         return None
     for name, codec in zip(plan.names, plan.codecs, strict=True):
         if codec.row_axes(plan.heads, plan.head_dim)[0].name != "kv_heads":
-            return f"{name}: {type(codec).__name__} caches rows that all heads share: split tokens, not heads"
+            return (
+                f"{name}: {type(codec).__name__} caches rows that all heads share: split tokens,"
+                " not heads"
+            )
         if codec.couples_heads:
-            return f"{name}: with these options, heads depend on each other: split tokens, not heads"
+            return (
+                f"{name}: with these options, heads depend on each other: split tokens, not heads"
+            )
         whole, part = (
-            jax.tree.leaves((codec.body(1, k, plan.regions.block), codec.statistics_spec(1, k))) for k in (plan.heads, plan.heads // heads)
+            jax.tree.leaves((codec.body(1, k, plan.regions.block), codec.statistics_spec(1, k)))
+            for k in (plan.heads, plan.heads // heads)
         )
         if not all(_is_share(*pair, heads) for pair in zip(whole, part, strict=True)):
-            return f"{name}: {type(codec).__name__} stores arrays that heads share: {heads} parts are too many; split tokens instead"
+            return (
+                f"{name}: {type(codec).__name__} stores arrays that heads share: {heads} parts are"
+                " too many; split tokens instead"
+            )
     return None
 
 
 def _is_share(whole: ArraySpec, part: ArraySpec, heads: int) -> bool:
-    """Return True where `part`, described for 1 / heads of the KV heads, is that share of `whole`, and no entry is cut."""
+    """Return True where `part`, described for 1 / heads of the KV heads, is that share of `whole`,
+    and no entry is cut."""
     if "kv_heads" not in whole.names or whole.names != part.names:
         return False
     axis = whole["kv_heads"]
@@ -55,7 +74,8 @@ def _is_share(whole: ArraySpec, part: ArraySpec, heads: int) -> bool:
 
 
 def placed(plan: LayerPlan, placement: Placement | None, query_heads: int) -> LayerPlan:
-    """Return a layer's plan with its body dealt out as the placement asks. Raises ValueError, in one line, where it cannot be."""
+    """Return a layer's plan with its body dealt out as the placement asks. Raises ValueError, in
+    one line, where it cannot be."""
     if placement is None:
         return plan
     reason = refused(plan, placement, query_heads)
@@ -68,22 +88,32 @@ def check_rows(placement: Placement | None, batch: int) -> None:
     """Raise ValueError, in one line, where so many rows cannot be split as a placement asks."""
     rows = 1 if placement is None else placement.size("rows")
     if batch % rows:
-        raise ValueError(f"placement {placement}: {batch} rows do not divide into {rows} parts; give a batch of {rows}, {2 * rows}, ...")
+        raise ValueError(
+            f"placement {placement}: {batch} rows do not divide into {rows} parts; give a batch of"
+            f" {rows}, {2 * rows}, ..."
+        )
 
 
 def choose(plans: Sequence[LayerPlan], devices: int | Sequence[Any] | None = None) -> Placement:
-    """Return the placement of one sequence over some devices: heads up to gcd(K, devices), where the method allows, tokens for the rest.
+    """Return the placement of one sequence over some devices: heads up to gcd(K, devices), where
+    the method allows, tokens for the rest.
 
-    Splitting heads costs nothing; splitting tokens costs two small collectives in each layer. devices: those to use (default: all), or only
-    their number, which gives an abstract mesh.
+    Splitting heads costs nothing; splitting tokens costs two small collectives in each layer.
+    devices: those to use (default: all), or only their number, which gives an abstract mesh.
     """
     found = jax.devices() if devices is None else devices
     number = found if isinstance(found, int) else len(found)
     if number < 1:
         raise ValueError(f"a placement needs at least one device, got {number}")
     most = math.gcd(plans[0].heads, number)
-    heads = next(h for h in range(most, 0, -1) if most % h == 0 and not any(unsplittable(plan, h) for plan in plans))
-    return Placement(mesh_of({"heads": heads, "tokens": number // heads}, found), heads="heads", tokens="tokens")
+    heads = next(
+        h
+        for h in range(most, 0, -1)
+        if most % h == 0 and not any(unsplittable(plan, h) for plan in plans)
+    )
+    return Placement(
+        mesh_of({"heads": heads, "tokens": number // heads}, found), heads="heads", tokens="tokens"
+    )
 
 
 def mesh_of(sizes: dict[str, int], devices: int | Sequence[Any]) -> AnyMesh:
@@ -91,14 +121,20 @@ def mesh_of(sizes: dict[str, int], devices: int | Sequence[Any]) -> AnyMesh:
     types = (AxisType.Auto,) * len(sizes)
     if isinstance(devices, int):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-    made: Mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=list(devices)[: math.prod(sizes.values())])
+    made: Mesh = jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=types,
+        devices=list(devices)[: math.prod(sizes.values())],
+    )
     return made
 
 
 def parse(text: str, devices: int | Sequence[Any] | None = None) -> Placement:
     """Return the placement that a text such as "heads=4,tokens=2" describes, on a mesh of its own.
 
-    Raises ValueError, in one line, where the text cannot be read or asks for more devices than there are.
+    Raises ValueError, in one line, where the text cannot be read or asks for more devices than
+    there are.
     """
     found = jax.devices() if devices is None else devices
     number = found if isinstance(found, int) else len(found)
@@ -106,12 +142,20 @@ def parse(text: str, devices: int | Sequence[Any] | None = None) -> Placement:
     for part in text.split(","):
         way, _, size = part.partition("=")
         if way not in WAYS or way in sizes or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"mesh {text!r}: write rows=R,heads=H,tokens=T, each once or not at all, with numbers of at least 1")
+            raise ValueError(
+                f"mesh {text!r}: write rows=R,heads=H,tokens=T, each once or not at all, with"
+                " numbers of at least 1"
+            )
         sizes[way] = int(size)
     wanted = math.prod(sizes.values())
     if wanted > number:
         virtual = not isinstance(found, int) and found[0].platform == "cpu"
-        hint = f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes virtual ones of a CPU)" if virtual else ""
+        hint = (
+            f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes virtual ones of a"
+            " CPU)"
+            if virtual
+            else ""
+        )
         raise ValueError(f"mesh {text!r} needs {wanted} devices, and there are {number}{hint}")
     return Placement(mesh_of(sizes, found), **{way: way for way in sizes})
 

@@ -1,12 +1,14 @@
-"""Programs over a cache on a mesh, called from wherever: no mesh in context, one with Auto axes, or one with Explicit axes.
+"""Programs over a cache on a mesh, called from wherever: no mesh in context, one with Auto axes, or
+one with Explicit axes.
 
     with crossing(placement) as own:          from here on, axes are of type Auto, as those of the cache's arrays
         x = own.taken(x)                      arrays of the caller's mesh become arrays of the placement's
         ...
     return own.handed(out, "batch")           and back
 
-A mesh with axes of type Explicit, as `jax.make_mesh` makes them, would ask for a sharding of each product. Without a placement nothing
-happens, and programs for one device are what they are without this module.
+A mesh with axes of type Explicit, as `jax.make_mesh` makes them, would ask for a sharding of each
+product. Without a placement nothing happens, and programs for one device are what they are without
+this module.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ class Crossing:
 
     def everywhere(self, tree: Tree) -> Tree:
         """Return the arrays of a tree, of which every device shall have a copy. Call it inside."""
-        return tree if self.placement is None else jax.lax.with_sharding_constraint(tree, self.placement.everywhere)
+        return (
+            tree
+            if self.placement is None
+            else jax.lax.with_sharding_constraint(tree, self.placement.everywhere)
+        )
 
     def handed(self, array: jax.Array, *names: AxisName) -> jax.Array:
         """Return an array with axes of these names as one of the mesh around. Call it outside."""
         if self.placement is None or AxisType.Explicit not in self.around.axis_types:
             return array
         same = self.around.axis_names == self.placement.mesh.axis_names
-        return jax.sharding.reshard(array, self.placement.along(*names) if same else PartitionSpec())
+        return jax.sharding.reshard(
+            array, self.placement.along(*names) if same else PartitionSpec()
+        )
 
     def _take(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

@@ -1,9 +1,11 @@
-"""Where arrays lie on a mesh of devices: one table from the names of their axes to the mesh axes that split them.
+"""Where arrays lie on a mesh of devices: one table from the names of their axes to the mesh axes
+that split them.
 
     rows     sequences of the batch. Shards never speak to each other
     heads    KV heads, and the query heads that read them, where a method stores each head apart
-    tokens   the body's blocks, dealt out in turn (layer/regions.py). Blocks are coded independently, so every method can be split so;
-             windows, prompt statistics and new tokens are on every shard, and attention over the body is merged, exact up to rounding
+    tokens   the body's blocks, dealt out in turn (layer/regions.py). Blocks are coded
+             independently, so every method can be split so; windows, prompt statistics and new
+             tokens are on every shard, and attention over the body is merged, exact up to rounding
 
 What is not split is on every device of the mesh.
 """
@@ -23,13 +25,16 @@ WAYS = ("rows", "heads", "tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The axes of a mesh that split a cache's rows, KV heads and body tokens; None where nothing does. Hashable.
+    """The axes of a mesh that split a cache's rows, KV heads and body tokens; None where nothing
+    does. Hashable.
 
         mesh = jax.make_mesh((4, 2), ("heads", "tokens"))
-        cache = init_cache("kivi:bits=2", config, batch=1, capacity=1 << 20, placement=Placement(mesh, heads="heads", tokens="tokens"))
+        cache = init_cache("kivi:bits=2", config, batch=1, capacity=1 << 20,
+        placement=Placement(mesh, heads="heads", tokens="tokens"))
 
-    mesh: devices, or an AbstractMesh where only shapes and bytes are asked for. Its axes may be of any type: programs that hold a cache
-    run with axes of type Auto, whatever mesh is in context (crossing.py). Mesh axes that are not named hold copies.
+    mesh: devices, or an AbstractMesh where only shapes and bytes are asked for. Its axes may be of
+    any type: programs that hold a cache run with axes of type Auto, whatever mesh is in context
+    (crossing.py). Mesh axes that are not named hold copies.
     Raises ValueError, in one line, for an axis that the mesh does not have or that is named twice.
     """
 
@@ -42,9 +47,15 @@ class Placement:
         named = [axis for axis in (self.rows, self.heads, self.tokens) if axis is not None]
         unknown = [axis for axis in named if axis not in self.mesh.axis_names]
         if unknown:
-            raise ValueError(f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(map(repr, self.mesh.axis_names))}")
+            raise ValueError(
+                f"the mesh has no axis {unknown[0]!r}; its axes are"
+                f" {', '.join(map(repr, self.mesh.axis_names))}"
+            )
         if len(set(named)) < len(named):
-            raise ValueError(f"one mesh axis cannot split two things: rows={self.rows!r}, heads={self.heads!r}, tokens={self.tokens!r}")
+            raise ValueError(
+                f"one mesh axis cannot split two things: rows={self.rows!r}, heads={self.heads!r},"
+                f" tokens={self.tokens!r}"
+            )
         object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
 
     def size(self, way: str) -> int:
@@ -60,7 +71,8 @@ class Placement:
         return ",".join(f"{way}={self.size(way)}" for way in WAYS if self.size(way) > 1) or "whole"
 
     def split(self, name: AxisName, *, body: bool = False) -> str | None:
-        """Return the mesh axis that splits array axes of this name, if any; `body`: in arrays that grow with the body's tokens."""
+        """Return the mesh axis that splits array axes of this name, if any; `body`: in arrays that
+        grow with the body's tokens."""
         if name == "batch":
             return self.rows
         if name in ("kv_heads", "heads"):
@@ -80,11 +92,16 @@ class Placement:
         return jax.tree.map(self.partition, specs)
 
     def shardings(self, specs: Tree) -> Tree:
-        """Return a NamedSharding for each description of a tree. Arrays without entries (the first tokens' window of a cache that has none)
-        are everywhere: so XLA returns them, whatever it was asked."""
+        """Return a NamedSharding for each description of a tree. Arrays without entries (the first
+        tokens' window of a cache that has none) are everywhere: so XLA returns them, whatever it
+        was asked."""
 
         def of(spec: ArraySpec) -> NamedSharding:
-            return NamedSharding(self.mesh, self.partition(spec)) if all(spec.shape) else self.everywhere
+            return (
+                NamedSharding(self.mesh, self.partition(spec))
+                if all(spec.shape)
+                else self.everywhere
+            )
 
         return jax.tree.map(of, specs)
 
@@ -103,11 +120,13 @@ class Placement:
         return sum(map(of, jax.tree.leaves(specs)))
 
     def constrained(self, array: jax.Array, *names: AxisName) -> jax.Array:
-        """Return an array with axes of these names, split as they are in a cache. For use in a program."""
+        """Return an array with axes of these names, split as they are in a cache. For use in a
+        program."""
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.along(*names)))
 
     def constrained_tree(self, specs: Tree, tree: Tree) -> Tree:
-        """Return the arrays that `specs` describe, split as this placement asks. For use in a program and outside."""
+        """Return the arrays that `specs` describe, split as this placement asks. For use in a
+        program and outside."""
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings(specs))
 
 

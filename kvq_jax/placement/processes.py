@@ -9,7 +9,12 @@ from jax.typing import ArrayLike
 
 
 def fetched(array: ArrayLike) -> np.ndarray:
-    """Return a whole array on the host, contiguous. Where its parts lie with several processes, all of them call this and get all of it."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+    """Return a whole array on the host, contiguous. Where its parts lie with several processes, all
+    of them call this and get all of it."""
+    if (
+        isinstance(array, jax.Array)
+        and not array.is_fully_addressable
+        and not array.is_fully_replicated
+    ):
         return multihost_utils.process_allgather(array, tiled=True)
     return np.ascontiguousarray(array).reshape(np.shape(array))

@@ -1,4 +1,5 @@
-"""Functions of one layer, run on every shard of a placement: each gets its share of heads, rows and blocks, and a plan that says so.
+"""Functions of one layer, run on every shard of a placement: each gets its share of heads, rows and
+blocks, and a plan that says so.
 
 Between these functions, the model's own products are the compiler's to split.
 """
@@ -37,21 +38,30 @@ def state_partition(plan: LayerPlan, placement: Placement) -> Tree:
 
 def input_partition(placement: Placement) -> LayerInputs:
     """Return the PartitionSpec of every field of a layer's inputs."""
-    return describe(LayerInputs, **{name: placement.along(*axes) for name, axes in INPUT_AXES.items()})
+    return describe(
+        LayerInputs, **{name: placement.along(*axes) for name, axes in INPUT_AXES.items()}
+    )
 
 
 def carry_partition(placement: Placement) -> PartitionSpec:
-    """Return the PartitionSpec of what flows from layer to layer: an accumulator of body tokens [B, S, D], or nothing."""
+    """Return the PartitionSpec of what flows from layer to layer: an accumulator of body tokens [B,
+    S, D], or nothing."""
     return placement.along("batch", "tokens", "model", body=True)
 
 
-def parameter_partition(plan: LayerPlan, placement: Placement, described: Callable[[], Tree], params: Tree) -> Tree:
-    """Return the PartitionSpec of a layer's method parameters. `described` gives their axes, and is asked only where heads are split."""
+def parameter_partition(
+    plan: LayerPlan, placement: Placement, described: Callable[[], Tree], params: Tree
+) -> Tree:
+    """Return the PartitionSpec of a layer's method parameters. `described` gives their axes, and is
+    asked only where heads are split."""
     if placement.size("heads") == 1 or not jax.tree.leaves(params):
         return PartitionSpec()
     specs = described()
     if jax.tree.structure(specs, is_leaf=_is_spec) != jax.tree.structure(params):
-        raise ValueError("the method's parameters are not those that it describes, so they cannot be split along heads")
+        raise ValueError(
+            "the method's parameters are not those that it describes, so they cannot be split along"
+            " heads"
+        )
     return placement.partitions(specs)
 
 
@@ -59,6 +69,11 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, ArraySpec)
 
 
-def on_shards(function: Callable[..., Any], placement: Placement, in_specs: Tree, out_specs: Tree) -> Callable[..., Any]:
-    """Return a function of whole arrays that runs `function` on every shard's parts. Collectives are the function's own."""
-    return jax.shard_map(function, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+def on_shards(
+    function: Callable[..., Any], placement: Placement, in_specs: Tree, out_specs: Tree
+) -> Callable[..., Any]:
+    """Return a function of whole arrays that runs `function` on every shard's parts. Collectives
+    are the function's own."""
+    return jax.shard_map(
+        function, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

@@ -19,8 +19,8 @@ Words
 
 Axes
 ----
-Every array that is kept (caches, prompt statistics, method parameters, weights) is described by an `ArraySpec`, whose axes have these
-names. Nothing is inferred from shapes.
+Every array that is kept (caches, prompt statistics, method parameters, weights) is described by an
+`ArraySpec`, whose axes have these names. Nothing is inferred from shapes.
 
     batch      sequences                         model   the model's width, of the residual stream
     kv_heads   key/value heads                   heads   query heads
@@ -28,11 +28,12 @@ names. Nothing is inferred from shapes.
     channels   entries of a cached row           vocab   tokens that a model knows
     pairs      RoPE pairs of a head              none    anything else: words of a row, slots of a token, entries of a table
 
-An axis keeps the name of what it runs along where neighbours share an entry: `per` of them do. A scale of groups over 32 tokens has the
-axes (batch, kv_heads, tokens per 32, channels), one of groups over 32 channels (batch, kv_heads, channels per 32, tokens), and packed words
-of which n tokens share a row have an axis of tokens per n. Where one thing has several entries side by side, `each` counts them: a
-projection's output runs along kv_heads, with H entries for each. An axis of heads that are not the model's (a layer's input cached as one
-row) is called "none".
+An axis keeps the name of what it runs along where neighbours share an entry: `per` of them do. A
+scale of groups over 32 tokens has the axes (batch, kv_heads, tokens per 32, channels), one of
+groups over 32 channels (batch, kv_heads, channels per 32, tokens), and packed words of which n
+tokens share a row have an axis of tokens per n. Where one thing has several entries side by side,
+`each` counts them: a projection's output runs along kv_heads, with H entries for each. An axis of
+heads that are not the model's (a layer's input cached as one row) is called "none".
 
 RoPE pairs are the half-split pairs (i, i + H/2) of Hugging Face's Llama.
 """
@@ -56,19 +57,26 @@ Tree: TypeAlias = Any  # a pytree whose structure a method defines
 
 QueryBNTH: TypeAlias = Float[Array, "B N T H"]
 RowsBKTH: TypeAlias = Float[Array, "B K T H"]
-CachedRows: TypeAlias = Float[Array, "B heads T C"]  # K or V, or the rows from which they are rebuilt
-Integers: TypeAlias = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # what a caller may give for tokens or lengths
+CachedRows: TypeAlias = Float[
+    Array, "B heads T C"
+]  # K or V, or the rows from which they are rebuilt
+Integers: TypeAlias = (
+    ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+)  # what a caller may give for tokens or lengths
 LengthsB: TypeAlias = Int[Array, "B"]
 PositionsBT: TypeAlias = Int[Array, "B T"]
 ValidBT: TypeAlias = Bool[Array, "B T"]
 
 
-AxisName = Literal["batch", "kv_heads", "tokens", "channels", "pairs", "model", "heads", "mlp", "vocab", "none"]
+AxisName = Literal[
+    "batch", "kv_heads", "tokens", "channels", "pairs", "model", "heads", "mlp", "vocab", "none"
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis over `count` things called `name`, of which `per` neighbours have `each` entries side by side."""
+    """An axis over `count` things called `name`, of which `per` neighbours have `each` entries side
+    by side."""
 
     name: AxisName
     count: int
@@ -82,11 +90,13 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """The axes and the dtype of one array, from which its shape, its bytes and its shardings follow. Only "none" may name several axes.
+    """The axes and the dtype of one array, from which its shape, its bytes and its shardings
+    follow. Only "none" may name several axes.
 
         ArraySpec((Axis("batch", B), Axis("kv_heads", K), Axis("tokens", S, per=32), Axis("channels", H)), "float16")    # [B, K, S/32, H]
 
-    It is a leaf of pytrees. A tree of descriptions has the structure of the tree of arrays that it describes (`pytree.describe`).
+    It is a leaf of pytrees. A tree of descriptions has the structure of the tree of arrays that it
+    describes (`pytree.describe`).
     """
 
     axes: tuple[Axis, ...]
@@ -103,7 +113,8 @@ class ArraySpec:
 
     @property
     def grows(self) -> bool:
-        """Return True where the array grows with the tokens of a cache's body, which shards share out; windows do not."""
+        """Return True where the array grows with the tokens of a cache's body, which shards share
+        out; windows do not."""
         return False
 
     @property
@@ -117,21 +128,32 @@ class ArraySpec:
     def __getitem__(self, name: AxisName) -> Axis:
         return self.axes[self.axis(name)]
 
-    def along(self, name: AxisName, vector: Shaped[Array | np.ndarray, " n"]) -> Shaped[Array | np.ndarray, "..."]:
-        """Return a vector laid along the axis of this name, ready to be broadcast against the array."""
-        return vector.reshape([-1 if axis == self.axis(name) else 1 for axis in range(len(self.axes))])
+    def along(
+        self, name: AxisName, vector: Shaped[Array | np.ndarray, " n"]
+    ) -> Shaped[Array | np.ndarray, "..."]:
+        """Return a vector laid along the axis of this name, ready to be broadcast against the
+        array."""
+        return vector.reshape(
+            [-1 if axis == self.axis(name) else 1 for axis in range(len(self.axes))]
+        )
 
     def renamed(self, old: AxisName, new: AxisName) -> ArraySpec:
         """Return the same description with the axis `old` renamed to `new`."""
-        return dataclasses.replace(self, axes=tuple(dataclasses.replace(a, name=new) if a.name == old else a for a in self.axes))
+        return dataclasses.replace(
+            self,
+            axes=tuple(dataclasses.replace(a, name=new) if a.name == old else a for a in self.axes),
+        )
 
 
-ArrayOrSpec: TypeAlias = Array | jax.ShapeDtypeStruct | ArraySpec  # a weight, or a description of it
+ArrayOrSpec: TypeAlias = (
+    Array | jax.ShapeDtypeStruct | ArraySpec
+)  # a weight, or a description of it
 
 
 @runtime_checkable
 class ModelDims(Protocol):
-    """The dimensions of a model that a cache needs; `kvq_models.LlamaConfig` and a Hugging Face Llama config both have them."""
+    """The dimensions of a model that a cache needs; `kvq_models.LlamaConfig` and a Hugging Face
+    Llama config both have them."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -150,10 +172,12 @@ class ModelDims(Protocol):
 class LayerInputs:
     """Everything about T new tokens that one layer can offer to a cache method.
 
-    Shapes: x [B, T, D]; q_pre, q_rot [B, N, T, H]; k_pre, k_rot, v [B, K, T, H]; positions [B, T] int32; valid [B, T] bool.
-    `x` is the input of the attention projections, after RMSNorm. `*_pre` is before RoPE (after bias and QK-norm), `*_rot` after it.
-    `rope` re-applies the same rotation to rows that were cached before RoPE. `residual` [B, T, D] is the residual stream that x was
-    normalized from. Rows that a caller does not have (tests of a method that reads only keys and values) may be None.
+    Shapes: x [B, T, D]; q_pre, q_rot [B, N, T, H]; k_pre, k_rot, v [B, K, T, H]; positions [B, T]
+    int32; valid [B, T] bool.
+    `x` is the input of the attention projections, after RMSNorm. `*_pre` is before RoPE (after bias
+    and QK-norm), `*_rot` after it. `rope` re-applies the same rotation to rows that were cached
+    before RoPE. `residual` [B, T, D] is the residual stream that x was normalized from. Rows that a
+    caller does not have (tests of a method that reads only keys and values) may be None.
     """
 
     x: Float[Array, "B T D"] | None
@@ -171,11 +195,13 @@ class LayerInputs:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer that a cache method may build on: everything between the residual stream and the keys and values.
+    """The weights of one layer that a cache method may build on: everything between the residual
+    stream and the keys and values.
 
         x = norm(residual, input_norm),   k_pre = norm_heads(x k_kernel + k_bias, k_norm),   v = x v_kernel + v_bias
 
-    Shapes: kernels [D, K * H], biases [K * H] or None, input_norm [D], k_norm [H] or None (no QK-norm), norm_eps [] fp32.
+    Shapes: kernels [D, K * H], biases [K * H] or None, input_norm [D], k_norm [H] or None (no
+    QK-norm), norm_eps [] fp32.
     """
 
     k_kernel: Float[ArrayOrSpec, "D KH"]

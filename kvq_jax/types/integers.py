@@ -1,4 +1,5 @@
-"""Whole numbers that a caller gives (token ids, lengths, row numbers), checked as they come: a cast would wrap or cut what does not fit."""
+"""Whole numbers that a caller gives (token ids, lengths, row numbers), checked as they come: a cast
+would wrap or cut what does not fit."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ INT32 = np.iinfo(np.int32)
 def int32(name: str, values: Integers) -> Int32[np.ndarray | Array, "..."]:
     """Return integers as int32: an array of JAX where one is given, else an array of NumPy.
 
-    Raises ValueError, in one line that calls the values `name`, where they are no integers (floats, truth values, rows of unequal lengths)
-    or one is outside int32. Of traced values only the dtype is checked.
+    Raises ValueError, in one line that calls the values `name`, where they are no integers (floats,
+    truth values, rows of unequal lengths) or one is outside int32. Of traced values only the dtype
+    is checked.
     """
     given = values if isinstance(values, jax.Array) else _array(name, values)
     if not given.size and not isinstance(given, jax.Array):
@@ -39,10 +41,15 @@ def _array(name: str, values: Integers) -> np.ndarray:
     try:
         return np.asarray(values)
     except ValueError:  # NumPy's own message is about "inhomogeneous shapes"
-        raise ValueError(f"{name} must be integers in an array, and the rows given have different lengths") from None
+        raise ValueError(
+            f"{name} must be integers in an array, and the rows given have different lengths"
+        ) from None
 
 
 def _shown(array: np.ndarray | Array) -> str:
-    """Return what stands in the place of integers: the first value where there is one to see, and the dtype."""
-    first = "" if isinstance(array, Tracer) or not array.size else f"{np.asarray(array).flat[0]!s} of "
+    """Return what stands in the place of integers: the first value where there is one to see, and
+    the dtype."""
+    first = (
+        "" if isinstance(array, Tracer) or not array.size else f"{np.asarray(array).flat[0]!s} of "
+    )
     return f"{first}{array.dtype.name}"

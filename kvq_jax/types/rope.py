@@ -3,9 +3,11 @@
     y_i       = a * (x_i * cos(p w_i) - x_{i+H/2} * sin(p w_i))
     y_{i+H/2} = a * (x_{i+H/2} * cos(p w_i) + x_i * sin(p w_i))
 
-with p the token's position, w the inverse frequencies [H/2] and a the attention factor (1 except for yarn).
-Angles are exact to 2^-24 turn at every position up to 2^24, sines and products are fp32; the result has the dtype of the rows.
-Source: Su et al., RoFormer, section 3.4.2, in the pairing of Hugging Face's Llama.
+with p the token's position, w the inverse frequencies [H/2] and a the attention factor (1 except
+for yarn).
+Angles are exact to 2^-24 turn at every position up to 2^24, sines and products are fp32; the result
+has the dtype of the rows. Source: Su et al., RoFormer, section 3.4.2, in the pairing of Hugging
+Face's Llama.
 """
 
 from __future__ import annotations
@@ -23,25 +25,36 @@ from pallas_kernels.angles import cos_and_sin
 @pytree
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The rotation of one model: inverse_frequencies [H/2] fp32 in radians per token, attention_factor [] fp32."""
+    """The rotation of one model: inverse_frequencies [H/2] fp32 in radians per token,
+    attention_factor [] fp32."""
 
     inverse_frequencies: Float[Array, " half"]
     attention_factor: Float[Array, ""]
 
 
-def rotate(rows: Float[Array, "B K T H"], positions: Int[Array, "#B T"], rope: Rope) -> Float[Array, "B K T H"]:
+def rotate(
+    rows: Float[Array, "B K T H"], positions: Int[Array, "#B T"], rope: Rope
+) -> Float[Array, "B K T H"]:
     """Rotate rows [B, K, T, H] (any head count) to their positions [B, T]."""
-    # without the barrier, XLA computes a token's cosines again for each of its heads (docs/decisions.md)
-    cos_B1Th, sin_B1Th = (table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope)))
+    # without the barrier, XLA computes a token's cosines again for each of its heads
+    # (docs/decisions.md)
+    cos_B1Th, sin_B1Th = (
+        table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope))
+    )
     first, second = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos_B1Th - second * sin_B1Th, second * cos_B1Th + first * sin_B1Th], axis=-1)
+    rotated = jnp.concatenate(
+        [first * cos_B1Th - second * sin_B1Th, second * cos_B1Th + first * sin_B1Th], axis=-1
+    )
     return rotated.astype(rows.dtype)
 
 
-def cosines_and_sines(positions: Int[Array, "B T"], rope: Rope) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+def cosines_and_sines(
+    positions: Int[Array, "B T"], rope: Rope
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Return (a cos(p w), a sin(p w)) in fp32: tables [B, T, H/2] that serve all heads of a token.
 
-    Their error is at most 2e-7 a for positions up to 2^24, and 1e-6 a for all (pallas_kernels/angles.py).
+    Their error is at most 2e-7 a for positions up to 2^24, and 1e-6 a for all
+    (pallas_kernels/angles.py).
     """
     cos, sin = cos_and_sin(positions, rope.inverse_frequencies)
     return cos * rope.attention_factor, sin * rope.attention_factor

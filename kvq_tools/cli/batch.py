@@ -1,4 +1,5 @@
-"""Many prompts of a file through one engine: answers are written as they come, and a run that was cut goes on where it stopped."""
+"""Many prompts of a file through one engine: answers are written as they come, and a run that was
+cut goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -20,12 +21,26 @@ from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import engines, inputs, interruption
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+)
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
 
 CAPACITY_STEP, QUEUE = 64, 64
-OWN = {"temperature": (int, float), "top_k": int, "top_p": (int, float), "min_p": (int, float), "max_new_tokens": int, "seed": int}
+OWN = {
+    "temperature": (int, float),
+    "top_k": int,
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "max_new_tokens": int,
+    "seed": int,
+}
 PROMPTS = ("prompt", "prompt_ids", "messages")
 _FINISH = {"ended": "ended", "length": "max-new-tokens", "not-finite": "not-finite"}
 
@@ -42,7 +57,9 @@ class Item:
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    inputs.calibrations(
+        config, [options.cache], [options.calibration] if options.calibration else []
+    )
     tokenizer = inputs.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
     with _answers(Path(options.out)) as (before, out):
@@ -52,7 +69,10 @@ def run(options: argparse.Namespace) -> None:
             need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
             size = engines.size_of(options, config, _capacity(need, config))
             if need > size.capacity:
-                raise UserError(f"the longest prompt and its new tokens are {need} tokens, and the capacity is {size.capacity}")
+                raise UserError(
+                    f"the longest prompt and its new tokens are {need} tokens, and the capacity is"
+                    f" {size.capacity}"
+                )
             inputs.warn_beyond(need, config)
             longest = max(len(item.request.prompt) for item in pending)
             engine = engines.loaded(options, size, QUEUE, longest=longest)
@@ -60,7 +80,13 @@ def run(options: argparse.Namespace) -> None:
             with interruption.advised("run the same command again to go on"):
                 shown = bar(pending, "generating answers")
                 for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
-                    text = None if tokenizer is None else Continuation(tokenizer, list(item.request.prompt), config.eos_token_ids).text(ids)
+                    text = (
+                        None
+                        if tokenizer is None
+                        else Continuation(
+                            tokenizer, list(item.request.prompt), config.eos_token_ids
+                        ).text(ids)
+                    )
                     _write(out, item, ids, reason, text)
                     tokens, lost = tokens + len(ids), lost + (reason == "not-finite")
     seconds = time.monotonic() - started
@@ -103,32 +129,57 @@ def answered(engine: Engine, items: list[Item]) -> Iterator[tuple[Item, list[int
 def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any) -> list[Item]:
     """Read and check every line before any work is done. UserError names the line."""
     base = inputs.checked_sampling(options)
-    settings = [options.model, str(options.cache), inputs.model_dtype(options), inputs.rows_dtype(options), options.calibration]
+    settings = [
+        options.model,
+        str(options.cache),
+        inputs.model_dtype(options),
+        inputs.rows_dtype(options),
+        options.calibration,
+    ]
     items: list[Item] = []
     for number, line in enumerate(inputs.read_text(options.prompts).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             given = json.loads(line)
-            request = _request({"prompt": given} if isinstance(given, str) else given, options, config, tokenizer, base)
-            request.check(config.vocab_size, options.capacity or max(len(request.prompt) + request.max_new_tokens, 1))
+            request = _request(
+                {"prompt": given} if isinstance(given, str) else given,
+                options,
+                config,
+                tokenizer,
+                base,
+            )
+            request.check(
+                config.vocab_size,
+                options.capacity or max(len(request.prompt) + request.max_new_tokens, 1),
+            )
         except (UserError, ValueError, RecursionError) as error:
             raise UserError(f"{options.prompts}, line {number}: {error}") from error
         name = given.get("id", number - 1) if isinstance(given, dict) else number - 1
         if not isinstance(name, str | int) or isinstance(name, bool):
-            raise UserError(f"{options.prompts}, line {number}: id must be a text or an integer, got {name!r}")
-        digest = hashlib.sha256(json.dumps([settings, dataclasses.astuple(request)]).encode()).hexdigest()[:16]
+            raise UserError(
+                f"{options.prompts}, line {number}: id must be a text or an integer, got {name!r}"
+            )
+        digest = hashlib.sha256(
+            json.dumps([settings, dataclasses.astuple(request)]).encode()
+        ).hexdigest()[:16]
         items.append(Item(name, digest, request))
     if not items:
         raise UserError(f"{options.prompts!r} has no prompts")
     names = [item.id for item in items]
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None) if len(set(names)) < len(names) else None
+    twice = (
+        next((name for i, name in enumerate(names) if name in names[:i]), None)
+        if len(set(names)) < len(names)
+        else None
+    )
     if twice is not None:
         raise UserError(f"{options.prompts!r} has two prompts with the id {twice!r}")
     return items
 
 
-def _request(given: Any, options: argparse.Namespace, config: LlamaConfig, tokenizer: Any, base: Sampling) -> Request:
+def _request(
+    given: Any, options: argparse.Namespace, config: LlamaConfig, tokenizer: Any, base: Sampling
+) -> Request:
     if not isinstance(given, dict):
         raise ValueError("a line is a text in quotes or an object")
     unknown = sorted(set(given) - {"id", *PROMPTS, *OWN})
@@ -139,8 +190,17 @@ def _request(given: Any, options: argparse.Namespace, config: LlamaConfig, token
         raise ValueError(f"give one of {', '.join(PROMPTS)}")
     for name, kind in OWN.items():
         if name in given and (not isinstance(given[name], kind) or isinstance(given[name], bool)):
-            raise ValueError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {given[name]!r}")
-    rule = dataclasses.replace(base, **{name: given[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in given})
+            raise ValueError(
+                f"{name} must be {'an integer' if kind is int else 'a number'}, got {given[name]!r}"
+            )
+    rule = dataclasses.replace(
+        base,
+        **{
+            name: given[name]
+            for name in ("temperature", "top_k", "top_p", "min_p")
+            if name in given
+        },
+    )
     new = given.get("max_new_tokens", options.max_new_tokens)
     if new < 1:
         raise ValueError(f"max_new_tokens={new} must be at least 1")
@@ -150,7 +210,9 @@ def _request(given: Any, options: argparse.Namespace, config: LlamaConfig, token
 
 def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...]:
     if kind == "prompt_ids":
-        if not isinstance(value, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+        if not isinstance(value, list) or not all(
+            isinstance(token, int) and not isinstance(token, bool) for token in value
+        ):
             raise ValueError("prompt_ids must be a list of integers")
         return tuple(value)
     if tokenizer is None:
@@ -160,7 +222,9 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
             raise ValueError(f"prompt must be a text, got {value!r}")
         return tuple(inputs.encode(tokenizer, value, chat=chat))
     texts = isinstance(value, list) and all(
-        isinstance(message, dict) and set(message) == {"role", "content"} and all(isinstance(text, str) for text in message.values())
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and all(isinstance(text, str) for text in message.values())
         for message in value
     )
     if not texts or not value:
@@ -170,7 +234,8 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
 
 @contextlib.contextmanager
 def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
-    """Yield (the keys of the answers that a file has, by id; the file, to be written at its end). A line that was cut short is taken away.
+    """Yield (the keys of the answers that a file has, by id; the file, to be written at its end). A
+    line that was cut short is taken away.
 
     UserError where the file is not one of answers, or another process writes to it.
     """
@@ -190,7 +255,9 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
                 answer = json.loads(line)
                 found[answer["id"]] = answer["key"]
             except (ValueError, KeyError, TypeError):
-                raise UserError(f"{str(path)!r}, line {number}, is no answer of kvq generate; name another file") from None
+                raise UserError(
+                    f"{str(path)!r}, line {number}, is no answer of kvq generate; name another file"
+                ) from None
         if not whole and content and not content.startswith(b'{"id": '):
             raise UserError(f"{str(path)!r} is no file of answers; name another one")
         file.truncate(len(whole))
@@ -201,7 +268,10 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
 def _pending(path: str, items: list[Item], before: dict[str | int, str]) -> list[Item]:
     for item in items:
         if before.get(item.id, item.key) != item.key:
-            raise UserError(f"{path!r} has an answer with the id {item.id!r} to another prompt, or of other settings; name another file")
+            raise UserError(
+                f"{path!r} has an answer with the id {item.id!r} to another prompt, or of other"
+                " settings; name another file"
+            )
     return [item for item in items if item.id not in before]
 
 
@@ -231,7 +301,8 @@ def _in_words(done: dict[str, Any]) -> str:
     if not done["answered"]:
         return f"[{done['prompts']} prompts{before}; nothing to do]"
     return (
-        f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']} new tokens in {done['seconds']:.1f} s, "
-        f"{done['tokens_per_second'] or 0:.1f} tokens/s; {done['slots']} slots of {done['capacity']} tokens with {done['cache']}, "
-        f"{format_bytes(done['cache_bytes'])}; {done['out']}]"
+        f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']}"
+        f" new tokens in {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
+        f" {done['slots']} slots of {done['capacity']} tokens with {done['cache']},"
+        f" {format_bytes(done['cache_bytes'])}; {done['out']}]"
     )

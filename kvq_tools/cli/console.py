@@ -1,4 +1,5 @@
-"""Talk to the user: errors of one line, JSON, progress. Results go to stdout, everything else to stderr."""
+"""Talk to the user: errors of one line, JSON, progress. Results go to stdout, everything else to
+stderr."""
 
 from __future__ import annotations
 
@@ -22,27 +23,31 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def printable(text: str) -> str:
-    """Return a text as a terminal may show it: each control character (all but newline and tab), lone surrogate and mark that turns the
-    direction of writing becomes its escape, such as \\x1b. Whatever a model or a checkpoint wrote is printed through this: it could set the
-    terminal's title, move its cursor, or hide text.
+    """Return a text as a terminal may show it: each control character (all but newline and tab),
+    lone surrogate and mark that turns the direction of writing becomes its escape, such as \\x1b.
+    Whatever a model or a checkpoint wrote is printed through this: it could set the terminal's
+    title, move its cursor, or hide text.
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
-    """An error that the user can put right. Its text is one line; `main` prints it and exits with 2."""
+    """An error that the user can put right. Its text is one line; `main` prints it and exits with
+    2."""
 
     def __init__(self, message: object):
         super().__init__(printable(" ".join(str(message).split())))
 
 
 class NotFiniteError(Exception):
-    """Results that were printed mean nothing, because the model computed nan or inf. `main` prints the line and exits with 3."""
+    """Results that were printed mean nothing, because the model computed nan or inf. `main` prints
+    the line and exits with 3."""
 
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn errors into UserError while the user's input is read and checked; elsewhere the same exceptions are bugs with a traceback."""
+    """Turn errors into UserError while the user's input is read and checked; elsewhere the same
+    exceptions are bugs with a traceback."""
     try:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
@@ -50,9 +55,13 @@ def input_errors() -> Iterator[None]:
 
 
 def check_finite(names: Sequence[str]) -> None:
-    """Raise NotFiniteError where there are names: of the caches with which the model computed nan or inf."""
+    """Raise NotFiniteError where there are names: of the caches with which the model computed nan
+    or inf."""
     if names:
-        raise NotFiniteError(f"the model computed numbers that are not finite (nan or inf) with {', '.join(dict.fromkeys(names))}")
+        raise NotFiniteError(
+            "the model computed numbers that are not finite (nan or inf) with"
+            f" {', '.join(dict.fromkeys(names))}"
+        )
 
 
 def warn(message: str) -> None:
@@ -63,7 +72,9 @@ def print_json(kind: str, result: dict[str, Any]) -> None:
     """Print a result as one JSON object that names its format; docs/json.md describes each."""
     named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
     text = json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False)
-    text = _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # json escapes those below 32 itself
+    text = _UNPRINTABLE.sub(
+        lambda match: f"\\u{ord(match[0]):04x}", text
+    )  # json escapes those below 32 itself
     print(text, flush=True)  # who starts `kvq serve` waits for it at the other end of a pipe
 
 
@@ -88,7 +99,8 @@ def progress(message: str) -> Iterator[None]:
 
 
 def bar(items: Sequence[T], message: str) -> Iterator[T]:
-    """Yield the items of a long loop, with a bar on stderr in a terminal and a line elsewhere; neither where there are no items."""
+    """Yield the items of a long loop, with a bar on stderr in a terminal and a line elsewhere;
+    neither where there are no items."""
     shown = sys.stderr.isatty()
     if items and not shown:
         print(f"kvq: {message}, {len(items)} ...", file=sys.stderr, flush=True)
@@ -97,7 +109,8 @@ def bar(items: Sequence[T], message: str) -> Iterator[T]:
 
 @contextmanager
 def byte_bar(message: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows how many bytes of how many are done: in a bar on stderr in a terminal, as one line elsewhere.
+    """Yield a function that shows how many bytes of how many are done: in a bar on stderr in a
+    terminal, as one line elsewhere.
 
     Nothing is shown before its first call.
     """
@@ -109,7 +122,17 @@ def byte_bar(message: str) -> Iterator[Callable[[int, int], None]]:
             if not terminal:
                 print(f"kvq: {message} ...", file=sys.stderr, flush=True)
             text = f"kvq: {message}"
-            shown.append(tqdm(desc=text, total=total, initial=done, unit="B", unit_scale=True, leave=False, disable=not terminal))
+            shown.append(
+                tqdm(
+                    desc=text,
+                    total=total,
+                    initial=done,
+                    unit="B",
+                    unit_scale=True,
+                    leave=False,
+                    disable=not terminal,
+                )
+            )
         shown[0].update(done - shown[0].n)
 
     try:

@@ -1,6 +1,7 @@
 """Turn generated tokens into text as they come.
 
-A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So all tokens so far are
+A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So
+all tokens so far are
 decoded, prompt included, and only what later tokens cannot change is shown.
 """
 
@@ -16,7 +17,8 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole chara
 class Continuation:
     """The text after a prompt. Without a tokenizer, the token ids themselves, separated by spaces.
 
-    A last token among `end_ids` is no part of it: it only says that the text ends, and not every tokenizer counts it as special.
+    A last token among `end_ids` is no part of it: it only says that the text ends, and not every
+    tokenizer counts it as special.
     """
 
     def __init__(self, tokenizer: Any, prompt: list[int], end_ids: tuple[int, ...] = ()):
@@ -29,15 +31,21 @@ class Continuation:
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         whole = self._decode([*self._prompt, *ids])
-        return whole.removeprefix(self._before) if whole.startswith(self._before) else self._decode(ids)
+        return (
+            whole.removeprefix(self._before)
+            if whole.startswith(self._before)
+            else self._decode(ids)
+        )
 
     def push(self, ids: list[int], *, last: bool = False) -> str:
-        """Return the new text that later tokens cannot change, to be shown; `ids` are all tokens so far. An unfinished character waits for
-        its end."""
+        """Return the new text that later tokens cannot change, to be shown; `ids` are all tokens so
+        far. An unfinished character waits for its end."""
         text = self.text(ids)
         stable = text if last else text.rstrip(UNFINISHED)
         new, self._shown = stable[self._shown :], max(self._shown, len(stable))
         return printable(new)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )

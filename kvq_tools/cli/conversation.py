@@ -1,7 +1,9 @@
-"""A conversation on one cache: every turn adds its own tokens, and what was said before is read from the cache.
+"""A conversation on one cache: every turn adds its own tokens, and what was said before is read
+from the cache.
 
-The cache, the ids of the tokens that it holds and the text that they spell go together. They change at the ends of segments of a few
-generated tokens, where an answer can be stopped; so what was shown of it is what the cache holds.
+The cache, the ids of the tokens that it holds and the text that they spell go together. They change
+at the ends of segments of a few generated tokens, where an answer can be stopped; so what was shown
+of it is what the cache holds.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class CacheFull(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a user's message does to the cache: `kept` of its tokens stay, `tokens` come after them. Both together spell `text`, which is
-    `messages` in the chat template."""
+    """What a user's message does to the cache: `kept` of its tokens stay, `tokens` come after them.
+    Both together spell `text`, which is `messages` in the chat template."""
 
     messages: tuple[dict[str, str], ...]
     kept: int
@@ -59,14 +61,26 @@ class AnswerSettings:
 
 
 class Conversation:
-    """A conversation. `cache` holds the tokens `ids`; `finish` says why the last answer ended, `finite` whether the logits of all of them
-    were finite."""
+    """A conversation. `cache` holds the tokens `ids`; `finish` says why the last answer ended,
+    `finite` whether the logits of all of them were finite."""
 
     def __init__(
-        self, llama: Llama, tokenizer: Any, new_cache: Callable[[], Cache], settings: AnswerSettings, system: str | None = None
+        self,
+        llama: Llama,
+        tokenizer: Any,
+        new_cache: Callable[[], Cache],
+        settings: AnswerSettings,
+        system: str | None = None,
     ) -> None:
-        self._llama, self._tokenizer, self._new_cache, self._settings = llama, tokenizer, new_cache, settings
-        self._opening: tuple[dict[str, str], ...] = () if system is None else ({"role": "system", "content": system},)
+        self._llama, self._tokenizer, self._new_cache, self._settings = (
+            llama,
+            tokenizer,
+            new_cache,
+            settings,
+        )
+        self._opening: tuple[dict[str, str], ...] = (
+            () if system is None else ({"role": "system", "content": system},)
+        )
         self._compiled: set[tuple[int, int]] = set()
         self._answers = 0
         self.finish: Finish = "ended"
@@ -85,12 +99,13 @@ class Conversation:
         self._text = ""
 
     def turn(self, message: str) -> Turn:
-        """Return what a message will add. Nothing changes. Raises CacheFull where it leaves no room for an answer, UserError where the
-        template fails.
+        """Return what a message will add. Nothing changes. Raises CacheFull where it leaves no room
+        for an answer, UserError where the template fails.
 
-        The conversation is rendered as a whole. Its tokens begin with those in the cache, or its text with theirs where a tokenizer would
-        have cut an answer otherwise than the model did. Some templates rewrite what was said (they strip spaces, or drop an answer's
-        reasoning): then only the tokens before the first difference are kept.
+        The conversation is rendered as a whole. Its tokens begin with those in the cache, or its
+        text with theirs where a tokenizer would have cut an answer otherwise than the model did.
+        Some templates rewrite what was said (they strip spaces, or drop an answer's reasoning):
+        then only the tokens before the first difference are kept.
         """
         messages = (*self.messages, {"role": "user", "content": message})
         text = render_chat(self._tokenizer, list(messages))
@@ -106,26 +121,33 @@ class Conversation:
             raise UserError("the chat template adds nothing for this message")
         if kept + len(new) >= self.cache.capacity:
             raise CacheFull(
-                f"the cache has {self.cache.capacity} tokens, of which {kept} are in use, and this message takes {len(new)}: "
-                "/reset starts a new conversation, --capacity makes room for longer ones"
+                f"the cache has {self.cache.capacity} tokens, of which {kept} are in use, and this"
+                f" message takes {len(new)}: /reset starts a new conversation, --capacity makes"
+                " room for longer ones"
             )
         return Turn(messages, kept, new, text)
 
     def needs_compiling(self, turn: Turn) -> bool:
-        """Return True for a turn whose programs `prepare` will compile: the first one, longer ones, and those near the cache's end."""
+        """Return True for a turn whose programs `prepare` will compile: the first one, longer ones,
+        and those near the cache's end."""
         return self._shape(turn) not in self._compiled
 
     def prepare(self, turn: Turn) -> None:
         """Compile the programs that the answer to a turn will run."""
         settings, budget = self._settings, self._budget(turn)
         lengths = np.array([len(turn.tokens)], np.int32)
-        tokens = jnp.asarray(padded(np.array([turn.tokens], np.int32), lengths, self.cache.capacity))
+        tokens = jnp.asarray(
+            padded(np.array([turn.tokens], np.int32), lengths, self.cache.capacity)
+        )
         generated = (budget, settings.sampling, self.end_ids, settings.implementation)
         compile_generation(self._llama, self.cache, tokens, jnp.asarray(lengths), *generated)
         self._compiled.add(self._shape(turn))
 
-    def answer(self, turn: Turn, stopped: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
-        """Add a turn's tokens, generate the answer, and yield its tokens so far after each segment; `stopped` is asked between segments.
+    def answer(
+        self, turn: Turn, stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[list[int]]:
+        """Add a turn's tokens, generate the answer, and yield its tokens so far after each segment;
+        `stopped` is asked between segments.
 
         After each segment the conversation holds what was yielded, an end-of-turn token included.
         """
@@ -135,11 +157,27 @@ class Conversation:
         key = jax.random.fold_in(jax.random.key(settings.seed), self._answers)
         self._answers += 1
         before = [*self.ids, *turn.tokens]
-        state = generation.start(self._llama, self.cache, [turn.tokens], None, budget, settings.sampling, settings.implementation)
+        state = generation.start(
+            self._llama,
+            self.cache,
+            [turn.tokens],
+            None,
+            budget,
+            settings.sampling,
+            settings.implementation,
+        )
         answer = self._hold(state, turn, before)
         while not (self._ended(answer) or len(answer) == budget or stopped()):
             until = jnp.int32(min(len(answer) + STREAM_STEPS, budget))
-            state = generation.advance(self._llama, state, key, until, settings.sampling, self.end_ids, settings.implementation)
+            state = generation.advance(
+                self._llama,
+                state,
+                key,
+                until,
+                settings.sampling,
+                self.end_ids,
+                settings.implementation,
+            )
             answer = self._hold(state, turn, before)
             yield answer
         if self._ended(answer):
@@ -150,9 +188,12 @@ class Conversation:
             self.finish = "full" if len(answer) == budget else "stopped"
 
     def _hold(self, state: GenerationState, turn: Turn, before: list[int]) -> list[int]:
-        """Take over the cache after a segment, with its tokens and text, and return the answer's tokens."""
+        """Take over the cache after a segment, with its tokens and text, and return the answer's
+        tokens."""
         answer = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
-        said = self._decode(answer[:-1] if self._ended(answer) else answer, skip_special_tokens=True)
+        said = self._decode(
+            answer[:-1] if self._ended(answer) else answer, skip_special_tokens=True
+        )
         self.cache, self.ids = state.cache, before + answer
         self.finite &= bool(state.finite[0])
         self._text = turn.text + self._decode(answer, skip_special_tokens=False)
@@ -160,9 +201,12 @@ class Conversation:
         return answer
 
     def _shorten(self, kept: int) -> None:
-        """Drop the newest tokens. What returns from the quantized body keeps the value that attention saw (`kvq.trim`)."""
+        """Drop the newest tokens. What returns from the quantized body keeps the value that
+        attention saw (`kvq.trim`)."""
         if kept:
-            self.cache = _trim(self.cache, jnp.asarray([kept]), parameters_for(self._llama, self.cache.spec))
+            self.cache = _trim(
+                self.cache, jnp.asarray([kept]), parameters_for(self._llama, self.cache.spec)
+            )
         else:
             self.cache = self._new_cache()
         self.ids = self.ids[:kept]
@@ -177,16 +221,23 @@ class Conversation:
 
     def _budget(self, turn: Turn) -> int:
         """Return how many tokens the answer may have."""
-        return min(self._settings.max_new_tokens, self.cache.capacity - turn.kept - len(turn.tokens))
+        return min(
+            self._settings.max_new_tokens, self.cache.capacity - turn.kept - len(turn.tokens)
+        )
 
     def _shape(self, turn: Turn) -> tuple[int, int]:
         return bucket(len(turn.tokens)), bucket(self._budget(turn))
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Return how many tokens two lists have in common from the start; at most all but the last of `second`."""
+    """Return how many tokens two lists have in common from the start; at most all but the last of
+    `second`."""
     same = (a == b for a, b in zip(first, second[:-1], strict=False))
-    return next((i for i, equal in enumerate(same) if not equal), min(len(first), max(len(second) - 1, 0)))
+    return next(
+        (i for i, equal in enumerate(same) if not equal), min(len(first), max(len(second) - 1, 0))
+    )

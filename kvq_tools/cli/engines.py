@@ -21,16 +21,31 @@ def add_size(parser: argparse.ArgumentParser, *, capacity: bool = True) -> None:
         "--memory",
         metavar="BYTES",
         type=inputs.byte_size,
-        help=f"what the caches may take, such as 8GiB: as many slots as fit, at most {MOST_SLOTS} (weights not counted)",
+        help=(
+            f"what the caches may take, such as 8GiB: as many slots as fit, at most {MOST_SLOTS}"
+            " (weights not counted)"
+        ),
     )
-    parser.add_argument("--slots", metavar="B", type=inputs.positive, help=f"requests at a time (default: {SLOTS}, or what fits --memory)")
+    parser.add_argument(
+        "--slots",
+        metavar="B",
+        type=inputs.positive,
+        help=f"requests at a time (default: {SLOTS}, or what fits --memory)",
+    )
     if capacity:
-        parser.add_argument("--capacity", metavar="S", type=inputs.positive, help="tokens of a slot (default: the model's positions)")
+        parser.add_argument(
+            "--capacity",
+            metavar="S",
+            type=inputs.positive,
+            help="tokens of a slot (default: the model's positions)",
+        )
 
 
-def size_of(options: argparse.Namespace, config: LlamaConfig, capacity: int | None = None) -> Budget:
-    """Return the size of the engine's caches. capacity: where --capacity is not given. UserError where it does not fit --memory, or the
-    device."""
+def size_of(
+    options: argparse.Namespace, config: LlamaConfig, capacity: int | None = None
+) -> Budget:
+    """Return the size of the engine's caches. capacity: where --capacity is not given. UserError
+    where it does not fit --memory, or the device."""
     with input_errors():
         size = plan(
             options.cache,
@@ -40,7 +55,9 @@ def size_of(options: argparse.Namespace, config: LlamaConfig, capacity: int | No
             capacity=options.capacity or capacity,
             dtype=inputs.rows_dtype(options),
         )
-    inputs.check_memory(kvq.layout(options.cache, config, size.slots + 1, size.capacity, inputs.rows_dtype(options)))
+    inputs.check_memory(
+        kvq.layout(options.cache, config, size.slots + 1, size.capacity, inputs.rows_dtype(options))
+    )
     return size
 
 
@@ -54,10 +71,15 @@ def loaded(
     prefixes: PrefixStore | None = None,
     placement: kvq.Placement | None = None,
 ) -> Engine:
-    """Return an engine with the model loaded and its programs compiled, those of longer chunks only with `wait`. longest: tokens of the
-    longest prompt that will come; programs for longer ones are left out, which changes none of its results. prefixes: where
+    """Return an engine with the model loaded and its programs compiled, those of longer chunks only
+    with `wait`. longest: tokens of the longest prompt that will come; programs for longer ones are
+    left out, which changes none of its results. prefixes: where
     prompts that were read are kept. placement: the mesh that model and slots lie on."""
-    widths = [width for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False) if longest is None or longest > below]
+    widths = [
+        width
+        for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False)
+        if longest is None or longest > below
+    ]
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():

@@ -1,5 +1,5 @@
-"""A prompt's cache as a file, from the process that read the prompt to the one that goes on: the cache's own safetensors, with the prompt's
-tokens and the logits after them beside it."""
+"""A prompt's cache as a file, from the process that read the prompt to the one that goes on: the
+cache's own safetensors, with the prompt's tokens and the logits after them beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from kvq_tools.cli.console import UserError, input_errors
 
 @dataclasses.dataclass(frozen=True)
 class Handed:
-    """What a file says that it holds: the layout of the cache, and the prompt. logits [1, V] float32."""
+    """What a file says that it holds: the layout of the cache, and the prompt. logits [1, V]
+    float32."""
 
     path: str
     layout: Cache
@@ -26,27 +27,56 @@ class Handed:
     logits: np.ndarray
 
 
-def save(path: Path, llama: Llama, model_fingerprint: str, cache: Cache, prompt: list[int], logits: jax.Array) -> None:
-    """Write the file, whole or not at all. model_fingerprint: of the model without method parameters."""
+def save(
+    path: Path,
+    llama: Llama,
+    model_fingerprint: str,
+    cache: Cache,
+    prompt: list[int],
+    logits: jax.Array,
+) -> None:
+    """Write the file, whole or not at all. model_fingerprint: of the model without method
+    parameters."""
     beside = {"tokens": np.asarray(prompt, np.int32), "logits": np.asarray(logits, np.float32)}
     with input_errors():
         kvq.save_cache(
-            cache, path, model_fingerprint=model_fingerprint, parameters_fingerprint=kvq.fingerprint(llama.cache_parameters), beside=beside
+            cache,
+            path,
+            model_fingerprint=model_fingerprint,
+            parameters_fingerprint=kvq.fingerprint(llama.cache_parameters),
+            beside=beside,
         )
 
 
 def described(path: str, config: LlamaConfig) -> Handed:
-    """Read what needs no weights. Raises UserError where the file is none of `save`, or of a model of other dimensions."""
+    """Read what needs no weights. Raises UserError where the file is none of `save`, or of a model
+    of other dimensions."""
     with input_errors():
         layout, beside = kvq.saved_layout(path), kvq.load_beside(path)
         if kvq.layout(layout.spec, config, 1, layout.capacity, layout.dtype).dims != layout.dims:
-            raise UserError(f"{path!r} holds the cache of a model of other dimensions: {layout.dims}")
+            raise UserError(
+                f"{path!r} holds the cache of a model of other dimensions: {layout.dims}"
+            )
     tokens, logits = beside.get("tokens"), beside.get("logits")
     if tokens is None or logits is None or layout.batch != 1:
-        raise UserError(f"{path!r} holds no prompt beside its cache; kvq prefill writes files that do")
-    fits = tokens.ndim == 1 and tokens.dtype == np.int32 and 0 < len(tokens) <= layout.capacity and logits.dtype == np.float32
-    if not fits or logits.shape != (1, config.vocab_size) or not all(0 <= token < config.vocab_size for token in tokens.tolist()):
-        raise UserError(f"{path!r} does not fit the model: {tokens.dtype}{list(tokens.shape)} tokens, logits {list(logits.shape)}")
+        raise UserError(
+            f"{path!r} holds no prompt beside its cache; kvq prefill writes files that do"
+        )
+    fits = (
+        tokens.ndim == 1
+        and tokens.dtype == np.int32
+        and 0 < len(tokens) <= layout.capacity
+        and logits.dtype == np.float32
+    )
+    if (
+        not fits
+        or logits.shape != (1, config.vocab_size)
+        or not all(0 <= token < config.vocab_size for token in tokens.tolist())
+    ):
+        raise UserError(
+            f"{path!r} does not fit the model: {tokens.dtype}{list(tokens.shape)} tokens, logits"
+            f" {list(logits.shape)}"
+        )
     return Handed(path, layout, tokens.tolist(), logits)
 
 
@@ -54,15 +84,18 @@ def check_same(handed: Handed, prompt: list[int]) -> None:
     """Raise UserError where a prompt is not the one whose cache the file holds."""
     if prompt != handed.prompt:
         pairs = enumerate(zip(prompt, handed.prompt, strict=False))
-        first = next((i for i, (own, other) in pairs if own != other), min(len(prompt), len(handed.prompt)))
+        first = next(
+            (i for i, (own, other) in pairs if own != other), min(len(prompt), len(handed.prompt))
+        )
         raise UserError(
-            f"{handed.path!r} holds the cache of another prompt: {len(handed.prompt)} tokens, and the one given has {len(prompt)}; "
-            f"they differ from token {first} on"
+            f"{handed.path!r} holds the cache of another prompt: {len(handed.prompt)} tokens, and"
+            f" the one given has {len(prompt)}; they differ from token {first} on"
         )
 
 
 def load(handed: Handed, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
-    """Return the cache, bit for bit. Raises UserError where model or parameters are others, or the file is damaged."""
+    """Return the cache, bit for bit. Raises UserError where model or parameters are others, or the
+    file is damaged."""
     with input_errors():
         cache = kvq.load_cache(
             handed.path,
@@ -72,5 +105,8 @@ def load(handed: Handed, llama: Llama, model_fingerprint: str, config: LlamaConf
             parameters_fingerprint=kvq.fingerprint(llama.cache_parameters),
         )
     if cache.lengths.tolist() != [len(handed.prompt)]:
-        raise UserError(f"{handed.path!r} holds a cache of {cache.lengths.tolist()[0]} tokens, and {len(handed.prompt)} beside it")
+        raise UserError(
+            f"{handed.path!r} holds a cache of {cache.lengths.tolist()[0]} tokens, and"
+            f" {len(handed.prompt)} beside it"
+        )
     return cache

@@ -1,4 +1,5 @@
-"""Parse and check the input that commands share: a model, caches, a prompt. Everything is checked before any weight is read."""
+"""Parse and check the input that commands share: a model, caches, a prompt. Everything is checked
+before any weight is read."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ MOST_SEED = 2**32 - 1
 TEMPLATE_SECONDS = 10  # for a chat template, which takes milliseconds
 
 MODEL_HELP = (
-    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the model that ships with kvq, "
-    "or 'smollm2' for the one that `kvq fetch smollm2` brings"
+    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the"
+    " model that ships with kvq, or 'smollm2' for the one that `kvq fetch smollm2` brings"
 )
 CACHE_GRAMMAR = """\
 SPEC, what stands after --cache:
@@ -60,20 +61,46 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add --calibration; with `several`, for commands that take several caches."""
-    text = "what kvq calibrate wrote, for a cache that needs it" + ("; may be given several times" if several else "")
-    parser.add_argument("--calibration", metavar="F", action="append" if several else "store", help=text)
+    text = "what kvq calibrate wrote, for a cache that needs it" + (
+        "; may be given several times" if several else ""
+    )
+    parser.add_argument(
+        "--calibration", metavar="F", action="append" if several else "store", help=text
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     """Add the options of generation that `generate` and `chat` share."""
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=positive, default=max_new_tokens, help="stop after N tokens (default: %(default)s)"
+        "--max-new-tokens",
+        metavar="N",
+        type=positive,
+        default=max_new_tokens,
+        help="stop after N tokens (default: %(default)s)",
     )
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default; 1 where --top-k, --top-p or --min-p asks for sampling)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
-    parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
-    parser.add_argument("--seed", type=seed, default=0, help="the same seed gives the same text (default: 0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 is greedy (default; 1 where --top-k, --top-p or --min-p asks for sampling)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw among the fewest tokens whose probabilities add up to P",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="draw among tokens at least P times as probable as the best",
+    )
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="the same seed gives the same text (default: 0)"
+    )
     add_implementation(parser)
     add_dtype(parser, rows="bfloat16 rows")
 
@@ -82,29 +109,43 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation",
         choices=("xla", "pallas", "native"),
-        help="what reads the packed cache: pallas on a GPU and native on a CPU, where the cache has such kernels (default), else xla",
+        help=(
+            "what reads the packed cache: pallas on a GPU and native on a CPU, where the cache has"
+            " such kernels (default), else xla"
+        ),
     )
 
 
-def add_dtype(parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = "") -> None:
-    """Add --dtype, which `model_dtype` reads. rows: what full-precision rows are by default, where they differ from the model;
-    beside: more of the help."""
-    default = "the fastest on the device: float32 on a CPU, else bfloat16" + (f"; {rows}" if rows else "")
-    parser.add_argument("--dtype", choices=DTYPES, help=f"of weights, activations and full-precision rows (default: {default}){beside}")
+def add_dtype(
+    parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = ""
+) -> None:
+    """Add --dtype, which `model_dtype` reads. rows: what full-precision rows are by default, where
+    they differ from the model; beside: more of the help."""
+    default = "the fastest on the device: float32 on a CPU, else bfloat16" + (
+        f"; {rows}" if rows else ""
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=f"of weights, activations and full-precision rows (default: {default}){beside}",
+    )
 
 
 def model_dtype(options: argparse.Namespace) -> str:
-    """Return the dtype of weights and activations: the one asked for, or the fastest on the device."""
+    """Return the dtype of weights and activations: the one asked for, or the fastest on the
+    device."""
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def rows_dtype(options: argparse.Namespace) -> str:
-    """Return the dtype of full-precision rows of the cache: the one asked for, or bfloat16, whatever the weights are."""
+    """Return the dtype of full-precision rows of the cache: the one asked for, or bfloat16,
+    whatever the weights are."""
     return options.dtype or CACHE_DTYPE
 
 
 def checked_sampling(options: argparse.Namespace) -> Sampling:
-    """Return the rule of sampling. An option that only sampling has asks for a temperature of 1, and is refused beside a greedy one."""
+    """Return the rule of sampling. An option that only sampling has asks for a temperature of 1,
+    and is refused beside a greedy one."""
     asked = {"top-k": options.top_k > 0, "top-p": options.top_p < 1, "min-p": options.min_p > 0}
     drawn = [name for name, given in asked.items() if given]
     if options.temperature is None:
@@ -113,7 +154,9 @@ def checked_sampling(options: argparse.Namespace) -> Sampling:
     with input_errors():
         sampling.check()
     if drawn and not options.temperature:
-        raise UserError(f"--{drawn[0]} has no effect at --temperature 0, which is greedy: leave one of them out")
+        raise UserError(
+            f"--{drawn[0]} has no effect at --temperature 0, which is greedy: leave one of them out"
+        )
     return sampling
 
 
@@ -121,8 +164,17 @@ def sampling_in_words(sampling: Sampling) -> str:
     """Return the rule of sampling for a footer."""
     if not sampling.temperature:
         return "greedy"
-    limits = (("top-k", sampling.top_k, 0), ("top-p", sampling.top_p, 1), ("min-p", sampling.min_p, 0))
-    return ", ".join([f"temperature {sampling.temperature:g}", *(f"{name} {value:g}" for name, value, all_ in limits if value != all_)])
+    limits = (
+        ("top-k", sampling.top_k, 0),
+        ("top-p", sampling.top_p, 1),
+        ("min-p", sampling.min_p, 0),
+    )
+    return ", ".join(
+        [
+            f"temperature {sampling.temperature:g}",
+            *(f"{name} {value:g}" for name, value, all_ in limits if value != all_),
+        ]
+    )
 
 
 def cache_spec(text: str) -> kvq.CacheSpec:
@@ -147,9 +199,13 @@ def positive(text: str) -> int:
 
 def token_count(text: str) -> int:
     """Parse a number of tokens: 4096, 128K, 10M. K and M are powers of 1024."""
-    digits, power = (text[:-1], " KM".index(text[-1].upper())) if text[-1:].upper() in ("K", "M") else (text, 0)
+    digits, power = (
+        (text[:-1], " KM".index(text[-1].upper())) if text[-1:].upper() in ("K", "M") else (text, 0)
+    )
     if not digits.isdecimal() or not 0 < int(digits) * 1024**power < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1 and below 2G, such as 4096, 128K or 10M")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be an integer of at least 1 and below 2G, such as 4096, 128K or 10M"
+        )
     return int(digits) * 1024**power
 
 
@@ -161,17 +217,21 @@ def count(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """Parse --seed: a number that every random generator takes, and that JAX does not cut to 32 bits."""
+    """Parse --seed: a number that every random generator takes, and that JAX does not cut to 32
+    bits."""
     if not text.isdecimal() or int(text) > MOST_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {MOST_SEED}")
     return int(text)
 
 
 def byte_size(text: str) -> int:
-    """Parse a size: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024."""
+    """Parse a size: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and
+    TiB of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes"
+        )
     unit = (match[2] or "").lower()
     power = " kmgt".index(unit[0]) if unit else 0
     return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
@@ -182,11 +242,14 @@ def token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of token ids; write 1,2,3"
+        ) from None
 
 
 def read_config(model: str, *specs: kvq.CacheSpec, tell: bool = True) -> LlamaConfig:
-    """Read the model's configuration and check that every cache fits it. tell: warn of options that ask this model for too much."""
+    """Read the model's configuration and check that every cache fits it. tell: warn of options that
+    ask this model for too much."""
     with input_errors():
         config = checkpoint.read_config(model)
         for spec in specs:
@@ -197,13 +260,21 @@ def read_config(model: str, *specs: kvq.CacheSpec, tell: bool = True) -> LlamaCo
     return config
 
 
-def calibrations(config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]) -> list[str | None]:
-    """Return the file that each cache is to be prepared with, None for caches that need none. Everything but the weights is compared."""
+def calibrations(
+    config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]
+) -> list[str | None]:
+    """Return the file that each cache is to be prepared with, None for caches that need none.
+    Everything but the weights is compared."""
     with input_errors():
-        chosen = [_calibration(spec, config, files) if needs(spec, config) else None for spec in specs]
+        chosen = [
+            _calibration(spec, config, files) if needs(spec, config) else None for spec in specs
+        ]
     unused = [file for file in files if file not in chosen]
     if unused:
-        raise UserError(f"calibration {unused[0]!r} is not needed for {' or '.join(repr(str(spec)) for spec in specs)}")
+        raise UserError(
+            f"calibration {unused[0]!r} is not needed for"
+            f" {' or '.join(repr(str(spec)) for spec in specs)}"
+        )
     return chosen
 
 
@@ -217,31 +288,41 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
             errors.append(str(error))
         else:
             if calibration is not None and resolved(spec, calibration) != spec:
-                warn(f"{spec} leaves open what {file} decides for this model; --cache '{resolved(spec, calibration)}' uses it")
+                warn(
+                    f"{spec} leaves open what {file} decides for this model; --cache"
+                    f" '{resolved(spec, calibration)}' uses it"
+                )
             return str(file)
     raise ValueError("; ".join(errors))
 
 
 def quantized_in_words(quantized: int, read: int | None = None) -> str:
-    """Return how many of the tokens that are read are quantized, for tables: that there are none is told apart from a small number."""
+    """Return how many of the tokens that are read are quantized, for tables: that there are none is
+    told apart from a small number."""
     return f"{quantized}" + ("" if read is None else f" of {read}") if quantized else "NONE"
 
 
 def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
-    """Warn where no quantized token is ever read though the cache is not dense: the numbers then say nothing about it.
+    """Warn where no quantized token is ever read though the cache is not dense: the numbers then
+    say nothing about it.
 
-    cache: its layout; read: tokens in it when it is last read, None where windows do not matter; where: in words, for the warning.
+    cache: its layout; read: tokens in it when it is last read, None where windows do not matter;
+    where: in words, for the warning.
     """
     if cache.spec.exact:
         return
     if not any(plan.quantizes for plan in cache.plans):
-        warn(f"{name}: no layer of this model quantizes anything, so this is the full-precision model but for rounding")
+        warn(
+            f"{name}: no layer of this model quantizes anything, so this is the full-precision"
+            " model but for rounding"
+        )
     elif read is not None and not kvq.quantized_tokens(cache, read):
         warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
 
 
 def raw_config(model: str) -> dict[str, Any]:
-    """Return the configuration as the file writes it (config.json, or a GGUF file's metadata); for what `LlamaConfig` does not keep."""
+    """Return the configuration as the file writes it (config.json, or a GGUF file's metadata); for
+    what `LlamaConfig` does not keep."""
     with input_errors():
         return dict(checkpoint.open_checkpoint(model, "config").fields)
 
@@ -266,7 +347,8 @@ def read_prompt(path: str) -> str:
 
 
 def output_directory(path: str, *, empty: bool = False) -> Path:
-    """Check, before any work is done, that the directory that --out names can be made and written. Nothing is made yet."""
+    """Check, before any work is done, that the directory that --out names can be made and written.
+    Nothing is made yet."""
     out = Path(path)
     if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {path!r} exists and is not an empty directory; name a new one")
@@ -281,12 +363,15 @@ def output_directory(path: str, *, empty: bool = False) -> Path:
 
 
 def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
-    """Warn where a model meets more tokens than it was trained for, with the name of what has them; UserError where they are beyond its
-    sliding window."""
+    """Warn where a model meets more tokens than it was trained for, with the name of what has them;
+    UserError where they are beyond its sliding window."""
     with input_errors():
         config.check_window(tokens)
     if tokens > config.max_position_embeddings:
-        warn(f"{name}{tokens} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
+        warn(
+            f"{name}{tokens} tokens go beyond the {config.max_position_embeddings} positions that"
+            " the model was trained for"
+        )
 
 
 def load_tokenizer(model: str) -> Any:
@@ -304,11 +389,16 @@ def need_tokenizer(model: str, use: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
-    """Return the token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
+    """Return the token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat
+    template."""
     if chat:
-        return encode_rendered(tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}]))
+        return encode_rendered(
+            tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}])
+        )
     check_text(text)
-    return list(tokenizer(text, verbose=False).input_ids)  # quiet about lengths: those are checked here
+    return list(
+        tokenizer(text, verbose=False).input_ids
+    )  # quiet about lengths: those are checked here
 
 
 def check_text(text: str) -> None:
@@ -319,24 +409,34 @@ def check_text(text: str) -> None:
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return a conversation in the tokenizer's chat template, up to where the model's next answer begins."""
+    """Return a conversation in the tokenizer's chat template, up to where the model's next answer
+    begins."""
     for message in messages:
         check_text(message["content"])
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError("this model's tokenizer has no chat template; `kvq generate` continues a text without one")
+        raise UserError(
+            "this model's tokenizer has no chat template; `kvq generate` continues a text"
+            " without one"
+        )
     try:
         with _time_limit(TEMPLATE_SECONDS):
             return rendered(tokenizer, messages)
     except TimeoutError as error:
-        raise UserError(f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s") from error
+        raise UserError(
+            f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s"
+        ) from error
     except ValueError as error:
         raise UserError(error) from error
 
 
 @contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after this time, where the system has such an alarm and this is the thread that it reaches."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    """Raise TimeoutError after this time, where the system has such an alarm and this is the thread
+    that it reaches."""
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
 
@@ -362,23 +462,45 @@ def check_tokens(ids: list[int], config: LlamaConfig) -> None:
         raise UserError("the prompt is empty; give at least one token")
     outside = [i for i in ids if not 0 <= i < config.vocab_size]
     if outside:
-        raise UserError(f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
+        raise UserError(
+            f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
+        )
 
 
 def check_memory(cache: kvq.Cache) -> None:
-    """Raise UserError where a device's share of this layout is larger than its memory; weights and working memory are not counted."""
-    size, memory = kvq.nbytes(cache) if cache.placement is None else cache.placement.shard_nbytes(cache.axes), device_memory()
+    """Raise UserError where a device's share of this layout is larger than its memory; weights and
+    working memory are not counted."""
+    size, memory = (
+        (
+            kvq.nbytes(cache)
+            if cache.placement is None
+            else cache.placement.shard_nbytes(cache.axes)
+        ),
+        device_memory(),
+    )
     if memory is not None and size > memory:
-        raise UserError(f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has {format_bytes(memory)}")
+        raise UserError(
+            f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has"
+            f" {format_bytes(memory)}"
+        )
 
 
-def new_cache(spec: kvq.CacheSpec, config: LlamaConfig, capacity: int, dtype: str, placement: kvq.Placement | None = None) -> kvq.Cache:
+def new_cache(
+    spec: kvq.CacheSpec,
+    config: LlamaConfig,
+    capacity: int,
+    dtype: str,
+    placement: kvq.Placement | None = None,
+) -> kvq.Cache:
     """Return an empty cache of one row; UserError where the device has no room left for it."""
     try:
         return kvq.init_cache(spec, config, 1, capacity, dtype, placement)
     except jax.errors.JaxRuntimeError as error:
         size = format_bytes(kvq.nbytes(kvq.layout(spec, config, 1, capacity, dtype)))
-        raise UserError(f"no room for a cache of {capacity} tokens, which takes {size}, beside the model: {error}") from error
+        raise UserError(
+            f"no room for a cache of {capacity} tokens, which takes {size}, beside the model:"
+            f" {error}"
+        ) from error
 
 
 def device_memory() -> int | None:

@@ -1,8 +1,10 @@
 """Leave on Ctrl-C within a second, whatever the process is doing, and without tearing it down.
 
-Python raises KeyboardInterrupt when the main thread next runs Python code. While XLA compiles that takes many seconds, and an exception
-raised in a callback from native code can be lost there. Tearing an interpreter down beside XLA's compile threads crashes. So a second
-thread reads signals as they arrive: where the main thread has not left soon after one, that thread prints the line and ends the process.
+Python raises KeyboardInterrupt when the main thread next runs Python code. While XLA compiles that
+takes many seconds, and an exception raised in a callback from native code can be lost there.
+Tearing an interpreter down beside XLA's compile threads crashes. So a second thread reads signals
+as they arrive: where the main thread has not left soon after one, that thread prints the line and
+ends the process.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import Any, NoReturn
 
 STATUS = 130  # 128 + SIGINT, as shells count
 PATIENCE = 0.6  # seconds that the main thread has to close its files and leave
-SAME_PRESS = 0.3  # seconds between the main thread's answer to a press and the other thread's reading of it
+SAME_PRESS = (
+    0.3  # seconds between the main thread's answer to a press and the other thread's reading of it
+)
 RESTORED = "\r\x1b[K\x1b[?25h"  # clears a spinner's line and shows the cursor that it hid
 
 
@@ -39,7 +43,8 @@ class _Presses:
             self._changed.notify_all()
 
     def answered(self, pressed: float) -> bool:
-        """Wait for the main thread to say that it dealt with the press read at this time; False where it does not."""
+        """Wait for the main thread to say that it dealt with the press read at this time; False
+        where it does not."""
         with self._changed:
             return self._changed.wait_for(lambda: self.caught > pressed - SAME_PRESS, PATIENCE)
 
@@ -48,7 +53,8 @@ _presses = _Presses()
 
 
 def watch() -> None:
-    """Begin to watch for Ctrl-C; for a process that is one command. Where SIGINT is ignored, as under nohup, it stays so."""
+    """Begin to watch for Ctrl-C; for a process that is one command. Where SIGINT is ignored, as
+    under nohup, it stays so."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     reading, writing = os.pipe()
@@ -56,16 +62,20 @@ def watch() -> None:
     signal.signal(signal.SIGINT, _press)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     sys.unraisablehook = _told_of_others(sys.unraisablehook)
-    threading.Thread(target=_leave_when_stuck, args=(reading,), name="kvq-interruption", daemon=True).start()
+    threading.Thread(
+        target=_leave_when_stuck, args=(reading,), name="kvq-interruption", daemon=True
+    ).start()
 
 
 def begin() -> None:
-    """Say that the command begins. Before, modules are imported, nothing is at stake, and a press ends the process at once."""
+    """Say that the command begins. Before, modules are imported, nothing is at stake, and a press
+    ends the process at once."""
     _presses.begun = True
 
 
 def done() -> None:
-    """Say that the command has done its work: a press while the interpreter is torn down changes nothing."""
+    """Say that the command has done its work: a press while the interpreter is torn down changes
+    nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -89,7 +99,8 @@ def advised(advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spared() -> Iterator[None]:
-    """Leave the first press to the caller's own handler, however long that takes; only the next one ends the process."""
+    """Leave the first press to the caller's own handler, however long that takes; only the next one
+    ends the process."""
     _presses.spared = 1
     try:
         yield
@@ -98,7 +109,8 @@ def spared() -> Iterator[None]:
 
 
 def was_pressed() -> bool:
-    """Return whether an exception may be what became of a KeyboardInterrupt on its way through native code."""
+    """Return whether an exception may be what became of a KeyboardInterrupt on its way through
+    native code."""
     return _presses.pressed
 
 
@@ -122,7 +134,8 @@ def _press(*_: object) -> None:
 
 
 def _told_of_others(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a hook that says nothing of a KeyboardInterrupt lost in a callback: the other thread ends the process."""
+    """Return a hook that says nothing of a KeyboardInterrupt lost in a callback: the other thread
+    ends the process."""
 
     def told(unraisable: Any) -> None:
         if unraisable.exc_type is not KeyboardInterrupt:
@@ -142,7 +155,8 @@ def _leave_when_stuck(reading: int) -> None:
 
 
 def _say_and_end() -> NoReturn:
-    """End the process now. stdout is not flushed: the main thread may hold its lock, in a write that waits for a pipe's reader."""
+    """End the process now. stdout is not flushed: the main thread may hold its lock, in a write
+    that waits for a pipe's reader."""
     shown = RESTORED if os.isatty(2) else ""
     os.write(2, f"{shown}{line(_presses.advice)}\n".encode())
     os._exit(STATUS)

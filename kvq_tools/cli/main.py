@@ -1,7 +1,9 @@
-"""The entry point of `kvq`: find the command, run it, and turn errors into one line and an exit code.
+"""The entry point of `kvq`: find the command, run it, and turn errors into one line and an exit
+code.
 
-A command is a module of `kvq_tools.cli.commands` with `configure(parser)`, which declares its arguments and help, and `run(options)`.
-It needs one line in COMMANDS. Only the module of the command in use is imported.
+A command is a module of `kvq_tools.cli.commands` with `configure(parser)`, which declares its
+arguments and help, and `run(options)`. It needs one line in COMMANDS. Only the module of the
+command in use is imported.
 """
 
 from __future__ import annotations
@@ -28,14 +30,20 @@ COMMANDS = {
     "prefill": "read a prompt and write its cache to a file, with which generate goes on",
     "serve": "serve a model to many clients at a time, with OpenAI's API",
     "eval": "compare caches on a text: perplexity, KL, top-1 agreement, size",
-    "report": "write one self-contained page with pictures: quality, size, speed and errors of several caches",
+    "report": (
+        "write one self-contained page with pictures: quality, size, speed and errors of several"
+        " caches"
+    ),
     "passkey": "ask for a number that a long text states once",
     "niah": "ask for needles in a haystack, as RULER hides them",
     "ruler": "ask for variables and frequent words, as RULER does",
     "lm-eval": "pass a command line to lm-evaluation-harness, which then has kvq among its models",
     "memory": "count the exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
-    "plan": "find the best cache for a budget of bits or bytes, measured on a text or from a calibration",
+    "plan": (
+        "find the best cache for a budget of bits or bytes, measured on a text or from a"
+        " calibration"
+    ),
     "quantize-weights": "write a checkpoint whose weights have few different values",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
@@ -78,26 +86,42 @@ class _Version(argparse.Action):
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands; only `command` has its arguments."""
     parser = _Parser(
-        prog="kvq", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="kvq",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        own = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        own = commands.add_parser(
+            name,
+            help=summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         if name == command:
             module = importlib.import_module(f"kvq_tools.cli.commands.{name.replace('-', '_')}")
             module.configure(own)
             if name not in PASSED_ON:
-                own.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+                own.add_argument(
+                    "--json", action="store_true", help="print one JSON object instead of text"
+                )
             if name not in (*PASSED_ON, *WITHOUT_PROGRAMS):
-                own.add_argument("--no-compilation-cache", action="store_true", help="do not keep compiled programs for the next run")
+                own.add_argument(
+                    "--no-compilation-cache",
+                    action="store_true",
+                    help="do not keep compiled programs for the next run",
+                )
             own.set_defaults(run=module.run)
     return parser
 
 
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Show the library's own warnings as the command's. Those of others come as Python shows them."""
+    """Show the library's own warnings as the command's. Those of others come as Python shows
+    them."""
     original = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
@@ -116,7 +140,9 @@ def _warnings_in_one_line() -> Iterator[None]:
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = build_parser(arguments[0] if arguments else None)
     if not arguments or arguments[0] not in PASSED_ON or arguments[1:] in ([], ["--help"], ["-h"]):
-        options = parser.parse_args([*arguments, *(["--help"] if arguments and arguments[0] in PASSED_ON else [])])
+        options = parser.parse_args(
+            [*arguments, *(["--help"] if arguments and arguments[0] in PASSED_ON else [])]
+        )
     else:
         options = parser.parse_args([arguments[0]])
         options.arguments = list(arguments[1:])
@@ -132,15 +158,19 @@ def _told(arguments: Sequence[str], error: str, status: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad input, 3 where numbers are not
-    finite, 130 for Ctrl-C."""
+    """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad
+    input, 3 where numbers are not finite, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers announces on import that it found no torch
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # transformers announces on import that it found no torch
     try:
         options = _parsed(arguments)
         interruption.begin()
         if not getattr(options, "no_compilation_cache", arguments[0] in WITHOUT_PROGRAMS):
-            from kvq_tools.cli import compilation_cache  # imports JAX, which the command's module has imported by now
+            from kvq_tools.cli import (
+                compilation_cache,
+            )  # imports JAX, which the command's module has imported by now
 
             compilation_cache.begin()
         with _warnings_in_one_line():
@@ -161,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(told, file=sys.stderr)
         return _told(arguments, told.removeprefix("kvq: "), interruption.STATUS)
     except BrokenPipeError:
-        # The reader of a pipe left (`kvq methods | head`). Python would complain again when it flushes stdout at exit.
+        # The reader of a pipe left (`kvq methods | head`). Python would complain again when it
+        # flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0

@@ -2,9 +2,10 @@
 
     step time = bytes that a device reads / its bandwidth + collectives * LATENCY
 
-A device reads its share of the weights (of an embedding that is not the head, one row), of the full body, the windows, the statistics, the
-method's parameters, and what passes through a cross-layer accumulator. Arithmetic is taken to hide behind that, so the cost of rebuilding
-keys is not in it (--roofline has it). A prompt needs working memory of its own, which is not counted.
+A device reads its share of the weights (of an embedding that is not the head, one row), of the full
+body, the windows, the statistics, the method's parameters, and what passes through a cross-layer
+accumulator. Arithmetic is taken to hide behind that, so the cost of rebuilding keys is not in it
+(--roofline has it). A prompt needs working memory of its own, which is not counted.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ from kvq_models.llama.whole_heads import gathered_together
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
 
-LATENCY = 10e-6  # seconds of a collective of a few KB between devices of one host: assumed, not measured
-MEMORY = {"h100-pcie": 80e9, "h100-sxm": 80e9, "h200": 141e9, "a100-80gb": 80e9}  # bytes, as their data sheets say
+LATENCY = (
+    10e-6  # seconds of a collective of a few KB between devices of one host: assumed, not measured
+)
+MEMORY = {
+    "h100-pcie": 80e9,
+    "h100-sxm": 80e9,
+    "h200": 141e9,
+    "a100-80gb": 80e9,
+}  # bytes, as their data sheets say
 AUTO = "auto"
 
 
@@ -38,9 +46,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="WAYS",
-        help="also print what each of several devices holds and reads: auto (the fastest of all placements), or rows=R,heads=H,tokens=T",
+        help=(
+            "also print what each of several devices holds and reads: auto (the fastest of all"
+            " placements), or rows=R,heads=H,tokens=T"
+        ),
     )
-    parser.add_argument("--devices", metavar="N", type=_count, help="of the mesh (default: as many as WAYS names, 8 for auto)")
+    parser.add_argument(
+        "--devices",
+        metavar="N",
+        type=_count,
+        help="of the mesh (default: as many as WAYS names, 8 for auto)",
+    )
     parser.add_argument(
         "--device",
         metavar="DEVICE",
@@ -65,7 +81,8 @@ def _device(text: str) -> Device:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Bytes that each device holds, and what a step of one token for each row costs it. `fits` is None for an unknown memory."""
+    """Bytes that each device holds, and what a step of one token for each row costs it. `fits` is
+    None for an unknown memory."""
 
     placement: str
     devices: int
@@ -82,11 +99,20 @@ class Share:
 
 
 def describe(
-    spec: kvq.CacheSpec, config: LlamaConfig, batch: int, context: int, dtype: str, mesh: str, devices: int | None, device: Device
+    spec: kvq.CacheSpec,
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+    mesh: str,
+    devices: int | None,
+    device: Device,
 ) -> dict[str, Any]:
-    """Return the share of one placement; for "auto" of the fastest that fits, or of the smallest where none does.
+    """Return the share of one placement; for "auto" of the fastest that fits, or of the smallest
+    where none does.
 
-    Raises ValueError, in one line, for a text that cannot be read and for a placement that the cache cannot have.
+    Raises ValueError, in one line, for a text that cannot be read and for a placement that the
+    cache cannot have.
     """
     if mesh != AUTO:
         placement = parse(mesh, devices or 4096)
@@ -98,24 +124,44 @@ def describe(
         except ValueError:  # rows or heads that do not divide; tokens alone always remain
             continue
     fitting = [one for one in found if one.fits is not False]
-    best = min(fitting, key=lambda one: one.milliseconds) if fitting else min(found, key=lambda one: one.total_bytes)
+    best = (
+        min(fitting, key=lambda one: one.milliseconds)
+        if fitting
+        else min(found, key=lambda one: one.total_bytes)
+    )
     return dataclasses.asdict(best)
 
 
 def share(
-    spec: kvq.CacheSpec, config: LlamaConfig, batch: int, context: int, dtype: str, placement: kvq.Placement, device: Device
+    spec: kvq.CacheSpec,
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+    placement: kvq.Placement,
+    device: Device,
 ) -> Share:
-    """Return what each device of a mesh holds and reads. Bytes are exact; times are the formula's."""
+    """Return what each device of a mesh holds and reads. Bytes are exact; times are the
+    formula's."""
     cache = kvq.axes(spec, config, batch, context, dtype, placement)
     body = placement.shard_nbytes([layer.body for layer in cache.layers])
-    windows = placement.shard_nbytes([(layer.sink, layer.ring, layer.stats) for layer in cache.layers]) + kvq.nbytes(cache.lengths)
-    parameters = sum(parameter_bytes(cache, config, dtype)) if any(c.takes_weights or c.parameters(1) for c in _codecs(cache)) else 0
+    windows = placement.shard_nbytes(
+        [(layer.sink, layer.ring, layer.stats) for layer in cache.layers]
+    ) + kvq.nbytes(cache.lengths)
+    parameters = (
+        sum(parameter_bytes(cache, config, dtype))
+        if any(c.takes_weights or c.parameters(1) for c in _codecs(cache))
+        else 0
+    )
     working = max((placement.shard_nbytes(one) for one in accumulators(cache)), default=0)
     weights, embedding = _weights(config, dtype, placement)
     total = weights + body + windows + parameters + working
     read = weights + body + windows + parameters - (0 if config.tie_word_embeddings else embedding)
-    # the accumulator is written in the base layer, then read and written, and everywhere read by attention
-    read += working * sum(2 if plan.cross_layer.starts else 3 for plan in cache.plans if plan.cross_layer)
+    # the accumulator is written in the base layer, then read and written, and everywhere read by
+    # attention
+    read += working * sum(
+        2 if plan.cross_layer.starts else 3 for plan in cache.plans if plan.cross_layer
+    )
     moves = collectives(config, dtype, placement)
     memory = MEMORY.get(device.name)
     milliseconds = 1e3 * (read / device.bandwidth + moves * LATENCY)
@@ -125,16 +171,21 @@ def share(
 
 
 def collectives(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> int:
-    """Return how many collectives a decode step runs on a mesh, each of which moves one token's numbers.
+    """Return how many collectives a decode step runs on a mesh, each of which moves one token's
+    numbers.
 
-    A sum for each projection whose input is split, and one for the embedding. Where tokens are split, a maximum and a sum merge what shards
-    attended to, and queries, keys and values are gathered, whose weights are split further than heads are.
+    A sum for each projection whose input is split, and one for the embedding. Where tokens are
+    split, a maximum and a sum merge what shards attended to, and queries, keys and values are
+    gathered, whose weights are split further than heads are.
     """
     shardings = sharding.weight_shardings(_abstract(config, 1, dtype), placement)
     split = {path for path, where in shardings.items() if any(where.spec)}
     of_layer = sum(f"layers.0.{name}.kernel" in split for name in ("o_proj", "mlp.down_proj"))
     if placement.size("tokens") > 1:
-        widths = [heads * config.head_dim for heads in (config.num_attention_heads, *(config.num_key_value_heads,) * 2)]
+        widths = [
+            heads * config.head_dim
+            for heads in (config.num_attention_heads, *(config.num_key_value_heads,) * 2)
+        ]
         of_layer += 2 + len(gathered_together(widths, jnp.dtype(dtype).itemsize, placement))
     return ("embed" in split) + config.num_hidden_layers * of_layer
 
@@ -145,7 +196,9 @@ def _codecs(cache: Any) -> list[Any]:
 
 def _weights(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> tuple[int, int]:
     """Return the bytes of all weights and of the embedding on each device. Layers are alike."""
-    one, two = (sharding.shard_nbytes_of(_abstract(config, layers, dtype), placement) for layers in (1, 2))
+    one, two = (
+        sharding.shard_nbytes_of(_abstract(config, layers, dtype), placement) for layers in (1, 2)
+    )
     of_layer = sum(two.values()) - sum(one.values())
     return sum(one.values()) + (config.num_hidden_layers - 1) * of_layer, one["embed"]
 
@@ -160,19 +213,52 @@ def _placements(devices: int) -> Iterator[kvq.Placement]:
     for rows in (r for r in range(1, devices + 1) if devices % r == 0):
         for heads in (h for h in range(1, devices // rows + 1) if devices // rows % h == 0):
             sizes = {"rows": rows, "heads": heads, "tokens": devices // rows // heads}
-            yield kvq.Placement(mesh_of(sizes, devices), rows="rows", heads="heads", tokens="tokens")
+            yield kvq.Placement(
+                mesh_of(sizes, devices), rows="rows", heads="heads", tokens="tokens"
+            )
 
 
 def print_shares(caches: list[dict[str, Any]], device: Device) -> None:
-    columns = ("cache", "placement", "weights", "body", "windows", "other", "total", "fits", "read in a step", "collectives", "ms a token")
+    columns = (
+        "cache",
+        "placement",
+        "weights",
+        "body",
+        "windows",
+        "other",
+        "total",
+        "fits",
+        "read in a step",
+        "collectives",
+        "ms a token",
+    )
     rows = []
     for cache in caches:
         own = cache["mesh"]
         sizes = [format_bytes(own[f"{part}_bytes"]) for part in ("weight", "body", "window")]
         other = format_bytes(own["parameter_bytes"] + own["working_bytes"])
         fits = {True: "yes", False: "no", None: "?"}[own["fits"]]
-        step = format_bytes(own["read_bytes"]), str(own["collectives"]), f"{own['milliseconds']:.2f}"
-        rows.append([cache["name"], own["placement"], *sizes, other, format_bytes(own["total_bytes"]), fits, *step])
-    print_table(f"on each of {caches[0]['mesh']['devices']} devices ({device.name})", columns, rows, numeric=columns[2:])
+        step = (
+            format_bytes(own["read_bytes"]),
+            str(own["collectives"]),
+            f"{own['milliseconds']:.2f}",
+        )
+        rows.append(
+            [
+                cache["name"],
+                own["placement"],
+                *sizes,
+                other,
+                format_bytes(own["total_bytes"]),
+                fits,
+                *step,
+            ]
+        )
+    print_table(
+        f"on each of {caches[0]['mesh']['devices']} devices ({device.name})",
+        columns,
+        rows,
+        numeric=columns[2:],
+    )
     rates = f"{device.bandwidth / 1e12:.2f} TB/s and {LATENCY * 1e6:.0f} us for a collective"
     print_line(f"ms a token: bytes read at {rates}; predicted, not measured")

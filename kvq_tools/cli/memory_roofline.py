@@ -1,4 +1,5 @@
-"""`kvq memory --roofline`: the longest context at which a cache rebuilds keys and values behind memory traffic."""
+"""`kvq memory --roofline`: the longest context at which a cache rebuilds keys and values behind
+memory traffic."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=_device,
         nargs="?",
         const=roofline.DEVICES[roofline.PAPER_DEVICE],
-        help="also print up to which length a cache that rebuilds keys and values (xquant) does so behind memory traffic: "
-        f"{', '.join(roofline.DEVICES)} (default: {roofline.PAPER_DEVICE}, the paper's), or peaks FLOPS:BYTES, such as 756e12:2e12",
+        help=(
+            "also print up to which length a cache that rebuilds keys and values (xquant) does so"
+            f" behind memory traffic: {', '.join(roofline.DEVICES)} (default:"
+            f" {roofline.PAPER_DEVICE}, the paper's), or peaks FLOPS:BYTES, such as 756e12:2e12"
+        ),
     )
 
 
@@ -47,26 +51,43 @@ def _device(text: str) -> Device:
 
 
 def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
-    """Return the device's peaks, and the bytes of a bf16 cache that a layer reads for each token."""
+    """Return the device's peaks, and the bytes of a bf16 cache that a layer reads for each
+    token."""
     both = 2 * 2 * config.num_key_value_heads * config.head_dim
     return dataclasses.asdict(device) | {"ridge": device.ridge, "bf16_bytes_per_token": both}
 
 
-def describe(cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], itemsize: int, device: Device) -> dict[str, Any]:
-    """Describe every layer of a cache, and the first in which rebuilding shows. parameter_bytes: those of the cache's parameters in each
-    layer, which a step reads beside its weights of `itemsize` bytes each. Lengths are None where any length is hidden or nothing is
-    rebuilt."""
+def describe(
+    cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], itemsize: int, device: Device
+) -> dict[str, Any]:
+    """Describe every layer of a cache, and the first in which rebuilding shows. parameter_bytes:
+    those of the cache's parameters in each layer, which a step reads beside its weights of
+    `itemsize` bytes each. Lengths are None where any length is hidden or nothing is rebuilt."""
     weights = roofline.weight_bytes(config, itemsize)
-    here = [layer_cost(plan, config, weights + own) for plan, own in zip(cache.plans, parameter_bytes, strict=True)]
-    base = next((plan.cross_layer for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts), None)
-    theirs = [roofline.paper_cost_of((plan.k, plan.v), base, config, weights) for plan in cache.plans]
+    here = [
+        layer_cost(plan, config, weights + own)
+        for plan, own in zip(cache.plans, parameter_bytes, strict=True)
+    ]
+    base = next(
+        (plan.cross_layer for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
+        None,
+    )
+    theirs = [
+        roofline.paper_cost_of((plan.k, plan.v), base, config, weights) for plan in cache.plans
+    ]
     rebuilding = [cost for cost in here if cost.flops_per_token]
     return {
         "rebuilds": bool(rebuilding),
         "hidden_tokens": finite(roofline.longest_hidden(rebuilding, device.ridge)),
-        "paper_hidden_tokens": finite(roofline.longest_hidden((cost for cost in theirs if cost), device.ridge)),
+        "paper_hidden_tokens": finite(
+            roofline.longest_hidden((cost for cost in theirs if cost), device.ridge)
+        ),
         "layers": [
-            {"layer": layer, "here": _described(own, device), "paper": None if paper is None else _described(paper, device)}
+            {
+                "layer": layer,
+                "here": _described(own, device),
+                "paper": None if paper is None else _described(paper, device),
+            }
             for layer, (own, paper) in enumerate(zip(here, theirs, strict=True))
         ],
     }
@@ -77,11 +98,13 @@ def _described(cost: LayerCost, device: Device) -> dict[str, Any]:
 
 
 def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> LayerCost:
-    """Return the cost of a step in this layer for each cached token: codes are read as they are stored, keys are rebuilt from rows, and
-    queries weigh rows for their values. A side that keeps keys or values themselves rebuilds nothing.
+    """Return the cost of a step in this layer for each cached token: codes are read as they are
+    stored, keys are rebuilt from rows, and queries weigh rows for their values. A side that keeps
+    keys or values themselves rebuilds nothing.
 
-    Where a layer builds on the one below it, rows come from the accumulator. At the least, it is read and written to add this layer's
-    differences (in the base layer only written), and read by attention.
+    Where a layer builds on the one below it, rows come from the accumulator. At the least, it is
+    read and written to add this layer's differences (in the base layer only written), and read by
+    attention.
     """
     tokens = BLOCKS * plan.regions.block
     bodies = [codec.body(1, plan.heads, tokens) for codec in plan.codecs]
@@ -89,31 +112,61 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     heads, kv_width = config.num_attention_heads, plan.heads * plan.head_dim
     cross = plan.cross_layer
     if cross is None:
-        k, v = (codec.row_width(plan.heads, plan.head_dim) if codec.rebuilds else 0 for codec in (plan.k, plan.v))
+        k, v = (
+            codec.row_width(plan.heads, plan.head_dim) if codec.rebuilds else 0
+            for codec in (plan.k, plan.v)
+        )
         return LayerCost(roofline.flops_of_keys(k, v, kv_width, heads), read, weight_bytes)
     accumulator = cross.accumulator(1, 1)
     width = accumulator.shape[2]
     flops = roofline.flops_of_keys(width, width, kv_width, heads)
     flops += 0 if cross.starts else cross.accumulate_flops
-    return LayerCost(flops, read + (2 if cross.starts else 3) * kvq.nbytes(accumulator), weight_bytes)
+    return LayerCost(
+        flops, read + (2 if cross.starts else 3) * kvq.nbytes(accumulator), weight_bytes
+    )
 
 
-# --- text ---------------------------------------------------------------------------------------------------------------------------------
+# --- text
+# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> None:
     rebuilding = [c for c in caches if c["roofline"]["rebuilds"]]
     if rebuilding:
-        peaks = f"{device['flops'] / 1e12:g} TFLOP/s, {device['bandwidth'] / 1e12:g} TB/s, {device['ridge']:.0f} FLOPs for each byte"
-        columns = ("cache", "layers", "FLOPs", "bytes", "weights", "hidden up to, here", "by the paper's equation")
+        peaks = (
+            f"{device['flops'] / 1e12:g} TFLOP/s, {device['bandwidth'] / 1e12:g} TB/s,"
+            f" {device['ridge']:.0f} FLOPs for each byte"
+        )
+        columns = (
+            "cache",
+            "layers",
+            "FLOPs",
+            "bytes",
+            "weights",
+            "hidden up to, here",
+            "by the paper's equation",
+        )
         rows = [row for c in rebuilding for row in _rows(c)]
-        print_table(f"rebuilding keys and values on {device['name']}: {peaks}", columns, rows, numeric=columns[2:])
+        print_table(
+            f"rebuilding keys and values on {device['name']}: {peaks}",
+            columns,
+            rows,
+            numeric=columns[2:],
+        )
         print(EXPLAINED)
         both = device["bf16_bytes_per_token"]
-        print_line(f"A bf16 cache reads {both} bytes for each token of a layer. What reads more hides more; it is no faster.")
+        print_line(
+            f"A bf16 cache reads {both} bytes for each token of a layer. What reads more hides"
+            " more; it is no faster."
+        )
     for c in rebuilding:
-        here, paper = (_length(c["roofline"][name]) for name in ("hidden_tokens", "paper_hidden_tokens"))
-        print_line(f"{c['name']}: the shortest of its layers' lengths is {here}; by the paper's equation {paper}")
+        here, paper = (
+            _length(c["roofline"][name]) for name in ("hidden_tokens", "paper_hidden_tokens")
+        )
+        print_line(
+            f"{c['name']}: the shortest of its layers' lengths is {here}; by the paper's equation"
+            f" {paper}"
+        )
     for c in caches:
         if not c["roofline"]["rebuilds"]:
             print_line(f"{c['name']}: {NOTHING}")
@@ -122,16 +175,43 @@ def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> 
 def _rows(cache: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Return one row for each run of equal layers."""
     rows = []
-    for _, group in groupby(cache["roofline"]["layers"], key=lambda layer: (layer["here"], layer["paper"])):
+    for _, group in groupby(
+        cache["roofline"]["layers"], key=lambda layer: (layer["here"], layer["paper"])
+    ):
         layers = list(group)
-        first, last, here, paper = layers[0]["layer"], layers[-1]["layer"], layers[0]["here"], layers[0]["paper"]
+        first, last, here, paper = (
+            layers[0]["layer"],
+            layers[-1]["layer"],
+            layers[0]["here"],
+            layers[0]["paper"],
+        )
         label = first if first == last else f"{first}-{last}"
         if not here["flops_per_token"]:
-            rows.append((cache["name"], label, 0, f"{here['cache_bytes_per_token']:.0f}", "", "rebuilds nothing", ""))
+            rows.append(
+                (
+                    cache["name"],
+                    label,
+                    0,
+                    f"{here['cache_bytes_per_token']:.0f}",
+                    "",
+                    "rebuilds nothing",
+                    "",
+                )
+            )
             continue
-        numbers = f"{here['flops_per_token']:.4g}", f"{here['cache_bytes_per_token']:.0f}", format_bytes(int(here["weight_bytes"]))
+        numbers = (
+            f"{here['flops_per_token']:.4g}",
+            f"{here['cache_bytes_per_token']:.0f}",
+            format_bytes(int(here["weight_bytes"])),
+        )
         rows.append(
-            (cache["name"], label, *numbers, _length(here["hidden_tokens"]), "" if paper is None else _length(paper["hidden_tokens"]))
+            (
+                cache["name"],
+                label,
+                *numbers,
+                _length(here["hidden_tokens"]),
+                "" if paper is None else _length(paper["hidden_tokens"]),
+            )
         )
     return rows
 

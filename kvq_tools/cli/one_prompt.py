@@ -14,22 +14,40 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
     """Add the options, of which one may be given, and return their group."""
     prompt = parser.add_mutually_exclusive_group(required=required)
     prompt.add_argument("--prompt", metavar="P", help="the text to continue")
-    prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 file with the text to continue; - reads stdin")
-    prompt.add_argument("--prompt-ids", metavar="IDS", type=inputs.token_ids, help="token ids, as 1,2,3; needs no tokenizer")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    prompt.add_argument(
+        "--prompt-file", metavar="F", help="a UTF-8 file with the text to continue; - reads stdin"
+    )
+    prompt.add_argument(
+        "--prompt-ids",
+        metavar="IDS",
+        type=inputs.token_ids,
+        help="token ids, as 1,2,3; needs no tokenizer",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="put the prompt into the tokenizer's chat template"
+    )
     return prompt
 
 
 def read_prompt(options: argparse.Namespace, config: LlamaConfig) -> tuple[Any, list[int]]:
-    """Return (the tokenizer, None where there is none; the prompt's token ids). Raises UserError where there is no prompt in them."""
-    text = inputs.read_prompt(options.prompt_file) if options.prompt_file is not None else options.prompt
+    """Return (the tokenizer, None where there is none; the prompt's token ids). Raises UserError
+    where there is no prompt in them."""
+    text = (
+        inputs.read_prompt(options.prompt_file)
+        if options.prompt_file is not None
+        else options.prompt
+    )
     if text == "":
         raise UserError("the prompt is empty; give at least one character")
     if options.chat and text is None:
-        raise UserError("--chat needs --prompt or --prompt-file: a chat template is filled with text")
+        raise UserError(
+            "--chat needs --prompt or --prompt-file: a chat template is filled with text"
+        )
     tokenizer = inputs.load_tokenizer(options.model)
     if text is not None and tokenizer is None:
-        raise UserError(f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3")
+        raise UserError(
+            f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3"
+        )
     ids = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
     inputs.check_tokens(ids, config)
     return tokenizer, ids

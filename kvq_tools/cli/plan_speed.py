@@ -1,4 +1,5 @@
-"""`kvq plan --device --tokens-per-second`: the memory that a step can read in time, as a budget for a cache."""
+"""`kvq plan --device --tokens-per-second`: the memory that a step can read in time, as a budget for
+a cache."""
 
 from __future__ import annotations
 
@@ -17,25 +18,40 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help=f"with --tokens-per-second: {', '.join(roofline.DEVICES)}, or peaks FLOPS:BYTES, such as 756e12:2e12",
+        help=(
+            f"with --tokens-per-second: {', '.join(roofline.DEVICES)}, or peaks FLOPS:BYTES, such"
+            " as 756e12:2e12"
+        ),
     )
-    parser.add_argument("--tokens-per-second", metavar="X", type=float, help="of all sequences together, at the full context")
+    parser.add_argument(
+        "--tokens-per-second",
+        metavar="X",
+        type=float,
+        help="of all sequences together, at the full context",
+    )
 
 
 def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
-    """Return the budget: what --budget says, and no more bytes than a step can read in batch / X seconds.
+    """Return the budget: what --budget says, and no more bytes than a step can read in batch / X
+    seconds.
 
-    A step reads all weights but the embedding's other rows, and the whole cache, once. Raises UserError or ValueError, in one line, where
-    options are missing or the weights alone take too long.
+    A step reads all weights but the embedding's other rows, and the whole cache, once. Raises
+    UserError or ValueError, in one line, where options are missing or the weights alone take too
+    long.
     """
     if (options.device is None) != (options.tokens_per_second is None):
         raise UserError("--device and --tokens-per-second belong together: give both or neither")
     if options.device is None:
         if options.budget is None:
-            raise UserError("a budget is missing: --budget 2.5bits, --budget 600MiB, or --device and --tokens-per-second")
+            raise UserError(
+                "a budget is missing: --budget 2.5bits, --budget 600MiB, or --device and"
+                " --tokens-per-second"
+            )
         return options.budget
     if isinstance(options.budget, float):
-        raise UserError("a speed is a budget of bytes: give --budget in bytes beside it, or leave it out")
+        raise UserError(
+            "a speed is a budget of bytes: give --budget in bytes beside it, or leave it out"
+        )
     if not options.tokens_per_second > 0:
         raise UserError("--tokens-per-second must be above 0")
     device = roofline.device(options.device)
@@ -44,14 +60,18 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
     room = int(readable) - weights
     if room <= 0:
         raise ValueError(
-            f"{options.tokens_per_second:g} tokens a second are out of reach: the weights ({format_bytes(weights)}) alone take "
-            f"{weights / device.bandwidth * 1e3:.2f} ms of a step on {device.name}, and {options.batch} sequences leave "
-            f"{options.batch / options.tokens_per_second * 1e3:.2f}"
+            f"{options.tokens_per_second:g} tokens a second are out of reach: the weights"
+            f" ({format_bytes(weights)}) alone take {weights / device.bandwidth * 1e3:.2f} ms of a"
+            f" step on {device.name}, and {options.batch} sequences leave"
+            f" {options.batch / options.tokens_per_second * 1e3:.2f}"
         )
     return room if options.budget is None else min(room, options.budget)
 
 
 def read_weights(config: LlamaConfig) -> int:
-    """Return the weights that a decode step reads: all of them, of an embedding that is no head none."""
-    sizes = {path: weight.leaf.size for path, weight in hf_names.weights(abstract_llama(config)).items()}
+    """Return the weights that a decode step reads: all of them, of an embedding that is no head
+    none."""
+    sizes = {
+        path: weight.leaf.size for path, weight in hf_names.weights(abstract_llama(config)).items()
+    }
     return sum(sizes.values()) - (0 if config.tie_word_embeddings else sizes["embed"])

@@ -1,7 +1,9 @@
-"""`--cache plan.json` and `--cache auto:bits=2.5`: caches that a plan decided, with the calibration that they need.
+"""`--cache plan.json` and `--cache auto:bits=2.5`: caches that a plan decided, with the calibration
+that they need.
 
-argparse knows no model while it reads --cache, so such a text is noted there, and `settle` puts the cache in its place before a command
-runs: the file's spec, or waterfill with the widths that the model's kept calibration gives.
+argparse knows no model while it reads --cache, so such a text is noted there, and `settle` puts the
+cache in its place before a command runs: the file's spec, or waterfill with the widths that the
+model's kept calibration gives.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class NamedCache(NamedTuple):
 
 
 def read(text: str) -> CacheSpec:
-    """Parse --cache: a spec, `auto` with options of waterfill, or a plan's file, which is not opened yet. ValueError, in one line."""
+    """Parse --cache: a spec, `auto` with options of waterfill, or a plan's file, which is not
+    opened yet. ValueError, in one line."""
     name, colon, options = text.strip().partition(":")
     if name != AUTO and not text.endswith(".json"):
         return kvq.parse(text)
@@ -40,7 +43,8 @@ def read(text: str) -> CacheSpec:
 
 
 def settle(options: argparse.Namespace) -> None:
-    """Put what was noted in its place: specs in options.cache, and their calibrations in options.calibration, if a command takes any.
+    """Put what was noted in its place: specs in options.cache, and their calibrations in
+    options.calibration, if a command takes any.
 
     Raises UserError where `auto` has no calibration for the model, or a file is no plan.
     """
@@ -53,7 +57,11 @@ def settle(options: argparse.Namespace) -> None:
         if text is None:
             return spec
         with input_errors():
-            plan = _automatic(text, spec, options.model) if text.strip().startswith(AUTO) else kept.read_plan(text)
+            plan = (
+                _automatic(text, spec, options.model)
+                if text.strip().startswith(AUTO)
+                else kept.read_plan(text)
+            )
         calibrations.extend([plan.calibration] if plan.calibration else [])
         return plan.spec
 
@@ -75,7 +83,10 @@ def _automatic(text: str, spec: CacheSpec, model: str) -> kept.Plan:
         raise ValueError(f"--cache {text}: auto chooses the widths; give bits and windows")
     file, config = kept.calibration_file(model), checkpoint.read_config(model)
     if not file.is_file():
-        raise UserError(f"--cache {text}: no plan of {model!r} was made yet; `kvq plan {model} --text FILE --budget 2.5bits` keeps one")
+        raise UserError(
+            f"--cache {text}: no plan of {model!r} was made yet; `kvq plan {model} --text FILE"
+            " --budget 2.5bits` keeps one"
+        )
     calibration = check_calibration(spec, config, str(file))
     assert calibration is not None, f"{METHOD} needs a calibration"
     return kept.Plan(resolved(spec, calibration), str(file))

@@ -1,7 +1,8 @@
 """Tables that fit the terminal: no number and no spec is ever broken inside.
 
-Where a table is too wide, its heads are broken at spaces, then its texts at spaces and its specs after separators; where that is not
-enough, its columns stand in several tables under each other, each with the columns that name the rows.
+Where a table is too wide, its heads are broken at spaces, then its texts at spaces and its specs
+after separators; where that is not enough, its columns stand in several tables under each other,
+each with the columns that name the rows.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ def print_line(text: str) -> None:
     print(text if width is None else _broken(text, width), flush=True)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[str] = ()) -> None:
-    """Print a titled table; columns named in `numeric` are aligned to the right. Cells are printed as they are, but for breaks between
-    lines of text."""
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    numeric: Sequence[str] = (),
+) -> None:
+    """Print a titled table; columns named in `numeric` are aligned to the right. Cells are printed
+    as they are, but for breaks between lines of text."""
     width = terminal_width() or PIPED_WIDTH
     cells = [[str(cell) for cell in row] for row in rows]
     if title:
@@ -44,15 +50,25 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         _print_part(columns, cells, numeric, own, width)
 
 
-def _parts(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool], width: int) -> list[dict[int, int]]:
+def _parts(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool], width: int
+) -> list[dict[int, int]]:
     """Return the tables to print: of each, its columns with their widths."""
-    natural = [max([cell_len(line) for row in cells for line in row[i].split("\n")] + [cell_len(columns[i])]) for i in range(len(columns))]
+    natural = [
+        max(
+            [cell_len(line) for row in cells for line in row[i].split("\n")]
+            + [cell_len(columns[i])]
+        )
+        for i in range(len(columns))
+    ]
     if _total(natural) <= width:
         return [dict(enumerate(natural))]
     least = [
-        max([cell_len(row[i]) for row in cells] + [_longest_word(columns[i])])
-        if numeric[i]
-        else min(natural[i], max(LEAST_TEXT, _longest_word(columns[i])))
+        (
+            max([cell_len(row[i]) for row in cells] + [_longest_word(columns[i])])
+            if numeric[i]
+            else min(natural[i], max(LEAST_TEXT, _longest_word(columns[i])))
+        )
         for i in range(len(columns))
     ]
     names = range(list(numeric).index(True) if any(numeric) else 1)
@@ -61,11 +77,17 @@ def _parts(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequ
         if len(parts[-1]) > len(names) and _total([least[n] for n in [*parts[-1], i]]) > width:
             parts.append([*names])
         parts[-1].append(i)
-    return [_shared(width, natural, {i: least[i] for i in part}, [i for i in part if not numeric[i]]) for part in parts]
+    return [
+        _shared(width, natural, {i: least[i] for i in part}, [i for i in part if not numeric[i]])
+        for part in parts
+    ]
 
 
-def _shared(width: int, natural: Sequence[int], least: dict[int, int], texts: Sequence[int]) -> dict[int, int]:
-    """Return the widths of a table's columns: texts share what numbers leave, each takes at most what it needs."""
+def _shared(
+    width: int, natural: Sequence[int], least: dict[int, int], texts: Sequence[int]
+) -> dict[int, int]:
+    """Return the widths of a table's columns: texts share what numbers leave, each takes at most
+    what it needs."""
     widths = dict(least)
     left = width - _total(list(widths.values()))
     while left > 0 and (short := [i for i in texts if widths[i] < natural[i]]):
@@ -83,19 +105,33 @@ def _longest_word(text: str) -> int:
     return max((cell_len(word) for word in text.split()), default=0)
 
 
-def _print_part(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[str], own: dict[int, int], width: int) -> None:
+def _print_part(
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    numeric: Sequence[str],
+    own: dict[int, int],
+    width: int,
+) -> None:
     table = Table()
     for i, room in own.items():
         head = Text(_broken(columns[i], room))
-        table.add_column(head, justify="right" if columns[i] in numeric else "left", width=room, no_wrap=True, overflow="fold")
+        table.add_column(
+            head,
+            justify="right" if columns[i] in numeric else "left",
+            width=room,
+            no_wrap=True,
+            overflow="fold",
+        )
     for row in cells:
         table.add_row(*(Text(_broken(row[i], room)) for i, room in own.items()))
-    Console(file=sys.stdout, highlight=False, width=max(width, _total(list(own.values())))).print(table)
+    Console(file=sys.stdout, highlight=False, width=max(width, _total(list(own.values())))).print(
+        table
+    )
 
 
 def _broken(text: str, width: int) -> str:
-    """Break a text into lines of a width, at spaces and after the separators of a spec; a longer piece stays whole where it is a number,
-    and is cut otherwise."""
+    """Break a text into lines of a width, at spaces and after the separators of a spec; a longer
+    piece stays whole where it is a number, and is cut otherwise."""
     lines = []
     for whole in text.split("\n"):
         line = ""
@@ -104,7 +140,9 @@ def _broken(text: str, width: int) -> str:
                 lines.append(line.rstrip())
                 line = ""
             line += piece
-            while cell_len(line.rstrip()) > width and not re.fullmatch(r"[\d.,%eE+-]+", line.rstrip()):
+            while cell_len(line.rstrip()) > width and not re.fullmatch(
+                r"[\d.,%eE+-]+", line.rstrip()
+            ):
                 cut = _cut(line, width)
                 lines.append(line[:cut])
                 line = line[cut:]
@@ -113,8 +151,13 @@ def _broken(text: str, width: int) -> str:
 
 
 def _cut(line: str, width: int) -> int:
-    """Return where to cut a long word: after a mark of punctuation if there is one, and not between digits."""
-    marks = [n for n in range(1, width + 1) if line[n - 1] in ":=-_/." and not line[n - 1 : n + 1].isdigit()]
+    """Return where to cut a long word: after a mark of punctuation if there is one, and not between
+    digits."""
+    marks = [
+        n
+        for n in range(1, width + 1)
+        if line[n - 1] in ":=-_/." and not line[n - 1 : n + 1].isdigit()
+    ]
     if marks:
         return marks[-1]
     return next((n for n in range(width, 0, -1) if not line[n - 1 : n + 1].isdigit()), width)

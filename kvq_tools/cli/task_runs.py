@@ -1,4 +1,5 @@
-"""Run one task through several caches, for `kvq passkey`, `kvq niah` and `kvq ruler`: arguments, answers, tables."""
+"""Run one task through several caches, for `kvq passkey`, `kvq niah` and `kvq ruler`: arguments,
+answers, tables."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+    progress,
+    warn,
+)
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import Answer, capacity, check_samples, run
@@ -25,7 +35,10 @@ from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
 
 BATCH = 4
 MOST_LENGTH = 4096  # of the default lengths
-CHAT_RULE = "the prompt is the user's turn in the tokenizer's chat template; words that the answer begins with follow the template"
+CHAT_RULE = (
+    "the prompt is the user's turn in the tokenizer's chat template; words that the answer begins"
+    " with follow the template"
+)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 4  # for each length and depth
 
@@ -48,9 +61,11 @@ class TaskRun:
     settings: Mapping[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | None, default: str = "%(default)s") -> None:
-    """Add the arguments that all of these commands take. max_new_tokens: the default; None where it depends on the task, and `default`
-    says how."""
+def add_arguments(
+    parser: argparse.ArgumentParser, max_new_tokens: int | None, default: str = "%(default)s"
+) -> None:
+    """Add the arguments that all of these commands take. max_new_tokens: the default; None where it
+    depends on the task, and `default` says how."""
     inputs.add_model(parser)
     parser.add_argument(
         "--cache",
@@ -61,31 +76,66 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | None, d
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=inputs.positive, default=max_new_tokens, help=f"the longest answer (default: {default})"
+        "--max-new-tokens",
+        metavar="N",
+        type=inputs.positive,
+        default=max_new_tokens,
+        help=f"the longest answer (default: {default})",
     )
-    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="prompts at a time (default: %(default)s)")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template, as the user's turn")
-    parser.add_argument("--answers", metavar="F", help="a new file for every answer as it comes, one JSON object a line")
+    parser.add_argument(
+        "--batch",
+        metavar="B",
+        type=inputs.positive,
+        default=BATCH,
+        help="prompts at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="put the prompt into the tokenizer's chat template, as the user's turn",
+    )
+    parser.add_argument(
+        "--answers",
+        metavar="F",
+        help="a new file for every answer as it comes, one JSON object a line",
+    )
     inputs.add_dtype(parser)
 
 
 def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = None) -> None:
-    """Add the arguments of tasks that make their own samples. text: what --text is, for tasks that hide facts at depths of one."""
-    parser.add_argument("--data", metavar="FILE", help="ready-made samples, one JSON object a line, in place of generated ones")
+    """Add the arguments of tasks that make their own samples. text: what --text is, for tasks that
+    hide facts at depths of one."""
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="ready-made samples, one JSON object a line, in place of generated ones",
+    )
     parser.add_argument(
         "--lengths",
         metavar="L,L",
         type=_integers,
-        help=f"tokens of prompt and answer (default: a quarter, a half and all of the model's positions, of at most {MOST_LENGTH}, "
-        "as far as the question fits)",
+        help=(
+            "tokens of prompt and answer (default: a quarter, a half and all of the model's"
+            f" positions, of at most {MOST_LENGTH}, as far as the question fits)"
+        ),
     )
     if text is not None:
-        parser.add_argument("--depths", metavar="D,D", type=_shares, help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)")
+        parser.add_argument(
+            "--depths",
+            metavar="D,D",
+            type=_shares,
+            help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
+        )
         parser.add_argument("--text", metavar="FILE", help=text)
-    parser.add_argument("--seed", type=inputs.seed, default=0, help="of generated samples (default: 0)")
+    parser.add_argument(
+        "--seed", type=inputs.seed, default=0, help="of generated samples (default: 0)"
+    )
     each = "each length" if text is None else "each length and depth"
     parser.add_argument(
-        "--limit", metavar="N", type=inputs.positive, help=f"samples for {each} (default: {SAMPLES}); of --data, its first N"
+        "--limit",
+        metavar="N",
+        type=inputs.positive,
+        help=f"samples for {each} (default: {SAMPLES}); of --data, its first N",
     )
 
 
@@ -97,7 +147,9 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         depths = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers; write 0,0.5,1") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers; write 0,0.5,1"
+        ) from None
     if not all(0 <= depth <= 1 for depth in depths):
         raise argparse.ArgumentTypeError(f"depths must be between 0 and 1, got {text}")
     return depths
@@ -105,12 +157,19 @@ def _shares(text: str) -> tuple[float, ...]:
 
 def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return depths and text, for the `generated` of a task that hides facts."""
-    return {"depths": options.depths or DEPTHS, "text": None if options.text is None else inputs.read_text(options.text)}
+    return {
+        "depths": options.depths or DEPTHS,
+        "text": None if options.text is None else inputs.read_text(options.text),
+    }
 
 
-def generated(options: argparse.Namespace, config: LlamaConfig, make: Callable[..., list[Sample]]) -> list[Sample]:
-    """Return make(lengths=, count=, seed=), a task's own samples. Of the default lengths, those that are too short for the question are
-    left out, and a warning says so; UserError names the remedy where none is left, or where one that was asked for does not do."""
+def generated(
+    options: argparse.Namespace, config: LlamaConfig, make: Callable[..., list[Sample]]
+) -> list[Sample]:
+    """Return make(lengths=, count=, seed=), a task's own samples. Of the default lengths, those
+    that are too short for the question are left out, and a warning says so; UserError names the
+    remedy where none is left, or where one that was asked for does not do.
+    """
     most = min(config.positions, MOST_LENGTH)
     samples, short, needed = [], [], 0
     for length in options.lengths or (most // 4, most // 2, most):
@@ -119,16 +178,25 @@ def generated(options: argparse.Namespace, config: LlamaConfig, make: Callable[.
         except NoRoomError as error:
             short, needed = [*short, length], length + error.lacking
             if options.lengths:
-                raise UserError(f"--lengths {length}: {error}; {needed} would do, or fewer --max-new-tokens") from error
+                raise UserError(
+                    f"--lengths {length}: {error}; {needed} would do, or fewer --max-new-tokens"
+                ) from error
     if not samples and needed <= config.positions:
-        raise UserError(f"prompt and answer take at least {needed} tokens, and the longest default is {most}: give --lengths {needed}")
+        raise UserError(
+            f"prompt and answer take at least {needed} tokens, and the longest default is {most}:"
+            f" give --lengths {needed}"
+        )
     if not samples:
         raise UserError(
-            f"prompt and answer take at least {needed} tokens, and the model was trained for {config.positions} positions; "
-            f"--max-new-tokens, now {options.max_new_tokens or 'the default'}, is a part of them"
+            f"prompt and answer take at least {needed} tokens, and the model was trained for"
+            f" {config.positions} positions; --max-new-tokens, now"
+            f" {options.max_new_tokens or 'the default'}, is a part of them"
         )
     if short:
-        warn(f"no samples of {' and '.join(map(str, short))} tokens: the question needs about {needed}; --lengths names others")
+        warn(
+            f"no samples of {' and '.join(map(str, short))} tokens: the question needs about"
+            f" {needed}; --lengths names others"
+        )
     return samples
 
 
@@ -140,13 +208,18 @@ def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
 
 
 def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
-    """Answer every sample through every cache and print the scores; everything that needs no weights is checked before they are read."""
+    """Answer every sample through every cache and print the scores; everything that needs no
+    weights is checked before they are read."""
     options.dtype = inputs.model_dtype(options)
     caches = options.cache or [inputs.named_cache("dense")]
     config = inputs.read_config(options.model, *(spec for _, spec in caches))
     files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
-    if options.answers is not None and (Path(options.answers).exists() or not Path(options.answers).absolute().parent.is_dir()):
-        raise UserError(f"--answers {options.answers!r} must be a new file in a directory that exists")
+    if options.answers is not None and (
+        Path(options.answers).exists() or not Path(options.answers).absolute().parent.is_dir()
+    ):
+        raise UserError(
+            f"--answers {options.answers!r} must be a new file in a directory that exists"
+        )
     prompts = _prompts(options)
     with progress("making prompts"), input_errors():
         samples = task_run.samples(prompts, config)
@@ -156,18 +229,37 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     for text, spec in caches:
-        inputs.warn_if_exact(text, kvq.layout(spec, config, 1, longest), longest - 1, f"in samples of at most {longest} tokens")
+        inputs.warn_if_exact(
+            text,
+            kvq.layout(spec, config, 1, longest),
+            longest - 1,
+            f"in samples of at most {longest} tokens",
+        )
     measured, broken = [], []
     for (text, spec), model in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
         message = f"{task_run.name} with {text}"
-        for answer in run(model, spec, task_run.task, samples, prompts, batch=options.batch, progress=bar, message=message):
+        for answer in run(
+            model,
+            spec,
+            task_run.task,
+            samples,
+            prompts,
+            batch=options.batch,
+            progress=bar,
+            message=message,
+        ):
             answers.append(answer)
             broken += [] if answer.finite else [text]
             _write(options.answers, {"cache": text} | described(samples[answer.index], answer))
         answers.sort(key=lambda answer: answer.index)
         seconds = time.perf_counter() - started
-        measured.append({"name": text} | _sizes(spec, config, samples) | {"seconds": seconds} | summary(samples, answers, task_run.groups))
+        measured.append(
+            {"name": text}
+            | _sizes(spec, config, samples)
+            | {"seconds": seconds}
+            | summary(samples, answers, task_run.groups)
+        )
     result = {
         "task": task_run.name,
         "model": options.model,
@@ -185,7 +277,9 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
 
 def _prompts(options: argparse.Namespace) -> Prompts:
     tokenizer = inputs.need_tokenizer(options.model, "write prompts")
-    return Prompts(tokenizer, partial(inputs.encode, tokenizer, chat=True) if options.chat else None)
+    return Prompts(
+        tokenizer, partial(inputs.encode, tokenizer, chat=True) if options.chat else None
+    )
 
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:
@@ -208,18 +302,39 @@ def described(sample: Sample, answer: Answer) -> dict[str, Any]:
     }
 
 
-def summary(samples: Sequence[Sample], answers: Sequence[Answer], groups: Sequence[str]) -> dict[str, Any]:
-    """Return the mean scores, over all answers and for every value of each label, and the answers themselves."""
+def summary(
+    samples: Sequence[Sample], answers: Sequence[Answer], groups: Sequence[str]
+) -> dict[str, Any]:
+    """Return the mean scores, over all answers and for every value of each label, and the answers
+    themselves."""
     by_label = {}
     for label in groups:
-        values = sorted({samples[a.index].labels[label] for a in answers if samples[a.index].labels.get(label) is not None})
-        parts = {value: [a for a in answers if samples[a.index].labels.get(label) == value] for value in values}
-        by_label[label] = [{label: value, "samples": len(part)} | _means(part) for value, part in parts.items()]
-    return {"scores": _means(answers), "by": by_label, "answers": [described(samples[a.index], a) for a in answers]}
+        values = sorted(
+            {
+                samples[a.index].labels[label]
+                for a in answers
+                if samples[a.index].labels.get(label) is not None
+            }
+        )
+        parts = {
+            value: [a for a in answers if samples[a.index].labels.get(label) == value]
+            for value in values
+        }
+        by_label[label] = [
+            {label: value, "samples": len(part)} | _means(part) for value, part in parts.items()
+        ]
+    return {
+        "scores": _means(answers),
+        "by": by_label,
+        "answers": [described(samples[a.index], a) for a in answers],
+    }
 
 
 def _means(answers: Sequence[Answer]) -> dict[str, float]:
-    return {metric: sum(a.scores[metric] for a in answers) / len(answers) for metric in answers[0].scores}
+    return {
+        metric: sum(a.scores[metric] for a in answers) / len(answers)
+        for metric in answers[0].scores
+    }
 
 
 def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -244,9 +359,9 @@ def _print(result: dict[str, Any]) -> None:
     first = result["caches"][0]
     metrics = list(first["scores"])
     title = (
-        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of {result['prompt_tokens'][0]} to "
-        f"{result['prompt_tokens'][1]} tokens; scores in percent; bytes at {first['capacity']} tokens; "
-        f"{result['dtype']}"
+        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of"
+        f" {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens; scores in percent;"
+        f" bytes at {first['capacity']} tokens; {result['dtype']}"
     )
     rows = [
         (
@@ -259,12 +374,22 @@ def _print(result: dict[str, Any]) -> None:
         )
         for c in result["caches"]
     ]
-    columns = ("cache", *metrics, "quantized tokens", "cache bytes", "ratio to bf16", "bits/element")
+    columns = (
+        "cache",
+        *metrics,
+        "quantized tokens",
+        "cache bytes",
+        "ratio to bf16",
+        "bits/element",
+    )
     print_table(title, columns, rows, numeric=columns[1:])
     for label, parts in first["by"].items():
         if len(parts) > 1:
             columns = ("cache", *(f"{part[label]} ({part['samples']})" for part in parts))
-            rows = [(c["name"], *(_percent(part[metrics[0]]) for part in c["by"][label])) for c in result["caches"]]
+            rows = [
+                (c["name"], *(_percent(part[metrics[0]]) for part in c["by"][label]))
+                for c in result["caches"]
+            ]
             print_table(f"{metrics[0]} by {label} (samples)", columns, rows, numeric=columns[1:])
 
 

@@ -1,4 +1,5 @@
-"""The arguments of `kvq eval` and `kvq report`: a text, caches, and how they are evaluated on it."""
+"""The arguments of `kvq eval` and `kvq report`: a text, caches, and how they are evaluated on
+it."""
 
 from __future__ import annotations
 
@@ -18,33 +19,73 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the text, the caches and how they are evaluated; `checked` reads these arguments."""
     parser.add_argument("--text", metavar="FILE", required=required, help="a UTF-8 text to predict")
     parser.add_argument(
-        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=required, help="a cache; may be given several times"
+        "--cache",
+        metavar="SPEC",
+        type=inputs.named_cache,
+        action="append",
+        required=required,
+        help="a cache; may be given several times",
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
         "--window",
         metavar="W",
         type=inputs.positive,
-        help=f"tokens of a window (default: the model's max_position_embeddings, or {MOST_WINDOW} if that is less)",
+        help=(
+            f"tokens of a window (default: the model's max_position_embeddings, or {MOST_WINDOW} if"
+            " that is less)"
+        ),
     )
-    parser.add_argument("--stride", metavar="S", type=inputs.positive, help="from one window to the next (default: half a window)")
-    parser.add_argument("--mode", choices=MODES, default="decode", help="how the cache is used (default: %(default)s)")
-    parser.add_argument("--chunk", metavar="C", type=inputs.positive, help=f"tokens of a chunk of --mode chunked (default: {CHUNK})")
+    parser.add_argument(
+        "--stride",
+        metavar="S",
+        type=inputs.positive,
+        help="from one window to the next (default: half a window)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="decode",
+        help="how the cache is used (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chunk",
+        metavar="C",
+        type=inputs.positive,
+        help=f"tokens of a chunk of --mode chunked (default: {CHUNK})",
+    )
     parser.add_argument(
         "--prompt",
         metavar="P",
         type=inputs.count,
-        help="prefill P tokens of each window in --mode decode, and do not score them; caches that take statistics from a prompt need one "
-        f"(default: {PROMPT}, or as many as windows overlap, where one of the caches does, else 0)",
+        help=(
+            "prefill P tokens of each window in --mode decode, and do not score them; caches that"
+            f" take statistics from a prompt need one (default: {PROMPT}, or as many as windows"
+            " overlap, where one of the caches does, else 0)"
+        ),
     )
     parser.add_argument(
         "--step",
         metavar="T",
         type=inputs.positive,
-        help=f"tokens of one step of --mode decode; 1 is what fused GPU kernels serve, others are quicker (default: {STEP})",
+        help=(
+            "tokens of one step of --mode decode; 1 is what fused GPU kernels serve, others are"
+            f" quicker (default: {STEP})"
+        ),
     )
-    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="windows at a time (default: %(default)s)")
-    parser.add_argument("--limit", metavar="TOKENS", type=inputs.positive, help="read only the first tokens of the text")
+    parser.add_argument(
+        "--batch",
+        metavar="B",
+        type=inputs.positive,
+        default=BATCH,
+        help="windows at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="TOKENS",
+        type=inputs.positive,
+        help="read only the first tokens of the text",
+    )
     parser.add_argument(
         "--buckets",
         metavar="N",
@@ -55,8 +96,11 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
     inputs.add_dtype(parser, beside="; in bfloat16, --cache dense shows rounding alone")
 
 
-def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
-    """Read and check all that needs no weights: (the config, the text, the settings, the calibration of each cache)."""
+def checked(
+    options: argparse.Namespace,
+) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
+    """Read and check all that needs no weights: (the config, the text, the settings, the
+    calibration of each cache)."""
     for name, mode in (("chunk", "chunked"), ("prompt", "decode"), ("step", "decode")):
         if getattr(options, name) is not None and options.mode != mode:
             raise UserError(f"--{name} is for --mode {mode}, not {options.mode}")
@@ -88,4 +132,9 @@ def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
     """Warn where nothing is quantized in windows of the cache's capacity."""
     window, newest = cache.capacity, settings.read_tokens(cache.capacity)
     chunks = f" and chunks of {settings.chunk}" if settings.mode == "chunked" else ""
-    inputs.warn_if_exact(name, cache, None if settings.mode == "fake" else newest, f"in windows of {window} tokens{chunks}")
+    inputs.warn_if_exact(
+        name,
+        cache,
+        None if settings.mode == "fake" else newest,
+        f"in windows of {window} tokens{chunks}",
+    )

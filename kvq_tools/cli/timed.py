@@ -1,4 +1,5 @@
-"""Time generation: compile first, then time prefill and decoding apart. The tokens are those of `kvq_models.generate`."""
+"""Time generation: compile first, then time prefill and decoding apart. The tokens are those of
+`kvq_models.generate`."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ from kvq_models.llama.model import Llama
 
 
 class TimedGeneration:
-    """The generation of one prompt. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
+    """The generation of one prompt. Making it compiles (ahead of time; jit then finds the
+    programs); iterating over `segments` runs.
 
-    compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the
-    device is done, without it. steps: of the model, so far. logits [1, V]: where the cache holds the prompt already, those after it; there
-    is no prefill then. drafts: tokens that a step may draft (speculation.py), 0 for none.
+    compile_seconds is tracing and compiling, before anything runs. prefill_seconds and
+    decode_seconds are wall time until the device is done, without it. steps: of the model, so far.
+    logits [1, V]: where the cache holds the prompt already, those after it; there is no prefill
+    then. drafts: tokens that a step may draft (speculation.py), 0 for none.
     """
 
     def __init__(
@@ -45,36 +48,75 @@ class TimedGeneration:
         drafts: int = 0,
     ):
         self._llama, self._cache, self._logits = llama, cache, logits
-        new = [prompt] if logits is None else [prompt[:1]]  # of a prompt that is there, nothing is read
-        self._tokens, self._lengths = decoding.checked_tokens(llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None))
-        self._max_new_tokens, self._sampling, self._eos_ids, self._key = max_new_tokens, sampling, eos_ids, jax.random.key(seed)
+        new = (
+            [prompt] if logits is None else [prompt[:1]]
+        )  # of a prompt that is there, nothing is read
+        self._tokens, self._lengths = decoding.checked_tokens(
+            llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None)
+        )
+        self._max_new_tokens, self._sampling, self._eos_ids, self._key = (
+            max_new_tokens,
+            sampling,
+            eos_ids,
+            jax.random.key(seed),
+        )
         self._implementation: Implementation = implementation
         self._drafts, self._history = drafts, None
         if drafts:
             speculation.check(cache, drafts)
             whole = np.array([prompt], np.int32)
-            self._history = speculation.begun_history(jnp.asarray(whole), jnp.array(whole.shape[1:], jnp.int32), max_new_tokens)
+            self._history = speculation.begun_history(
+                jnp.asarray(whole), jnp.array(whole.shape[1:], jnp.int32), max_new_tokens
+            )
         self.steps, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
         started = time.perf_counter()
         self._compile()
         self.compile_seconds = time.perf_counter() - started
 
     def _compile(self) -> None:
-        settings = (self._sampling, self._eos_ids, self._implementation, self._history, self._drafts)
+        settings = (
+            self._sampling,
+            self._eos_ids,
+            self._implementation,
+            self._history,
+            self._drafts,
+        )
         if self._logits is None:
-            compile_generation(self._llama, self._cache, self._tokens, self._lengths, self._max_new_tokens, *settings)
+            compile_generation(
+                self._llama,
+                self._cache,
+                self._tokens,
+                self._lengths,
+                self._max_new_tokens,
+                *settings,
+            )
         else:
-            compile_steps(self._llama, generation.begun(self._cache, self._logits, self._max_new_tokens), *settings)
+            compile_steps(
+                self._llama,
+                generation.begun(self._cache, self._logits, self._max_new_tokens),
+                *settings,
+            )
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         if self._logits is not None:
             return generation.begun(cache, self._logits, self._max_new_tokens)
-        return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
+        return generation.start(
+            llama,
+            cache,
+            tokens,
+            lengths,
+            self._max_new_tokens,
+            self._sampling,
+            self._implementation,
+        )
 
     def segments(self, steps: int) -> Iterator[Generated]:
-        """Yield all tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""
+        """Yield all tokens so far, after every `steps` new ones. Each yielded value's cache is
+        consumed by the next segment."""
         started = time.perf_counter()
-        state = jax.block_until_ready(self._start(self._llama, self._cache, self._tokens, self._lengths))
+        state = jax.block_until_ready(
+            self._start(self._llama, self._cache, self._tokens, self._lengths)
+        )
         self.prefill_seconds = time.perf_counter() - started
         until = 0
         while until < self._max_new_tokens and not bool(np.all(state.ended)):
@@ -88,8 +130,12 @@ class TimedGeneration:
     def _advance(self, state: GenerationState, until: Array) -> GenerationState:
         settings = self._eos_ids, self._implementation
         if self._history is None:
-            return generation.advance(self._llama, state, self._key, until, self._sampling, *settings)
-        state, self._history = speculation.advance(self._llama, state, self._history, until, self._drafts, *settings)
+            return generation.advance(
+                self._llama, state, self._key, until, self._sampling, *settings
+            )
+        state, self._history = speculation.advance(
+            self._llama, state, self._history, until, self._drafts, *settings
+        )
         return state
 
     def run(self) -> Generated:
@@ -110,15 +156,19 @@ def compile_generation(
     history: History | None = None,
     drafts: int = 0,
 ) -> None:
-    """Compile what `generation.start` and `generation.advance` will run for these prompts, padded as `checked_tokens` pads them;
-    nothing is consumed."""
+    """Compile what `generation.start` and `generation.advance` will run for these prompts, padded
+    as `checked_tokens` pads them; nothing is consumed."""
 
     def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
-        return generation.start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
+        return generation.start(
+            llama, cache, tokens, lengths, max_new_tokens, sampling, implementation
+        )
 
     if cache.placement is not None:
         tokens, lengths = jax.device_put((tokens, lengths), cache.placement.everywhere)
-    program = decoding.prefill_program.lower(llama, cache, tokens, lengths, False, implementation).compile()
+    program = decoding.prefill_program.lower(
+        llama, cache, tokens, lengths, False, implementation
+    ).compile()
     state = jax.eval_shape(start, llama, cache, tokens, lengths)
     if cache.placement is not None:
         logits, filled = program.output_shardings
@@ -127,10 +177,14 @@ def compile_generation(
 
 
 def _placed(state: GenerationState, first: list[Sharding], placement: Placement) -> GenerationState:
-    """Return a described state with the shardings of its first arrays, cache and logits; its counters are on every device."""
+    """Return a described state with the shardings of its first arrays, cache and logits; its
+    counters are on every device."""
     leaves, tree = jax.tree.flatten(state)
     where = first + [placement.everywhere] * (len(leaves) - len(first))
-    return tree.unflatten(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to) for s, to in zip(leaves, where, strict=True))
+    return tree.unflatten(
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to)
+        for s, to in zip(leaves, where, strict=True)
+    )
 
 
 def compile_steps(
@@ -142,12 +196,17 @@ def compile_steps(
     history: History | None = None,
     drafts: int = 0,
 ) -> None:
-    """Compile what `generation.advance`, or with a history that of `speculation`, will run from a state, or from one that is described;
-    nothing is consumed."""
+    """Compile what `generation.advance`, or with a history that of `speculation`, will run from a
+    state, or from one that is described; nothing is consumed."""
     if history is None:
-        generation.advance.lower(llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation).compile()
+        generation.advance.lower(
+            llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation
+        ).compile()
     else:
-        speculation.advance.lower(llama, state, history, jnp.int32(0), drafts, eos_ids, implementation).compile()
-    # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
+        speculation.advance.lower(
+            llama, state, history, jnp.int32(0), drafts, eos_ids, implementation
+        ).compile()
+    # the loop's counters are made by small programs of their own: they too shall not be compiled on
+    # the clock
     counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)
     jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), counters)

@@ -1,4 +1,5 @@
-"""Measure a cache by a model's predictions: the perplexity of a text, and the distance to the full-precision model, token by token.
+"""Measure a cache by a model's predictions: the perplexity of a text, and the distance to the
+full-precision model, token by token.
 
 from kvq_tools.evaluation import evaluate
 evaluation = evaluate(llama, "kivi:bits=2", token_ids, window=1024, mode="decode")
@@ -6,7 +7,8 @@ evaluation.perplexity, evaluation.mean_kl, evaluation.agreement, evaluation.by_p
 
 windows.py   cut a text into windows, and choose the tokens of each that are scored
 text.py      a text's tokens, and the UTF-8 bytes of each
-forward.py   the model without a cache: the full-precision reference, and the simulation that papers use
+forward.py   the model without a cache: the full-precision reference, and the simulation that papers
+             use
 through.py   one cache in one of the three modes, a slice of positions at a time
 compare.py   two distributions: -log p, KL, top-1 agreement
 results.py   numbers of a text from those of its tokens

@@ -1,9 +1,12 @@
-"""The model over whole windows, without a cache: the full-precision reference, and the simulation that papers use.
+"""The model over whole windows, without a cache: the full-precision reference, and the simulation
+that papers use.
 
     exact   attention reads K and V
-    fake    attention reads K^ and V^ = roundtrip_layer(spec, K, V): every token quantized, no full-precision window
+    fake    attention reads K^ and V^ = roundtrip_layer(spec, K, V): every token quantized, no
+            full-precision window
 
-Neither runs anything of a cache's windows, ageing or attention: a mistake in those cannot hide in the reference.
+Neither runs anything of a cache's windows, ageing or attention: a mistake in those cannot hide in
+the reference.
 """
 
 from __future__ import annotations
@@ -26,8 +29,11 @@ from kvq_models.llama.rope import rope_for
 QUERY_CHUNK = 256  # queries whose scores exist at a time
 
 
-def hidden_states(llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fake: CacheSpec | None = None) -> HiddenBTD:
-    """Return the last layer's output for right-padded tokens, exact, or with every key and value as the body of a `fake` cache returns it.
+def hidden_states(
+    llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fake: CacheSpec | None = None
+) -> HiddenBTD:
+    """Return the last layer's output for right-padded tokens, exact, or with every key and value as
+    the body of a `fake` cache returns it.
 
     Entries at padding are finite and unspecified; padding enters no group and no statistic.
     """
@@ -42,14 +48,17 @@ def hidden_states(llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fa
         inputs = decoding.attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v
         if fake is not None:
-            keys, values, carry = kvq.roundtrip_layer(fake, _last_repeated(inputs, lengths), own, number, carry)
+            keys, values, carry = kvq.roundtrip_layer(
+                fake, _last_repeated(inputs, lengths), own, number, carry
+            )
         hidden = decoding.finish_layer(layer, hidden, causal_attention(inputs.q_rot, keys, values))
     return hidden
 
 
 @jax.jit
 def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
-    """Return the inputs with each row's last token in the place of its padding, so that padding widens no group's range."""
+    """Return the inputs with each row's last token in the place of its padding, so that padding
+    widens no group's range."""
 
     def fill(array: Array) -> Array:
         axis = max(1, array.ndim - 2)  # of [B, T], [B, T, D] and [B, heads, T, H]
@@ -63,7 +72,8 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
 
 @jax.jit
 def causal_attention(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over tokens up to each query's own, fp32 softmax, QUERY_CHUNK queries at a time.
+    """Return softmax(q k^T / sqrt(H)) v over tokens up to each query's own, fp32 softmax,
+    QUERY_CHUNK queries at a time.
 
     Query head n reads KV head n // G. The result has the dtype of v.
     """
@@ -76,9 +86,14 @@ def causal_attention(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH) -> QueryBNTH:
     def one(i: Array) -> Array:
         at = i * size
         some = lax.dynamic_slice_in_dim(q_BKGTH, at, size, axis=3)
-        scores = jnp.einsum("bkgth,bksh->bkgts", some, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+        scores = (
+            jnp.einsum("bkgth,bksh->bkgts", some, k, preferred_element_type=jnp.float32)
+            * head_dim**-0.5
+        )
         seen = jnp.arange(length)[None] <= at + jnp.arange(size)[:, None]
-        weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+        weights = jax.nn.softmax(
+            jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1
+        ).astype(v.dtype)
         return jnp.einsum("bkgts,bksh->bkgth", weights, v)
 
     out = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 3)  # [B, K, G, chunks, size, H]

@@ -1,6 +1,7 @@
 """Rows that a run has measured so far, on disk: a run that was stopped goes on where it ended.
 
-The file holds a line of JSON for the run it belongs to (model, texts, sizes) and one for each row. A line that a kill cut short is dropped.
+The file holds a line of JSON for the run it belongs to (model, texts, sizes) and one for each row.
+A line that a kill cut short is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from kvq_jax.files import whole
 
 
 class Journal:
-    """The rows of an unfinished run by their keys. ValueError where the file belongs to another run."""
+    """The rows of an unfinished run by their keys. ValueError where the file belongs to another
+    run."""
 
     def __init__(self, file: pathlib.Path, run: dict[str, Any]):
         self.file, self.rows = file, dict[str, Any]()
@@ -22,7 +24,9 @@ class Journal:
         lines = _whole_lines(file)
         if lines and lines[0] != run:
             different = ", ".join(name for name in run if lines[0].get(name) != run[name])
-            raise ValueError(f"{file} holds rows of another run ({different}): delete it to begin anew")
+            raise ValueError(
+                f"{file} holds rows of another run ({different}): delete it to begin anew"
+            )
         self.rows = {line["key"]: line["row"] for line in lines[1:]}
         self._write([run, *({"key": key, "row": row} for key, row in self.rows.items())])
 

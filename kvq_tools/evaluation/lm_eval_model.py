@@ -1,4 +1,5 @@
-"""Let lm-evaluation-harness read a cache: `kvq` as one of its models (extra `eval`). docs/evaluation.md shows tasks on local files.
+"""Let lm-evaluation-harness read a cache: `kvq` as one of its models (extra `eval`).
+docs/evaluation.md shows tasks on local files.
 
     import lm_eval
     from kvq_tools.evaluation.lm_eval_model import KvqLM
@@ -6,12 +7,14 @@
     lm = KvqLM(pretrained="embedded", cache="innerq:bits=2")
     print(lm_eval.simple_evaluate(model=lm, tasks=["gsm8k_cot"])["results"])
 
-Importing this module registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}). model_args must be a
-dictionary, since lm-eval cuts a string at the commas of a cache spec. Run as a module, it is lm-eval's command line.
+Importing this module registers the name: simple_evaluate(model="kvq", model_args={"pretrained":
+..., "cache": ...}). model_args must be a dictionary, since lm-eval cuts a string at the commas of a
+cache spec. Run as a module, it is lm-eval's command line.
 
-Log-likelihoods are those of decoding: sum_t log p(token t | the cache that the tokens before t left), in steps of several tokens, which
-equal as many single steps. lm-eval's own models score prompt and answer in one exact forward pass, in which no cache takes part. Prompts,
-truncation and windows are those of its HFLM: contexts lose tokens on the left.
+Log-likelihoods are those of decoding: sum_t log p(token t | the cache that the tokens before t
+left), in steps of several tokens, which equal as many single steps. lm-eval's own models score
+prompt and answer in one exact forward pass, in which no cache takes part. Prompts, truncation and
+windows are those of its HFLM: contexts lose tokens on the left.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
-    raise ImportError(f"kvq_tools.evaluation.lm_eval_model needs lm-eval ({error}): pip install 'kvq-jax[eval]'") from error
+    raise ImportError(
+        f"kvq_tools.evaluation.lm_eval_model needs lm-eval ({error}): pip install 'kvq-jax[eval]'"
+    ) from error
 
 Context = Literal["decode", "prefill"]
 
@@ -69,22 +74,27 @@ class _Generation:
 class KvqLM(TemplateLM):
     """A model of lm-eval whose every predicted token is read through a cache.
 
-    pretrained   what `load_llama` takes: a local Hugging Face directory, a GGUF file, a Hub id, or a name ("embedded", "smollm2")
+    pretrained   what `load_llama` takes: a local Hugging Face directory, a GGUF file, a Hub id, or
+                 a name ("embedded", "smollm2")
     cache        a spec
     calibration  what `kvq calibrate` wrote, for a cache that needs it
     dtype        of weights, activations and full-precision rows
     max_length   tokens that a prediction may see, at most (and by default) the model's positions
-    batch_size   requests that run together; what is not sampled does not depend on it, but for the rounding of sums
-    context      how log-likelihoods read a request's context. "decode": token after token, as the continuation, so that no exact attention
-                 takes part. "prefill": as a prompt, with exact attention inside, all but its last token. Default: "prefill" for caches
-                 that take statistics from a prompt (innerq, squat), which "decode" would leave without them, else "decode".
-                 generate_until always prefills.
+    batch_size   requests that run together; what is not sampled does not depend on it, but for the
+                 rounding of sums
+    context      how log-likelihoods read a request's context. "decode": token after token, as the
+                 continuation, so that no exact attention takes part. "prefill": as a prompt, with
+                 exact attention inside, all but its last token. Default: "prefill" for caches that
+                 take statistics from a prompt (innerq, squat), which "decode" would leave without
+                 them, else "decode". generate_until always prefills.
     seed         of sampling, where a task asks for it
 
-    ValueError where a value, the spec or the calibration does not fit, or the checkpoint has no tokenizer; also, from the methods below,
-    for a continuation that is empty or longer than max_length, for a context without a prompt where the cache takes statistics from one
-    (so all of loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`), and for generation options other than
-    until, max_gen_toks, do_sample, temperature, top_k, top_p and min_p.
+    ValueError where a value, the spec or the calibration does not fit, or the checkpoint has no
+    tokenizer; also, from the methods below, for a continuation that is empty or longer than
+    max_length, for a context without a prompt where the cache takes statistics from one (so all of
+    loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`), and for
+    generation options other than until, max_gen_toks, do_sample, temperature, top_k, top_p and
+    min_p.
     """
 
     def __init__(
@@ -106,21 +116,34 @@ class KvqLM(TemplateLM):
         self.spec = kvq.parse(cache)
         llama, self.tokenizer = load_llama(pretrained, dtype=dtype)
         if self.tokenizer is None:
-            raise ValueError(f"{str(pretrained)!r} has no tokenizer, which is needed to read requests")
+            raise ValueError(
+                f"{str(pretrained)!r} has no tokenizer, which is needed to read requests"
+            )
         self.max_length = max_length or llama.config.positions
         if not 1 <= self.max_length <= llama.config.positions:
-            raise ValueError(f"{max_length=} must be between 1 and the model's {llama.config.positions} positions")
+            raise ValueError(
+                f"{max_length=} must be between 1 and the model's {llama.config.positions}"
+                " positions"
+            )
         self.llama = prepare(llama, self.spec, calibration)
         self.needs_prompt = kvq.has_prompt_statistics(self.spec, llama.config)
         if self.needs_prompt and context == "decode":
-            raise ValueError(f"{str(self.spec)!r} takes statistics from a prompt, and context='decode' gives it none; leave context out")
+            raise ValueError(
+                f"{str(self.spec)!r} takes statistics from a prompt, and context='decode' gives it"
+                " none; leave context out"
+            )
         self.context: Context = context or ("prefill" if self.needs_prompt else "decode")
         self.pretrained, self.batch_size, self.seed = str(pretrained), int(batch_size), seed
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KvqLM:
-        """Return the model of lm-eval's arguments. Its command line always names a device; here JAX chooses one."""
-        return super().create_from_arg_obj(arg_dict, {name: v for name, v in (additional_config or {}).items() if name != "device"})
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> KvqLM:
+        """Return the model of lm-eval's arguments. Its command line always names a device; here JAX
+        chooses one."""
+        return super().create_from_arg_obj(
+            arg_dict, {name: v for name, v in (additional_config or {}).items() if name != "device"}
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -137,9 +160,16 @@ class KvqLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval's results record about the model."""
-        return {"pretrained": self.pretrained, "cache": str(self.spec), "max_length": self.max_length, "context": self.context}
+        return {
+            "pretrained": self.pretrained,
+            "cache": str(self.spec),
+            "max_length": self.max_length,
+            "context": self.context,
+        }
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -147,44 +177,73 @@ class KvqLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Encode a text, with special tokens as the tokenizer adds them unless told otherwise, and none where it begins with the prefix
-        token."""
-        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Encode a text, with special tokens as the tokenizer adds them unless told otherwise, and
+        none where it begins with the prefix token."""
+        if add_special_tokens is None and string.startswith(
+            self.tokenizer.decode([self.prefix_token_id])
+        ):
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer(string, verbose=False, **chosen).input_ids)  # quiet about lengths: they are cut later
+        return list(
+            self.tokenizer(string, verbose=False, **chosen).input_ids
+        )  # quiet about lengths: they are cut later
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, in windows of max_length that overlap by one token."""
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of each text, in windows of max_length that overlap by one
+        token."""
         windows = [
-            [make_disjoint_window(w) for w in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)]
+            [
+                make_disjoint_window(w)
+                for w in get_rolling_token_windows(
+                    self.tok_encode(text), self.prefix_token_id, self.max_length, 1
+                )
+            ]
             for (text,) in (request.args for request in requests)
         ]
         flat = [(None, *window) for parts in windows for window in parts]
         scores = iter(self._loglikelihood_tokens(flat, disable_tqdm))
-        totals = [sum(score for score, _ in itertools.islice(scores, len(parts))) for parts in windows]
+        totals = [
+            sum(score for score, _ in itertools.islice(scores, len(parts))) for parts in windows
+        ]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether each token was the likeliest) for requests of (cache key, context, continuation)."""
+        """Return (log-probability, whether each token was the likeliest) for requests of (cache
+        key, context, continuation)."""
         rows = [self._row(context, continuation) for _, context, continuation in requests]
-        prompts = [self._prompt(row, len(continuation)) for row, (_, _, continuation) in zip(rows, requests, strict=True)]
+        prompts = [
+            self._prompt(row, len(continuation))
+            for row, (_, _, continuation) in zip(rows, requests, strict=True)
+        ]
         if self.needs_prompt and not all(prompts):
             raise ValueError(
-                f"{str(self.spec)!r} takes statistics from a prompt, and request {prompts.index(0)} leaves none: its context has a single "
-                "token, or max_length cuts it off"
+                f"{str(self.spec)!r} takes statistics from a prompt, and request {prompts.index(0)}"
+                " leaves none: its context has a single token, or max_length cuts it off"
             )
-        # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more than the inputs
+        # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more
+        # than the inputs
         inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
         scored: dict[int, tuple[float, bool]] = {}
-        with tqdm(total=len(rows), desc=f"log-likelihoods through {self.spec}", disable=disable_tqdm) as bar:
+        with tqdm(
+            total=len(rows), desc=f"log-likelihoods through {self.spec}", disable=disable_tqdm
+        ) as bar:
             for indices in batches(inputs, self.llama.config, self.batch_size):
-                scores = self._scores([(rows[i], len(requests[i][2])) for i in indices], capacity(inputs[indices[0]], self.llama.config))
+                scores = self._scores(
+                    [(rows[i], len(requests[i][2])) for i in indices],
+                    capacity(inputs[indices[0]], self.llama.config),
+                )
                 new = dict(zip(indices, scores, strict=True))
                 for i, score in new.items():
                     if requests[i][0] is not None:
@@ -197,19 +256,24 @@ class KvqLM(TemplateLM):
         """Return the tokens of a request: the inputs, then the one token that is only predicted."""
         if not context or not 1 <= len(continuation) <= self.max_length:
             raise ValueError(
-                f"a request has {len(context)} tokens of context and {len(continuation)} of continuation; it needs at least one of each, "
-                f"and at most max_length={self.max_length} of the second"
+                f"a request has {len(context)} tokens of context and {len(continuation)} of"
+                " continuation; it needs at least one of each, and at most"
+                f" max_length={self.max_length} of the second"
             )
         return (context + continuation)[-(self.max_length + 1) :]
 
     def _prompt(self, row: list[int], new: int) -> int:
-        """Return the tokens of a row that are prefilled: all but the last of its context, or none."""
+        """Return the tokens of a row that are prefilled: all but the last of its context, or
+        none."""
         return len(row) - 1 - new if self.context == "prefill" else 0
 
     def _scores(self, rows: list[tuple[list[int], int]], room: int) -> list[tuple[float, bool]]:
-        """Score rows (tokens, length of the continuation) that run together in a cache of this capacity."""
+        """Score rows (tokens, length of the continuation) that run together in a cache of this
+        capacity."""
         prompts = [self._prompt(row, new) for row, new in rows]
-        cache = init_cache(self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype)
+        cache = init_cache(
+            self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype
+        )
         if any(prompts):
             width = min(-(-max(prompts) // SHORTEST) * SHORTEST, room)
             tokens = _padded([row[:n] for (row, _), n in zip(rows, prompts, strict=True)], width)
@@ -219,28 +283,56 @@ class KvqLM(TemplateLM):
             width = room
         width = -(-width // STEP) * STEP
         rest = _padded([row[n:] for (row, _), n in zip(rows, prompts, strict=True)], width + 1)
-        # what stands past a row's tokens is padding: it comes after everything that is scored, and past the capacity it is not written
+        # what stands past a row's tokens is padding: it comes after everything that is scored, and
+        # past the capacity it is not written
         now, following = jnp.asarray(rest[:, :-1]), jnp.asarray(rest[:, 1:])
-        (logprobs, greedy), _ = decode_scan(self.llama, cache, now, jnp.full(len(rows), width), (following,), _predictions, STEP)
+        (logprobs, greedy), _ = decode_scan(
+            self.llama, cache, now, jnp.full(len(rows), width), (following,), _predictions, STEP
+        )
         logprobs, greedy = np.asarray(logprobs, np.float64), np.asarray(greedy)
-        scored = [slice(len(row) - 1 - n - new, len(row) - 1 - n) for (row, new), n in zip(rows, prompts, strict=True)]
-        return [(float(logprobs[i, part].sum()), bool(greedy[i, part].all())) for i, part in enumerate(scored)]
+        scored = [
+            slice(len(row) - 1 - n - new, len(row) - 1 - n)
+            for (row, new), n in zip(rows, prompts, strict=True)
+        ]
+        return [
+            (float(logprobs[i, part].sum()), bool(greedy[i, part].all()))
+            for i, part in enumerate(scored)
+        ]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each prompt up to a stop string, an end-of-sequence token or max_gen_toks, greedily or as the task samples."""
-        settings = [self._generation(options) for _, options in (request.args for request in requests)]
+        """Continue each prompt up to a stop string, an end-of-sequence token or max_gen_toks,
+        greedily or as the task samples."""
+        settings = [
+            self._generation(options) for _, options in (request.args for request in requests)
+        ]
         samples = []
         for request, own in zip(requests, settings, strict=True):
             ids = self.tok_encode(request.args[0]) or [self.prefix_token_id]
-            samples.append(Sample(tuple(ids[-(self.max_length - own.max_new_tokens) :]), (), own.max_new_tokens))
+            samples.append(
+                Sample(
+                    tuple(ids[-(self.max_length - own.max_new_tokens) :]), (), own.max_new_tokens
+                )
+            )
         generated: dict[int, str] = {}
-        with tqdm(total=len(samples), desc=f"generating through {self.spec}", disable=disable_tqdm) as bar:
+        with tqdm(
+            total=len(samples), desc=f"generating through {self.spec}", disable=disable_tqdm
+        ) as bar:
             for own in dict.fromkeys(settings):
                 alike = [i for i, other in enumerate(settings) if other == own]
-                for part in batches([samples[i] for i in alike], self.llama.config, self.batch_size):
+                for part in batches(
+                    [samples[i] for i in alike], self.llama.config, self.batch_size
+                ):
                     indices = [alike[i] for i in part]
-                    key = jax.random.fold_in(jax.random.key(self.seed), indices[0])  # no two batches draw alike
-                    new = dict(zip(indices, self._generated([samples[i] for i in indices], own, key), strict=True))
+                    key = jax.random.fold_in(
+                        jax.random.key(self.seed), indices[0]
+                    )  # no two batches draw alike
+                    new = dict(
+                        zip(
+                            indices,
+                            self._generated([samples[i] for i in indices], own, key),
+                            strict=True,
+                        )
+                    )
                     for i, text in new.items():
                         self.cache_hook.add_partial("generate_until", requests[i].args, text)
                     generated |= new
@@ -249,14 +341,26 @@ class KvqLM(TemplateLM):
 
     def _generation(self, options: dict[str, Any]) -> _Generation:
         given: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_GEN_TOKS)}
-        new, stops, do_sample = given.pop("max_gen_toks"), tuple(given.pop("until")), given.pop("do_sample", False)
-        temperature = float(given.pop("temperature", 1.0))  # transformers' where a task says no more than do_sample
+        new, stops, do_sample = (
+            given.pop("max_gen_toks"),
+            tuple(given.pop("until")),
+            given.pop("do_sample", False),
+        )
+        temperature = float(
+            given.pop("temperature", 1.0)
+        )  # transformers' where a task says no more than do_sample
         chosen = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
         if given:
             known = ", ".join(("do_sample", "temperature", *SAMPLING_OPTIONS))
-            raise ValueError(f"generation options {', '.join(given)} are not supported; supported: until, max_gen_toks, {known}")
+            raise ValueError(
+                f"generation options {', '.join(given)} are not supported; supported: until,"
+                f" max_gen_toks, {known}"
+            )
         if not 1 <= new < self.max_length:
-            raise ValueError(f"max_gen_toks={new} must be at least 1 and leave room for a prompt in max_length={self.max_length}")
+            raise ValueError(
+                f"max_gen_toks={new} must be at least 1 and leave room for a prompt in"
+                f" max_length={self.max_length}"
+            )
         sampling = Sampling(temperature, **chosen) if do_sample else Sampling()
         sampling.check()
         return _Generation(new, tuple(stop for stop in stops if stop), sampling)
@@ -264,18 +368,51 @@ class KvqLM(TemplateLM):
     def _generated(self, samples: list[Sample], own: _Generation, key: Array) -> list[str]:
         """Generate the texts of samples that run together."""
         config, room = self.llama.config, capacity(samples[0], self.llama.config)
-        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        special = dict(
+            zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
+        )
         # stop strings that are special tokens never stand in a text
-        ends = tuple(sorted({*config.eos_token_ids, self.eot_token_id, *(special[stop] for stop in own.stops if stop in special)}))
+        ends = tuple(
+            sorted(
+                {
+                    *config.eos_token_ids,
+                    self.eot_token_id,
+                    *(special[stop] for stop in own.stops if stop in special),
+                }
+            )
+        )
         tokens = _padded([list(sample.prompt) for sample in samples], room - own.max_new_tokens)
         lengths = np.array([len(sample.prompt) for sample in samples])
-        cache, texts = init_cache(self.spec, config, len(samples), room, self.llama.embed[...].dtype), []
+        cache, texts = (
+            init_cache(self.spec, config, len(samples), room, self.llama.embed[...].dtype),
+            [],
+        )
         for so_far in generate_stream(
-            self.llama, cache, tokens, lengths, max_new_tokens=own.max_new_tokens, sampling=own.sampling, eos_ids=ends, key=key
+            self.llama,
+            cache,
+            tokens,
+            lengths,
+            max_new_tokens=own.max_new_tokens,
+            sampling=own.sampling,
+            eos_ids=ends,
+            key=key,
         ):
-            rows = [row[:count].tolist() for row, count in zip(np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True)]
-            texts = [self.tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in rows]
-            if all(row[-1] in ends or any(stop in text for stop in own.stops) for row, text in zip(rows, texts, strict=True)):
+            rows = [
+                row[:count].tolist()
+                for row, count in zip(
+                    np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True
+                )
+            ]
+            texts = [
+                self.tokenizer.decode(
+                    row, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                for row in rows
+            ]
+            if all(
+                row[-1] in ends or any(stop in text for stop in own.stops)
+                for row, text in zip(rows, texts, strict=True)
+            ):
                 break
         return [postprocess_generated_text(text, list(own.stops), None) for text in texts]
 
@@ -285,7 +422,9 @@ def _padded(rows: list[list[int]], width: int) -> Int[np.ndarray, "B width"]:
     return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
 
 
-def _predictions(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+def _predictions(
+    logits: Float[Array, "B T V"], following: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Return (log p(following), argmax p == following)."""
     return -token_nats(logits, following), jnp.argmax(logits, axis=-1) == following
 

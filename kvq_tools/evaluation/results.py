@@ -21,7 +21,8 @@ BUCKETS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Means over the scored tokens: all but the first of each row, or those after the prompt and the first that follows it."""
+    """Means over the scored tokens: all but the first of each row, or those after the prompt and
+    the first that follows it."""
 
     tokens: int
     nats: float  # -log p(token)
@@ -35,8 +36,9 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Tokens that were predicted at positions first .. last of their window, which is how many tokens came before them. Means, which are
-    nan where there are no such tokens, and the number of top-1 flips."""
+    """Tokens that were predicted at positions first .. last of their window, which is how many
+    tokens came before them. Means, which are nan where there are no such tokens, and the number of
+    top-1 flips."""
 
     first: int
     last: int
@@ -49,8 +51,8 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The predictions of a text through one cache, compared with the full-precision model's. The arrays have one entry for each scored
-    token, in the order of the text.
+    """The predictions of a text through one cache, compared with the full-precision model's. The
+    arrays have one entry for each scored token, in the order of the text.
 
     spec, mode    the cache and how it was run
     window        tokens of a window, which is the cache's capacity
@@ -81,8 +83,13 @@ class Evaluation:
 
     @property
     def finite(self) -> bool:
-        """Return False where the cache or the full-precision model computed nan or inf for some token."""
-        return bool(np.isfinite(self.nats).all() and np.isfinite(self.kl).all() and np.isfinite(self.exact_nats).all())
+        """Return False where the cache or the full-precision model computed nan or inf for some
+        token."""
+        return bool(
+            np.isfinite(self.nats).all()
+            and np.isfinite(self.kl).all()
+            and np.isfinite(self.exact_nats).all()
+        )
 
     @property
     def mean_nats(self) -> float:
@@ -130,7 +137,8 @@ class Evaluation:
 
     @property
     def flips(self) -> Int[np.ndarray, "flips"]:
-        """Return the places in the text where the cache's likeliest token is not the full-precision model's."""
+        """Return the places in the text where the cache's likeliest token is not the full-precision
+        model's."""
         return self.index[~self.agrees]
 
     def quality(self) -> Quality:
@@ -139,15 +147,24 @@ class Evaluation:
     def by_position(self, buckets: int = BUCKETS) -> tuple[Bucket, ...]:
         """Return the numbers of equal parts of the window, at most `buckets` of them."""
         width = -(-self.window // buckets)
-        return tuple(self._bucket(at, min(at + width, self.window) - 1) for at in range(0, self.window, width))
+        return tuple(
+            self._bucket(at, min(at + width, self.window) - 1)
+            for at in range(0, self.window, width)
+        )
 
     def _bucket(self, first: int, last: int) -> Bucket:
         inside = (self.position >= first) & (self.position <= last)
         exact_nats, nats, kl = (_mean(of[inside]) for of in (self.exact_nats, self.nats, self.kl))
-        return Bucket(first, last, int(inside.sum()), exact_nats, nats, kl, int((~self.agrees[inside]).sum()))
+        return Bucket(
+            first, last, int(inside.sum()), exact_nats, nats, kl, int((~self.agrees[inside]).sum())
+        )
 
     def _per_byte(self, nats: Float[np.ndarray, "n"]) -> float | None:
-        return float(nats.sum(dtype=np.float64)) / (math.log(2) * self.utf8_bytes) if self.utf8_bytes else None
+        return (
+            float(nats.sum(dtype=np.float64)) / (math.log(2) * self.utf8_bytes)
+            if self.utf8_bytes
+            else None
+        )
 
 
 def finite(value: float | None) -> float | None:

@@ -1,4 +1,5 @@
-"""Evaluate a text through one cache (`evaluate`) or several (`evaluate_caches`) against full precision, or rows of tokens
+"""Evaluate a text through one cache (`evaluate`) or several (`evaluate_caches`) against full
+precision, or rows of tokens
 (`measure`, `measure_rows`)."""
 
 from __future__ import annotations
@@ -19,14 +20,26 @@ from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Evaluation, Quality
-from kvq_tools.evaluation.through import CHUNK, MODES, STEP, Batch, Mode, Reference, Through, prefill_prompts, slices
+from kvq_tools.evaluation.through import (
+    CHUNK,
+    MODES,
+    STEP,
+    Batch,
+    Mode,
+    Reference,
+    Through,
+    prefill_prompts,
+    slices,
+)
 from kvq_tools.evaluation.windows import check_windows, windows
 
 BATCH = 4
 PROMPT = 128  # of the default, where a cache takes statistics from a prompt
 MOST_WINDOW = 2048  # of the default
 
-Candidate = tuple[Llama, CacheSpec | str]  # a model that carries what the cache needs (`kvq_models.prepare`), and the cache
+Candidate = tuple[
+    Llama, CacheSpec | str
+]  # a model that carries what the cache needs (`kvq_models.prepare`), and the cache
 
 
 class Options(TypedDict, total=False):
@@ -44,8 +57,11 @@ class Options(TypedDict, total=False):
     placement: Placement | None
 
 
-def evaluate(llama: Llama, spec: CacheSpec | str, token_ids: Integers, **options: Unpack[Options]) -> Evaluation:
-    """Compare the predictions of a text through a cache with the full-precision model's: `evaluate_caches` of one cache."""
+def evaluate(
+    llama: Llama, spec: CacheSpec | str, token_ids: Integers, **options: Unpack[Options]
+) -> Evaluation:
+    """Compare the predictions of a text through a cache with the full-precision model's:
+    `evaluate_caches` of one cache."""
     return evaluate_caches([(llama, spec)], token_ids, **options)[0]
 
 
@@ -64,32 +80,46 @@ def evaluate_caches(
     progress: Progress[Any] | None = None,
     placement: Placement | None = None,
 ) -> tuple[Evaluation, ...]:
-    """Compare the predictions of a text through each cache with those of the same model without a cache.
+    """Compare the predictions of a text through each cache with those of the same model without a
+    cache.
 
-    candidates: models that differ only in `cache_parameters`, each with its cache. token_ids: the text, [n].
-    window: tokens of a window, at most the model's positions (default: those, or 2048). stride: from the start of one window to the next
-    (default: half a window); every token is scored once, after at least window - stride others (windows.py). A window starts with an empty
-    cache. mode: see through.py. batch: windows that run together; the results do not depend on it. chunk: tokens of one `prefill` of
-    `chunked`. prompt: tokens of each window that `decode` prefills first; a later window's are inside its overlap, the first's are not
-    scored. Default: `default_prompt` where one of the caches takes statistics from a prompt, else 0; all caches are scored on the same
-    tokens. In `chunked` such statistics come from a window's first chunk, in `fake` from the whole window. step: tokens of one step of
-    `decode`; the results of a sound cache do not depend on it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per
-    byte. progress: wraps the loop over slices of windows, as tqdm would. placement: where the caches lie, if the models
+    candidates: models that differ only in `cache_parameters`, each with its cache. token_ids: the
+    text, [n].
+    window: tokens of a window, at most the model's positions (default: those, or 2048). stride:
+    from the start of one window to the next (default: half a window); every token is scored once,
+    after at least window - stride others (windows.py). A window starts with an empty cache. mode:
+    see through.py. batch: windows that run together; the results do not depend on it. chunk: tokens
+    of one `prefill` of `chunked`. prompt: tokens of each window that `decode` prefills first; a
+    later window's are inside its overlap, the first's are not scored. Default: `default_prompt`
+    where one of the caches takes statistics from a prompt, else 0; all caches are scored on the
+    same tokens. In `chunked` such statistics come from a window's first chunk, in `fake` from the
+    whole window. step: tokens of one step of `decode`; the results of a sound cache do not depend
+    on it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per byte. progress:
+    wraps the loop over slices of windows, as tqdm would. placement: where the caches lie, if the
+    models
     are on a mesh; where rows are split, a batch is filled up to a multiple of their parts.
 
-    Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the hidden states of a batch, and logits of a
-    slice, twice at most 256 MiB (in `chunked`: of a chunk). ValueError, in one line, where the request does not fit the text or the model.
+    Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the
+    hidden states of a batch, and logits of a slice, twice at most 256 MiB (in `chunked`: of a
+    chunk). ValueError, in one line, where the request does not fit the text or the model.
     """
     ids = np.asarray(token_ids)
     specs = [parse(spec) for _, spec in candidates]
-    settings = check_request(candidates[0][0].config, ids, specs, window, stride, mode, batch, chunk, prompt, step)
+    settings = check_request(
+        candidates[0][0].config, ids, specs, window, stride, mode, batch, chunk, prompt, step
+    )
     width = min(settings.window, ids.size)
     cut = windows(ids.size, settings.window, settings.stride, settings.prompt)
-    begins, lengths = np.array([w.begin for w in cut]), np.array([w.end - w.begin for w in cut], np.int32)
+    begins, lengths = (
+        np.array([w.begin for w in cut]),
+        np.array([w.end - w.begin for w in cut], np.int32),
+    )
     inside = np.arange(width)[None] < lengths[:, None]
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
     exact, compared = _run(candidates, rows, lengths, settings, progress, placement=placement)
-    row, position = np.nonzero(inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None]))
+    row, position = np.nonzero(
+        inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None])
+    )
     index = begins[row] + position
     utf8_bytes = None if token_bytes is None else int(np.asarray(token_bytes)[index].sum())
     return tuple(
@@ -126,7 +156,8 @@ class Settings(NamedTuple):
         return (window - 1) // self.chunk * self.chunk if self.mode == "chunked" else window - 1
 
     def quantized_tokens(self, cache: kvq.Cache) -> int:
-        """Return how many of them are quantized then, in windows of the cache's capacity; in `fake` mode every token is."""
+        """Return how many of them are quantized then, in windows of the cache's capacity; in `fake`
+        mode every token is."""
         newest = self.read_tokens(cache.capacity)
         if self.mode == "fake":
             return newest if any(plan.quantizes for plan in cache.plans) else 0
@@ -145,7 +176,8 @@ def check_request(
     prompt: int | None = None,
     step: int = STEP,
 ) -> Settings:
-    """Check a request as far as it needs no weights, and return it with its defaults. Raises as `evaluate_caches`."""
+    """Check a request as far as it needs no weights, and return it with its defaults. Raises as
+    `evaluate_caches`."""
     window = min(MOST_WINDOW, config.positions) if window is None else window
     stride = max(1, window // 2) if stride is None else stride
     if mode not in MODES:
@@ -153,38 +185,55 @@ def check_request(
     if min(batch, chunk, step) < 1:
         raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
     if prompt and mode != "decode":
-        raise ValueError(f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything, 'fake' nothing")
+        raise ValueError(
+            f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything,"
+            " 'fake' nothing"
+        )
     check_windows(config, token_ids, window, stride, prompt or 0)
     for spec in specs:
         layout(spec, config, 1, window)
     if mode == "decode":
-        prompt = prompt_for(config, specs, prompt, default_prompt(np.asarray(token_ids).size, window, stride))
+        prompt = prompt_for(
+            config, specs, prompt, default_prompt(np.asarray(token_ids).size, window, stride)
+        )
     return Settings(window, stride, mode, batch, chunk, prompt or 0, step)
 
 
 def default_prompt(tokens: int, window: int, stride: int) -> int:
-    """Return the tokens of a prompt by default: at most PROMPT, at most what windows overlap, at most half of a single window."""
+    """Return the tokens of a prompt by default: at most PROMPT, at most what windows overlap, at
+    most half of a single window."""
     return min(PROMPT, window - stride if tokens > window else tokens // 2)
 
 
-def prompt_for(config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | None, default: int) -> int:
-    """Return the tokens of the prompt with which all of these caches are evaluated: those asked for, else `default` if one of the caches
-    takes statistics from a prompt, else 0. ValueError where one does and would get none."""
+def prompt_for(
+    config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | None, default: int
+) -> int:
+    """Return the tokens of the prompt with which all of these caches are evaluated: those asked
+    for, else `default` if one of the caches takes statistics from a prompt, else 0. ValueError
+    where one does and would get none."""
     needing = [str(spec) for spec in specs if has_prompt_statistics(spec, config)]
     if asked is None and not needing:
         return 0
     used = default if asked is None else asked
     if needing and not used:
-        remedy = "give one of at least 1 token" if asked == 0 else "let windows overlap: give a stride below the window"
-        raise ValueError(f"{needing[0]!r} takes statistics from a prompt, and a prompt of 0 tokens leaves it without them; {remedy}")
+        remedy = (
+            "give one of at least 1 token"
+            if asked == 0
+            else "let windows overlap: give a stride below the window"
+        )
+        raise ValueError(
+            f"{needing[0]!r} takes statistics from a prompt, and a prompt of 0 tokens leaves it"
+            f" without them; {remedy}"
+        )
     return used
 
 
 class RowQuality(NamedTuple):
     """Means over the scored tokens of each row, and the outliers that found no slot.
 
-    tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: in all rows' caches at the end, the share of
-    the outliers of each side ("k", "v") that have no slot; empty where a cache stores no outliers or is not run (`fake`).
+    tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: in
+    all rows' caches at the end, the share of the outliers of each side ("k", "v") that have no
+    slot; empty where a cache stores no outliers or is not run (`fake`).
     """
 
     tokens: int
@@ -203,11 +252,14 @@ def measure_rows(
     batch: int = BATCH,
     progress: Progress[Any] | None = None,
 ) -> tuple[RowQuality, ...]:
-    """Score rows of tokens through each cache, row by row; all caches are compared with one full-precision model.
+    """Score rows of tokens through each cache, row by row; all caches are compared with one
+    full-precision model.
 
-    prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled; default 0, or at most PROMPT and half of a row
-    where a cache takes statistics from a prompt (a key norm, a query subspace). Otherwise the arguments are those of `evaluate_caches`.
-    ValueError where the rows do not fit the vocabulary, the prompt leaves fewer than two tokens, or such a cache is to go without one.
+    prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled;
+    default 0, or at most PROMPT and half of a row where a cache takes statistics from a prompt (a
+    key norm, a query subspace). Otherwise the arguments are those of `evaluate_caches`. ValueError
+    where the rows do not fit the vocabulary, the prompt leaves fewer than two tokens, or such a
+    cache is to go without one.
     """
     tokens = np.asarray(rows, np.int32)
     count, length = tokens.shape
@@ -215,7 +267,12 @@ def measure_rows(
     if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
         raise ValueError(f"token ids must be between 0 and {config.vocab_size - 1}")
     if mode == "decode":
-        prompt = prompt_for(config, [parse(spec) for _, spec in candidates], prompt, default_prompt(length, length, length))
+        prompt = prompt_for(
+            config,
+            [parse(spec) for _, spec in candidates],
+            prompt,
+            default_prompt(length, length, length),
+        )
     prompt = prompt or 0
     if not 0 <= prompt <= length - 2:
         raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
@@ -224,26 +281,48 @@ def measure_rows(
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
         for own, run in zip(outliers, through, strict=True):
-            for layer in kvq.outlier_totals(kvq.select_rows(run.cache, np.arange(fresh))) if mode != "fake" else ():
+            for layer in (
+                kvq.outlier_totals(kvq.select_rows(run.cache, np.arange(fresh)))
+                if mode != "fake"
+                else ()
+            ):
                 for side, totals in layer.items():
                     own[side] = own.get(side, kvq.OutlierTotals()) + totals
 
-    _, compared = _run(candidates, tokens, np.full(count, length, np.int32), settings, progress, count_outliers)
+    _, compared = _run(
+        candidates, tokens, np.full(count, length, np.int32), settings, progress, count_outliers
+    )
     scored = length - prompt - 1
     qualities = []
     for terms, own in zip(compared, outliers, strict=True):
-        nats, kl, agreement = (term[:, prompt + 1 :].mean(axis=1, dtype=np.float64) for term in terms)
-        qualities.append(RowQuality(scored, nats, kl, agreement, {side: totals.share_dropped for side, totals in own.items()}))
+        nats, kl, agreement = (
+            term[:, prompt + 1 :].mean(axis=1, dtype=np.float64) for term in terms
+        )
+        qualities.append(
+            RowQuality(
+                scored,
+                nats,
+                kl,
+                agreement,
+                {side: totals.share_dropped for side, totals in own.items()},
+            )
+        )
     return tuple(qualities)
 
 
-def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int | None = None) -> Quality:
-    """Score rows of tokens through one cache, all rows at once: the means of `measure_rows`, with its arguments and errors.
+def measure(
+    llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int | None = None
+) -> Quality:
+    """Score rows of tokens through one cache, all rows at once: the means of `measure_rows`, with
+    its arguments and errors.
 
     Give the prompt where caches are compared, so that all of them score the same tokens.
     """
     (terms,) = measure_rows([(llama, spec)], rows, prompt=prompt, batch=len(rows))
-    return Quality(len(rows) * terms.tokens, *(float(term.mean()) for term in (terms.nats, terms.kl, terms.agreement)))
+    return Quality(
+        len(rows) * terms.tokens,
+        *(float(term.mean()) for term in (terms.nats, terms.kl, terms.agreement)),
+    )
 
 
 def _run(
@@ -255,14 +334,23 @@ def _run(
     at_end: Callable[[Sequence[Through], int], None] | None = None,
     placement: Placement | None = None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
-    """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of
-    row r, predicted from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified. `at_end` is
-    called after each batch with what ran and the number of its rows that are not repetitions."""
+    """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R,
+    T]. Entry [r, t] is about token t of row r, predicted from those before it; entries that nothing
+    predicts (the first, the prompt's, padding) are unspecified. `at_end` is called after each batch
+    with what ran and the number of its rows that are not repetitions."""
     count, width = rows.shape
     parts_of_rows = 1 if placement is None else placement.size("rows")
     size = -(-min(settings.batch, count) // parts_of_rows) * parts_of_rows
     batches = -(-count // size)
-    parts = slices(settings.mode, width, size, candidates[0][0].config.vocab_size, settings.chunk, settings.prompt, settings.step)
+    parts = slices(
+        settings.mode,
+        width,
+        size,
+        candidates[0][0].config.vocab_size,
+        settings.chunk,
+        settings.prompt,
+        settings.step,
+    )
     padded = parts[-1].stop + 1
     exact = np.full((batches * size, padded), np.nan, np.float32)
     compared = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
@@ -281,17 +369,31 @@ def _run(
         assert reference is not None, "the first slice made it"
         predicted = slice(part.first + 1, part.stop + 1)
         logits, exact[here, predicted] = reference(part)
-        scored = prefill_prompts(through, part, logits) if part.prompt else (cache(part, logits) for cache in through)
+        scored = (
+            prefill_prompts(through, part, logits)
+            if part.prompt
+            else (cache(part, logits) for cache in through)
+        )
         for terms, own in zip(compared, scored, strict=True):
             for whole, term in zip(terms, own, strict=True):
                 whole[here, predicted] = term
         if at_end is not None and part is parts[-1]:
             at_end(through, min(size, count - number * size))
-    return exact[:count, :width], [tuple(term[:count, :width] for term in terms) for terms in compared]
+    return exact[:count, :width], [
+        tuple(term[:count, :width] for term in terms) for terms in compared
+    ]
 
 
-def _batch(rows: Int[np.ndarray, "R T"], lengths: Int[np.ndarray, "R"], index: Int[np.ndarray, "B"], padded: int) -> Batch:
-    """Return the rows of a batch. Past the last row it is repeated, so that every batch has one size and one program serves all."""
+def _batch(
+    rows: Int[np.ndarray, "R T"],
+    lengths: Int[np.ndarray, "R"],
+    index: Int[np.ndarray, "B"],
+    padded: int,
+) -> Batch:
+    """Return the rows of a batch. Past the last row it is repeated, so that every batch has one
+    size and one program serves all."""
     index = np.minimum(index, len(rows) - 1)
     tokens = np.pad(rows[index], ((0, 0), (0, padded - rows.shape[1])))
-    return Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths[index], jnp.int32), rows.shape[1])
+    return Batch(
+        jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths[index], jnp.int32), rows.shape[1]
+    )

@@ -9,7 +9,8 @@ from jaxtyping import Int
 
 
 class TokenizedText(NamedTuple):
-    """The tokens of a text. ids [n] int32; bytes [n] of each token, None where the tokenizer gives no offsets."""
+    """The tokens of a text. ids [n] int32; bytes [n] of each token, None where the tokenizer gives
+    no offsets."""
 
     ids: Int[np.ndarray, "n"]
     bytes: Int[np.ndarray, "n"] | None
@@ -21,13 +22,16 @@ class TokenizedText(NamedTuple):
 def tokenize(tokenizer: Any, text: str) -> TokenizedText:
     """Tokenize a text. The tokens' bytes add up to the text's, up to the last token's end.
 
-    A token ends where the tokenizer says and begins where the one before ended: what a tokenizer drops between two tokens counts for the
-    second, a character of several tokens for the first, and special tokens stand for nothing.
+    A token ends where the tokenizer says and begins where the one before ended: what a tokenizer
+    drops between two tokens counts for the second, a character of several tokens for the first, and
+    special tokens stand for nothing.
     """
     if not getattr(tokenizer, "is_fast", False):
         return TokenizedText(np.asarray(tokenizer(text, verbose=False).input_ids, np.int32), None)
     encoded = tokenizer(text, verbose=False, return_offsets_mapping=True)
-    ends = np.maximum.accumulate(np.asarray([end for _, end in encoded.offset_mapping], np.int64), axis=0)
+    ends = np.maximum.accumulate(
+        np.asarray([end for _, end in encoded.offset_mapping], np.int64), axis=0
+    )
     characters = np.fromiter((len(c.encode()) for c in text), np.int64, len(text))
     before = np.concatenate([[0], np.cumsum(characters)])  # bytes before each character
     return TokenizedText(np.asarray(encoded.input_ids, np.int32), np.diff(before[ends], prepend=0))

@@ -1,12 +1,15 @@
 """Run a text through a cache in one of three modes, a slice of positions at a time.
 
-    decode    token after token through the cache, as generation reads it. The truth. A step of several tokens equals as many
-              single steps and is quicker; fused kernels, where a GPU has them, serve single ones.
-    chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the cache. Servers treat prompts this way.
-    fake      one forward pass in which every token is quantized (forward.py), as KVQuant and XQuant simulate their perplexities.
+    decode    token after token through the cache, as generation reads it. The truth. A step of
+              several tokens equals as many single steps and is quicker; fused kernels, where a GPU
+              has them, serve single ones.
+    chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the
+              cache. Servers treat prompts this way.
+    fake      one forward pass in which every token is quantized (forward.py), as KVQuant and XQuant
+              simulate their perplexities.
 
-Every mode walks over the same slices of positions, and all caches walk together: the full-precision logits of a slice are computed once,
-compared with those of each cache, and dropped.
+Every mode walks over the same slices of positions, and all caches walk together: the full-precision
+logits of a slice are computed once, compared with those of each cache, and dropped.
 """
 
 from __future__ import annotations
@@ -31,13 +34,18 @@ from kvq_tools.evaluation.forward import hidden_states
 Mode = Literal["decode", "chunked", "fake"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-STEP = 31  # tokens of one decode step. Odd, so that steps end everywhere in a block: at its end nothing is missing that was lost inside
-CHUNK = 256  # tokens of a chunk of `chunked`, and of a slice in the other modes where its logits are not too large
+# tokens of one decode step. Odd, so that steps end everywhere in a block: at its end nothing is
+# missing that was lost inside
+STEP = 31
+# tokens of a chunk of `chunked`, and of a slice in the other modes where its logits are not too
+# large
+CHUNK = 256
 SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; those of one cache take as many
 
 
 class Slice(NamedTuple):
-    """Inputs start .. stop - 1 of every window; they predict the tokens after `first` .. stop - 1. `prompt` is prefilled in any mode."""
+    """Inputs start .. stop - 1 of every window; they predict the tokens after `first` .. stop - 1.
+    `prompt` is prefilled in any mode."""
 
     start: int
     stop: int
@@ -45,8 +53,11 @@ class Slice(NamedTuple):
     prompt: bool = False
 
 
-def slices(mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP) -> tuple[Slice, ...]:
-    """Cut a window of `length` tokens into slices. The last slice may reach past the window; all but the prompt are equally long."""
+def slices(
+    mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP
+) -> tuple[Slice, ...]:
+    """Cut a window of `length` tokens into slices. The last slice may reach past the window; all
+    but the prompt are equally long."""
     if mode == "chunked":
         size = min(chunk, length)
     else:
@@ -57,7 +68,8 @@ def slices(mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, pro
 
 
 class Batch(NamedTuple):
-    """Windows of a text as rows: tokens [B, T], right-padded past the last slice; lengths [B]; width: positions of a window."""
+    """Windows of a text as rows: tokens [B, T], right-padded past the last slice; lengths [B];
+    width: positions of a window."""
 
     tokens: Int[Array, "B T"]
     lengths: LengthsB
@@ -82,39 +94,60 @@ class Reference:
 
 
 class Through:
-    """One cache on a batch. Each call returns the terms of a slice; slices must be given in order, a prompt by `prefill_prompts`."""
+    """One cache on a batch. Each call returns the terms of a slice; slices must be given in order,
+    a prompt by `prefill_prompts`."""
 
-    def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP, placement: Placement | None = None):
+    def __init__(
+        self,
+        llama: Llama,
+        spec: CacheSpec,
+        mode: Mode,
+        batch: Batch,
+        step: int = STEP,
+        placement: Placement | None = None,
+    ):
         self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
         if mode == "fake":
             self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths, spec)
         else:
             rows = batch.tokens.shape[0]
-            self.cache = init_cache(spec, llama.config, rows, batch.width, llama.embed[...].dtype, placement)
+            self.cache = init_cache(
+                spec, llama.config, rows, batch.width, llama.embed[...].dtype, placement
+            )
 
     def __call__(self, part: Slice, exact: Float[Array, "B t V"]) -> Terms:
         now, following = self.batch.inputs(part), self.batch.following(part)
         if self.mode == "fake":
             return _headed(self.llama, _rows(self.hidden, part), following, exact)
         if self.mode == "decode":
-            steps = [self._decode(at, now, exact, following) for at in range(0, now.shape[1], self.step)]
+            steps = [
+                self._decode(at, now, exact, following) for at in range(0, now.shape[1], self.step)
+            ]
             return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)
         new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
         logits, self.cache = prefill_program(self.llama, self.cache, now, new, True)
         return _compared(logits, exact, following)
 
     def _decode(self, at: int, *arrays: Array) -> Terms:
-        """Return the terms of one step from token `at` of a slice on; arrays: its inputs, full-precision logits and following tokens."""
-        now, exact, following = (jax.lax.dynamic_slice_in_dim(array, at, self.step, axis=1) for array in arrays)
+        """Return the terms of one step from token `at` of a slice on; arrays: its inputs,
+        full-precision logits and following tokens."""
+        now, exact, following = (
+            jax.lax.dynamic_slice_in_dim(array, at, self.step, axis=1) for array in arrays
+        )
         lengths = jnp.full(now.shape[:1], self.step)
         hidden, stored, self.cache = layer_by_layer.decode(self.llama, self.cache, now, lengths)
         return _decoded(self.llama, hidden, stored, exact, following)
 
 
-def prefill_prompts(through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]) -> tuple[Terms, ...]:
-    """Prefill the prompts of a batch into all caches, which have one forward pass in common, and return the terms of each."""
+def prefill_prompts(
+    through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]
+) -> tuple[Terms, ...]:
+    """Prefill the prompts of a batch into all caches, which have one forward pass in common, and
+    return the terms of each."""
     batch = through[0].batch
-    logits, caches = layer_by_layer.prefill_together([one.llama for one in through], [one.cache for one in through], batch.inputs(part))
+    logits, caches = layer_by_layer.prefill_together(
+        [one.llama for one in through], [one.cache for one in through], batch.inputs(part)
+    )
     for one, cache in zip(through, caches, strict=True):
         one.cache = cache
     return (_compared(logits[:, None], exact, batch.following(part)),) * len(through)
@@ -127,18 +160,28 @@ def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:
 
 
 @jax.jit
-def _exact(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"]) -> tuple[Float[Array, "B t V"], Float[Array, "B t"]]:
+def _exact(
+    llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"]
+) -> tuple[Float[Array, "B t V"], Float[Array, "B t"]]:
     logits = llama.logits(hidden)
     return logits, token_nats(logits, following)
 
 
 @jax.jit
-def _headed(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"], exact: Float[Array, "B t V"]) -> Terms:
+def _headed(
+    llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"], exact: Float[Array, "B t V"]
+) -> Terms:
     return compare(llama.logits(hidden), exact, following)
 
 
 @jax.jit
-def _decoded(llama: Llama, hidden: HiddenBTD, stored: ValidBT, exact: Float[Array, "B t V"], following: Int[Array, "B t"]) -> Terms:
+def _decoded(
+    llama: Llama,
+    hidden: HiddenBTD,
+    stored: ValidBT,
+    exact: Float[Array, "B t V"],
+    following: Int[Array, "B t"],
+) -> Terms:
     """Return the terms of a step; past the capacity, where nothing was stored, they are nan."""
     return compare(jnp.where(stored[..., None], llama.logits(hidden), jnp.nan), exact, following)
 

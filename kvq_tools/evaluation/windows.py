@@ -1,8 +1,10 @@
 """Windows over a text, as in "Perplexity of fixed-length models" of the Hugging Face documentation.
 
-A window starts every `stride` tokens and scores what no earlier window has scored. So each token but the text's first is scored once, and
-after the first window with at least window - stride tokens of context. Where stride == window, a window's first token has no context and
-is not scored. Each scored token has the same weight (the documentation's code counts one token too few in every later window).
+A window starts every `stride` tokens and scores what no earlier window has scored. So each token
+but the text's first is scored once, and after the first window with at least window - stride tokens
+of context. Where stride == window, a window's first token has no context and is not scored. Each
+scored token has the same weight (the documentation's code counts one token too few in every later
+window).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Window(NamedTuple):
 
 
 def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Window, ...]:
-    """Return the windows of a text, without those that score nothing. The first `prompt` tokens of a window are not scored."""
+    """Return the windows of a text, without those that score nothing. The first `prompt` tokens of
+    a window are not scored."""
     cut, scored = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
@@ -35,22 +38,39 @@ def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Win
     return tuple(w for w in cut if w.first < w.end - w.begin)
 
 
-def check_windows(config: LlamaConfig, token_ids: Integers, window: int, stride: int, prompt: int = 0) -> None:
+def check_windows(
+    config: LlamaConfig, token_ids: Integers, window: int, stride: int, prompt: int = 0
+) -> None:
     """Raise ValueError, in one line, where a text cannot be scored in these windows."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.size < 2:
-        raise ValueError(f"an evaluation needs a text of at least two tokens, and this one has {ids.size}")
+        raise ValueError(
+            f"an evaluation needs a text of at least two tokens, and this one has {ids.size}"
+        )
     outside = (ids < 0) | (ids >= config.vocab_size)
     if outside.any():
         at = int(outside.argmax())
-        raise ValueError(f"token id {ids[at]} at position {at} is outside the vocabulary of {config.vocab_size}")
+        raise ValueError(
+            f"token id {ids[at]} at position {at} is outside the vocabulary of {config.vocab_size}"
+        )
     if window < 2:
         raise ValueError(f"a window of {window} predicts nothing: give at least two tokens")
     if window > config.positions:
-        raise ValueError(f"a window of {window} tokens is beyond the {config.positions} positions of the model")
+        raise ValueError(
+            f"a window of {window} tokens is beyond the {config.positions} positions of the model"
+        )
     if not 1 <= stride <= window:
-        raise ValueError(f"a stride of {stride} tokens must be between 1 and the window of {window}: other tokens would not be scored")
+        raise ValueError(
+            f"a stride of {stride} tokens must be between 1 and the window of {window}: other"
+            " tokens would not be scored"
+        )
     if not 0 <= prompt < min(window, ids.size):
-        raise ValueError(f"a prompt of {prompt} tokens leaves nothing to score in windows of {min(window, ids.size)}")
+        raise ValueError(
+            f"a prompt of {prompt} tokens leaves nothing to score in windows of"
+            f" {min(window, ids.size)}"
+        )
     if prompt > window - stride and ids.size > window:
-        raise ValueError(f"a prompt of {prompt} tokens must fit into the {window - stride} that windows of {window} by {stride} overlap")
+        raise ValueError(
+            f"a prompt of {prompt} tokens must fit into the {window - stride} that windows of"
+            f" {window} by {stride} overlap"
+        )

@@ -3,12 +3,15 @@
     minimize  sum over layers l and sides s of cost_ls(n_ls)     subject to   sum n_ls <= budget
     cost_ls(n) = ratio_ls(n) * energy_ls(n)
 
-n counts the bits of the chunks of a row (the digits of `k_widths` add up to it); energy_ls(n) is the divergence that the
-calibration of waterfill expects of its best widths for n; ratio_ls is measured over expected divergence where the side was measured, and in
-between its logarithm is interpolated in n. Costs of layers and sides are taken to add up. A price per bit turns the budget into a choice
-for each layer and side by itself, and is found by bisection.
+n counts the bits of the chunks of a row (the digits of `k_widths` add up to it); energy_ls(n) is
+the divergence that the
+calibration of waterfill expects of its best widths for n; ratio_ls is measured over expected
+divergence where the side was measured, and in between its logarithm is interpolated in n. Costs of
+layers and sides are taken to add up. A price per bit turns the budget into a choice for each layer
+and side by itself, and is found by bisection.
 
-A model has at most PROFILES different pairs of widths: layers of equal widths share compiled programs.
+A model has at most PROFILES different pairs of widths: layers of equal widths share compiled
+programs.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ Widths = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What sides cost in nats per token. energies [L, 2, chunks]: of the calibration, so that expected divergence is their weighted error;
-    ratios: for each (layer, side) measured over expected divergence by n; without any, it is 1."""
+    """What sides cost in nats per token. energies [L, 2, chunks]: of the calibration, so that
+    expected divergence is their weighted error; ratios: for each (layer, side) measured over
+    expected divergence by n; without any, it is 1."""
 
     energies: Float[np.ndarray, "L 2 chunks"]
     ratios: Mapping[tuple[int, Side], Mapping[int, float]]
@@ -53,50 +57,95 @@ class Costs:
         return tuple(map(int, allocate(self.energies[layer, SIDES.index(side)], n)))
 
     def cost(self, layer: int, side: Side, widths: Sequence[int]) -> float:
-        """Return the predicted KL where this side of this layer has these widths, and all else is exact."""
+        """Return the predicted KL where this side of this layer has these widths, and all else is
+        exact."""
         return self.expected(layer, side, widths) * self.ratio(layer, side, sum(widths))
 
     def ratio(self, layer: int, side: Side, n: int) -> float:
         known = sorted(self.ratios.get((layer, side), {}).items())
-        return float(np.exp(np.interp(n, [at for at, _ in known], np.log([ratio for _, ratio in known])))) if known else 1.0
+        return (
+            float(
+                np.exp(np.interp(n, [at for at, _ in known], np.log([ratio for _, ratio in known])))
+            )
+            if known
+            else 1.0
+        )
 
     def total(self, widths: Sequence[Sequence[Widths]]) -> float:
         """Return the predicted KL of a whole cache: the sum over layers and sides."""
-        return sum(self.cost(layer, side, own) for layer, both in enumerate(widths) for side, own in zip(SIDES, both, strict=True))
+        return sum(
+            self.cost(layer, side, own)
+            for layer, both in enumerate(widths)
+            for side, own in zip(SIDES, both, strict=True)
+        )
 
 
-def costs_of(calibration: Calibration, ratios: Mapping[tuple[int, Side], Mapping[int, float]]) -> Costs:
-    """Return the costs of a model from waterfill's calibration, and the ratios that were measured."""
+def costs_of(
+    calibration: Calibration, ratios: Mapping[tuple[int, Side], Mapping[int, float]]
+) -> Costs:
+    """Return the costs of a model from waterfill's calibration, and the ratios that were
+    measured."""
     chunks, layers = template_chunks(calibration.dims.head_dim), calibration.dims.num_hidden_layers
     energies = np.empty((layers, 2, chunks))
     for layer, (index, side) in itertools.product(range(layers), enumerate(SIDES)):
         channels = 2 if side == "k" else 1  # of an energy
         own = chunk_energies(calibration.parameters(layer, side)["energies"], chunks)
-        energies[layer, index] = own * channels / 2 * calibration.origin.length**2  # from gradients of the mean to those of the sum
+        energies[layer, index] = (
+            own * channels / 2 * calibration.origin.length**2
+        )  # from gradients of the mean to those of the sum
     return Costs(energies, ratios)
 
 
 def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tuple[Widths, Widths]]:
-    """Return the widths (keys, values) of each layer: at most `budget` bits in all chunks together, and at most `profiles` different pairs.
+    """Return the widths (keys, values) of each layer: at most `budget` bits in all chunks together,
+    and at most `profiles` different pairs.
 
     ValueError where the budget is below one bit for each layer and side.
     """
     layers, sides = len(costs.energies), len(costs.energies) * len(SIDES)
     if budget < sides:
-        raise ValueError(f"{budget} bits for a chunk of every layer and side are fewer than one for each of {sides}")
+        raise ValueError(
+            f"{budget} bits for a chunk of every layer and side are fewer than one for each of"
+            f" {sides}"
+        )
     counts = range(1, MOST * costs.chunks + 1)
-    table = np.array([[[costs.cost(l, s, costs.best(l, s, n)) for n in counts] for s in SIDES] for l in range(layers)])
+    table = np.array(
+        [
+            [[costs.cost(l, s, costs.best(l, s, n)) for n in counts] for s in SIDES]
+            for l in range(layers)
+        ]
+    )
     table = np.minimum.accumulate(table, axis=2)
-    own = _within(budget, table.reshape(sides, -1), np.broadcast_to(counts, (sides, len(counts)))).reshape(layers, 2)
-    found = [(costs.best(layer, "k", counts[k]), costs.best(layer, "v", counts[v])) for layer, (k, v) in enumerate(own)]
+    own = _within(
+        budget, table.reshape(sides, -1), np.broadcast_to(counts, (sides, len(counts)))
+    ).reshape(layers, 2)
+    found = [
+        (costs.best(layer, "k", counts[k]), costs.best(layer, "v", counts[v]))
+        for layer, (k, v) in enumerate(own)
+    ]
     one = (1, *[0] * (costs.chunks - 1))
-    candidates = [*dict.fromkeys(pair for pair in found if pair != (one, one)), (one, one)]  # the last fits every budget that is allowed
-    priced = np.array([[sum(costs.cost(l, s, w) for s, w in zip(SIDES, pair, strict=True)) for pair in candidates] for l in range(layers)])
+    candidates = [
+        *dict.fromkeys(pair for pair in found if pair != (one, one)),
+        (one, one),
+    ]  # the last fits every budget that is allowed
+    priced = np.array(
+        [
+            [
+                sum(costs.cost(l, s, w) for s, w in zip(SIDES, pair, strict=True))
+                for pair in candidates
+            ]
+            for l in range(layers)
+        ]
+    )
     sizes = np.array([sum(map(sum, pair)) for pair in candidates])
     best, answer = np.inf, None
-    for price, first in itertools.product(_prices(priced, sizes, budget), ((), (len(candidates) - 1,))):
+    for price, first in itertools.product(
+        _prices(priced, sizes, budget), ((), (len(candidates) - 1,))
+    ):
         chosen = _fewest(priced + price * sizes, profiles, first)
-        taken = _within(budget, priced[:, chosen], np.broadcast_to(sizes[chosen], (layers, len(chosen))))
+        taken = _within(
+            budget, priced[:, chosen], np.broadcast_to(sizes[chosen], (layers, len(chosen)))
+        )
         total = priced[np.arange(layers), chosen[taken]].sum()
         if total < best and sizes[chosen[taken]].sum() <= budget:
             best, answer = total, chosen[taken]
@@ -104,14 +153,19 @@ def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tupl
     return [candidates[index] for index in answer]
 
 
-def _within(budget: int, costs: Float[np.ndarray, "items choices"], sizes: np.ndarray) -> np.ndarray:
-    """Return a choice for each item: the cheapest at the least price per bit at which all together fit the budget; then the bits that are
-    left go where they help most."""
+def _within(
+    budget: int, costs: Float[np.ndarray, "items choices"], sizes: np.ndarray
+) -> np.ndarray:
+    """Return a choice for each item: the cheapest at the least price per bit at which all together
+    fit the budget; then the bits that are left go where they help most."""
     low, high = 0.0, float(costs.max() - costs.min()) + 1.0
     items = np.arange(len(costs))
     for _ in range(HALVINGS):
         price = (low + high) / 2
-        over = np.take_along_axis(sizes, (costs + price * sizes).argmin(axis=1)[:, None], axis=1).sum() > budget
+        over = (
+            np.take_along_axis(sizes, (costs + price * sizes).argmin(axis=1)[:, None], axis=1).sum()
+            > budget
+        )
         low, high = (price, high) if over else (low, price)
     chosen = (costs + high * sizes).argmin(axis=1)
     while True:
@@ -125,7 +179,8 @@ def _within(budget: int, costs: Float[np.ndarray, "items choices"], sizes: np.nd
 
 
 def _prices(costs: np.ndarray, sizes: np.ndarray, budget: int) -> list[float]:
-    """Return prices per bit around the one at which the cheapest candidates of all layers take the budget."""
+    """Return prices per bit around the one at which the cheapest candidates of all layers take the
+    budget."""
     low, high = 0.0, float(costs.max()) + 1.0
     for _ in range(HALVINGS):
         price = (low + high) / 2
@@ -135,7 +190,8 @@ def _prices(costs: np.ndarray, sizes: np.ndarray, budget: int) -> list[float]:
 
 
 def _fewest(costs: np.ndarray, profiles: int, first: Sequence[int]) -> np.ndarray:
-    """Return at most `profiles` candidates, the given ones first, chosen greedily so that the sum of each layer's cheapest is least."""
+    """Return at most `profiles` candidates, the given ones first, chosen greedily so that the sum
+    of each layer's cheapest is least."""
     chosen = list(first)
     while len(chosen) < min(profiles, costs.shape[1]):
         so_far = costs[:, chosen].min(axis=1, initial=np.inf)

@@ -13,7 +13,11 @@ DPI = 130
 
 def missing() -> str | None:
     """Say what is needed to draw, where it is not there."""
-    return None if importlib.util.find_spec("matplotlib") else "a picture needs matplotlib: pip install 'kvq-jax[report]'"
+    return (
+        None
+        if importlib.util.find_spec("matplotlib")
+        else "a picture needs matplotlib: pip install 'kvq-jax[report]'"
+    )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -23,16 +27,41 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     ours = sorted(
-        (cache["body_bits_per_element"], cache["predicted_kl"]) for cache in result["caches"] if cache["predicted_kl"] is not None
+        (cache["body_bits_per_element"], cache["predicted_kl"])
+        for cache in result["caches"]
+        if cache["predicted_kl"] is not None
     )
-    axes.plot(*zip(*ours, strict=True), "o-", color="#2f6fd0", mfc="white", label="waterfill, predicted")
+    axes.plot(
+        *zip(*ours, strict=True), "o-", color="#2f6fd0", mfc="white", label="waterfill, predicted"
+    )
     measured = [cache for cache in result["caches"] if cache["measured_kl"] is not None]
     for cache in measured:
         other = cache["predicted_kl"] is None
-        axes.plot(cache["body_bits_per_element"], cache["measured_kl"], "s" if other else "o", color="#d0521b" if other else "#2f6fd0")
-        label = cache["name"].partition(",")[0] if other else "the plan" if cache["name"] == result["chosen"] else "waterfill"
-        axes.annotate(label, (cache["body_bits_per_element"], cache["measured_kl"]), xytext=(5, 4), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="stored bits of an element", ylabel="KL to full precision, nats per token", title=f"Caches of {result['model']}")
+        axes.plot(
+            cache["body_bits_per_element"],
+            cache["measured_kl"],
+            "s" if other else "o",
+            color="#d0521b" if other else "#2f6fd0",
+        )
+        label = (
+            cache["name"].partition(",")[0]
+            if other
+            else "the plan"
+            if cache["name"] == result["chosen"]
+            else "waterfill"
+        )
+        axes.annotate(
+            label,
+            (cache["body_bits_per_element"], cache["measured_kl"]),
+            xytext=(5, 4),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set(
+        xlabel="stored bits of an element",
+        ylabel="KL to full precision, nats per token",
+        title=f"Caches of {result['model']}",
+    )
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()

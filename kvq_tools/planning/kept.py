@@ -1,4 +1,5 @@
-"""Where plans are kept: the calibration that `--cache auto:bits=B` finds, and the files that `--cache plan.json` takes.
+"""Where plans are kept: the calibration that `--cache auto:bits=B` finds, and the files that
+`--cache plan.json` takes.
 
 ~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors      the calibration that `kvq plan` made for a model; HASH is of the model's place
 plan.json                                               {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null}
@@ -32,7 +33,9 @@ class Plan(NamedTuple):
 def folder(model: str) -> Path:
     """Return the folder of a model's plans: of its place, whatever its weights are."""
     place = os.path.abspath(located(model)) if os.path.exists(located(model)) else str(model)
-    name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in Path(str(model)).name)[:40]
+    name = "".join(
+        letter if letter.isalnum() or letter in "-_." else "_" for letter in Path(str(model)).name
+    )[:40]
     return cache_folder() / "plans" / f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
@@ -44,18 +47,25 @@ def calibration_file(model: str) -> Path:
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write a plan, whole or not at all. The calibration is named by its absolute path."""
     calibration = None if plan.calibration is None else os.path.abspath(plan.calibration)
-    text = json.dumps({"format": FORMAT, "cache": str(plan.spec), "calibration": calibration}, indent=2)
+    text = json.dumps(
+        {"format": FORMAT, "cache": str(plan.spec), "calibration": calibration}, indent=2
+    )
     whole.write(path, text + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan. ValueError, in one line, where the file is none; OSError where it cannot be read."""
+    """Read a plan. ValueError, in one line, where the file is none; OSError where it cannot be
+    read."""
     found = _json(Path(path))
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{str(path)!r} is no plan of kvq: `kvq plan MODEL --out {path}` writes one")
+        raise ValueError(
+            f"{str(path)!r} is no plan of kvq: `kvq plan MODEL --out {path}` writes one"
+        )
     cache, calibration = found.get("cache"), found.get("calibration")
     if not isinstance(cache, str) or not isinstance(calibration, str | None):
-        raise ValueError(f"{str(path)!r}: a plan has the text of a cache, and a calibration file or null")
+        raise ValueError(
+            f"{str(path)!r}: a plan has the text of a cache, and a calibration file or null"
+        )
     return Plan(kvq.parse(cache), calibration)
 
 
@@ -65,4 +75,6 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no plan of kvq: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{str(path)!r} is no plan of kvq: {str(error).splitlines()[0]}"
+        ) from error

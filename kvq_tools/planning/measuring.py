@@ -1,9 +1,12 @@
-"""`kvq plan --text`: measure what sides of layers cost, share the budget out, and check the best caches.
+"""`kvq plan --text`: measure what sides of layers cost, share the budget out, and check the best
+caches.
 
     1. calibrate waterfill on the first half of the text
-    2. for every layer and side, and MEASURED bits: KL with that side alone read through the cache, on windows of the second half
+    2. for every layer and side, and MEASURED bits: KL with that side alone read through the cache,
+       on windows of the second half
     3. widths for a budget from these (allocation.py)
-    4. this cache, waterfill with equal shares, and the largest of each other method that fit are read through the real cache
+    4. this cache, waterfill with equal shares, and the largest of each other method that fit are
+       read through the real cache
 
 Every number goes to a journal as soon as it is there; the same request goes on from it.
 """
@@ -52,7 +55,12 @@ WINDOW, WINDOWS = 512 + SCORED, 2
 SAMPLES, LENGTH = 2, 1024  # of the calibration
 RIVALS = tuple(  # the other methods: those that need no calibration
     f"{name}:bits={bits}"
-    for name, choices in {"turboquant": (1, 2, 3, 4), "kivi": (2, 3, 4), "xquant": (2, 3, 4), "innerq": (1, 2)}.items()
+    for name, choices in {
+        "turboquant": (1, 2, 3, 4),
+        "kivi": (2, 3, 4),
+        "xquant": (2, 3, 4),
+        "innerq": (1, 2),
+    }.items()
     for bits in choices
 )
 CHECKED_RIVALS = 3
@@ -60,7 +68,8 @@ FACTOR = 2.0  # within which a prediction must be to be more than a rank
 
 
 class Request(NamedTuple):
-    """What is measured on: token ids of the text, windows of `window` tokens, and samples of a calibration."""
+    """What is measured on: token ids of the text, windows of `window` tokens, and samples of a
+    calibration."""
 
     ids: Int[np.ndarray, " n"]
     window: int
@@ -89,10 +98,15 @@ class Request(NamedTuple):
         plan = kvq.layout(METHOD, config, 1, self.window).plans[0].regions
         least = plan.sink + plan.recent + plan.block
         if self.prompt < least:
-            raise ValueError(f"windows of {self.window} tokens leave nothing to quantize: give at least {least + SCORED}")
+            raise ValueError(
+                f"windows of {self.window} tokens leave nothing to quantize: give at least"
+                f" {least + SCORED}"
+            )
         needed = max(2 * self.window, 2 * (self.length + 1))
         if len(self.ids) < needed:
-            raise ValueError(f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}")
+            raise ValueError(
+                f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}"
+            )
 
 
 class MeasuredSide(NamedTuple):
@@ -111,7 +125,8 @@ class MeasuredSide(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A cache that was read as a whole: its KL in nats per token, and what the sides' sum predicts (None for other methods)."""
+    """A cache that was read as a whole: its KL in nats per token, and what the sides' sum predicts
+    (None for other methods)."""
 
     spec: CacheSpec
     kl: float
@@ -121,7 +136,15 @@ class Checked(NamedTuple):
 class Planner:
     """The measurements of one model on one text, and the caches that follow from them."""
 
-    def __init__(self, llama: Llama, request: Request, work: Path, calibration: str | None, text: str, progress: Progress[Any]):
+    def __init__(
+        self,
+        llama: Llama,
+        request: Request,
+        work: Path,
+        calibration: str | None,
+        text: str,
+        progress: Progress[Any],
+    ):
         request.check(llama.config)
         self.llama, self.request, self.work, self.progress = llama, request, work, progress
         self.file = calibration or str(work / "waterfill.safetensors")
@@ -140,74 +163,133 @@ class Planner:
         self._sensitivity: Sensitivity | None = None
 
     def _calibrated(self, given: bool, text: str) -> Calibration:
-        """Return the calibration of a file; where none was given, the one that an earlier plan on this text kept, or a new one."""
-        ids, sizes = self.request.halves[0], {"samples": self.request.samples, "length": self.request.length}
+        """Return the calibration of a file; where none was given, the one that an earlier plan on
+        this text kept, or a new one."""
+        ids, sizes = (
+            self.request.halves[0],
+            {
+                "samples": self.request.samples,
+                "length": self.request.length,
+            },
+        )
         if Path(self.file).is_file():
             kept = load_calibration(self.file, self.llama, METHOD)
-            if given or (kept.origin.tokens_sha256 == sha256(ids) and (kept.origin.samples, kept.origin.length) == tuple(sizes.values())):
+            if given or (
+                kept.origin.tokens_sha256 == sha256(ids)
+                and (kept.origin.samples, kept.origin.length) == tuple(sizes.values())
+            ):
                 return kept
         samples = self.work / f"samples-{sha256(ids)[:12]}"
-        made = fit.calibrate(self.llama, ids, METHOD, work=samples, text=text, progress=self.progress, **sizes)
+        made = fit.calibrate(
+            self.llama, ids, METHOD, work=samples, text=text, progress=self.progress, **sizes
+        )
         save_calibration(made, self.file)
         Store.delete(samples)
         return made
 
     def costs(self) -> Costs:
-        """Measure every side of every layer at MEASURED bits, those that no earlier call measured."""
-        expected, ratios = costs_of(self.calibration, {}), dict[tuple[int, Side], dict[int, float]]()
+        """Measure every side of every layer at MEASURED bits, those that no earlier call
+        measured."""
+        expected, ratios = (
+            costs_of(self.calibration, {}),
+            dict[tuple[int, Side], dict[int, float]](),
+        )
         work = list(self._sides(expected))
         missing = [one for one in work if one.key not in self.journal.rows]
         for one in self.progress(missing, "measuring sides of layers"):
             spec = spec_of([(one.widths, one.widths)] * self.llama.config.num_hidden_layers)
             if self._sensitivity is None:
                 self._sensitivity = Sensitivity(self.llama, self.request.rows, self.request.prompt)
-            kl = self._sensitivity.kl(self.prepared, one_side(spec, one.side, kvq.parse(METHOD)), one.layer)
+            kl = self._sensitivity.kl(
+                self.prepared, one_side(spec, one.side, kvq.parse(METHOD)), one.layer
+            )
             if not math.isfinite(kl):
-                raise ValueError(f"layer {one.layer}, {one.side}: the model's predictions through the cache are not finite")
-            self.journal.add(one.key, {"layer": one.layer, "side": one.side, "bits": one.bits(self.llama.config), "kl": kl})
+                raise ValueError(
+                    f"layer {one.layer}, {one.side}: the model's predictions through the cache are"
+                    " not finite"
+                )
+            self.journal.add(
+                one.key,
+                {
+                    "layer": one.layer,
+                    "side": one.side,
+                    "bits": one.bits(self.llama.config),
+                    "kl": kl,
+                },
+            )
         for one in work:
             kl = max(self.journal.rows[one.key]["kl"], LEAST)
-            ratios.setdefault((one.layer, one.side), {})[sum(one.widths)] = kl / max(expected.expected(*one), LEAST)
+            ratios.setdefault((one.layer, one.side), {})[sum(one.widths)] = kl / max(
+                expected.expected(*one), LEAST
+            )
         self.sides = [self.journal.rows[one.key] for one in work]
         return costs_of(self.calibration, ratios)
 
     def _sides(self, costs: Costs) -> Iterator[MeasuredSide]:
-        """Yield what is measured. Of each side and number of bits, layers have at most MEASURED_PROFILES different widths: programs are
-        compiled for each, and the ratio to what is expected of the same widths is what counts."""
+        """Yield what is measured. Of each side and number of bits, layers have at most
+        MEASURED_PROFILES different widths: programs are compiled for each, and the ratio to what is
+        expected of the same widths is what counts."""
         config = self.llama.config
-        counts = sorted({min(max(1, round((bits - 8 / config.head_dim) * costs.chunks)), MOST * costs.chunks) for bits in MEASURED})
+        counts = sorted(
+            {
+                min(max(1, round((bits - 8 / config.head_dim) * costs.chunks)), MOST * costs.chunks)
+                for bits in MEASURED
+            }
+        )
         for (index, side), count in itertools.product(enumerate(SIDES), counts):
-            shared = layer_widths([[own[index]] for own in costs.energies], [count], MEASURED_PROFILES)
+            shared = layer_widths(
+                [[own[index]] for own in costs.energies], [count], MEASURED_PROFILES
+            )
             for layer, (widths,) in enumerate(shared):
                 yield MeasuredSide(layer, side, widths)
 
     def planned(self, costs: Costs, bits: float) -> tuple[CacheSpec, float]:
-        """Return waterfill with widths for so many stored bits, and the KL that the costs predict."""
+        """Return waterfill with widths for so many stored bits, and the KL that the costs
+        predict."""
         config = self.llama.config
         sides = 2 * config.num_hidden_layers
         budget = math.floor(sides * (bits - 8 / config.head_dim) * costs.chunks + 1e-6)
         if budget < sides:
             least = 1 / costs.chunks + 8 / config.head_dim
-            raise ValueError(f"{bits:g} bits cannot be stored with heads of {config.head_dim} channels: {least:g} is the least")
+            raise ValueError(
+                f"{bits:g} bits cannot be stored with heads of {config.head_dim} channels:"
+                f" {least:g} is the least"
+            )
         widths = shared_out(costs, budget)
         return spec_of(widths), costs.total(widths)
 
     def check(self, costs: Costs, bits: float) -> list[Checked]:
         """Read the best caches of so many bits as a whole, the best first."""
         equal = resolved(f"{METHOD}:bits={bits:g}", self.calibration)
-        ours = {planned[0]: planned[1] for planned in ((equal, self.predicted(costs, equal)), self.planned(costs, bits))}
+        ours = {
+            planned[0]: planned[1]
+            for planned in ((equal, self.predicted(costs, equal)), self.planned(costs, bits))
+        }
         specs = [*ours, *map(kvq.parse, rivals(self.llama.config, bits))]
         missing = [spec for spec in specs if f"cache {spec}" not in self.journal.rows]
         for spec in self.progress(missing, "checking caches"):
             llama = self.prepared if spec in ours else prepare(self.llama, spec)
-            (found,) = measure_rows([(llama, spec)], jnp.asarray(self.request.rows), prompt=self.request.prompt)
+            (found,) = measure_rows(
+                [(llama, spec)], jnp.asarray(self.request.rows), prompt=self.request.prompt
+            )
             self.journal.add(f"cache {spec}", {"kl": float(found.kl.mean())})
-        checked = [Checked(spec, self.journal.rows[f"cache {spec}"]["kl"], ours.get(spec)) for spec in specs]
+        checked = [
+            Checked(spec, self.journal.rows[f"cache {spec}"]["kl"], ours.get(spec))
+            for spec in specs
+        ]
         return sorted(checked, key=lambda one: one.kl)
 
     def predicted(self, costs: Costs, spec: CacheSpec) -> float:
-        method, dims = cast("Waterfill", spec.k), self.calibration.dims  # the only method whose widths have predictions
-        return costs.total([[method.widths(side, layer, dims) for side in SIDES] for layer in range(dims.num_hidden_layers)])
+        method, dims = (
+            cast("Waterfill", spec.k),
+            self.calibration.dims,
+        )  # the only method whose widths have predictions
+        return costs.total(
+            [
+                [method.widths(side, layer, dims) for side in SIDES]
+                for layer in range(dims.num_hidden_layers)
+            ]
+        )
 
 
 def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
@@ -219,7 +301,8 @@ def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:
-    """Return the largest cache of each other method that stores no more bits, the larger ones first, with waterfill's windows."""
+    """Return the largest cache of each other method that stores no more bits, the larger ones
+    first, with waterfill's windows."""
     own, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
     for spec in (f"{rival},sink={own.sink},recent={own.recent}" for rival in RIVALS):
         try:
@@ -227,5 +310,7 @@ def rivals(config: LlamaConfig, bits: float) -> list[str]:
         except ValueError:
             continue  # it does not fit this model
         if stored <= bits + 1e-6:
-            fitting[spec.partition(":")[0]] = max((stored, spec), fitting.get(spec.partition(":")[0], (0.0, "")))
+            fitting[spec.partition(":")[0]] = max(
+                (stored, spec), fitting.get(spec.partition(":")[0], (0.0, ""))
+            )
     return [spec for _, spec in sorted(fitting.values(), reverse=True)[:CHECKED_RIVALS]]

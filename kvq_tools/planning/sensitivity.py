@@ -1,9 +1,12 @@
-"""What one side of one layer costs, read through the cache while all else is exact: KL to the full-precision model.
+"""What one side of one layer costs, read through the cache while all else is exact: KL to the
+full-precision model.
 
-The model runs once over windows of a text, and what every layer sees is kept. A measurement then begins at its layer: that layer prefills a
-prompt into a real cache and decodes the tokens after it, as generation does; the layers above attend exactly, to the exact keys and values
-of the prompt and to the changed ones of the new tokens. So it costs half a forward pass of the new tokens, on average, and the numbers are
-those of `measure_rows` with a cache that keeps every other layer in full precision.
+The model runs once over windows of a text, and what every layer sees is kept. A measurement then
+begins at its layer: that layer prefills a prompt into a real cache and decodes the tokens after it,
+as generation does; the layers above attend exactly, to the exact keys and values of the prompt and
+to the changed ones of the new tokens. So it costs half a forward pass of the new tokens, on
+average, and the numbers are those of `measure_rows` with a cache that keeps every other layer in
+full precision.
 """
 
 from __future__ import annotations
@@ -31,30 +34,46 @@ from kvq_tools.evaluation.through import STEP
 
 
 class Sensitivity:
-    """The full-precision model on windows [B, T]; `kl(spec, layer)` is what a cache costs in one layer.
+    """The full-precision model on windows [B, T]; `kl(spec, layer)` is what a cache costs in one
+    layer.
 
-    The first `prompt` tokens of a window are prefilled, and T - prompt must be a multiple of `step`. Memory: the inputs of every layer, and
-    the prompt's keys and values.
+    The first `prompt` tokens of a window are prefilled, and T - prompt must be a multiple of
+    `step`. Memory: the inputs of every layer, and the prompt's keys and values.
     """
 
-    def __init__(self, llama: Llama, windows: Int[np.ndarray, "B T"], prompt: int, step: int = STEP):
+    def __init__(
+        self, llama: Llama, windows: Int[np.ndarray, "B T"], prompt: int, step: int = STEP
+    ):
         if prompt < 1 or windows.shape[1] <= prompt or (windows.shape[1] - prompt) % step:
-            raise ValueError(f"windows of {windows.shape[1]} tokens must be a prompt ({prompt=}) and whole steps of {step}")
+            raise ValueError(
+                f"windows of {windows.shape[1]} tokens must be a prompt ({prompt=}) and whole steps"
+                f" of {step}"
+            )
         self.llama, self.prompt, self.step = llama, prompt, step
         self.tokens = jnp.asarray(windows, jnp.int32)
         batch, length = self.tokens.shape
         self.rope = rope_for(llama.config, length)
-        self.positions, self.valid = jnp.arange(length, dtype=jnp.int32)[None].repeat(batch, 0), jnp.ones((batch, length), bool)
-        hidden, self.hidden, self.prompts = embed(llama, self.tokens), list[HiddenBTD](), list[tuple[RowsBKTH, RowsBKTH]]()
+        self.positions, self.valid = (
+            jnp.arange(length, dtype=jnp.int32)[None].repeat(batch, 0),
+            jnp.ones((batch, length), bool),
+        )
+        hidden, self.hidden, self.prompts = (
+            embed(llama, self.tokens),
+            list[HiddenBTD](),
+            list[tuple[RowsBKTH, RowsBKTH]](),
+        )
         for layer in llama.layers:
             self.hidden.append(hidden)
             inputs = attention_inputs(layer, hidden, self.positions, self.valid, self.rope)
             self.prompts.append((inputs.k_rot[:, :, :prompt], inputs.v[:, :, :prompt]))
-            hidden = finish_layer(layer, hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v))
+            hidden = finish_layer(
+                layer, hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v)
+            )
         self.exact = head(llama, hidden[:, prompt:-1])
 
     def kl(self, llama: Llama, spec: CacheSpec, layer: int) -> float:
-        """Return the mean KL in nats per token after the prompt, where this layer alone is read through a cache of `spec`.
+        """Return the mean KL in nats per token after the prompt, where this layer alone is read
+        through a cache of `spec`.
 
         llama: the model with what the cache needs (`kvq_models.prepare`).
         """
@@ -63,20 +82,38 @@ class Sensitivity:
         for above in range(layer + 1, len(self.llama.layers)):
             own = self.llama.layers[above]
             inputs = attention_inputs(own, hidden, positions, valid, self.rope)
-            hidden = finish_layer(own, hidden, _after_a_prompt(inputs.q_rot, inputs.k_rot, inputs.v, *self.prompts[above]))
-        return float(_mean_kl(head(self.llama, hidden[:, :-1]), self.exact, self.tokens[:, prompt + 1 :]))
+            hidden = finish_layer(
+                own,
+                hidden,
+                _after_a_prompt(inputs.q_rot, inputs.k_rot, inputs.v, *self.prompts[above]),
+            )
+        return float(
+            _mean_kl(head(self.llama, hidden[:, :-1]), self.exact, self.tokens[:, prompt + 1 :])
+        )
 
     def _through(self, llama: Llama, spec: CacheSpec, layer: int) -> HiddenBTD:
-        """Return the layer's output for the tokens after the prompt, one step after the other through the cache."""
+        """Return the layer's output for the tokens after the prompt, one step after the other
+        through the cache."""
         batch, length = self.tokens.shape
         own, given, layers = llama.layers[layer], parameters_for(llama, spec), len(llama.layers)
         cache = init_cache(spec, llama.config, batch, length, llama.embed[...].dtype)
         outputs = []
-        for start, stop in ((0, self.prompt), *((at, at + self.step) for at in range(self.prompt, length, self.step))):
-            step = dataclasses.replace(begin(cache, stop - start, prefill=not start, parameters=given), layer=layer)
+        for start, stop in (
+            (0, self.prompt),
+            *((at, at + self.step) for at in range(self.prompt, length, self.step)),
+        ):
+            step = dataclasses.replace(
+                begin(cache, stop - start, prefill=not start, parameters=given), layer=layer
+            )
             hidden = self.hidden[layer][:, start:stop]
-            attention, step = attend(step, attention_inputs(own, hidden, step.positions, step.valid, self.rope), self.rope)
-            cache = finish(dataclasses.replace(step, layer=layers))  # the others are not read: they have no tokens
+            attention, step = attend(
+                step,
+                attention_inputs(own, hidden, step.positions, step.valid, self.rope),
+                self.rope,
+            )
+            cache = finish(
+                dataclasses.replace(step, layer=layers)
+            )  # the others are not read: they have no tokens
             if start:
                 outputs.append(finish_layer(own, hidden, attention))
         return jnp.concatenate(outputs, axis=1)
@@ -91,18 +128,29 @@ def one_side(spec: CacheSpec, side: str, windows: CacheSpec) -> CacheSpec:
 
 @jax.jit
 def _after_a_prompt(
-    q: QueryBNTH, k: RowsBKTH, v: RowsBKTH, prompt_k: Float[Array, "B K P H"], prompt_v: Float[Array, "B K P H"]
+    q: QueryBNTH,
+    k: RowsBKTH,
+    v: RowsBKTH,
+    prompt_k: Float[Array, "B K P H"],
+    prompt_v: Float[Array, "B K P H"],
 ) -> QueryBNTH:
     """Return exact attention of new tokens to a prompt and to each other."""
     batch, heads, new, head_dim = q.shape
     keys, values = jnp.concatenate([prompt_k, k], axis=2), jnp.concatenate([prompt_v, v], axis=2)
     q_BKGTH = q.reshape(batch, k.shape[1], -1, new, head_dim)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+    scores = (
+        jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, keys, preferred_element_type=jnp.float32)
+        * head_dim**-0.5
+    )
     seen = jnp.arange(keys.shape[2])[None] <= prompt_k.shape[2] + jnp.arange(new)[:, None]
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(
+        values.dtype
+    )
     return jnp.einsum("bkgts,bksh->bkgth", weights, values).reshape(q.shape)
 
 
 @jax.jit
-def _mean_kl(logits: Float[Array, "B T V"], exact: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, ""]:
+def _mean_kl(
+    logits: Float[Array, "B T V"], exact: Float[Array, "B T V"], following: Int[Array, "B T"]
+) -> Float[Array, ""]:
     return compare(logits, exact, following).kl.mean()

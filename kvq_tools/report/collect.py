@@ -23,8 +23,8 @@ from kvq_tools.report import maps, schema, times
 
 
 class Plan(NamedTuple):
-    """A request for numbers. buckets: parts of a window in numbers by position; contexts: of decode steps, none to time nothing; sample:
-    tokens of magnitudes and errors."""
+    """A request for numbers. buckets: parts of a window in numbers by position; contexts: of decode
+    steps, none to time nothing; sample: tokens of magnitudes and errors."""
 
     model: str
     text: str
@@ -37,18 +37,29 @@ class Plan(NamedTuple):
 
 
 def collect(
-    plan: Plan, plain: Llama, candidates: Sequence[times.PreparedCache], text: TokenizedText, progress: Progress | None = None
+    plan: Plan,
+    plain: Llama,
+    candidates: Sequence[times.PreparedCache],
+    text: TokenizedText,
+    progress: Progress | None = None,
 ) -> schema.Report:
-    """Collect all numbers. plain: the model without parameters of any cache; candidates: each cache with the model that carries its own."""
+    """Collect all numbers. plain: the model without parameters of any cache; candidates: each cache
+    with the model that carries its own."""
     config, settings = plain.config, plan.settings
     started = time.perf_counter()
     pairs = [(c.llama, c.spec) for c in candidates]
-    evaluations = evaluate_caches(pairs, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=progress)
+    evaluations = evaluate_caches(
+        pairs, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=progress
+    )
     seconds = time.perf_counter() - started
     inputs = maps.layer_inputs(plain, jnp.asarray(text.ids[: plan.sample]))
     shown = (progress or (lambda items, _: items))(candidates, "comparing keys and values")
     errors = [maps.errors(candidate.llama, candidate.spec, inputs) for candidate in shown]
-    speed = times.decode_times(timed(plain, candidates), plan.contexts, plan.steps, progress) if plan.contexts else None
+    speed = (
+        times.decode_times(timed(plain, candidates), plan.contexts, plan.steps, progress)
+        if plan.contexts
+        else None
+    )
     first = evaluations[0]
     parts = first.by_position(plan.buckets)
     return schema.Report(
@@ -59,7 +70,11 @@ def collect(
         text=schema.Text(plan.text, text.ids.size, first.tokens, first.utf8_bytes),
         request=_request(settings, config, first.window, seconds),
         positions=tuple(schema.Positions(p.first, p.last, p.tokens) for p in parts),
-        exact=schema.Exact(finite(first.exact_perplexity), finite(first.exact_bits_per_byte), tuple(finite(p.exact_nats) for p in parts)),
+        exact=schema.Exact(
+            finite(first.exact_perplexity),
+            finite(first.exact_bits_per_byte),
+            tuple(finite(p.exact_nats) for p in parts),
+        ),
         caches=tuple(
             _cache(c.name, e, config, settings, e.by_position(plan.buckets), own)
             for c, e, own in zip(candidates, evaluations, errors, strict=True)
@@ -72,7 +87,11 @@ def collect(
 
 def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
     """Return the caches, after a dense one where none of them is."""
-    dense = [] if any(c.spec.exact for c in candidates) else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
+    dense = (
+        []
+        if any(c.spec.exact for c in candidates)
+        else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
+    )
     return [*dense, *candidates]
 
 
@@ -91,7 +110,9 @@ def _model(name: str, llama: Llama) -> schema.Model:
     )
 
 
-def _request(settings: Settings, config: LlamaConfig, capacity: int, seconds: float) -> schema.Request:
+def _request(
+    settings: Settings, config: LlamaConfig, capacity: int, seconds: float
+) -> schema.Request:
     return schema.Request(
         mode=settings.mode,
         window=settings.window,
@@ -138,6 +159,9 @@ def _cache(
         kl_by_position=tuple(finite(p.kl) for p in parts),
         flips_by_position=tuple(p.flips for p in parts),
         flips=tuple(evaluation.flips.tolist()),
-        sizes=tuple(tuple(schema.ArrayBytes(c.side, c.name, c.bytes) for c in layer if c.bytes) for layer in layer_components(layout)),
+        sizes=tuple(
+            tuple(schema.ArrayBytes(c.side, c.name, c.bytes) for c in layer if c.bytes)
+            for layer in layer_components(layout)
+        ),
         errors=errors,
     )

@@ -8,17 +8,41 @@ from typing import Any
 
 import numpy as np
 
-from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, few, figure, label, legend_below, line_of, literal, size_unit
+from kvq_tools.report.drawing import (
+    HALF,
+    WIDE,
+    Picture,
+    Theme,
+    few,
+    figure,
+    label,
+    legend_below,
+    line_of,
+    literal,
+    size_unit,
+)
 from kvq_tools.report.schema import ArrayBytes, Report
 
 SIDES = {"k": ("keys", "s0"), "v": ("values", "s1"), "kv": ("keys and values", "s2")}
-KINDS = {"codes": 1.0, "unquantized rows": 0.85, "scales and zero points": 0.62, "outliers": 0.5, "prompt statistics": 0.38, "windows": 0.2}
+KINDS = {
+    "codes": 1.0,
+    "unquantized rows": 0.85,
+    "scales and zero points": 0.62,
+    "outliers": 0.5,
+    "prompt statistics": 0.38,
+    "windows": 0.2,
+}
 
 
 def sizes(report: Report) -> Picture:
     layers, caches = report.model.layers, report.caches
     stacks = [[grouped(layer) for layer in c.sizes] for c in caches]
-    parts = [(side, kind) for side in SIDES for kind in KINDS if any((side, kind) in layer for stack in stacks for layer in stack)]
+    parts = [
+        (side, kind)
+        for side in SIDES
+        for kind in KINDS
+        if any((side, kind) in layer for stack in stacks for layer in stack)
+    ]
     unit, name = size_unit(max(sum(layer.values()) for stack in stacks for layer in stack))
     columns = min(5, len(caches))
 
@@ -28,14 +52,24 @@ def sizes(report: Report) -> Picture:
         rows = math.ceil(len(caches) / columns)
         drawn = figure(WIDE, 0.9 + 1.75 * rows)
         grid = drawn.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for number, (cache, stack, axes) in enumerate(zip(caches, stacks, grid.flat, strict=False), 1):
+        for number, (cache, stack, axes) in enumerate(
+            zip(caches, stacks, grid.flat, strict=False), 1
+        ):
             axes.grid(axis="x", visible=False)
             floor = np.zeros(layers)
             for side, kind in parts:
                 height = np.array([layer.get((side, kind), 0) / unit for layer in stack])
                 if not height.any():
                     continue
-                axes.bar(range(layers), height, 0.86, floor, color=theme[SIDES[side][1]], alpha=KINDS[kind], linewidth=0)
+                axes.bar(
+                    range(layers),
+                    height,
+                    0.86,
+                    floor,
+                    color=theme[SIDES[side][1]],
+                    alpha=KINDS[kind],
+                    linewidth=0,
+                )
                 floor += height
             axes.set_title(label(number, cache.name))
             axes.set_xticks(few(layers))
@@ -48,17 +82,29 @@ def sizes(report: Report) -> Picture:
             last = number + columns >= len(caches)
             axes.tick_params(labelbottom=last)
             axes.set_xlabel("layer" if last else "")
-        patches = [Patch(color=theme[SIDES[s][1]], alpha=KINDS[k], linewidth=0, label=f"{SIDES[s][0]}: {k}") for s, k in parts]
-        drawn.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        patches = [
+            Patch(
+                color=theme[SIDES[s][1]], alpha=KINDS[k], linewidth=0, label=f"{SIDES[s][0]}: {k}"
+            )
+            for s, k in parts
+        ]
+        drawn.legend(
+            handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize=8
+        )
         return drawn
 
     return Picture(
         name="sizes",
         title=f"What a cache of {report.request.capacity} tokens is made of, layer by layer",
-        reading="One panel for each cache, one bar for each layer, all on the same scale; the colours of a bar are its parts, "
-        "from the bottom: keys, then values (or what holds both). "
-        "Windows, which hold tokens in full precision, and prompt statistics do not grow with the context; the rest does.",
-        alt="Stacked bars of bytes by layer and part. " + "; ".join(f"{c.name}: {c.bytes} bytes in all" for c in caches) + ".",
+        reading=(
+            "One panel for each cache, one bar for each layer, all on the same scale; the colours"
+            " of a bar are its parts, from the bottom: keys, then values (or what holds both)."
+            " Windows, which hold tokens in full precision, and prompt statistics do not grow with"
+            " the context; the rest does."
+        ),
+        alt="Stacked bars of bytes by layer and part. "
+        + "; ".join(f"{c.name}: {c.bytes} bytes in all" for c in caches)
+        + ".",
         wide=True,
         draw=draw,
     )
@@ -85,7 +131,8 @@ def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
 
 
 def speed(report: Report) -> Picture | None:
-    """Draw the fastest decode step in ms against the context in tokens; None where none was timed."""
+    """Draw the fastest decode step in ms against the context in tokens; None where none was
+    timed."""
     measured = report.speed
     if measured is None:
         return None
@@ -97,7 +144,12 @@ def speed(report: Report) -> Picture | None:
         for cache in measured.caches:
             number = numbers.get(cache.name)
             text = label(number, cache.name) if number else f"{literal(cache.name)} (reference)"
-            axes.plot(measured.contexts, cache.fastest_ms, label=text, **line_of(theme, number or 1, cache))
+            axes.plot(
+                measured.contexts,
+                cache.fastest_ms,
+                label=text,
+                **line_of(theme, number or 1, cache),
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(measured.contexts, [str(n) for n in measured.contexts])
         axes.set_ylim(bottom=0)
@@ -109,11 +161,19 @@ def speed(report: Report) -> Picture | None:
     return Picture(
         name="speed",
         title="Time of a decode step against context",
-        reading=f"Lower is better; each point is the fastest of {len(measured.caches[0].samples_ms[0])} steps through the whole model, "
-        "one sequence: what else the machine does only adds to it, and so does quantizing an aged block, in few steps. "
-        "How steeply a line rises is what each further token in the cache costs.",
-        alt=f"Line plot of milliseconds for a decode step at contexts {', '.join(map(str, measured.contexts))}. "
-        + "; ".join(f"{c.name}: {', '.join(f'{t:.3g}' for t in c.fastest_ms)} ms" for c in measured.caches)
+        reading=(
+            f"Lower is better; each point is the fastest of {len(measured.caches[0].samples_ms[0])}"
+            " steps through the whole model, one sequence: what else the machine does only adds to"
+            " it, and so does quantizing an aged block, in few steps. How steeply a line rises is"
+            " what each further token in the cache costs."
+        ),
+        alt=(
+            "Line plot of milliseconds for a decode step at contexts"
+            f" {', '.join(map(str, measured.contexts))}. "
+        )
+        + "; ".join(
+            f"{c.name}: {', '.join(f'{t:.3g}' for t in c.fastest_ms)} ms" for c in measured.caches
+        )
         + ".",
         wide=False,
         draw=draw,

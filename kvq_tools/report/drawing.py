@@ -25,7 +25,8 @@ PALETTE = 256  # colours of a PNG
 NAME_LENGTH = 26  # of a cache's name in a picture
 LEGEND_LENGTH = 22  # where its bits follow
 
-# light and dark values, of the pictures and of the page's CSS; the series follow each other so that neighbours differ in hue and lightness
+# light and dark values, of the pictures and of the page's CSS; the series follow each other so that
+# neighbours differ in hue and lightness
 COLOURS = {
     "ink": ("#1c2330", "#e8eaf0"),
     "muted": ("#5b6575", "#a3acba"),
@@ -83,12 +84,16 @@ class Picture:
 
 
 def optimized(png: bytes) -> bytes:
-    """Return the opaque picture with a palette that covers rare colours too: a third of the size."""
+    """Return the opaque picture with a palette that covers rare colours too: a third of the
+    size."""
     from PIL import Image
 
     with Image.open(io.BytesIO(png)) as image:
         opaque = image.convert("RGB")
-    small, out = opaque.quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE), io.BytesIO()
+    small, out = (
+        opaque.quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE),
+        io.BytesIO(),
+    )
     small.save(out, "png", optimize=True)
     return out.getvalue()
 
@@ -100,8 +105,10 @@ def figure(width: float, height: float) -> Figure:
 
 
 def label(number: int, name: str, bits: float | None = None) -> str:
-    """Return the name of a cache in a picture, with its stored bits per element where they are given: a name may leave them to the default,
-    and a cut one may lose them. The number tells caches apart where names are cut. A $ begins no formula."""
+    """Return the name of a cache in a picture, with its stored bits per element where they are
+    given: a name may leave them to the default, and a cut one may lose them. The number tells
+    caches apart where names are cut. A $ begins no formula.
+    """
     most = NAME_LENGTH if bits is None else LEGEND_LENGTH
     short = name if len(name) <= most else f"{name[: most - 1]}…"
     return f"{number} {literal(short)}" + ("" if bits is None else f", {bits:.1f} bits")
@@ -113,23 +120,35 @@ def literal(text: str) -> str:
 
 
 def line_of(theme: Theme, number: int, cache: CacheNumbers | StepTimes) -> dict[str, Any]:
-    """Return the style of a cache in every picture; numbers begin with 1. The dense cache is the grey reference."""
+    """Return the style of a cache in every picture; numbers begin with 1. The dense cache is the
+    grey reference."""
     if cache.spec == "dense":
         return {"color": theme["muted"], "marker": MARKERS[0], "linestyle": DASHES[1]}
     index = number - 1
     dash = DASHES[index // len(SERIES) % len(DASHES)]
-    return {"color": theme[SERIES[index % len(SERIES)]], "marker": MARKERS[index % len(MARKERS)], "linestyle": dash}
+    return {
+        "color": theme[SERIES[index % len(SERIES)]],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": dash,
+    }
 
 
 def legend_below(drawn: Figure, axes: Any, columns: int = 2) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        drawn.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+        drawn.legend(
+            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        )
 
 
 def few(count: int, most: int = 6) -> list[int]:
     """Return at most `most` ticks of 0 .. count - 1: 0 and multiples of a round number."""
-    step = next(step for power in itertools.count() for n in (1, 2, 5) if (step := n * 10**power) * most >= count)
+    step = next(
+        step
+        for power in itertools.count()
+        for n in (1, 2, 5)
+        if (step := n * 10**power) * most >= count
+    )
     return list(range(0, count, step))
 
 

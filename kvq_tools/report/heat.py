@@ -1,4 +1,5 @@
-"""Draw maps: magnitudes of keys and values, token by channel, and the errors of each cache, layer by channel."""
+"""Draw maps: magnitudes of keys and values, token by channel, and the errors of each cache, layer
+by channel."""
 
 from __future__ import annotations
 
@@ -17,14 +18,22 @@ DECADES = 3  # below the largest, what a scale shows
 SIDES = ("keys", "values")
 
 
-def pooled(matrix: Float[np.ndarray, "rows columns"], columns: int = COLUMNS) -> Float[np.ndarray, "rows fewer"]:
-    """Pool a matrix to at most `columns` by the largest of neighbouring columns, so that outlier channels stay visible."""
+def pooled(
+    matrix: Float[np.ndarray, "rows columns"], columns: int = COLUMNS
+) -> Float[np.ndarray, "rows fewer"]:
+    """Pool a matrix to at most `columns` by the largest of neighbouring columns, so that outlier
+    channels stay visible."""
     width = math.ceil(matrix.shape[1] / columns)
-    return matrix if width == 1 else np.maximum.reduceat(matrix, np.arange(0, matrix.shape[1], width), axis=1)
+    return (
+        matrix
+        if width == 1
+        else np.maximum.reduceat(matrix, np.arange(0, matrix.shape[1], width), axis=1)
+    )
 
 
 def magnitudes(report: Report) -> Picture:
-    """Draw |k| after RoPE and |v| in the model's units, tokens x channels, for the layers of the report's sample."""
+    """Draw |k| after RoPE and |v| in the model's units, tokens x channels, for the layers of the
+    report's sample."""
     layers = report.magnitudes
     matrices = [(pooled(m.keys.matrix()), pooled(m.values.matrix())) for m in layers]
     norms = [_norm([pair[side] for pair in matrices]) for side in (0, 1)]
@@ -38,18 +47,30 @@ def magnitudes(report: Report) -> Picture:
                 axes.set_title(f"{SIDES[side]} of layer {layer.layer}")
                 axes.set_ylabel("token" if side == 0 else "")
                 if row == 0:
-                    _colour_bar(drawn, norms[side], grid[:, side], f"|{SIDES[side][0]}|, in the model's units")
+                    _colour_bar(
+                        drawn,
+                        norms[side],
+                        grid[:, side],
+                        f"|{SIDES[side][0]}|, in the model's units",
+                    )
         return drawn
 
     largest = [max(float(pair[side].max(initial=0)) for pair in matrices) for side in (0, 1)]
     return Picture(
         name="magnitudes",
         title="How large keys and values are",
-        reading=f"One row of pixels for each of the first {report.tokens_of_sample} tokens of the text, one column for each channel, "
-        "the KV heads side by side; keys after RoPE. A bright column is an outlier channel: it widens every range that it shares. "
-        "A bright row is an outlier token, often the first." + _pooling(report),
-        alt=f"Heat maps of |k| and |v| by token and channel in layers {', '.join(str(m.layer) for m in layers)}. The largest key is "
-        f"{largest[0]:.3g}, the largest value {largest[1]:.3g}.",
+        reading=(
+            f"One row of pixels for each of the first {report.tokens_of_sample} tokens of the text,"
+            " one column for each channel, the KV heads side by side; keys after RoPE. A bright"
+            " column is an outlier channel: it widens every range that it shares. A bright row is"
+            " an outlier token, often the first."
+        )
+        + _pooling(report),
+        alt=(
+            "Heat maps of |k| and |v| by token and channel in layers"
+            f" {', '.join(str(m.layer) for m in layers)}. The largest key is {largest[0]:.3g}, the"
+            f" largest value {largest[1]:.3g}."
+        ),
         wide=True,
         draw=draw,
     )
@@ -57,8 +78,14 @@ def magnitudes(report: Report) -> Picture:
 
 def errors(report: Report) -> Picture | None:
     """Draw the mean error of each cache by layer and channel; None where every cache is exact."""
-    caches = [(n, c) for n, c in enumerate(report.caches, 1) if any(e.k_relative or e.v_relative for e in c.errors)]
-    exact = [c.name for c in report.caches if not any(e.k_relative or e.v_relative for e in c.errors)]
+    caches = [
+        (n, c)
+        for n, c in enumerate(report.caches, 1)
+        if any(e.k_relative or e.v_relative for e in c.errors)
+    ]
+    exact = [
+        c.name for c in report.caches if not any(e.k_relative or e.v_relative for e in c.errors)
+    ]
     if not caches:
         return None
     matrices = [[pooled(_matrix(c.errors, side)) for side in SIDES] for _, c in caches]
@@ -71,22 +98,36 @@ def errors(report: Report) -> Picture | None:
         for row, ((number, cache), pair) in enumerate(zip(caches, matrices, strict=True)):
             for side, (axes, matrix) in enumerate(zip(grid[row], pair, strict=True)):
                 _map(report, theme, axes, matrix, norms[side], row == rows - 1)
-                axes.set_title(f"{SIDES[side]}: {label(number, cache.name)}, {_relative(cache.errors, side)}")
+                axes.set_title(
+                    f"{SIDES[side]}: {label(number, cache.name)}, {_relative(cache.errors, side)}"
+                )
                 axes.set_ylabel("layer" if side == 0 else "")
                 if row == 0:
-                    _colour_bar(drawn, norms[side], grid[:, side], f"mean |{SIDES[side][0]}^ - {SIDES[side][0]}|, in the model's units")
+                    _colour_bar(
+                        drawn,
+                        norms[side],
+                        grid[:, side],
+                        f"mean |{SIDES[side][0]}^ - {SIDES[side][0]}|, in the model's units",
+                    )
         return drawn
 
     not_shown = f" Exact, and not shown: {', '.join(exact)}." if exact else ""
     return Picture(
         name="errors",
         title="What quantizing every token changes",
-        reading="One row of pixels for each layer, one column for each channel: the mean distance between a key or value and what "
-        f"the cache makes of it, over the first {report.tokens_of_sample} tokens of the text, none kept in a full-precision window. "
-        "Percentages are ||x^ - x|| / ||x||, from the best layer to the worst. "
-        "It shows where a method errs, not how much that costs: KL does." + not_shown,
+        reading=(
+            "One row of pixels for each layer, one column for each channel: the mean distance"
+            " between a key or value and what the cache makes of it, over the first"
+            f" {report.tokens_of_sample} tokens of the text, none kept in a full-precision window."
+            " Percentages are ||x^ - x|| / ||x||, from the best layer to the worst. It shows where"
+            " a method errs, not how much that costs: KL does."
+        )
+        + not_shown,
         alt="Heat maps of the mean error of keys and values by layer and channel. "
-        + "; ".join(f"{c.name}: keys {_relative(c.errors, 0)}, values {_relative(c.errors, 1)}" for _, c in caches)
+        + "; ".join(
+            f"{c.name}: keys {_relative(c.errors, 0)}, values {_relative(c.errors, 1)}"
+            for _, c in caches
+        )
         + f".{not_shown}",
         wide=True,
         draw=draw,
@@ -94,11 +135,17 @@ def errors(report: Report) -> Picture | None:
 
 
 def _matrix(layers: tuple[LayerErrors, ...], side: str) -> Float[np.ndarray, "layers channels"]:
-    return np.array([[math.nan if v is None else v for v in getattr(layer, side)] for layer in layers])
+    return np.array(
+        [[math.nan if v is None else v for v in getattr(layer, side)] for layer in layers]
+    )
 
 
 def _relative(layers: tuple[LayerErrors, ...], side: int) -> str:
-    values = [value for layer in layers if (value := (layer.k_relative, layer.v_relative)[side]) is not None]
+    values = [
+        value
+        for layer in layers
+        if (value := (layer.k_relative, layer.v_relative)[side]) is not None
+    ]
     if not values:
         return "not finite"
     return f"{100 * min(values):.3g} to {100 * max(values):.3g} %" if max(values) else "exact"
@@ -118,13 +165,18 @@ def _shades() -> Any:
     return matplotlib.colormaps["magma"].resampled(SHADES)
 
 
-def _map(report: Report, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any, last: bool) -> None:
-    """Draw a map whose columns are channels, with the KV heads marked; without pixels where all is 0."""
+def _map(
+    report: Report, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any, last: bool
+) -> None:
+    """Draw a map whose columns are channels, with the KV heads marked; without pixels where all is
+    0."""
     heads, channels, rows = report.model.kv_heads, report.model.head_dim, len(matrix)
     axes.grid(False)
     extent = (0, heads * channels, rows - 0.5, -0.5)
     if np.nanmax(matrix, initial=0) > 0:
-        axes.imshow(matrix, aspect="auto", interpolation="none", cmap=_shades(), norm=norm, extent=extent)
+        axes.imshow(
+            matrix, aspect="auto", interpolation="none", cmap=_shades(), norm=norm, extent=extent
+        )
     axes.set_xlim(extent[:2])
     axes.set_ylim(extent[2:])
     marked = few(heads, 8)
@@ -139,7 +191,15 @@ def _map(report: Report, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any,
 def _colour_bar(drawn: Any, norm: Any, axes: Any, name: str) -> None:
     from matplotlib.cm import ScalarMappable
 
-    bar = drawn.colorbar(ScalarMappable(norm, _shades()), ax=list(axes), label=name, location="top", aspect=60, fraction=0.04, pad=0.01)
+    bar = drawn.colorbar(
+        ScalarMappable(norm, _shades()),
+        ax=list(axes),
+        label=name,
+        location="top",
+        aspect=60,
+        fraction=0.04,
+        pad=0.01,
+    )
     bar.solids.set_rasterized(True)  # as shapes it would be one for each shade
     bar.outline.set_visible(False)
     bar.minorticks_off()

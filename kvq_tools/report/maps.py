@@ -1,12 +1,12 @@
-"""Magnitudes of keys and values, and their errors when every token is quantized, channel by channel, on the full-precision model's
-activations.
+"""Magnitudes of keys and values, and their errors when every token is quantized, channel by
+channel, on the full-precision model's activations.
 
     magnitude[t, (k, c)] = |x[k, t, c]|                                   x: keys after RoPE, or values; k: KV head, c: channel
     error[(k, c)]        = mean over t of |x^[k, t, c] - x[k, t, c]|      x^: `kvq_jax.roundtrip_layer`, no full-precision window
     relative             = ||x^ - x|| / ||x||                             over all tokens and channels of a layer
 
-Every layer is given the full-precision model's inputs, so errors do not add up from layer to layer, except where a method carries
-something upwards.
+Every layer is given the full-precision model's inputs, so errors do not add up from layer to layer,
+except where a method carries something upwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ..
     """Return the inputs of every layer of the full-precision model for one sequence."""
     positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
     valid = jnp.ones_like(positions, bool)
-    rope, hidden, collected = rope_for(llama.config, tokens.size), llama.embed_tokens(tokens[None]), []
+    rope, hidden, collected = (
+        rope_for(llama.config, tokens.size),
+        llama.embed_tokens(tokens[None]),
+        [],
+    )
     for layer in llama.layers:
         inputs = layer.attention_inputs(hidden, positions, valid, rope)
         hidden = layer.finish(hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v))
@@ -47,7 +51,9 @@ def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ..
     return tuple(collected)
 
 
-def magnitudes(inputs: tuple[LayerInputs, ...], layers: tuple[int, ...]) -> tuple[LayerMagnitudes, ...]:
+def magnitudes(
+    inputs: tuple[LayerInputs, ...], layers: tuple[int, ...]
+) -> tuple[LayerMagnitudes, ...]:
     """Return |k| and |v| of some layers."""
 
     def packed(rows: RowsBKTH) -> Packed:
@@ -62,15 +68,23 @@ def spread(layers: int, most: int = MOST_LAYERS) -> tuple[int, ...]:
     return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, most))}))
 
 
-def errors(llama: Llama, spec: CacheSpec, inputs: tuple[LayerInputs, ...]) -> tuple[LayerErrors, ...]:
+def errors(
+    llama: Llama, spec: CacheSpec, inputs: tuple[LayerInputs, ...]
+) -> tuple[LayerErrors, ...]:
     """Return the errors of every layer; `llama` carries what the cache needs."""
     layers = jax.device_get(_errors(inputs, parameters_for(llama, spec), spec))
-    return tuple(LayerErrors(_number(k), _number(v), _numbers(keys), _numbers(values)) for k, v, keys, values in layers)
+    return tuple(
+        LayerErrors(_number(k), _number(v), _numbers(keys), _numbers(values))
+        for k, v, keys, values in layers
+    )
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _errors(inputs: tuple[LayerInputs, ...], parameters: Any, spec: CacheSpec) -> list[tuple[Array, ...]]:
-    """Return (relative error of keys, of values, errors of keys [K H], of values [K H]) of every layer."""
+def _errors(
+    inputs: tuple[LayerInputs, ...], parameters: Any, spec: CacheSpec
+) -> list[tuple[Array, ...]]:
+    """Return (relative error of keys, of values, errors of keys [K H], of values [K H]) of every
+    layer."""
     layers, carry = [], ()
     for number, (own, mine) in enumerate(zip(inputs, parameters, strict=True)):
         keys, values, carry = kvq.roundtrip_layer(spec, own, mine, number, carry)

@@ -37,14 +37,16 @@ class Section(NamedTuple):
 def sections(report: Report) -> tuple[Section, ...]:
     """Return the sections of the page, in their order."""
     request, speed = report.request, cost.speed(report)
-    scored = f"{report.text.scored} tokens, each predicted after at most {request.capacity - 1} others"
+    scored = (
+        f"{report.text.scored} tokens, each predicted after at most {request.capacity - 1} others"
+    )
     parts = [
         Section(
             "Quality against size",
-            f"{quality.advice(report)} "
-            f"KL, perplexity and sizes are of the same run: {scored}, read through the cache itself ({_mode(report)}). "
-            f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the full-precision windows weigh less, "
-            "and a cache moves towards its body's bits (table below).",
+            f"{quality.advice(report)} KL, perplexity and sizes are of the same run: {scored}, read"
+            f" through the cache itself ({_mode(report)}). Sizes are of a cache of"
+            f" {request.capacity} tokens; with longer contexts the full-precision windows weigh"
+            " less, and a cache moves towards its body's bits (table below).",
             (quality.pareto_kl(report), quality.pareto_perplexity(report)),
         ),
         Section("By position", "", (*quality.by_position(report), quality.flips(report))),
@@ -55,15 +57,20 @@ def sections(report: Report) -> tuple[Section, ...]:
         parts.append(
             Section(
                 "Speed",
-                f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}), in {report.model.dtype}; "
-                f"the machine's load average was {' and '.join(f'{load:g}' for load in machine.load)} before and after. "
-                "Times of a busy machine compare caches only roughly.",
+                f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}),"
+                f" in {report.model.dtype}; the machine's load average was"
+                f" {' and '.join(f'{load:g}' for load in machine.load)} before and after. Times of"
+                " a busy machine compare caches only roughly.",
                 (speed,),
                 _times(report.speed),
             )
         )
     errors = heat.errors(report)
-    parts.append(Section("Keys, values and errors", "", (heat.magnitudes(report), *([errors] if errors else []))))
+    parts.append(
+        Section(
+            "Keys, values and errors", "", (heat.magnitudes(report), *([errors] if errors else []))
+        )
+    )
     return tuple(parts)
 
 
@@ -87,11 +94,21 @@ def numbers(report: Report) -> Table:
         "tokens read quantized",
     ]
     by_kl, by_perplexity = quality.front_by(report, "kl"), quality.front_by(report, "perplexity")
-    exact = [quality.EXACT, "", number(report.exact.perplexity, 3), number(report.exact.bits_per_byte, 4), "", "", ""]
+    exact = [
+        quality.EXACT,
+        "",
+        number(report.exact.perplexity, 3),
+        number(report.exact.bits_per_byte, 4),
+        "",
+        "",
+        "",
+    ]
     exact += [str(report.request.bf16_bytes), "1.00", "16.00"]
     rows = [(*exact, *[""] * (len(columns) - len(exact)))]
     for i, c in enumerate(report.caches):
-        front = {(True, True): "both", (True, False): "KL", (False, True): "perplexity"}.get((by_kl[i], by_perplexity[i]), "")
+        front = {(True, True): "both", (True, False): "KL", (False, True): "perplexity"}.get(
+            (by_kl[i], by_perplexity[i]), ""
+        )
         rows.append(
             (
                 f"{i + 1} {c.name}",
@@ -111,14 +128,21 @@ def numbers(report: Report) -> Table:
                 str(c.quantized_tokens or "NONE"),
             )
         )
-    note = "bf16 rows stand for the model without a cache; parameters and working memory come beside the cache"
+    note = (
+        "bf16 rows stand for the model without a cache; parameters and working memory come beside"
+        " the cache"
+    )
     return Table("All numbers", tuple(columns), tuple(rows), note)
 
 
 def details(report: Report) -> tuple[Table, ...]:
-    """Return the numbers behind the pictures, but for maps, places of flips and single times, which only report.json has."""
+    """Return the numbers behind the pictures, but for maps, places of flips and single times, which
+    only report.json has."""
     parts = [f"{p.first}-{p.last}" for p in report.positions]
-    rows = [("tokens", *(str(p.tokens) for p in report.positions)), (f"{quality.EXACT}: nats", *_each(report.exact.nats, 4))]
+    rows = [
+        ("tokens", *(str(p.tokens) for p in report.positions)),
+        (f"{quality.EXACT}: nats", *_each(report.exact.nats, 4)),
+    ]
     for n, c in enumerate(report.caches, 1):
         rows.append((f"{n} {c.name}: nats", *_each(c.nats, 4)))
         rows.append((f"{n} {c.name}: KL", *_each(c.kl_by_position, 5)))
@@ -127,14 +151,22 @@ def details(report: Report) -> tuple[Table, ...]:
     return (
         Table("By position in the window", ("tokens before", *parts), tuple(rows)),
         Table("Bytes by layer and part", ("cache, side, part", *layers), tuple(_sizes(report))),
-        Table("Relative errors by layer, every token quantized", ("cache, side", *layers), tuple(_errors(report))),
+        Table(
+            "Relative errors by layer, every token quantized",
+            ("cache, side", *layers),
+            tuple(_errors(report)),
+        ),
     )
 
 
 def html(report: Report, shown: Sequence[Section]) -> str:
     """Return the page with these sections, which refers to nothing outside itself."""
-    source = importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    source = (
+        importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    )
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.from_string(source)
     return template.render(
         report=report,
@@ -150,8 +182,8 @@ def html(report: Report, shown: Sequence[Section]) -> str:
 
 
 def title(name: str) -> str:
-    """Return a model's or text's name as headings have it: of a path the last part, of a Hub id and a relative path all; the command on the
-    page has the path."""
+    """Return a model's or text's name as headings have it: of a path the last part, of a Hub id and
+    a relative path all; the command on the page has the path."""
     path = PurePath(name)
     return path.name if path.is_absolute() or name.startswith(("~", "..")) else name
 
@@ -173,7 +205,12 @@ def _sizes(report: Report) -> list[tuple[str, ...]]:
     for n, cache in enumerate(report.caches, 1):
         held = [{(part.side, part.name): part.bytes for part in layer} for layer in cache.sizes]
         for side, name in sorted({key for layer in held for key in layer}):
-            rows.append((f"{n} {cache.name}: {side} {name}", *(str(layer.get((side, name), 0)) for layer in held)))
+            rows.append(
+                (
+                    f"{n} {cache.name}: {side} {name}",
+                    *(str(layer.get((side, name), 0)) for layer in held),
+                )
+            )
     return rows
 
 
@@ -182,23 +219,45 @@ def _errors(report: Report) -> list[tuple[str, ...]]:
     for n, cache in enumerate(report.caches, 1):
         for side in ("k", "v"):
             relative: list[Any] = [getattr(layer, f"{side}_relative") for layer in cache.errors]
-            rows.append((f"{n} {cache.name}: {side}", *(NOTHING if value is None else f"{value:.4g}" for value in relative)))
+            rows.append(
+                (
+                    f"{n} {cache.name}: {side}",
+                    *(NOTHING if value is None else f"{value:.4g}" for value in relative),
+                )
+            )
     return rows
 
 
 def _times(speed: Speed) -> Table:
     rows = tuple(
-        (c.name, c.reads, *(f"{low:.3g}; {median:.3g}" for low, median in zip(c.fastest_ms, c.medians_ms, strict=True)))
+        (
+            c.name,
+            c.reads,
+            *(
+                f"{low:.3g}; {median:.3g}"
+                for low, median in zip(c.fastest_ms, c.medians_ms, strict=True)
+            ),
+        )
         for c in speed.caches
     )
-    return Table("Decode steps, ms: fastest; median", ("cache", "read by", *(f"{n} tokens" for n in speed.contexts)), rows)
+    return Table(
+        "Decode steps, ms: fastest; median",
+        ("cache", "read by", *(f"{n} tokens" for n in speed.contexts)),
+        rows,
+    )
 
 
 def _mode(report: Report) -> str:
     request = report.request
     text = {
-        "decode": "token after token, as generation does" + (f" ({request.step} at a time)" if (request.step or 1) > 1 else ""),
+        "decode": (
+            "token after token, as generation does"
+            + (f" ({request.step} at a time)" if (request.step or 1) > 1 else "")
+        ),
         "chunked": f"chunks of {request.chunk} tokens, as serving reads a prompt",
-        "fake": "one forward pass with every token quantized, as the perplexities of KVQuant and XQuant are simulated",
+        "fake": (
+            "one forward pass with every token quantized, as the perplexities of KVQuant and XQuant"
+            " are simulated"
+        ),
     }[request.mode]
     return text + (f", after a prompt of {request.prompt} tokens" if request.prompt else "")

@@ -1,4 +1,5 @@
-"""Draw the quality of predictions: against size, by position, and where the likeliest token flips."""
+"""Draw the quality of predictions: against size, by position, and where the likeliest token
+flips."""
 
 from __future__ import annotations
 
@@ -8,7 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, figure, label, legend_below, line_of, plain, size_unit, told
+from kvq_tools.report.drawing import (
+    HALF,
+    WIDE,
+    Picture,
+    Theme,
+    figure,
+    label,
+    legend_below,
+    line_of,
+    plain,
+    size_unit,
+    told,
+)
 from kvq_tools.report.schema import Report
 from kvq_tools.report.verdict import LEAST_KL, Choice, front, sentence
 
@@ -26,7 +39,11 @@ def verdict(report: Report) -> str:
     """Say in a sentence which caches to take."""
     return sentence(
         [
-            Choice(c.bits_per_element, c.kl, f"{c.name} (KL {c.kl or 0:.2g}, {c.agreement:.0%} of likeliest tokens kept)")
+            Choice(
+                c.bits_per_element,
+                c.kl,
+                f"{c.name} (KL {c.kl or 0:.2g}, {c.agreement:.0%} of likeliest tokens kept)",
+            )
             for c in report.caches
         ]
     )
@@ -38,14 +55,15 @@ def advice(report: Report) -> str:
 
 
 def warning(report: Report) -> str:
-    """Return a sentence about the caches of which nothing was read quantized, so their numbers say nothing; else nothing."""
+    """Return a sentence about the caches of which nothing was read quantized, so their numbers say
+    nothing; else nothing."""
     none = [c.name for c in report.caches if not c.quantized_tokens and c.spec != "dense"]
     if not none:
         return ""
     are = "is the full-precision model" if len(none) == 1 else "are the full-precision model"
     return (
-        f"NOT ONE token was read quantized through {', '.join(none)}: what is measured there {are}, "
-        f"for its full-precision windows hold all of the {report.request.capacity} tokens."
+        f"NOT ONE token was read quantized through {', '.join(none)}: what is measured there {are},"
+        f" for its full-precision windows hold all of the {report.request.capacity} tokens."
     )
 
 
@@ -59,15 +77,20 @@ def pareto_kl(report: Report) -> Picture:
         return _pareto(report, theme, "kl", "mean KL(p || q), nats", floor, None)
 
     note = (
-        " A point on the lower edge is below the scale: its predictions are those of the full-precision model."
+        " A point on the lower edge is below the scale: its predictions are those of the"
+        " full-precision model."
         if len(seen) < len(shown)
         else ""
     )
     return Picture(
         name="pareto_kl",
         title="KL against size",
-        reading="Lower and further left is better: a lower point predicts more like the model without a cache, a point further left "
-        "stores fewer bits. Filled points, joined by the line, are the front: no other cache is both smaller and closer." + note,
+        reading=(
+            "Lower and further left is better: a lower point predicts more like the model without a"
+            " cache, a point further left stores fewer bits. Filled points, joined by the line, are"
+            " the front: no other cache is both smaller and closer."
+        )
+        + note,
         alt=_pareto_alt(report, "kl", "KL to full precision"),
         wide=False,
         draw=draw,
@@ -78,26 +101,39 @@ def pareto_perplexity(report: Report) -> Picture:
     """Draw perplexity, exp(mean -log q), against stored bits per element, both on log scales."""
 
     def draw(theme: Theme) -> Any:
-        return _pareto(report, theme, "perplexity", "perplexity of the text", 0, report.exact.perplexity)
+        return _pareto(
+            report, theme, "perplexity", "perplexity of the text", 0, report.exact.perplexity
+        )
 
     return Picture(
         name="pareto_perplexity",
         title="Perplexity against size",
-        reading="Lower and further left is better; filled points are the front. The dashed line is the model without a cache. "
-        "A cache may end below it by chance: KL, not perplexity, says how far predictions moved.",
-        alt=_pareto_alt(report, "perplexity", "perplexity") + f" The model without a cache has {told(report.exact.perplexity)}.",
+        reading=(
+            "Lower and further left is better; filled points are the front. The dashed line is the"
+            " model without a cache. A cache may end below it by chance: KL, not perplexity, says"
+            " how far predictions moved."
+        ),
+        alt=_pareto_alt(report, "perplexity", "perplexity")
+        + f" The model without a cache has {told(report.exact.perplexity)}.",
         wide=False,
         draw=draw,
     )
 
 
-def _pareto(report: Report, theme: Theme, loss: str, name: str, floor: float, reference: float | None) -> Any:
-    """Draw the points, their front and a legend. floor: smaller values are drawn on the lower edge, which then is there."""
+def _pareto(
+    report: Report, theme: Theme, loss: str, name: str, floor: float, reference: float | None
+) -> Any:
+    """Draw the points, their front and a legend. floor: smaller values are drawn on the lower edge,
+    which then is there."""
 
     def shown(value: float) -> float:
         return max(value, floor)
 
-    points = [(n, c, getattr(c, loss)) for n, c in enumerate(report.caches, 1) if getattr(c, loss) is not None]
+    points = [
+        (n, c, getattr(c, loss))
+        for n, c in enumerate(report.caches, 1)
+        if getattr(c, loss) is not None
+    ]
     drawn = figure(HALF, 4.0 + 0.17 * math.ceil(len(points) / 2))
     axes = drawn.subplots()
     axes.set_xscale("log", base=2)
@@ -141,7 +177,9 @@ def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
     elements = report.request.bf16_bytes / 2
     unit, name = size_unit(max(ticks, default=1) * elements / 8)
     per_bit = elements / 8 / unit
-    above = axes.secondary_xaxis("top", functions=(lambda bits: bits * per_bit, lambda size: size / per_bit))
+    above = axes.secondary_xaxis(
+        "top", functions=(lambda bits: bits * per_bit, lambda size: size / per_bit)
+    )
     sizes = [t * per_bit for t in ticks]
     above.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
     above.minorticks_off()
@@ -149,7 +187,8 @@ def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Label axes with numbers rather than powers of ten, several of them where a log scale spans little more than a decade."""
+    """Label axes with numbers rather than powers of ten, several of them where a log scale spans
+    little more than a decade."""
     from matplotlib import ticker
 
     axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -163,10 +202,12 @@ def _plain_ticks(axes: Any) -> None:
 
 def _pareto_alt(report: Report, loss: str, name: str) -> str:
     marks = front_by(report, loss)
-    each = [f"{c.name} {c.bits_per_element:.2f} bits, {told(getattr(c, loss))}" for c in report.caches]
+    each = [
+        f"{c.name} {c.bits_per_element:.2f} bits, {told(getattr(c, loss))}" for c in report.caches
+    ]
     return (
-        f"Scatter plot of {name} against stored bits per element. {'; '.join(each)}. "
-        f"On the front: {', '.join(c.name for c, on in zip(report.caches, marks, strict=True) if on) or 'none'}."
+        f"Scatter plot of {name} against stored bits per element. {'; '.join(each)}. On the front:"
+        f" {', '.join(c.name for c, on in zip(report.caches, marks, strict=True) if on) or 'none'}."
     )
 
 
@@ -176,11 +217,15 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
     where = [(report.positions[i].first + report.positions[i].last) / 2 for i in held]
     names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in held]
 
-    def lines(theme: Theme, name: str, rows: Sequence[tuple[str, dict[str, Any], Sequence[float | None]]]) -> Any:
+    def lines(
+        theme: Theme, name: str, rows: Sequence[tuple[str, dict[str, Any], Sequence[float | None]]]
+    ) -> Any:
         drawn = figure(HALF, 3.1 + 0.17 * math.ceil(len(rows) / 2))
         axes = drawn.subplots()
         for text, style, values in rows:
-            axes.plot(where, np.array([values[i] for i in held], float), label=text, **style)  # None becomes nan: a gap
+            axes.plot(
+                where, np.array([values[i] for i in held], float), label=text, **style
+            )  # None becomes nan: a gap
         axes.set_xticks(where, names, rotation=35, ha="right", rotation_mode="anchor")
         axes.set_yscale("log")
         axes.set(xlabel="tokens before the predicted one, in its window", ylabel=name)
@@ -189,8 +234,15 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
         return drawn
 
     def perplexity(theme: Theme) -> Any:
-        reference = (EXACT, {"color": theme["ink"], "linewidth": 2.4, "alpha": 0.45}, _exp(report.exact.nats))
-        rows = [(label(n, c.name, c.bits_per_element), line_of(theme, n, c), _exp(c.nats)) for n, c in enumerate(report.caches, 1)]
+        reference = (
+            EXACT,
+            {"color": theme["ink"], "linewidth": 2.4, "alpha": 0.45},
+            _exp(report.exact.nats),
+        )
+        rows = [
+            (label(n, c.name, c.bits_per_element), line_of(theme, n, c), _exp(c.nats))
+            for n, c in enumerate(report.caches, 1)
+        ]
         return lines(theme, "perplexity", [reference, *rows])
 
     def kl(theme: Theme) -> Any:
@@ -214,20 +266,30 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
         Picture(
             name="position_perplexity",
             title="Perplexity by position",
-            reading="Each point is a part of the window. The wide line is the model without a cache; "
-            "a cache that leaves it towards the right loses quality as the context grows.",
-            alt=f"Line plot of perplexity over {span} of the window for the full-precision model and {len(report.caches)} caches.",
+            reading=(
+                "Each point is a part of the window. The wide line is the model without a cache; "
+                "a cache that leaves it towards the right loses quality as the context grows."
+            ),
+            alt=(
+                f"Line plot of perplexity over {span} of the window for the full-precision model"
+                f" and {len(report.caches)} caches."
+            ),
             wide=False,
             draw=perplexity,
         ),
         Picture(
             name="position_kl",
             title="KL by position",
-            reading="Lower is better; a line that rises means that errors grow with the number of quantized tokens. "
-            "Near the left a cache may still hold every token exactly."
+            reading=(
+                "Lower is better; a line that rises means that errors grow with the number of"
+                " quantized tokens. Near the left a cache may still hold every token exactly."
+            )
             + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
             alt=f"Line plot of KL over {span} of the window. "
-            + "; ".join(f"{c.name} ends at {told(c.kl_by_position[held[-1]] if held else None)}" for c in report.caches)
+            + "; ".join(
+                f"{c.name} ends at {told(c.kl_by_position[held[-1]] if held else None)}"
+                for c in report.caches
+            )
             + ".",
             wide=False,
             draw=kl,
@@ -236,7 +298,8 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
 
 
 def flips(report: Report) -> Picture:
-    """Draw the flips in equal parts of the text, so that a long text takes no more room than a short one."""
+    """Draw the flips in equal parts of the text, so that a long text takes no more room than a
+    short one."""
     width = max(1, math.ceil(report.text.tokens / FLIP_COLUMNS))
     edges = np.arange(0, report.text.tokens + width, width)
     counts = [np.histogram(c.flips, edges)[0] for c in report.caches]
@@ -250,11 +313,18 @@ def flips(report: Report) -> Picture:
             floor = len(counts) - n
             if row.any():
                 axes.stairs(
-                    floor + 0.85 * row / most, edges, baseline=floor, fill=True, color=line_of(theme, n, cache)["color"], linewidth=0
+                    floor + 0.85 * row / most,
+                    edges,
+                    baseline=floor,
+                    fill=True,
+                    color=line_of(theme, n, cache)["color"],
+                    linewidth=0,
                 )
             axes.axhline(floor, color=theme["grid"], linewidth=0.8)
         rows = range(len(counts) - 1, -1, -1)
-        axes.set_yticks([row + 0.35 for row in rows], [label(n, c.name) for n, c in enumerate(report.caches, 1)])
+        axes.set_yticks(
+            [row + 0.35 for row in rows], [label(n, c.name) for n, c in enumerate(report.caches, 1)]
+        )
         totals = axes.secondary_yaxis("right")
         totals.set_yticks([row + 0.35 for row in rows], [str(len(c.flips)) for c in report.caches])
         totals.set_ylabel("flips in all")
@@ -264,15 +334,20 @@ def flips(report: Report) -> Picture:
         axes.set_ylim(0, len(counts))
         axes.set_xlim(0, edges[-1])
         axes.set_ylabel("flipped tokens of each cache")
-        axes.set_xlabel("position in the text, tokens" + (f"; a column is {width} of them" if width > 1 else ""))
+        axes.set_xlabel(
+            "position in the text, tokens" + (f"; a column is {width} of them" if width > 1 else "")
+        )
         return drawn
 
     return Picture(
         name="flips",
         title="Where the likeliest token flips",
-        reading="A row for each cache, the text from left to right; a column's height is the number of tokens there whose likeliest "
-        f"successor is not that of the model without a cache, at most {most}. "
-        "Columns that stand in every row are likely places where the model was undecided.",
+        reading=(
+            "A row for each cache, the text from left to right; a column's height is the number of"
+            " tokens there whose likeliest successor is not that of the model without a cache, at"
+            f" most {most}. Columns that stand in every row are likely places where the model was"
+            " undecided."
+        ),
         alt="Strips of the text in which the likeliest token changed. "
         + "; ".join(f"{c.name}: {len(c.flips)} of {report.text.scored}" for c in report.caches)
         + ".",

@@ -1,8 +1,9 @@
 """The schema of report.json: everything that a report shows, and nothing else.
 
-The file is one JSON object with the fields of `Report`; nested objects are the dataclasses below, tuples are lists. Numbers that are not
-finite are null. Lists "by position" have one entry for each of `positions`, lists "by layer" one for each layer of the model. Means are
-over tokens. Times are milliseconds, sizes bytes. `read` refuses, in one line, a file with other fields, types or lengths.
+The file is one JSON object with the fields of `Report`; nested objects are the dataclasses below,
+tuples are lists. Numbers that are not finite are null. Lists "by position" have one entry for each
+of `positions`, lists "by layer" one for each layer of the model. Means are over tokens. Times are
+milliseconds, sizes bytes. `read` refuses, in one line, a file with other fields, types or lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ FORMAT = "kvq report 2"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine on which times were measured. load: the load average of one minute when timing began and when it ended."""
+    """The machine on which times were measured. load: the load average of one minute when timing
+    began and when it ended."""
 
     device: str
     cores: int
@@ -34,7 +36,8 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The model. dtype: of weights, activations and full-precision rows. positions: those it was trained for. parameters: its weights."""
+    """The model. dtype: of weights, activations and full-precision rows. positions: those it was
+    trained for. parameters: its weights."""
 
     name: str
     family: str
@@ -49,7 +52,8 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """The text. tokens: those read. scored: those predicted. scored_bytes: their UTF-8 bytes, null where the tokenizer does not say."""
+    """The text. tokens: those read. scored: those predicted. scored_bytes: their UTF-8 bytes, null
+    where the tokenizer does not say."""
 
     name: str
     tokens: int
@@ -59,8 +63,8 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The settings of the evaluation; see `kvq eval --help`. capacity: tokens of a cache whose bytes are given; bf16_bytes: of all K and V
-    in bfloat16."""
+    """The settings of the evaluation; see `kvq eval --help`. capacity: tokens of a cache whose
+    bytes are given; bf16_bytes: of all K and V in bfloat16."""
 
     mode: str
     window: int
@@ -94,8 +98,8 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayBytes:
-    """The bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero, rows (full precision), ring and sink
-    (windows), ..."""
+    """The bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero,
+    rows (full precision), ring and sink (windows), ..."""
 
     side: str
     name: str
@@ -104,9 +108,11 @@ class ArrayBytes:
 
 @dataclasses.dataclass(frozen=True)
 class LayerErrors:
-    """The errors of one layer when every token of the sample is quantized (`kvq_jax.roundtrip_layer`).
+    """The errors of one layer when every token of the sample is quantized
+    (`kvq_jax.roundtrip_layer`).
 
-    keys, values: mean |k^ - k| and |v^ - v| of each channel, the KV heads one after the other; keys after RoPE.
+    keys, values: mean |k^ - k| and |v^ - v| of each channel, the KV heads one after the other; keys
+    after RoPE.
     k_relative, v_relative: ||k^ - k|| / ||k|| of all rows together.
     """
 
@@ -158,7 +164,8 @@ class CacheNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Decode steps of one token through one cache. reads: its implementation, xla or pallas. samples_ms: by context, all samples."""
+    """Decode steps of one token through one cache. reads: its implementation, xla or pallas.
+    samples_ms: by context, all samples."""
 
     name: str
     spec: str
@@ -176,7 +183,8 @@ class StepTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """contexts: tokens in the cache, of one sequence. The caches take turns, step after step; `dense` is always among them."""
+    """contexts: tokens in the cache, of one sequence. The caches take turns, step after step;
+    `dense` is always among them."""
 
     contexts: tuple[int, ...]
     machine: Machine
@@ -207,7 +215,8 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class LayerMagnitudes:
-    """|k| after RoPE and |v|: a row for each token of the sample, a column for each channel, the KV heads one after the other."""
+    """|k| after RoPE and |v|: a row for each token of the sample, a column for each channel, the KV
+    heads one after the other."""
 
     layer: int
     keys: Packed
@@ -216,7 +225,8 @@ class LayerMagnitudes:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """tokens_of_sample: the text's first tokens, from which magnitudes and errors are. command: the command line that made the report."""
+    """tokens_of_sample: the text's first tokens, from which magnitudes and errors are. command: the
+    command line that made the report."""
 
     format: str
     command: str
@@ -242,11 +252,18 @@ def dump(report: Report) -> str:
         many = isinstance(value, list | tuple) and value and isinstance(value[0], dict)
         return "[\n  " + ",\n  ".join(map(text, value)) + "\n ]" if many else text(value)
 
-    return "{\n" + ",\n".join(f" {text(name)}: {lines(value)}" for name, value in dataclasses.asdict(report).items()) + "\n}\n"
+    return (
+        "{\n"
+        + ",\n".join(
+            f" {text(name)}: {lines(value)}" for name, value in dataclasses.asdict(report).items()
+        )
+        + "\n}\n"
+    )
 
 
 def read(path: str | os.PathLike[str]) -> Report:
-    """Read the report in a file. ValueError, in one line, where it is not one; OSError where there is no such file."""
+    """Read the report in a file. ValueError, in one line, where it is not one; OSError where there
+    is no such file."""
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -263,7 +280,8 @@ def read(path: str | os.PathLike[str]) -> Report:
 
 
 def _typed(kind: Any, value: Any, at: str) -> Any:
-    """Return the value as a dataclass, tuple, or plain value of that type; ValueError names the place that does not fit."""
+    """Return the value as a dataclass, tuple, or plain value of that type; ValueError names the
+    place that does not fit."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _typed(arguments[0], value, at)
@@ -275,7 +293,9 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
         hints = typing.get_type_hints(kind)
         if not isinstance(value, dict) or value.keys() != hints.keys():
             raise ValueError(f"{at} must be an object with {', '.join(hints)}")
-        return kind(**{name: _typed(hint, value[name], f"{at}.{name}") for name, hint in hints.items()})
+        return kind(
+            **{name: _typed(hint, value[name], f"{at}.{name}") for name, hint in hints.items()}
+        )
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
@@ -285,7 +305,11 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
 
 def _check_lengths(report: Report) -> None:
     """Raise ValueError where lists that belong together have different lengths."""
-    positions, layers, channels = len(report.positions), report.model.layers, report.model.kv_heads * report.model.head_dim
+    positions, layers, channels = (
+        len(report.positions),
+        report.model.layers,
+        report.model.kv_heads * report.model.head_dim,
+    )
 
     def equal(name: str, entries: int, wanted: int) -> None:
         if entries != wanted:
@@ -303,10 +327,18 @@ def _check_lengths(report: Report) -> None:
             equal(f"caches[{i}].errors[{layer}].keys", len(errors.keys), channels)
             equal(f"caches[{i}].errors[{layer}].values", len(errors.values), channels)
     for times in report.speed.caches if report.speed else ():
-        equal(f"speed: samples of {times.name}", len(times.samples_ms), len(report.speed.contexts) if report.speed else 0)
+        equal(
+            f"speed: samples of {times.name}",
+            len(times.samples_ms),
+            len(report.speed.contexts) if report.speed else 0,
+        )
         if not all(times.samples_ms):
             raise ValueError(f"speed: {times.name} has a context without samples")
     for maps in report.magnitudes:
         for name in ("keys", "values"):
             matrix = getattr(maps, name).matrix()
-            equal(f"magnitudes of layer {maps.layer}: {name}", matrix.size, report.tokens_of_sample * channels)
+            equal(
+                f"magnitudes of layer {maps.layer}: {name}",
+                matrix.size,
+                report.tokens_of_sample * channels,
+            )

@@ -1,7 +1,8 @@
 """Time decode steps through caches, at several contexts, on JAX's first device.
 
-A cache starts full but for the steps that will be taken, and zeroed: what is in it does not change how long reading it takes, and no
-prompt of that length has to be computed. Caches take turns, one step each, so that what else the machine does hits all of them alike.
+A cache starts full but for the steps that will be taken, and zeroed: what is in it does not change
+how long reading it takes, and no prompt of that length has to be computed. Caches take turns, one
+step each, so that what else the machine does hits all of them alike.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ class PreparedCache(NamedTuple):
 
 
 def decode_times(
-    candidates: Sequence[PreparedCache], contexts: Sequence[int], steps: int = STEPS, progress: Progress | None = None
+    candidates: Sequence[PreparedCache],
+    contexts: Sequence[int],
+    steps: int = STEPS,
+    progress: Progress | None = None,
 ) -> Speed:
-    """Time `steps` decode steps of one sequence through each cache at each context; compiling and one first step are not timed.
+    """Time `steps` decode steps of one sequence through each cache at each context; compiling and
+    one first step are not timed.
 
     ValueError where a context has no room for the steps.
     """
@@ -49,32 +54,48 @@ def decode_times(
     load = [_load()]
     samples: list[list[tuple[float, ...]]] = [[] for _ in candidates]
     reads: list[str] = []
-    for context in (progress or (lambda items, _: items))(contexts, "timing decode steps at contexts"):
+    for context in (progress or (lambda items, _: items))(
+        contexts, "timing decode steps at contexts"
+    ):
         steppers = [_Stepper(candidate, context, steps) for candidate in candidates]
         rounds = [[stepper.timed() for stepper in steppers] for _ in range(steps)]
         for own, taken in zip(samples, zip(*rounds, strict=True), strict=True):
             own.append(taken)
         reads = [stepper.reads for stepper in steppers]
     machine = Machine(device_name(), os.cpu_count() or 0, jax.__version__, (*load, _load()))
-    times = (StepTimes(c.name, str(c.spec), read, tuple(own)) for c, read, own in zip(candidates, reads, samples, strict=True))
+    times = (
+        StepTimes(c.name, str(c.spec), read, tuple(own))
+        for c, read, own in zip(candidates, reads, samples, strict=True)
+    )
     return Speed(tuple(contexts), machine, tuple(times))
 
 
 class _Stepper:
-    """One cache with room for a first step and `steps` timed ones; `timed()` takes one and returns its milliseconds."""
+    """One cache with room for a first step and `steps` timed ones; `timed()` takes one and returns
+    its milliseconds."""
 
     def __init__(self, candidate: PreparedCache, context: int, steps: int):
         self._llama = candidate.llama
-        empty = kvq.init_cache(candidate.spec, self._llama.config, 1, context, self._llama.embed[...].dtype)
-        self._cache = dataclasses.replace(empty, lengths=jnp.full_like(empty.lengths, context - steps - 1))
+        empty = kvq.init_cache(
+            candidate.spec, self._llama.config, 1, context, self._llama.embed[...].dtype
+        )
+        self._cache = dataclasses.replace(
+            empty, lengths=jnp.full_like(empty.lengths, context - steps - 1)
+        )
         self._token = jnp.zeros(1, jnp.int32)
         self.reads = "/".join(sorted(set(implementations(empty))))
-        self._program = jax.jit(decode_step, donate_argnames="cache").lower(self._llama, self._cache, self._token).compile()
+        self._program = (
+            jax.jit(decode_step, donate_argnames="cache")
+            .lower(self._llama, self._cache, self._token)
+            .compile()
+        )
         self.timed()
 
     def timed(self) -> float:
         started = time.perf_counter()
-        logits, self._cache = jax.block_until_ready(self._program(self._llama, self._cache, self._token))
+        logits, self._cache = jax.block_until_ready(
+            self._program(self._llama, self._cache, self._token)
+        )
         return round(1e3 * (time.perf_counter() - started), DIGITS)
 
 
@@ -87,7 +108,10 @@ def device_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     return f"CPU, {name}" if name else "CPU"
 
 

@@ -1,4 +1,5 @@
-"""Write the files of a report: report.json, one PNG for each picture, and the page. Each appears whole or not at all."""
+"""Write the files of a report: report.json, one PNG for each picture, and the page. Each appears
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def write_numbers(report: Report, out: Path) -> Path:
 
 
 def write_page(report: Report, out: Path, progress: Progress | None = None) -> tuple[Path, ...]:
-    """Write the page and the PNGs into a directory that exists, over files of the same names; the page is the first of the result."""
+    """Write the page and the PNGs into a directory that exists, over files of the same names; the
+    page is the first of the result."""
     shown, written = page.sections(report), [out / PAGE]
     pictures = [picture for section in shown for picture in section.pictures]
     for picture in (progress or (lambda items, _: items))(pictures, "drawing pictures"):

@@ -1,4 +1,5 @@
-"""One choice of an answer as it grows: an engine's events go in, pieces of text with their tokens come out."""
+"""One choice of an answer as it grows: an engine's events go in, pieces of text with their tokens
+come out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _FINISH: dict[str, Finish] = {"ended": "stop", "length": "length", "cancelled": 
 
 @dataclasses.dataclass(frozen=True)
 class TokenInText:
-    """A token, its log-probability (None where nothing came before it), what else was likely, and where its text begins."""
+    """A token, its log-probability (None where nothing came before it), what else was likely, and
+    where its text begins."""
 
     token: int
     logprob: float | None
@@ -26,7 +28,8 @@ class TokenInText:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text of choice `index` with the tokens that begin in it. The last piece tells why it ends, and how many tokens were drawn."""
+    """New text of choice `index` with the tokens that begin in it. The last piece tells why it
+    ends, and how many tokens were drawn."""
 
     index: int
     text: str
@@ -42,7 +45,15 @@ class Answer:
     With `echo` the first piece is the prompt. stops: texts that end the answer.
     """
 
-    def __init__(self, index: int, request: Request, tokenizer: Any, stops: Sequence[str], echo: bool, send: Callable[[Piece], None]):
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Any,
+        stops: Sequence[str],
+        echo: bool,
+        send: Callable[[Piece], None],
+    ):
         self.index, self.request, self.echo, self.send = index, request, echo, send
         self.done = False
         self._tokenizer = tokenizer
@@ -53,7 +64,8 @@ class Answer:
         self._drawn = 0
 
     def take(self, event: Event) -> bool:
-        """Send what an event brings. Return whether the answer is done; further events have no effect."""
+        """Send what an event brings. Return whether the answer is done; further events have no
+        effect."""
         if self.done:
             return True
         match event:
@@ -80,7 +92,9 @@ class Answer:
         parts, tokens, at = [], [], 0
         for i, token in enumerate(prompt):
             if event.logprobs:
-                tokens.append(TokenInText(token, event.logprobs[i] if i else None, event.likely[i], at))
+                tokens.append(
+                    TokenInText(token, event.logprobs[i] if i else None, event.likely[i], at)
+                )
             parts.append(text.add(token))
             at += len(parts[-1])
         whole = "".join(parts) + text.rest()
@@ -104,12 +118,19 @@ class Answer:
         rest = self._text.rest()
         self._decoded += len(rest)
         certain, stopped = self._stops.add(rest)
-        self._send(certain if stopped else certain + self._stops.rest(), "stop" if stopped else finish)
+        self._send(
+            certain if stopped else certain + self._stops.rest(), "stop" if stopped else finish
+        )
 
     def _send(self, text: str, finish: Finish | None = None) -> None:
         self._sent += len(text)
         self.done = finish is not None
-        # Tokens without text, such as the first half of a character, come with the text after them, or with the end.
-        ready = [token for token in self._waiting if token.offset < self._sent or (finish == "length" and token.offset <= self._sent)]
+        # Tokens without text, such as the first half of a character, come with the text after them,
+        # or with the end.
+        ready = [
+            token
+            for token in self._waiting
+            if token.offset < self._sent or (finish == "length" and token.offset <= self._sent)
+        ]
         self._waiting = [token for token in self._waiting if token not in ready]
         self.send(Piece(self.index, text, tuple(ready), finish, self._drawn))

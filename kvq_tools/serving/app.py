@@ -1,4 +1,5 @@
-"""The routes of the server: OpenAI's API, health, metrics, and a page to chat with and to watch them."""
+"""The routes of the server: OpenAI's API, health, metrics, and a page to chat with and to watch
+them."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ from kvq_tools.serving.wire import ChatWire, CompletionWire
 
 CLIENT_GONE = 499  # as nginx counts: nobody reads it
 PAGE_POLICY = (  # the page reaches this server and nothing else
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
 def create_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """Return the application. With `api_key`, every path but /health and the page, which holds nothing, asks for it."""
-    app = FastAPI(title="kvq", openapi_url=None)  # OpenAI's own description is the one that clients know
+    """Return the application. With `api_key`, every path but /health and the page, which holds
+    nothing, asks for it."""
+    app = FastAPI(
+        title="kvq", openapi_url=None
+    )  # OpenAI's own description is the one that clients know
     created = int(time.time())
 
     def authorized(request: Request) -> None:
@@ -46,7 +50,9 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     guarded = APIRouter(dependencies=[Depends(authorized)])
 
     def model() -> dict[str, Any]:
-        return Model(id=service.name, object="model", created=created, owned_by="kvq").model_dump(exclude_unset=True)
+        return Model(id=service.name, object="model", created=created, owned_by="kvq").model_dump(
+            exclude_unset=True
+        )
 
     @guarded.get("/v1/models")
     async def models() -> JSONResponse:
@@ -62,13 +68,17 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     async def completions(request: Request) -> Response:
         asked = await _fields(request, fields.CompletionFields)
         pending = await service.completion(asked)
-        return await _respond(request, asked, pending, CompletionWire(service.name, service.tokenizer, asked.logprobs))
+        return await _respond(
+            request, asked, pending, CompletionWire(service.name, service.tokenizer, asked.logprobs)
+        )
 
     @guarded.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         asked = await _fields(request, fields.ChatFields)
         pending = await service.chat(asked)
-        return await _respond(request, asked, pending, ChatWire(service.name, service.tokenizer, bool(asked.logprobs)))
+        return await _respond(
+            request, asked, pending, ChatWire(service.name, service.tokenizer, bool(asked.logprobs))
+        )
 
     @guarded.get("/metrics")
     async def metrics() -> Response:
@@ -77,14 +87,23 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     @app.get("/health")
     async def health() -> JSONResponse:
         worker = service.worker
-        state = {"status": worker.failure or "ok", "slots": worker.engine.slots, "busy": worker.engine.busy, "waiting": worker.waiting}
+        state = {
+            "status": worker.failure or "ok",
+            "slots": worker.engine.slots,
+            "busy": worker.engine.busy,
+            "waiting": worker.waiting,
+        }
         return JSONResponse(state, status_code=503 if worker.failure else 200)
 
     page = (importlib.resources.files("kvq_tools.serving") / "page.html").read_bytes()
 
     @app.get("/")
     async def index() -> Response:
-        return Response(page, media_type="text/html", headers={"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"})
+        return Response(
+            page,
+            media_type="text/html",
+            headers={"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"},
+        )
 
     async def _fields(request: Request, kind: Any) -> Any:
         asked = fields.read(kind, await _json(request, service))
@@ -107,7 +126,9 @@ class _Counted:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "other")  # of a path that nobody serves there may be any number
+                route = getattr(
+                    scope.get("route"), "path", "other"
+                )  # of a path that nobody serves there may be any number
                 self._service.metrics.responses.labels(route, str(message["status"])).inc()
             await send(message)
 
@@ -127,9 +148,19 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(405)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
-            return told(ApiError(404, f"Invalid URL ({request.method} {request.url.path})", code="unknown_url"))
+            return told(
+                ApiError(
+                    404, f"Invalid URL ({request.method} {request.url.path})", code="unknown_url"
+                )
+            )
         if error.status_code == 405:
-            return told(ApiError(405, f"Not allowed to {request.method} on {request.url.path}.", code="method_not_supported"))
+            return told(
+                ApiError(
+                    405,
+                    f"Not allowed to {request.method} on {request.url.path}.",
+                    code="method_not_supported",
+                )
+            )
         return told(ApiError(error.status_code, str(error.detail)))
 
     @app.exception_handler(ClientDisconnect)
@@ -138,16 +169,23 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:
-        return told(ApiError(500, "The server had an error while processing your request.", kind="server_error"))
+        return told(
+            ApiError(
+                500, "The server had an error while processing your request.", kind="server_error"
+            )
+        )
 
 
 async def _json(request: Request, service: Service) -> Any:
-    """Return the body as JSON. Raises ApiError where it is too large, too slow, or no JSON in UTF-8."""
+    """Return the body as JSON. Raises ApiError where it is too large, too slow, or no JSON in
+    UTF-8."""
     limit = service.limits.body
 
     async def read() -> bytes:
         body = bytearray()
-        if int(request.headers.get("content-length", "0")) > limit:  # h11 and httptools refuse what is no number
+        if (
+            int(request.headers.get("content-length", "0")) > limit
+        ):  # h11 and httptools refuse what is no number
             raise errors.too_large(limit)
         async for part in request.stream():
             body += part
@@ -159,16 +197,25 @@ async def _json(request: Request, service: Service) -> Any:
         body = await asyncio.wait_for(read(), service.limits.body_seconds)
         return json.loads(body.decode("utf-8"))
     except TimeoutError:
-        raise ApiError(408, f"The request body did not arrive within {service.limits.body_seconds:g} s.") from None
+        raise ApiError(
+            408, f"The request body did not arrive within {service.limits.body_seconds:g} s."
+        ) from None
     except (ValueError, RecursionError) as error:
-        message = f"We could not parse the JSON body of your request: {str(error) or 'it is nested too deeply'}"
+        message = (
+            "We could not parse the JSON body of your request:"
+            f" {str(error) or 'it is nested too deeply'}"
+        )
         raise ApiError(400, message, code="invalid_json") from None
 
 
-async def _respond(request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire) -> Response:
+async def _respond(
+    request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire
+) -> Response:
     if asked.stream:
         return StreamingResponse(
-            _events(request, asked, pending, wire), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            _events(request, asked, pending, wire),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
         )
     choices: list[list[Any]] = [[] for _ in range(pending.choices)]
     async with contextlib.aclosing(pending.pieces(request)) as pieces:
@@ -179,8 +226,11 @@ async def _respond(request: Request, asked: Any, pending: Pending, wire: Complet
     return JSONResponse(wire.whole(choices, pending.usage))
 
 
-async def _events(request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire) -> AsyncIterator[str]:
-    """Yield server-sent events: a chunk for each piece, then the usage where it is asked for, then [DONE]."""
+async def _events(
+    request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire
+) -> AsyncIterator[str]:
+    """Yield server-sent events: a chunk for each piece, then the usage where it is asked for, then
+    [DONE]."""
     beside = {"usage": None} if asked.usage_in_stream else {}
     try:
         for index in range(pending.choices):

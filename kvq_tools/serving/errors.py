@@ -14,14 +14,33 @@ class ApiError(Exception):
     """What a client is told in place of an answer."""
 
     def __init__(
-        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.message, self.kind, self.param, self.code = (
+            status,
+            message,
+            kind,
+            param,
+            code,
+        )
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     @property
     def headers(self) -> dict[str, str]:
@@ -29,12 +48,19 @@ class ApiError(Exception):
 
 
 def unrecognized(name: str) -> ApiError:
-    return ApiError(400, f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
+    return ApiError(
+        400, f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
+    )
 
 
 def unsupported(name: str, value: object) -> ApiError:
     shown = repr(value) if len(repr(value)) <= 80 else f"a value of type {type(value).__name__}"
-    return ApiError(400, f"Unsupported value: '{name}' does not support {shown} with this server.", param=name, code="unsupported_value")
+    return ApiError(
+        400,
+        f"Unsupported value: '{name}' does not support {shown} with this server.",
+        param=name,
+        code="unsupported_value",
+    )
 
 
 def invalid(name: str, message: str, code: str = "invalid_value") -> ApiError:
@@ -42,7 +68,12 @@ def invalid(name: str, message: str, code: str = "invalid_value") -> ApiError:
 
 
 def no_such_model(name: str) -> ApiError:
-    return ApiError(404, f"The model '{name}' does not exist or you do not have access to it.", param="model", code="model_not_found")
+    return ApiError(
+        404,
+        f"The model '{name}' does not exist or you do not have access to it.",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def wrong_key() -> ApiError:
@@ -51,26 +82,38 @@ def wrong_key() -> ApiError:
 
 def no_key() -> ApiError:
     message = (
-        "You didn't provide an API key. Provide it in an Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
+        "You didn't provide an API key. Provide it in an Authorization header using Bearer auth"
+        " (i.e. Authorization: Bearer YOUR_KEY)."
     )
     return ApiError(401, message)
 
 
 def too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+    return ApiError(
+        413, f"The request body is larger than {limit} bytes.", code="request_too_large"
+    )
 
 
 def of_refusal(error: ValueError | QueueFullError | Stopping) -> ApiError:
     """Return what a client is told where the engine takes no request."""
     if isinstance(error, CapacityError):
         message = (
-            f"This model's maximum context length is {error.capacity} tokens. However, you requested {error.prompt + error.new} tokens "
-            f"({error.prompt} in the prompt, {error.new} in the completion). Please reduce the length of either one."
+            f"This model's maximum context length is {error.capacity} tokens. However, you"
+            f" requested {error.prompt + error.new} tokens ({error.prompt} in the prompt,"
+            f" {error.new} in the completion). Please reduce the length of either one."
         )
         return ApiError(400, message, code="context_length_exceeded")
     if isinstance(error, QueueFullError):
-        message = f"The server is busy: {error.waiting} requests are waiting, and its queue holds {error.limit}. Please try again later."
+        message = (
+            f"The server is busy: {error.waiting} requests are waiting, and its queue holds"
+            f" {error.limit}. Please try again later."
+        )
         return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
     if isinstance(error, Stopping):
-        return ApiError(503, f"The server takes no requests: {error}.", kind="server_error", code="service_unavailable")
+        return ApiError(
+            503,
+            f"The server takes no requests: {error}.",
+            kind="server_error",
+            code="service_unavailable",
+        )
     return ApiError(400, str(error))

@@ -1,6 +1,8 @@
-"""What clients may ask for: every field of OpenAI's two requests is served, or refused where it asks for something; none is ignored.
+"""What clients may ask for: every field of OpenAI's two requests is served, or refused where it
+asks for something; none is ignored.
 
-A refused field may have the values that change nothing: `frequency_penalty: 0`, `tools: []`. docs/serving.md lists them all.
+A refused field may have the values that change nothing: `frequency_penalty: 0`, `tools: []`.
+docs/serving.md lists them all.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ MOST_COMPLETION_ALTERNATIVES = 5
 MOST_STOPS = 4
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are refused, and the values of them that ask for nothing
+NEUTRAL: dict[
+    str, tuple[Any, ...]
+] = {  # fields that are refused, and the values of them that ask for nothing
     "audio": (None,),
     "best_of": (None, 1),
     "frequency_penalty": (None, 0),
@@ -46,7 +50,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are refused, and the valu
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {  # the same of a message; a client that sends an answer back sends some of them
+NEUTRAL_IN_MESSAGES: dict[
+    str, tuple[Any, ...]
+] = {  # the same of a message; a client that sends an answer back sends some of them
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
@@ -68,7 +74,8 @@ class StreamOptions(_Fields):
 
 
 class Common(_Fields):
-    """The fields that both requests have. `top_k` and `min_p` are not OpenAI's. `user` is only a label."""
+    """The fields that both requests have. `top_k` and `min_p` are not OpenAI's. `user` is only a
+    label."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -87,7 +94,9 @@ class Common(_Fields):
     def sampling(self) -> Sampling:
         """OpenAI's temperature is 1 where none is given. JSON's 1 is an int."""
         temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(float(temperature), self.top_k or 0, float(self.top_p or 1), float(self.min_p or 0))
+        return Sampling(
+            float(temperature), self.top_k or 0, float(self.top_p or 1), float(self.min_p or 0)
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -111,7 +120,9 @@ class CompletionFields(Common):
         if isinstance(self.prompt, str):
             return [self.prompt]
         numbers = [entry for entry in self.prompt if isinstance(entry, int)]
-        return [numbers] if numbers else [entry for entry in self.prompt if not isinstance(entry, int)]
+        return (
+            [numbers] if numbers else [entry for entry in self.prompt if not isinstance(entry, int)]
+        )
 
 
 class TextPart(_Fields):
@@ -127,7 +138,11 @@ class Message(_Fields):
 
     @property
     def plain(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -141,17 +156,26 @@ class ChatFields(Common):
 
     @property
     def limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
 
 
 def read(kind: type[CompletionFields] | type[ChatFields], given: Any) -> Any:
-    """Return the checked fields of a request. Raises ApiError in OpenAI's words, naming the field."""
+    """Return the checked fields of a request. Raises ApiError in OpenAI's words, naming the
+    field."""
     if not isinstance(given, dict):
         raise errors.ApiError(400, "The request body must be a JSON object.")
     asked = _served(given, kind, NEUTRAL)
     if isinstance(messages := asked.get("messages"), list):
         asked["messages"] = [
-            _served(message, Message, NEUTRAL_IN_MESSAGES, f"messages[{i}].") if isinstance(message, dict) else message
+            (
+                _served(message, Message, NEUTRAL_IN_MESSAGES, f"messages[{i}].")
+                if isinstance(message, dict)
+                else message
+            )
             for i, message in enumerate(messages)
         ]
     try:
@@ -167,25 +191,48 @@ def read(kind: type[CompletionFields] | type[ChatFields], given: Any) -> Any:
     return fields
 
 
-def _served(given: dict[str, Any], kind: type[BaseModel], neutral: dict[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
-    """Return the fields that are served. Raises ApiError where another one asks for something, or is not known."""
+def _served(
+    given: dict[str, Any],
+    kind: type[BaseModel],
+    neutral: dict[str, tuple[Any, ...]],
+    where: str = "",
+) -> dict[str, Any]:
+    """Return the fields that are served. Raises ApiError where another one asks for something, or
+    is not known."""
     for name, value in given.items():
         if name in kind.model_fields:
             continue
         if name not in neutral:
             raise errors.unrecognized(f"{where}{name}")
-        if not any(value == none and isinstance(value, bool) == isinstance(none, bool) for none in neutral[name]):
+        if not any(
+            value == none and isinstance(value, bool) == isinstance(none, bool)
+            for none in neutral[name]
+        ):
             raise errors.unsupported(f"{where}{name}", value)
     return {name: value for name, value in given.items() if name in kind.model_fields}
 
 
 def _first(failure: pydantic.ValidationError) -> errors.ApiError:
-    """Return the first of pydantic's errors; of a union's, those of the member that came furthest."""
+    """Return the first of pydantic's errors; of a union's, those of the member that came
+    furthest."""
     found = max(failure.errors(include_url=False), key=lambda error: len(error["loc"]))
-    parts = [part for part in found["loc"] if isinstance(part, int) or not any(c in str(part) for c in "[(")]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part not in ("str", "int")).lstrip(".")
+    parts = [
+        part
+        for part in found["loc"]
+        if isinstance(part, int) or not any(c in str(part) for c in "[(")
+    ]
+    name = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in parts
+        if part not in ("str", "int")
+    ).lstrip(".")
     if found["type"] == "missing":
-        return errors.ApiError(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+        return errors.ApiError(
+            400,
+            f"Missing required parameter: '{name}'.",
+            param=name,
+            code="missing_required_parameter",
+        )
     if found["type"] == "extra_forbidden":
         return errors.unrecognized(name)
     code = "invalid_type" if found["type"].endswith("_type") else "invalid_value"

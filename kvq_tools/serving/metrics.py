@@ -24,7 +24,12 @@ class Metrics:
             buckets=FIRST_TOKEN_SECONDS,
             registry=self.registry,
         )
-        self.responses = Counter("kvq_responses", "Responses by path and status", ["path", "status"], registry=self.registry)
+        self.responses = Counter(
+            "kvq_responses",
+            "Responses by path and status",
+            ["path", "status"],
+            registry=self.registry,
+        )
 
     def watch(self, worker: Worker) -> None:
         self.registry.register(_OfEngine(worker))
@@ -37,30 +42,72 @@ class _OfEngine:
     def collect(self) -> Iterator[Metric]:
         engine: Engine = self._worker.engine
         counts = engine.counts
-        yield GaugeMetricFamily("kvq_queue_requests", "Accepted requests that wait for a slot", self._worker.waiting)
+        yield GaugeMetricFamily(
+            "kvq_queue_requests", "Accepted requests that wait for a slot", self._worker.waiting
+        )
         yield GaugeMetricFamily("kvq_queue_limit", "Requests that may wait", engine.queue_limit)
         yield GaugeMetricFamily("kvq_slots", "Requests that can be served at a time", engine.slots)
         yield GaugeMetricFamily("kvq_slots_busy", "Slots that are taken", engine.busy)
-        yield InfoMetricFamily("kvq_cache", "The cache", {"spec": str(engine.cache.spec), "dtype": engine.cache.dtype})
-        yield GaugeMetricFamily("kvq_cache_bytes", "Bytes of the caches, whatever they hold", engine.nbytes)
-        yield GaugeMetricFamily("kvq_cache_capacity_tokens", "Tokens that all slots can hold", engine.slots * engine.capacity)
-        yield GaugeMetricFamily("kvq_cache_live_tokens", "Tokens that the slots hold for requests", engine.live_tokens())
-        yield CounterMetricFamily("kvq_prompt_tokens", "Prompt tokens that were read", counts.prompt_tokens)
-        yield CounterMetricFamily("kvq_new_tokens", "Tokens that were drawn: their rate is tokens per second", counts.new_tokens)
+        yield InfoMetricFamily(
+            "kvq_cache", "The cache", {"spec": str(engine.cache.spec), "dtype": engine.cache.dtype}
+        )
+        yield GaugeMetricFamily(
+            "kvq_cache_bytes", "Bytes of the caches, whatever they hold", engine.nbytes
+        )
+        yield GaugeMetricFamily(
+            "kvq_cache_capacity_tokens",
+            "Tokens that all slots can hold",
+            engine.slots * engine.capacity,
+        )
+        yield GaugeMetricFamily(
+            "kvq_cache_live_tokens", "Tokens that the slots hold for requests", engine.live_tokens()
+        )
+        yield CounterMetricFamily(
+            "kvq_prompt_tokens", "Prompt tokens that were read", counts.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "kvq_new_tokens",
+            "Tokens that were drawn: their rate is tokens per second",
+            counts.new_tokens,
+        )
         yield CounterMetricFamily("kvq_steps", "Steps of all slots", counts.steps)
         yield CounterMetricFamily("kvq_prefill_chunks", "Chunks of prompts", counts.chunks)
-        yield CounterMetricFamily("kvq_prefix_lookups", "Prompts that were looked up among the prefixes", counts.prefix_lookups)
-        yield CounterMetricFamily("kvq_prefix_hits", "Prompts of which at least the first chunk was there", counts.prefix_hits)
-        yield CounterMetricFamily("kvq_prefix_tokens", "Prompt tokens that were not read because they were there", counts.prefix_tokens)
+        yield CounterMetricFamily(
+            "kvq_prefix_lookups",
+            "Prompts that were looked up among the prefixes",
+            counts.prefix_lookups,
+        )
+        yield CounterMetricFamily(
+            "kvq_prefix_hits",
+            "Prompts of which at least the first chunk was there",
+            counts.prefix_hits,
+        )
+        yield CounterMetricFamily(
+            "kvq_prefix_tokens",
+            "Prompt tokens that were not read because they were there",
+            counts.prefix_tokens,
+        )
         yield GaugeMetricFamily(
-            "kvq_prefix_bytes", "Bytes of prefixes, in the host's memory", engine.prefixes.nbytes if engine.prefixes else 0
+            "kvq_prefix_bytes",
+            "Bytes of prefixes, in the host's memory",
+            engine.prefixes.nbytes if engine.prefixes else 0,
         )
         folder = engine.prefixes.folder if engine.prefixes else None
-        yield GaugeMetricFamily("kvq_prefix_disk_bytes", "Bytes of prefixes on disk", folder.nbytes if folder else 0)
+        yield GaugeMetricFamily(
+            "kvq_prefix_disk_bytes", "Bytes of prefixes on disk", folder.nbytes if folder else 0
+        )
         reads = engine.prefixes.reads if engine.prefixes else 0
-        yield CounterMetricFamily("kvq_prefix_disk_reads", "Chunks of prompts that came from the disk", reads)
-        yield GaugeMetricFamily("kvq_prefix_limit_bytes", "Bytes that prefixes may take", engine.prefixes.limit if engine.prefixes else 0)
-        ended = CounterMetricFamily("kvq_requests_ended", "Requests that ended, by reason", labels=["reason"])
+        yield CounterMetricFamily(
+            "kvq_prefix_disk_reads", "Chunks of prompts that came from the disk", reads
+        )
+        yield GaugeMetricFamily(
+            "kvq_prefix_limit_bytes",
+            "Bytes that prefixes may take",
+            engine.prefixes.limit if engine.prefixes else 0,
+        )
+        ended = CounterMetricFamily(
+            "kvq_requests_ended", "Requests that ended, by reason", labels=["reason"]
+        )
         for reason in ("ended", "length", "cancelled", "not-finite"):
             ended.add_metric([reason], counts.ended.get(reason, 0))
         yield ended

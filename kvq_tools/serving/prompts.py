@@ -1,4 +1,5 @@
-"""Prompts of clients as token ids, made in a thread of their own: a long text, or a slow template, keeps nobody waiting."""
+"""Prompts of clients as token ids, made in a thread of their own: a long text, or a slow template,
+keeps nobody waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ T = TypeVar("T")
 
 
 class Prompts:
-    """Text to token ids. The tokenizer is copied: those of Hugging Face change their state while they encode."""
+    """Text to token ids. The tokenizer is copied: those of Hugging Face change their state while
+    they encode."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None):
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -29,7 +31,8 @@ class Prompts:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def of_text(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text, with the special tokens that the tokenizer adds. Raises ApiError."""
+        """Return the ids of a text, with the special tokens that the tokenizer adds. Raises
+        ApiError."""
 
         def encode() -> tuple[int, ...]:
             return tuple(self._tokenizer(_checked(text), verbose=False).input_ids)
@@ -41,7 +44,8 @@ class Prompts:
         if not getattr(self._tokenizer, "chat_template", None):
             raise errors.ApiError(
                 400,
-                "This model's tokenizer has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
+                "This model's tokenizer has no chat template. Use /v1/completions, or start the"
+                " server with --chat-template FILE.",
                 code="no_chat_template",
             )
 
@@ -58,7 +62,9 @@ class Prompts:
         try:
             return await asyncio.wait_for(done, SECONDS)
         except TimeoutError:
-            raise errors.invalid(name, f"it took longer than {SECONDS} s to turn it into tokens") from None
+            raise errors.invalid(
+                name, f"it took longer than {SECONDS} s to turn it into tokens"
+            ) from None
         except ValueError as error:
             raise errors.invalid(name, str(error)) from None
 

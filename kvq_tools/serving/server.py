@@ -15,7 +15,8 @@ from kvq_tools.serving.worker import Worker
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen yet; port 0 is a free one. Raises OSError where the address is taken."""
+    """Return a socket that is bound and does not listen yet; port 0 is a free one. Raises OSError
+    where the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -37,9 +38,12 @@ class _Server(uvicorn.Server):
         self._ready()
 
 
-def serve(app: FastAPI, worker: Worker, bound: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Serve until SIGTERM or SIGINT: connections are refused from then on, and requests that were accepted are answered. `ready` is called
-    once clients can connect. A second SIGINT ends answers that are being made."""
+def serve(
+    app: FastAPI, worker: Worker, bound: socket.socket, ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until SIGTERM or SIGINT: connections are refused from then on, and requests that were
+    accepted are answered. `ready` is called once clients can connect. A second SIGINT ends answers
+    that are being made."""
     server = server_of(app, ready)
     worker.start()
     try:
@@ -52,16 +56,24 @@ def serve(app: FastAPI, worker: Worker, bound: socket.socket, ready: Callable[[]
 
 def server_of(app: FastAPI, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """Return the server, which `run(sockets=[...])` starts and `should_exit = True` stops."""
-    return _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False), ready)
+    return _Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", server_header=False
+        ),
+        ready,
+    )
 
 
 @contextlib.contextmanager
 def _without_default_signals() -> Iterator[None]:
-    """Keep a signal that uvicorn dealt with, and raises again at its end, from ending the process by itself."""
+    """Keep a signal that uvicorn dealt with, and raises again at its end, from ending the process
+    by itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    kept = {
+        number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""From a client's fields to answers: prompts become requests, requests become jobs of the worker, and pieces come back."""
+"""From a client's fields to answers: prompts become requests, requests become jobs of the worker,
+and pieces come back."""
 
 from __future__ import annotations
 
@@ -33,9 +34,22 @@ class Service:
     """A model that answers. name: as clients ask for it."""
 
     def __init__(
-        self, worker: Worker, tokenizer: Any, name: str, metrics: Metrics, *, chat_template: str | None = None, limits: Limits = Limits()
+        self,
+        worker: Worker,
+        tokenizer: Any,
+        name: str,
+        metrics: Metrics,
+        *,
+        chat_template: str | None = None,
+        limits: Limits = Limits(),
     ):
-        self.worker, self.tokenizer, self.name, self.metrics, self.limits = worker, tokenizer, name, metrics, limits
+        self.worker, self.tokenizer, self.name, self.metrics, self.limits = (
+            worker,
+            tokenizer,
+            name,
+            metrics,
+            limits,
+        )
         self.prompts = Prompts(tokenizer, chat_template)
         self._end_ids = tuple(worker.engine.llama.config.eos_token_ids)
 
@@ -45,14 +59,21 @@ class Service:
 
     async def completion(self, fields: CompletionFields) -> Pending:
         """Turn the fields into requests: one for each prompt and choice. Raises ApiError."""
-        prompts = [await self.prompts.of_text(one) if isinstance(one, str) else tuple(one) for one in fields.prompts]
+        prompts = [
+            await self.prompts.of_text(one) if isinstance(one, str) else tuple(one)
+            for one in fields.prompts
+        ]
         if not prompts:
             raise errors.invalid("prompt", "give at least one")
         alternatives = fields.logprobs or 0
         limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
         scored = bool(fields.echo) and fields.logprobs is not None
         requests = [
-            request for prompt in prompts for request in self._requests(prompt, fields, limit, alternatives=alternatives, scored=scored)
+            request
+            for prompt in prompts
+            for request in self._requests(
+                prompt, fields, limit, alternatives=alternatives, scored=scored
+            )
         ]
         return self._pending(requests, prompts, fields, echo=bool(fields.echo))
 
@@ -67,21 +88,43 @@ class Service:
         return self._pending(requests, [prompt], fields, echo=False)
 
     def _requests(
-        self, prompt: tuple[int, ...], fields: CompletionFields | ChatFields, limit: int, *, alternatives: int, scored: bool = False
+        self,
+        prompt: tuple[int, ...],
+        fields: CompletionFields | ChatFields,
+        limit: int,
+        *,
+        alternatives: int,
+        scored: bool = False,
     ) -> list[Request]:
         seed = secrets.randbits(32) if fields.seed is None else fields.seed % (1 << 32)
         return [
-            Request(prompt, limit, fields.sampling, seed, choice, self._end_ids, alternatives, scored) for choice in range(fields.n or 1)
+            Request(
+                prompt, limit, fields.sampling, seed, choice, self._end_ids, alternatives, scored
+            )
+            for choice in range(fields.n or 1)
         ]
 
     def _pending(
-        self, requests: list[Request], prompts: Sequence[tuple[int, ...]], fields: CompletionFields | ChatFields, *, echo: bool
+        self,
+        requests: list[Request],
+        prompts: Sequence[tuple[int, ...]],
+        fields: CompletionFields | ChatFields,
+        *,
+        echo: bool,
     ) -> Pending:
         most = self.worker.engine.queue_limit
         if len(requests) > most:
-            raise errors.ApiError(400, f"{len(requests)} choices are asked for in one request, and this server queues {most}.", param="n")
+            raise errors.ApiError(
+                400,
+                f"{len(requests)} choices are asked for in one request, and this server queues"
+                f" {most}.",
+                param="n",
+            )
         pending = Pending(self, Usage(sum(map(len, prompts))), len(requests))
-        answers = [Answer(i, request, self.tokenizer, fields.stops, echo, pending.send) for i, request in enumerate(requests)]
+        answers = [
+            Answer(i, request, self.tokenizer, fields.stops, echo, pending.send)
+            for i, request in enumerate(requests)
+        ]
         try:
             pending.jobs = self.worker.submit(answers)
         except (ValueError, QueueFullError, Stopping) as error:
@@ -90,7 +133,8 @@ class Service:
 
 
 class Pending:
-    """Choices that were accepted. Pieces of all of them come in the order in which they were made."""
+    """Choices that were accepted. Pieces of all of them come in the order in which they were
+    made."""
 
     def __init__(self, service: Service, usage: Usage, choices: int):
         self.usage, self.choices, self.jobs = usage, choices, list[Job]()
@@ -104,8 +148,8 @@ class Pending:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
-        """Yield pieces until every choice has ended; less where the client leaves, whose slots become vacant. Raises ApiError where a
-        choice fails."""
+        """Yield pieces until every choice has ended; less where the client leaves, whose slots
+        become vacant. Raises ApiError where a choice fails."""
         gone = asyncio.create_task(self._watch(http))
         left = self.choices
         try:
@@ -114,7 +158,9 @@ class Pending:
                 if piece is None:
                     return
                 if piece.finish == "failed":
-                    raise errors.ApiError(500, f"The server had an error: {piece.failure}.", kind="server_error")
+                    raise errors.ApiError(
+                        500, f"The server had an error: {piece.failure}.", kind="server_error"
+                    )
                 if piece.finish:
                     self.usage.drawn += piece.drawn
                     left -= 1

@@ -8,7 +8,12 @@ import time
 from typing import Any
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionTokenLogprob,
+)
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
@@ -28,7 +33,11 @@ class Usage:
     drawn: int = 0
 
     def told(self) -> CompletionUsage:
-        return CompletionUsage(prompt_tokens=self.prompt, completion_tokens=self.drawn, total_tokens=self.prompt + self.drawn)
+        return CompletionUsage(
+            prompt_tokens=self.prompt,
+            completion_tokens=self.drawn,
+            total_tokens=self.prompt + self.drawn,
+        )
 
 
 class CompletionWire:
@@ -54,7 +63,8 @@ class CompletionWire:
 
     def _choice(self, index: int, pieces: list[Piece]) -> CompletionChoice:
         tokens = [token for piece in pieces for token in piece.tokens]
-        return CompletionChoice.construct(  # a chunk has no reason to end yet, and a prompt's first token no log-probability
+        # a chunk has no reason to end yet, and a prompt's first token no log-probability
+        return CompletionChoice.construct(
             index=index,
             text="".join(piece.text for piece in pieces),
             logprobs=None if self._alternatives is None else self._logprobs(tokens),
@@ -66,7 +76,10 @@ class CompletionWire:
             if token.logprob is None:
                 return None
             # two tokens may have one text; the more probable is told
-            return {token_text(self._tokenizer, other): logprob for other, logprob in reversed(token.likely)}
+            return {
+                token_text(self._tokenizer, other): logprob
+                for other, logprob in reversed(token.likely)
+            }
 
         return Logprobs.construct(
             tokens=[token_text(self._tokenizer, token.token) for token in tokens],
@@ -76,7 +89,13 @@ class CompletionWire:
         )
 
     def _response(self, choices: list[CompletionChoice]) -> dict[str, Any]:
-        response = Completion.construct(id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices)
+        response = Completion.construct(
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+        )
         return response.model_dump(exclude_unset=True)
 
 
@@ -84,16 +103,38 @@ class ChatWire:
     """Responses of /v1/chat/completions."""
 
     def __init__(self, model: str, tokenizer: Any, logprobs: bool):
-        self.id, self.created, self.model = f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), model
+        self.id, self.created, self.model = (
+            f"chatcmpl-{secrets.token_hex(12)}",
+            int(time.time()),
+            model,
+        )
         self._tokenizer, self._logprobs = tokenizer, logprobs
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [self._chunk([ChunkChoice(index=index, delta=ChoiceDelta(role="assistant", content=""), finish_reason=None)])]
+        return [
+            self._chunk(
+                [
+                    ChunkChoice(
+                        index=index,
+                        delta=ChoiceDelta(role="assistant", content=""),
+                        finish_reason=None,
+                    )
+                ]
+            )
+        ]
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         delta = ChoiceDelta(content=piece.text) if piece.text or piece.tokens else ChoiceDelta()
-        logprobs = ChunkLogprobs(content=self._content(list(piece.tokens))) if self._logprobs else None
-        return self._chunk([ChunkChoice.construct(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish)])
+        logprobs = (
+            ChunkLogprobs(content=self._content(list(piece.tokens))) if self._logprobs else None
+        )
+        return self._chunk(
+            [
+                ChunkChoice.construct(
+                    index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish
+                )
+            ]
+        )
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage.told().model_dump(exclude_unset=True)}
@@ -101,27 +142,53 @@ class ChatWire:
     def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         told = []
         for index, pieces in enumerate(choices):
-            message = ChatCompletionMessage(role="assistant", content="".join(piece.text for piece in pieces), refusal=None)
+            message = ChatCompletionMessage(
+                role="assistant", content="".join(piece.text for piece in pieces), refusal=None
+            )
             tokens = [token for piece in pieces for token in piece.tokens]
-            logprobs = ChoiceLogprobs(content=self._content(tokens), refusal=None) if self._logprobs else None
-            told.append(Choice.construct(index=index, message=message, logprobs=logprobs, finish_reason=pieces[-1].finish))
+            logprobs = (
+                ChoiceLogprobs(content=self._content(tokens), refusal=None)
+                if self._logprobs
+                else None
+            )
+            told.append(
+                Choice.construct(
+                    index=index, message=message, logprobs=logprobs, finish_reason=pieces[-1].finish
+                )
+            )
         response = ChatCompletion(
-            id=self.id, object="chat.completion", created=self.created, model=self.model, choices=told, usage=usage.told()
+            id=self.id,
+            object="chat.completion",
+            created=self.created,
+            model=self.model,
+            choices=told,
+            usage=usage.told(),
         )
         return response.model_dump(exclude_unset=True)
 
     def _content(self, tokens: list[TokenInText]) -> list[ChatCompletionTokenLogprob]:
         return [
             ChatCompletionTokenLogprob(
-                **self._named(token.token, token.logprob or 0.0), top_logprobs=[TopLogprob(**self._named(*other)) for other in token.likely]
+                **self._named(token.token, token.logprob or 0.0),
+                top_logprobs=[TopLogprob(**self._named(*other)) for other in token.likely],
             )
             for token in tokens
         ]
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = token_text(self._tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": None if UNFINISHED in text else list(text.encode())}
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if UNFINISHED in text else list(text.encode()),
+        }
 
     def _chunk(self, choices: list[ChunkChoice]) -> dict[str, Any]:
-        response = ChatCompletionChunk(id=self.id, object="chat.completion.chunk", created=self.created, model=self.model, choices=choices)
+        response = ChatCompletionChunk(
+            id=self.id,
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+        )
         return response.model_dump(exclude_unset=True)

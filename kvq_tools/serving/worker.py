@@ -1,4 +1,5 @@
-"""The one thread that drives an engine. Others hand it requests and get their events; they never wait for a step."""
+"""The one thread that drives an engine. Others hand it requests and get their events; they never
+wait for a step."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ class Job:
 
 
 class Worker:
-    """A thread with an engine. on_first_token is called with the seconds from acceptance to each answer's first token."""
+    """A thread with an engine. on_first_token is called with the seconds from acceptance to each
+    answer's first token."""
 
-    def __init__(self, engine: Engine, on_first_token: Callable[[float], None] = lambda seconds: None):
+    def __init__(
+        self, engine: Engine, on_first_token: Callable[[float], None] = lambda seconds: None
+    ):
         self.engine, self.failure = engine, ""
         self._on_first_token = on_first_token
         self._changed = threading.Condition()
@@ -56,8 +60,9 @@ class Worker:
         return len(self._inbox) + self.engine.waiting
 
     def submit(self, answers: Sequence[Answer]) -> list[Job]:
-        """Accept all of these answers or none. Raises ValueError where one does not fit the model or the capacity, QueueFullError where the
-        queue has no room for all of them, Stopping at the end."""
+        """Accept all of these answers or none. Raises ValueError where one does not fit the model
+        or the capacity, QueueFullError where the queue has no room for all of them, Stopping at the
+        end."""
         for answer in answers:
             answer.request.check(self.engine.llama.config.vocab_size, self.engine.capacity)
         jobs = [Job(answer) for answer in answers]
@@ -89,7 +94,8 @@ class Worker:
                 job.answer.fail(self.failure)
 
     def _take_mail(self) -> bool:
-        """Wait until there is something to do, and hand what came in to the engine. Return False at the end."""
+        """Wait until there is something to do, and hand what came in to the engine. Return False at
+        the end."""
         with self._changed:
             while not (self._inbox or self._leaving or self._stopping) and self.engine.idle:
                 self._changed.wait()
@@ -113,4 +119,6 @@ class Worker:
                 self._on_first_token(job.first_token)
             if job.answer.take(event):
                 del self._jobs[event.ticket]
-                self.engine.cancel(event.ticket)  # a stop in the text: the engine does not know of it
+                self.engine.cancel(
+                    event.ticket
+                )  # a stop in the text: the engine does not know of it

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from kvq_models.named_models.names import EMBEDDED_FOLDER as EMBEDDED
 
 if TYPE_CHECKING:
-    from kvq_models.calibration.file import Calibration, load_calibration, resolved, save_calibration
+    from kvq_models.calibration.file import (
+        Calibration,
+        load_calibration,
+        resolved,
+        save_calibration,
+    )
     from kvq_models.calibration.fit import calibrate
     from kvq_models.inference.decoding import decode_step, prefill, right_padded, score
     from kvq_models.inference.generation import Generated, generate, generate_stream

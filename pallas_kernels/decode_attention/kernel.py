@@ -1,14 +1,17 @@
 """Decode attention over the body of a cache: split-K flash decoding.
 
-    m, l, o of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b (partial_attention.py)
+    m, l, o of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b
+                (partial_attention.py)
 
-A program reads its share of all live tiles (schedule.py), each for all query heads of its KV head, with online softmax in fp32; a second
-kernel merges what programs leave (merge.py). Readers (readers/base.py) know what the stored arrays mean.
+A program reads its share of all live tiles (schedule.py), each for all query heads of its KV head,
+with online softmax in fp32; a second kernel merges what programs leave (merge.py). Readers
+(readers/base.py) know what the stored arrays mean.
 
-Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are in full precision, a
-multiple of 32 (of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads
-are padded to 8 columns or the next power of two. H and both sides of every tile are powers of two. Arrays may be of any size: beyond 2^32
-bytes Pallas computes offsets with 64 bits.
+Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless
+all rows are in full precision, a multiple of 32 (of a group's tokens, where groups run over
+tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to 8
+columns or the next power of two. H and both sides of every tile are powers of two. Arrays may be of
+any size: beyond 2^32 bytes Pallas computes offsets with 64 bits.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile, change_slots
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
-# Bytes of the scores that outliers need, at most, in one launch: heads whose scores take more come after others. An 8B model has as many
-# with 2M tokens in all rows: a ninth of a layer of 4-bit KVQuant, in temporary memory that all layers share.
+# Bytes of the scores that outliers need, at most, in one launch: heads whose scores take more come
+# after others. An 8B model has as many with 2M tokens in all rows: a ninth of a layer of 4-bit
+# KVQuant, in temporary memory that all layers share.
 STORED_SCORES = 256 << 20
 
 
@@ -52,11 +56,13 @@ def decode_attention(
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> PartialAttention:
-    """Attend with one query token of each sequence to its first limits[b] of `capacity` stored tokens; contract above.
+    """Attend with one query token of each sequence to its first limits[b] of `capacity` stored
+    tokens; contract above.
 
-    q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q, probabilities and dequantized values to fp16
-    (full-precision rows: to their dtype); scores, sums and the merge are fp32. KV heads come in groups of `heads_at_once`. Raises
-    ValueError where the tuning's tile does not fit the contract.
+    q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q,
+    probabilities and dequantized values to fp16 (full-precision rows: to their dtype); scores, sums
+    and the merge are fp32. KV heads come in groups of `heads_at_once`. Raises ValueError where the
+    tuning's tile does not fit the contract.
     """
     heads, group = q.shape[1:3]
     at_once = heads_at_once(q, keys[0], values[0], capacity)
@@ -66,21 +72,29 @@ def decode_attention(
             q, o = lax.optimization_barrier((q, of_groups[-1].o))
             of_groups[-1] = of_groups[-1]._replace(o=o)
         of_heads = range(first, first + at_once)
-        pieces = attention_in_pieces(q, keys, values, limits, capacity=capacity, heads=of_heads, tuning=tuning, launch=launch)
-        of_groups.append(values[0].values_of(merged(pieces, group, launch=launch), values[1], first))
+        pieces = attention_in_pieces(
+            q, keys, values, limits, capacity=capacity, heads=of_heads, tuning=tuning, launch=launch
+        )
+        of_groups.append(
+            values[0].values_of(merged(pieces, group, launch=launch), values[1], first)
+        )
     if len(of_groups) == 1:
         return of_groups[0]
-    return PartialAttention(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*of_groups, strict=True)))
+    return PartialAttention(
+        *(jnp.concatenate(arrays, axis=1) for arrays in zip(*of_groups, strict=True))
+    )
 
 
 def heads_at_once(q: Float[Array, "B K G H"], k: Reader, v: Reader, capacity: int) -> int:
-    """Return how many KV heads are attended to in one launch: all, or as many as have scores that STORED_SCORES holds, where outliers need
-    them."""
+    """Return how many KV heads are attended to in one launch: all, or as many as have scores that
+    STORED_SCORES holds, where outliers need them."""
     batch, heads, group, _ = q.shape
     if not (k.adds_scores or v.adds_values):
         return heads
     of_head = 4 * batch * pl.next_power_of_2(group) * capacity
-    return next((h for h in range(heads, 1, -1) if heads % h == 0 and h * of_head <= STORED_SCORES), 1)
+    return next(
+        (h for h in range(heads, 1, -1) if heads % h == 0 and h * of_head <= STORED_SCORES), 1
+    )
 
 
 def attention_in_pieces(
@@ -94,7 +108,8 @@ def attention_in_pieces(
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> list[Pieces]:
-    """Return what `decode_attention` merges: what programs leave, and what outliers add to the values, if the values have any.
+    """Return what `decode_attention` merges: what programs leave, and what outliers add to the
+    values, if the values have any.
 
     heads: the KV heads that are attended to; all of them where it is None.
     """
@@ -105,17 +120,26 @@ def attention_in_pieces(
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
-    scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)  # padded too: XLA makes queries of one size in one launch
+    scaled = padded[:, heads.start : heads.stop] * (
+        LOG2E * channels**-0.5
+    )  # padded too: XLA makes queries of one size in one launch
     more = k.more_scores(scaled, k_stored, limits, launch, real, first=heads.start)
     by_slots = real, capacity // SPAN, k.slots, SPAN // k.slots
     added = () if more is None else (more.reshape(batch, len(heads), *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     limits = limits.astype(jnp.int32)
-    begin = [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]  # an array: the kernel is one for all of them
+    begin = (
+        [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]
+    )  # an array: the kernel is one for all of them
     flat = [limits, *begin, *(array for arrays in inputs for array in arrays)]
-    schedule = Schedule(tuning.programs(batch * len(heads), capacity), tuning.tile, batch, len(heads))
-    shapes = [jax.ShapeDtypeStruct((schedule.pieces, *shape), jnp.float32) for shape in ((real,), (real,), (channels, real))]
+    schedule = Schedule(
+        tuning.programs(batch * len(heads), capacity), tuning.tile, batch, len(heads)
+    )
+    shapes = [
+        jax.ShapeDtypeStruct((schedule.pieces, *shape), jnp.float32)
+        for shape in ((real,), (real,), (channels, real))
+    ]
     if v.adds_values:
         shapes.append(jax.ShapeDtypeStruct((batch, len(heads), *by_slots), jnp.float32))
     m, l, o, *kept = triton_call(
@@ -137,11 +161,19 @@ def attention_in_pieces(
         launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
-        aliases={len(flat) - 1: 3} if added and v.adds_values else {},  # a token's scores take the place of what was added to them
+        aliases=(
+            {len(flat) - 1: 3} if added and v.adds_values else {}
+        ),  # a token's scores take the place of what was added to them
     )(*flat)
     pieces = [Pieces(m, l, o, limits, schedule)]
     if kept:
-        pieces += v.more_values(kept[0].reshape(batch, len(heads), real, capacity), v_stored, limits, launch, heads.start)
+        pieces += v.more_values(
+            kept[0].reshape(batch, len(heads), real, capacity),
+            v_stored,
+            limits,
+            launch,
+            heads.start,
+        )
     return pieces
 
 
@@ -151,11 +183,18 @@ def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
     least = max(k.least_tile, v.least_tile)
     if not least <= tile <= capacity or tile & (tile - 1):
         raise ValueError(f"{tile=} is not a power of two from {least} to {capacity=}")
-    longest = min((reader.longest_tile for reader in (k, v) if reader.longest_tile is not None), default=tile)
+    longest = min(
+        (reader.longest_tile for reader in (k, v) if reader.longest_tile is not None), default=tile
+    )
     if k.parts != v.parts:
-        raise ValueError(f"{type(k).__name__} and {type(v).__name__} read a tile in {k.parts} and {v.parts} parts")
+        raise ValueError(
+            f"{type(k).__name__} and {type(v).__name__} read a tile in {k.parts} and {v.parts}"
+            " parts"
+        )
     if tile > longest:
-        raise ValueError(f"{tile=}: these keys and values are read in tiles of at most {longest} tokens")
+        raise ValueError(
+            f"{tile=}: these keys and values are read in tiles of at most {longest} tokens"
+        )
 
 
 def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"]:
@@ -173,8 +212,9 @@ def _kernel(
     asm: bool,
     columns: int,
 ) -> None:
-    # refs: the first KV head [1] where the arrays hold others too; arrays of the query, the keys and the values, more scores (by slots) if
-    # there are any; then m [P, R], l [P, R] and o [P, H, R] of all pieces, and room for all scores (by slots) if the values need them
+    # refs: the first KV head [1] where the arrays hold others too; arrays of the query, the keys
+    # and the values, more scores (by slots) if there are any; then m [P, R], l [P, R] and o [P, H,
+    # R] of all pieces, and room for all scores (by slots) if the values need them
     head = 0
     if schedule.heads < all_heads:
         head, refs = refs[0][0], refs[1:]
@@ -184,23 +224,33 @@ def _kernel(
 
     def read(run: Run, place: Callable[[], Array]) -> None:
         of_unit = [Unit(ref, run.row, run.head + head, whole) for ref in inputs[: ends[2]]]
-        of_scores = [Unit(ref, run.row, run.head, schedule) for ref in (*inputs[ends[2] :], *outputs[3:])]
-        query, keys, values = (of_unit[last - count : last] for last, count in zip(ends, counts[:3], strict=False))
+        of_scores = [
+            Unit(ref, run.row, run.head, schedule) for ref in (*inputs[ends[2] :], *outputs[3:])
+        ]
+        query, keys, values = (
+            of_unit[last - count : last] for last, count in zip(ends, counts[:3], strict=False)
+        )
         added, kept = of_scores[: counts[3]], of_scores[counts[3] :]
-        carry = _attend_run(run, query, keys, values, added, kept, readers, schedule.tile, capacity, asm, columns)
+        carry = _attend_run(
+            run, query, keys, values, added, kept, readers, schedule.tile, capacity, asm, columns
+        )
         _store_piece(outputs[:3], place(), *carry)
 
     schedule.for_each_run(limits_ref, read)
 
 
-def _store_piece(refs: Sequence[Any], place: Any, sums: Sequence[Array], largest: Array, total: Array) -> None:
+def _store_piece(
+    refs: Sequence[Any], place: Any, sums: Sequence[Array], largest: Array, total: Array
+) -> None:
     m_ref, l_ref, o_ref = refs
     heads, width = m_ref.shape[1], sums[0].shape[0]
     for c, of_chunk in enumerate(sums):
         o_ref[place, pl.ds(width * c, width), :] = real_columns(of_chunk, heads)
     for first in range(len(sums) * width, o_ref.shape[1], width):  # channels that are not stored
         o_ref[place, pl.ds(first, width), :] = jnp.zeros((width, heads), jnp.float32)
-    m_ref[place, :], l_ref[place, :] = (real_columns(x[None], heads).reshape(heads) for x in (largest, total))
+    m_ref[place, :], l_ref[place, :] = (
+        real_columns(x[None], heads).reshape(heads) for x in (largest, total)
+    )
 
 
 def _attend_run(
@@ -216,7 +266,8 @@ def _attend_run(
     asm: bool,
     columns: int,
 ) -> tuple[list[Array], Array, Array]:
-    """Return sums [W, R] for each chunk of channels, largest scores [R] and sums of weights [R] of a run of tiles of `size` tokens."""
+    """Return sums [W, R] for each chunk of channels, largest scores [R] and sums of weights [R] of
+    a run of tiles of `size` tokens."""
     k, v = readers
     query, keys, values = k.opened(query), k.opened_arrays(keys, asm), v.opened_arrays(values, asm)
     first, limit = run.first, run.limit
@@ -232,8 +283,13 @@ def _attend_run(
             for a, s in enumerate(scores):
                 _keep(ref, s, tile, k.slots, a)
         if tile.masked:
-            scores = [jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG_INF) for a, s in enumerate(scores)]
-        new = jnp.maximum(largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0) - v.weight_exponent)
+            scores = [
+                jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG_INF)
+                for a, s in enumerate(scores)
+            ]
+        new = jnp.maximum(
+            largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0) - v.weight_exponent
+        )
         shrink = exp2(largest - new, asm)
         weights = [exp2(s - new[None, :], asm) for s in scores]
         total = total * shrink + jnp.sum(functools.reduce(jnp.add, weights), axis=0)
@@ -245,12 +301,27 @@ def _attend_run(
         return step(Tile(size, (first + i) * size, first + i), carry)
 
     def last_tile(i: Array, carry: Any) -> Any:
-        start = (first + i) * size  # the window is moved back to stay inside the arrays; what an earlier tile read does not count again
+        start = (
+            (first + i) * size
+            # the window is moved back to stay inside the arrays; what an earlier tile read does not
+            # count again
+        )
         return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end), carry)
 
     def part_of_tile(i: Array, carry: Any) -> Any:
         start = (first + lax.div(i, k.parts)) * size
-        return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end, lax.rem(i, k.parts), k.parts), carry)
+        return step(
+            Tile(
+                size,
+                jnp.minimum(start, capacity - size),
+                None,
+                start,
+                end,
+                lax.rem(i, k.parts),
+                k.parts,
+            ),
+            carry,
+        )
 
     count, width = v.chunks
     carry = (
@@ -265,21 +336,32 @@ def _attend_run(
 
 
 def _rows_of_slot(tile: Tile, slot: int) -> tuple[Any, ...]:
-    """Index the tokens of a slot in scores [R, S / SPAN, slots, SPAN / slots], R query heads padded to a power of two."""
+    """Index the tokens of a slot in scores [R, S / SPAN, slots, SPAN / slots], R query heads padded
+    to a power of two."""
     return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), pl.ds(slot, 1), slice(None)
 
 
-def _more(ref: Any, tile: Tile, slots: int, slot: int, columns: int) -> Float[Array, "rows columns"]:
+def _more(
+    ref: Any, tile: Tile, slots: int, slot: int, columns: int
+) -> Float[Array, "rows columns"]:
     """Read the scores that are to be added for the tokens of a slot."""
     heads, rows = ref.shape[0], tile.size // slots
     added = jnp.swapaxes(ref[_rows_of_slot(tile, slot)].reshape(heads, rows), 0, 1)
     return jnp.broadcast_to(added[:, None], (rows, columns // heads, heads)).reshape(rows, columns)
 
 
-def _keep(ref: Any, scores: Float[Array, "rows columns"], tile: Tile, slots: int, slot: int) -> None:
+def _keep(
+    ref: Any, scores: Float[Array, "rows columns"], tile: Tile, slots: int, slot: int
+) -> None:
     """Store the scores of the tokens of a slot that count."""
     rows, heads = scores.shape[0], ref.shape[0]
     scores = real_columns(scores, heads)
     shape = heads, rows * slots // SPAN, 1, SPAN // slots
-    counts = jnp.broadcast_to(tile.counts(tile.slot_tokens(slots, slot)).reshape(1, *shape[1:]), shape) if tile.masked else None
-    plt.store(ref.at[_rows_of_slot(tile, slot)], jnp.swapaxes(scores, 0, 1).reshape(shape), mask=counts)
+    counts = (
+        jnp.broadcast_to(tile.counts(tile.slot_tokens(slots, slot)).reshape(1, *shape[1:]), shape)
+        if tile.masked
+        else None
+    )
+    plt.store(
+        ref.at[_rows_of_slot(tile, slot)], jnp.swapaxes(scores, 0, 1).reshape(shape), mask=counts
+    )

@@ -1,8 +1,10 @@
-"""Merge attention over parts of the tokens in one launch, exactly: the pieces of the body, and the windows.
+"""Merge attention over parts of the tokens in one launch, exactly: the pieces of the body, and the
+windows.
 
     m = max_i m_i,    l = sum_i 2^(m_i - m) l_i,    o = sum_i 2^(m_i - m) o_i,    out = o / l
 
-One program merges some channels of all query heads of a KV head: a single sequence has few heads, and many pieces.
+One program merges some channels of all query heads of a KV head: a single sequence has few heads,
+and many pieces.
 """
 
 from __future__ import annotations
@@ -27,27 +29,49 @@ from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
 _TILE_ELEMENTS = 4096  # of the sums that a program holds: 32 registers of each of its threads
-_AT_ONCE = (16, 128)  # pieces of a loop step, at least and at most: one long row of many has more of them than is usual
+_AT_ONCE = (
+    16,
+    128,
+    # pieces of a loop step, at least and at most: one long row of many has more of them than is usual
+)
 _LEAST_CHANNELS = 8
 
 Parts = Splits | Pieces
 
 
 def merged(parts: Sequence[Parts], group: int, *, launch: Launch = LAUNCH) -> PartialAttention:
-    """Return the attention of `group` query heads over the tokens of all parts; zeros and m = NEG_INF where there is none."""
+    """Return the attention of `group` query heads over the tokens of all parts; zeros and m =
+    NEG_INF where there is none."""
     batch, kv_heads, heads, channels = _sizes(parts[0])
-    shapes = [jax.ShapeDtypeStruct((batch, kv_heads, *rest), jnp.float32) for rest in ((heads,), (heads,), (heads, channels))]
+    shapes = [
+        jax.ShapeDtypeStruct((batch, kv_heads, *rest), jnp.float32)
+        for rest in ((heads,), (heads,), (heads, channels))
+    ]
     m, l, o = _call(_store_part, "merge_splits", parts, [], shapes, launch)
     return PartialAttention(m[:, :, :group, None], l[:, :, :group, None], o[:, :, :group])
 
 
 def finished(
-    parts: Sequence[Parts], group: int, positions: Int[Array, " B"], *, capacity: int, dtype: DTypeLike, launch: Launch = LAUNCH
+    parts: Sequence[Parts],
+    group: int,
+    positions: Int[Array, " B"],
+    *,
+    capacity: int,
+    dtype: DTypeLike,
+    launch: Launch = LAUNCH,
 ) -> Float[Array, "B K G H"]:
-    """Return o / l of all parts in this dtype: zeros where there is no token, NaN in rows whose position is not below the capacity."""
+    """Return o / l of all parts in this dtype: zeros where there is no token, NaN in rows whose
+    position is not below the capacity."""
     batch, kv_heads, heads, channels = _sizes(parts[0])
     shape = jax.ShapeDtypeStruct((batch, kv_heads, heads, channels), dtype)
-    [out] = _call(functools.partial(_store_output, capacity=capacity), "finish_attention", parts, [positions], [shape], launch)
+    [out] = _call(
+        functools.partial(_store_output, capacity=capacity),
+        "finish_attention",
+        parts,
+        [positions],
+        [shape],
+        launch,
+    )
     return out[:, :, :group]
 
 
@@ -64,7 +88,11 @@ def _step(part: Parts) -> int:
     if isinstance(part, Splits):
         return min(_AT_ONCE[1], 1 << (part.m.shape[2].bit_length() - 1))
     least, most = _AT_ONCE
-    return min(max(least, pl.next_power_of_2(part.schedule.usual_pieces)), most, 1 << (part.schedule.pieces.bit_length() - 1))
+    return min(
+        max(least, pl.next_power_of_2(part.schedule.usual_pieces)),
+        most,
+        1 << (part.schedule.pieces.bit_length() - 1),
+    )
 
 
 def _call(
@@ -75,7 +103,8 @@ def _call(
     shapes: Sequence[jax.ShapeDtypeStruct],
     launch: Launch,
 ) -> Any:
-    """Launch the kernel with `store` at its end, which takes refs of one number for each row of the batch, and of the outputs."""
+    """Launch the kernel with `store` at its end, which takes refs of one number for each row of the
+    batch, and of the outputs."""
     batch, kv_heads, heads, channels = _sizes(parts[0])
     steps = [_step(part) for part in parts]
     width = min(channels, max(_LEAST_CHANNELS, _TILE_ELEMENTS // (max(steps) * heads)))
@@ -85,11 +114,20 @@ def _call(
         of_unit = 0 if isinstance(part, Pieces) else 2
         arrays += [*own, part.m, part.l, part.o]
         specs += [whole_array_but(0, array, ()) for array in own] + [
-            whole_array_but(of_unit, array, tuple(range(of_unit))) for array in (part.m, part.l, part.o)
+            whole_array_but(of_unit, array, tuple(range(of_unit)))
+            for array in (part.m, part.l, part.o)
         ]
     schedules = [part.schedule if isinstance(part, Pieces) else None for part in parts]
     return triton_call(
-        functools.partial(_kernel, store=store, rows=len(rows), schedules=schedules, steps=steps, width=width, asm=launch.asm),
+        functools.partial(
+            _kernel,
+            store=store,
+            rows=len(rows),
+            schedules=schedules,
+            steps=steps,
+            width=width,
+            asm=launch.asm,
+        ),
         name=name,
         grid=(batch, kv_heads, channels // width),
         in_specs=[*[pl.BlockSpec((1,), lambda b, k, c: (b,))] * len(rows), *specs],
@@ -101,8 +139,17 @@ def _call(
     )(*(row.astype(jnp.int32) for row in rows), *arrays)
 
 
-def _kernel(*refs: Any, store: Any, rows: int, schedules: Sequence[Schedule | None], steps: Sequence[int], width: int, asm: bool) -> None:
-    # refs: numbers of the row; of each part its limits, where a schedule belongs to it, m [P, R], l [P, R] and o [P, H, R]; outputs
+def _kernel(
+    *refs: Any,
+    store: Any,
+    rows: int,
+    schedules: Sequence[Schedule | None],
+    steps: Sequence[int],
+    width: int,
+    asm: bool,
+) -> None:
+    # refs: numbers of the row; of each part its limits, where a schedule belongs to it, m [P, R], l
+    # [P, R] and o [P, H, R]; outputs
     row_refs, left = refs[:rows], list(refs[rows:])
     channels, carry = pl.ds(pl.program_id(2) * width, width), None
     for size, schedule in zip(steps, schedules, strict=True):
@@ -114,20 +161,41 @@ def _kernel(*refs: Any, store: Any, rows: int, schedules: Sequence[Schedule | No
             first, last = schedule.pieces_of(limits_ref, pl.program_id(0), pl.program_id(1))
         heads = m_ref.shape[1]
         if carry is None:
-            carry = jnp.zeros((width, heads), jnp.float32), jnp.full((heads,), NEG_INF, jnp.float32), jnp.zeros((heads,), jnp.float32)
+            carry = (
+                jnp.zeros((width, heads), jnp.float32),
+                jnp.full((heads,), NEG_INF, jnp.float32),
+                jnp.zeros((heads,), jnp.float32),
+            )
 
-        def step(i: Array, carry: Any, size=size, first=first, last=last, m_ref=m_ref, l_ref=l_ref, o_ref=o_ref) -> Any:
+        def step(
+            i: Array,
+            carry: Any,
+            size=size,
+            first=first,
+            last=last,
+            m_ref=m_ref,
+            l_ref=l_ref,
+            o_ref=o_ref,
+        ) -> Any:
             sums, largest, total = carry
             begin = first + i * size
-            start = jnp.minimum(begin, m_ref.shape[0] - size)  # the last step moves back; what an earlier one merged does not count again
+            start = jnp.minimum(
+                begin, m_ref.shape[0] - size
+            )  # the last step moves back; what an earlier one merged does not count again
             places = pl.ds(start, size)
             place = start + lax.broadcasted_iota(jnp.int32, (size,), 0)
             fresh = (place >= begin) & (place < last)  # places of no unit may hold anything
             m = _loaded(m_ref.at[places, :], fresh, NEG_INF)
             new = jnp.maximum(largest, jnp.max(m, axis=0))
             shrink, share = exp2(largest - new, asm), exp2(m - new[None], asm)
-            sums = sums * shrink[None] + jnp.sum(_loaded(o_ref.at[places, channels, :], fresh, 0.0) * share[:, None], axis=0)
-            return sums, new, total * shrink + jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0)
+            sums = sums * shrink[None] + jnp.sum(
+                _loaded(o_ref.at[places, channels, :], fresh, 0.0) * share[:, None], axis=0
+            )
+            return (
+                sums,
+                new,
+                total * shrink + jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0),
+            )
 
         carry = lax.fori_loop(0, pl.cdiv(last - first, size), step, carry)
     assert carry is not None
@@ -137,15 +205,28 @@ def _kernel(*refs: Any, store: Any, rows: int, schedules: Sequence[Schedule | No
 def _loaded(ref: Any, fresh: Bool[Array, " size"], other: float) -> Array:
     """Read the entries along the first axis that are marked, and `other` for the rest."""
     shape = ref.shape
-    return plt.load(ref, mask=jnp.broadcast_to(fresh.reshape(-1, *[1] * (len(shape) - 1)), shape), other=other)
+    return plt.load(
+        ref, mask=jnp.broadcast_to(fresh.reshape(-1, *[1] * (len(shape) - 1)), shape), other=other
+    )
 
 
-def _store_part(m_ref: Any, l_ref: Any, o_ref: Any, channels: Any, sums: Array, largest: Array, total: Array) -> None:
+def _store_part(
+    m_ref: Any, l_ref: Any, o_ref: Any, channels: Any, sums: Array, largest: Array, total: Array
+) -> None:
     m_ref[...], l_ref[...] = largest * LN2, total
     o_ref[:, channels] = jnp.swapaxes(sums, 0, 1)
 
 
-def _store_output(position_ref: Any, out_ref: Any, channels: Any, sums: Array, largest: Array, total: Array, *, capacity: int) -> None:
+def _store_output(
+    position_ref: Any,
+    out_ref: Any,
+    channels: Any,
+    sums: Array,
+    largest: Array,
+    total: Array,
+    *,
+    capacity: int,
+) -> None:
     out = sums / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[None]
     lost = jnp.broadcast_to(position_ref[0] >= capacity, out.shape)
     out_ref[:, channels] = jnp.swapaxes(jnp.where(lost, jnp.nan, out), 0, 1).astype(out_ref.dtype)

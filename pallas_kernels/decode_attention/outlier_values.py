@@ -1,18 +1,22 @@
-"""Outliers of values, weighted: in one launch after the attention kernel, from the scores that it has stored.
+"""Outliers of values, weighted: in one launch after the attention kernel, from the scores that it
+has stored.
 
     l = 0,    o[h, r] = sum of 2^(score[r] - m[r]) residual    over the slots at channel h of the first limits[b] tokens
 
-The dense codes' parts hold the weights' sum, so attention over them and these parts together (merge.py) is exact. Slots lie in pools
-(readers/sparse_outliers.py). Programs share the live tiles of a batch as those of attention do (schedule.py); a step takes as many slots
-of a pool as it has tokens.
+The dense codes' parts hold the weights' sum, so attention over them and these parts together
+(merge.py) is exact. Slots lie in pools (readers/sparse_outliers.py). Programs share the live tiles
+of a batch as those of attention do (schedule.py); a step takes as many slots of a pool as it has
+tokens.
 
-A pool's slots are sorted by token, not by channel. Sums over a channel are products of one-hot matrices, without atomics, so that results
-do not depend on the order of threads. A channel is (row, column) of a tile of sums with ROWS rows:
+A pool's slots are sorted by token, not by channel. Sums over a channel are products of one-hot
+matrices, without atomics, so that results do not depend on the order of threads. A channel is (row,
+column) of a tile of sums with ROWS rows:
 
     o[row, column, r] = sum over slots    (residual in the slot's row)  x  (weight[r] in the slot's column)
 
-which for 128 channels takes 16 entries of a slot, and 8 for each query head, where a vector over all channels would be 128. Residuals are
-fp16 as they are stored, and weights are rounded to fp16 as attention rounds those of the dense part; products and sums are fp32.
+which for 128 channels takes 16 entries of a slot, and 8 for each query head, where a vector over
+all channels would be 128. Residuals are fp16 as they are stored, and weights are rounded to fp16 as
+attention rounds those of the dense part; products and sums are fp32.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ OfHead: TypeAlias = tuple[Float[Array, "ROWS columns"], Float[Array, ""]]  # o a
 
 
 def tuning_for(group: int) -> Tuning:
-    """Return the usual step for so many query heads; with up to four a program takes 168 registers, counted for an H200."""
+    """Return the usual step for so many query heads; with up to four a program takes 168 registers,
+    counted for an H200."""
     return Tuning(tile=128, stages=1, resident=12 if group <= 4 else WARPS)
 
 
@@ -59,12 +64,14 @@ def outlier_values(
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> Pieces:
-    """Return what outliers add to the weighted values of the first limits[b] tokens; equation above, exact up to rounding.
+    """Return what outliers add to the weighted values of the first limits[b] tokens; equation
+    above, exact up to rounding.
 
-    scores: fp32, in units of log2, R query heads padded to a power of two; those of other tokens may be anything, as may the slots of pools
-    in which no token counts. residual [B, n, P]: fp16, perhaps as uint16 bits. channels: H, a power of two, at least 16. first: the KV
-    head that the scores begin with. m is NEG_INF, and o is 0, where a program met no slot. Raises ValueError where the tuning's tile is not
-    whole pools.
+    scores: fp32, in units of log2, R query heads padded to a power of two; those of other tokens
+    may be anything, as may the slots of pools in which no token counts. residual [B, n, P]: fp16,
+    perhaps as uint16 bits. channels: H, a power of two, at least 16. first: the KV head that the
+    scores begin with. m is NEG_INF, and o is 0, where a program met no slot. Raises ValueError
+    where the tuning's tile is not whole pools.
     """
     batch, heads, group, tokens = scores.shape
     pool, tuning = tokens // index.shape[1], tuning or tuning_for(group)
@@ -89,16 +96,29 @@ def outlier_values(
     return Pieces(m, l, o.reshape(schedule.pieces, channels, group), limits, schedule)
 
 
-def _kernel(limits_ref: Any, first_ref: Any, *refs: Any, schedule: Schedule, pool: int, asm: bool) -> None:
-    # refs: ends [B, n, K], index and residual [B, n, P], scores [B, k, R, S]; m and l [pieces, R], o [pieces, ROWS, H / ROWS, R]
+def _kernel(
+    limits_ref: Any, first_ref: Any, *refs: Any, schedule: Schedule, pool: int, asm: bool
+) -> None:
+    # refs: ends [B, n, K], index and residual [B, n, P], scores [B, k, R, S]; m and l [pieces, R],
+    # o [pieces, ROWS, H / ROWS, R]
     ends_ref, index_ref, residual_ref, scores_ref, m_ref, l_ref, o_ref = refs
     heads, width = o_ref.shape[3], o_ref.shape[2]
 
     def read(run: Run, place: Callable[[], Array]) -> None:
         scores = Unit(scores_ref, run.row, run.head, schedule)
-        own = _Slots(ends_ref, index_ref, residual_ref, scores, run, first_ref[0] + run.head, pool, width)
-        nothing = jnp.zeros((ROWS, max(width, LEAST_COLUMNS)), jnp.float32), jnp.full((), NEG_INF, jnp.float32)
-        of_heads = lax.fori_loop(run.first, run.end, lambda tile, sums: own.add_tile(tile, schedule.tile, sums, asm), [nothing] * heads)
+        own = _Slots(
+            ends_ref, index_ref, residual_ref, scores, run, first_ref[0] + run.head, pool, width
+        )
+        nothing = (
+            jnp.zeros((ROWS, max(width, LEAST_COLUMNS)), jnp.float32),
+            jnp.full((), NEG_INF, jnp.float32),
+        )
+        of_heads = lax.fori_loop(
+            run.first,
+            run.end,
+            lambda tile, sums: own.add_tile(tile, schedule.tile, sums, asm),
+            [nothing] * heads,
+        )
         piece = place()
         for g, (sums, largest) in enumerate(of_heads):
             m_ref[piece, g], l_ref[piece, g] = largest, jnp.zeros_like(largest)
@@ -109,7 +129,8 @@ def _kernel(limits_ref: Any, first_ref: Any, *refs: Any, schedule: Schedule, poo
 
 @dataclasses.dataclass(frozen=True)
 class _Slots:
-    """The slots that belong to a run of tiles, and their tokens' scores. head: among all KV heads. width: channels of a row of sums."""
+    """The slots that belong to a run of tiles, and their tokens' scores. head: among all KV heads.
+    width: channels of a row of sums."""
 
     ends: Any
     index: Any
@@ -120,13 +141,17 @@ class _Slots:
     pool: int
     width: int
 
-    def add_tile(self, tile: Int[Array, ""], size: int, of_heads: list[OfHead], asm: bool) -> list[OfHead]:
+    def add_tile(
+        self, tile: Int[Array, ""], size: int, of_heads: list[OfHead], asm: bool
+    ) -> list[OfHead]:
         """Add the slots of tile number `tile`, of `size` tokens."""
         lanes = lax.broadcasted_iota(jnp.int32, (size,), 0)
         pool = tile * (size // self.pool) + lanes // self.pool
         live = pool * self.pool < self.tokens.limit  # where no token counts, ends may be anything
         end = self._load(self.ends, pool, self.head, live).astype(jnp.int32)
-        begin = self._load(self.ends, pool, jnp.maximum(self.head - 1, 0), live & (self.head > 0)).astype(jnp.int32)
+        begin = self._load(
+            self.ends, pool, jnp.maximum(self.head - 1, 0), live & (self.head > 0)
+        ).astype(jnp.int32)
 
         def step(i: Array, of_heads: list[OfHead]) -> list[OfHead]:
             return self._add(pool, begin + i * self.pool + lanes % self.pool, end, of_heads, asm)
@@ -134,21 +159,43 @@ class _Slots:
         return lax.fori_loop(0, pl.cdiv(jnp.max(end - begin), self.pool), step, of_heads)
 
     def _add(
-        self, pool: Int[Array, " size"], slot: Int[Array, " size"], end: Int[Array, " size"], of_heads: list[OfHead], asm: bool
+        self,
+        pool: Int[Array, " size"],
+        slot: Int[Array, " size"],
+        end: Int[Array, " size"],
+        of_heads: list[OfHead],
+        asm: bool,
     ) -> list[OfHead]:
         """Add one slot of each of these pools, where it lies before the end."""
         used, channels = slot < end, ROWS * self.width
         place = self._load(self.index, pool, slot, used).astype(jnp.int32)
         token, channel = pool * self.pool + place // channels, place % channels
         counts = used & (token < self.tokens.limit)
-        residual = as_float(self._load(self.residual, pool, slot, counts), "float16").astype(jnp.float16)
+        residual = as_float(self._load(self.residual, pool, slot, counts), "float16").astype(
+            jnp.float16
+        )
         row = lax.broadcasted_iota(jnp.int32, (ROWS, slot.size), 0) == (channel // self.width)[None]
-        column = lax.broadcasted_iota(jnp.int32, (slot.size, of_heads[0][0].shape[1]), 1) == (channel % self.width)[:, None]
+        column = (
+            lax.broadcasted_iota(jnp.int32, (slot.size, of_heads[0][0].shape[1]), 1)
+            == (channel % self.width)[:, None]
+        )
         residuals, columns = jnp.where(row, residual[None], 0), column.astype(jnp.float16)
-        scores = [plt.load(self.scores.at[g, token], mask=counts, other=NEG_INF) for g in range(len(of_heads))]
-        return [_added(of_head, s, residuals, columns, asm) for of_head, s in zip(of_heads, scores, strict=True)]
+        scores = [
+            plt.load(self.scores.at[g, token], mask=counts, other=NEG_INF)
+            for g in range(len(of_heads))
+        ]
+        return [
+            _added(of_head, s, residuals, columns, asm)
+            for of_head, s in zip(of_heads, scores, strict=True)
+        ]
 
-    def _load(self, ref: Any, pool: Int[Array, " size"], at: Int[Array, "*size"], mask: Bool[Array, " size"]) -> Array:
+    def _load(
+        self,
+        ref: Any,
+        pool: Int[Array, " size"],
+        at: Int[Array, "*size"],
+        mask: Bool[Array, " size"],
+    ) -> Array:
         return plt.load(ref.at[self.tokens.row, pool, at], mask=mask, other=0)
 
 
@@ -159,7 +206,8 @@ def _added(
     columns: Float16[Array, "size columns"],
     asm: bool,
 ) -> OfHead:
-    """Return the sums of a query head with these slots. Residuals are 0 where a score is NEG_INF."""
+    """Return the sums of a query head with these slots. Residuals are 0 where a score is
+    NEG_INF."""
     sums, largest = of_head
     new = jnp.maximum(largest, jnp.max(scores) - WEIGHT_EXPONENT)
     weights = exp2(scores - new, asm).astype(jnp.float16)

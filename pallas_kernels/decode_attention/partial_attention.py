@@ -2,7 +2,8 @@
 
     m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t
 
-This module imports no Pallas: the XLA path merges what kernels return with what it has computed itself.
+This module imports no Pallas: the XLA path merges what kernels return with what it has computed
+itself.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 NEG_INF = -1e30  # finite, so that a part without any valid token merges without nan
-# Kernels round weights to fp16, below whose 6e-8 nothing is left: they take m lower by this many powers of two, so that the largest weight
-# is 2^15, and 128K tokens that have 1e-8 of a sink's weight each do not vanish beside it.
+# Kernels round weights to fp16, below whose 6e-8 nothing is left: they take m lower by this many
+# powers of two, so that the largest weight is 2^15, and 128K tokens that have 1e-8 of a sink's
+# weight each do not vanish beside it.
 WEIGHT_EXPONENT = 15
 
 
@@ -26,7 +28,8 @@ class PartialAttention(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Parts as kernels write them, P of them for each KV head, fp32: m in units of log2, R query heads padded to a power of two.
+    """Parts as kernels write them, P of them for each KV head, fp32: m in units of log2, R query
+    heads padded to a power of two.
 
     m is no less than the largest score minus WEIGHT_EXPONENT; l and o are sums of 2^(s_t - m).
     """

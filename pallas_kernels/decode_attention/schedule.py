@@ -1,11 +1,13 @@
-"""Share out the live tiles of a ragged batch among a fixed number of programs, by the rows' lengths, on the device.
+"""Share out the live tiles of a ragged batch among a fixed number of programs, by the rows'
+lengths, on the device.
 
     unit u = row * heads + head    has  tiles_u = ceil(limits[row] / tile)  tiles; all units' tiles, in order, are numbered 0 .. T - 1
     program p                      reads tiles  p * per .. min((p + 1) * per, T) - 1,      per = max(LEAST, ceil(T / programs))
 
-So no program reads more than its share, however the lengths differ, and what a batch takes follows from its live tokens: not from its
-capacity, nor from its longest row. A program that reads tiles of several units leaves a piece for each: piece p + u. Those of one unit lie
-side by side, and their places follow from the lengths alone, so the kernel that merges them needs no table.
+So no program reads more than its share, however the lengths differ, and what a batch takes follows
+from its live tokens: not from its capacity, nor from its longest row. A program that reads tiles of
+several units leaves a piece for each: piece p + u. Those of one unit lie side by side, and their
+places follow from the lengths alone, so the kernel that merges them needs no table.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ LEAST = 2  # tiles of a program: its first one arrives after a while, in which n
 
 
 class Run(NamedTuple):
-    """Neighbouring tiles of one unit, which a program reads: first <= tile < end, of a row's first `limit` tokens."""
+    """Neighbouring tiles of one unit, which a program reads: first <= tile < end, of a row's first
+    `limit` tokens."""
 
     row: Int[Array, ""]
     head: Int[Array, ""]
@@ -36,7 +39,8 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """programs: of the launch, no more than run at a time. tile: tokens. batch, heads: rows and KV heads."""
+    """programs: of the launch, no more than run at a time. tile: tokens. batch, heads: rows and KV
+    heads."""
 
     programs: int
     tile: int
@@ -54,20 +58,26 @@ class Schedule:
 
     @property
     def usual_pieces(self) -> int:
-        """Return the pieces of a unit where all rows are equally long, the first and the last of which may be short."""
+        """Return the pieces of a unit where all rows are equally long, the first and the last of
+        which may be short."""
         return pl.cdiv(self.programs, self.units) + 1
 
     def per_program(self, total: Int[Array, ""]) -> Int[Array, ""]:
         """Return how many of `total` tiles a program reads, at most."""
         return jnp.maximum(pl.cdiv(total, self.programs), LEAST)
 
-    def tiles(self, limits_ref: Any) -> tuple[Int[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
-        """Read (row number, limit, tiles of one head) of each row, padded to a power of two with rows without tokens."""
+    def tiles(
+        self, limits_ref: Any
+    ) -> tuple[Int[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
+        """Read (row number, limit, tiles of one head) of each row, padded to a power of two with
+        rows without tokens."""
         row = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(self.batch),), 0)
         limits = jnp.where(row < self.batch, limits_ref[jnp.minimum(row, self.batch - 1)], 0)
         return row, limits, pl.cdiv(limits, self.tile)
 
-    def share(self, limits_ref: Any, program: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    def share(
+        self, limits_ref: Any, program: Int[Array, ""]
+    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Return (first, end) of a program's tiles among all."""
         total = self.heads * jnp.sum(self.tiles(limits_ref)[2])
         per = self.per_program(total)
@@ -85,9 +95,12 @@ class Schedule:
         first = place - head * count
         return Run(found, head, first, jnp.minimum(count, first + end - at), limit)
 
-    def for_each_run(self, limits_ref: Any, read: Callable[[Run, Callable[[], Array]], None]) -> None:
-        """Call `read` with each run of this program's share, and with a function that returns the place of its piece: a kernel calls it
-        after it has read the run, through which the place would take a register."""
+    def for_each_run(
+        self, limits_ref: Any, read: Callable[[Run, Callable[[], Array]], None]
+    ) -> None:
+        """Call `read` with each run of this program's share, and with a function that returns the
+        place of its piece: a kernel calls it after it has read the run, through which the place
+        would take a register."""
         program = pl.program_id(0)
         begin, end = self.share(limits_ref, program)
 
@@ -98,7 +111,9 @@ class Schedule:
 
         lax.while_loop(lambda at: at < end, one, begin)
 
-    def pieces_of(self, limits_ref: Any, number: Int[Array, ""], head: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    def pieces_of(
+        self, limits_ref: Any, number: Int[Array, ""], head: Int[Array, ""]
+    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Return (first, end) of the places of a unit's pieces."""
         row, _, tiles = self.tiles(limits_ref)
         per = self.per_program(self.heads * jnp.sum(tiles))
@@ -109,10 +124,15 @@ class Schedule:
         return first + unit, jnp.where(count > 0, lax.div(start + count - 1, per) + 1, first) + unit
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["m", "l", "o", "limits"], meta_fields=["schedule"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["m", "l", "o", "limits"],
+    meta_fields=["schedule"],
+)
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Attention over what each program read of each unit, as `Splits` holds it: P = schedule.pieces places, some of which hold nothing."""
+    """Attention over what each program read of each unit, as `Splits` holds it: P = schedule.pieces
+    places, some of which hold nothing."""
 
     m: Float[Array, "P R"]
     l: Float[Array, "P R"]
@@ -123,8 +143,10 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """An array [B, K, ...] in memory at one row and head, indexed as its other axes; either axis may be shorter, where neighbours share an
-    entry. It is what a block of the array would be, for a row that is known when the kernel runs."""
+    """An array [B, K, ...] in memory at one row and head, indexed as its other axes; either axis
+    may be shorter, where neighbours share an entry. It is what a block of the array would be, for a
+    row that is known when the kernel runs.
+    """
 
     ref: Any
     row: Int[Array, ""]
@@ -133,8 +155,16 @@ class Unit:
 
     @property
     def _place(self) -> tuple[Any, Any]:
-        sizes = zip((self.row, self.head), self.ref.shape[:2], (self.schedule.batch, self.schedule.heads), strict=True)
-        first, second = (0 if size == 1 else at if size == whole else lax.div(at, jnp.int32(whole // size)) for at, size, whole in sizes)
+        sizes = zip(
+            (self.row, self.head),
+            self.ref.shape[:2],
+            (self.schedule.batch, self.schedule.heads),
+            strict=True,
+        )
+        first, second = (
+            0 if size == 1 else at if size == whole else lax.div(at, jnp.int32(whole // size))
+            for at, size, whole in sizes
+        )
         return first, second
 
     @property
@@ -164,5 +194,7 @@ class _At:
     unit: Unit
 
     def __getitem__(self, index: Any) -> Any:
-        place = (jnp.int32(at) if isinstance(at, int) else at for at in self.unit.place(index))  # Pallas asks indices for their shape
+        place = (
+            jnp.int32(at) if isinstance(at, int) else at for at in self.unit.place(index)
+        )  # Pallas asks indices for their shape
         return self.unit.ref.at[tuple(place)]

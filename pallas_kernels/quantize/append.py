@@ -1,9 +1,11 @@
-"""A new token enters a layer's windows, its query attends to them, and the block that leaves them is quantized into the body: one launch.
+"""A new token enters a layer's windows, its query attends to them, and the block that leaves them
+is quantized into the body: one launch.
 
-What quantizes a block is a `BlockWriter` (writer.py): one for uniform groups (blocks.py), one for each of the other formats. All arrays are
-updated in place: what is not written keeps its memory, and where nothing leaves, one row of each window is all that is written. Attention
-(decode_attention/windows.py) is that of windows with the new token in them, which it takes from where it comes: programs do not wait for
-each other.
+What quantizes a block is a `BlockWriter` (writer.py): one for uniform groups (blocks.py), one for
+each of the other formats. All arrays are updated in place: what is not written keeps its memory,
+and where nothing leaves, one row of each window is all that is written. Attention
+(decode_attention/windows.py) is that of windows with the new token in them, which it takes from
+where it comes: programs do not wait for each other.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from pallas_kernels.triton_call import triton_call, whole_array_but
 
 
 class Side(NamedTuple):
-    """Keys or values: what is stored, the new row, and how a block is quantized, or the body that takes the row as it is. Without `blocks`
-    only the windows are written."""
+    """Keys or values: what is stored, the new row, and how a block is quantized, or the body that
+    takes the row as it is. Without `blocks` only the windows are written."""
 
     row: Float[Array, "B K 1 H"]
     sink: Float[Array, "B K E H"]
@@ -38,8 +40,8 @@ class Side(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The arrays of a body, what quantizes blocks into them, and what that reads besides: [B, K, ...] all, 1 long where all rows of the
-    batch, or all heads, share an entry."""
+    """The arrays of a body, what quantizes blocks into them, and what that reads besides: [B, K,
+    ...] all, 1 long where all rows of the batch, or all heads, share an entry."""
 
     body: Sequence[Array]
     writer: BlockWriter
@@ -47,14 +49,17 @@ class Blocks(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A body of rows in full precision, whose blocks are one token: the new token leaves its window at once."""
+    """A body of rows in full precision, whose blocks are one token: the new token leaves its window
+    at once."""
 
     body: Float[Array, "B K S H"]
 
 
 class Places(NamedTuple):
-    """Where rows of the batch stand. position: of the new token; new: whether there is one; first: the first token of the block that
-    leaves, counted after the sink; place: of it in the body, which may be a shard of every D-th block; leaving: whether one does."""
+    """Where rows of the batch stand. position: of the new token; new: whether there is one; first:
+    the first token of the block that leaves, counted after the sink; place: of it in the body,
+    which may be a shard of every D-th block; leaving: whether one does.
+    """
 
     position: Int[Array, " B"]
     new: Bool[Array, " B"]
@@ -65,8 +70,9 @@ class Places(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The programs and arrays of one side. start, programs: its programs, of which some `writer.programs` quantize a unit; sink, ring:
-    their slots. copies: the body takes the row as it is. new: a block holds the new token."""
+    """The programs and arrays of one side. start, programs: its programs, of which some
+    `writer.programs` quantize a unit; sink, ring: their slots. copies: the body takes the row as it
+    is. new: a block holds the new token."""
 
     start: int
     programs: int
@@ -81,7 +87,8 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class _Asking:
-    """The program that attends to the windows, and how many arrays it reads beside them: the shared ones and the queries; 0 for none."""
+    """The program that attends to the windows, and how many arrays it reads beside them: the shared
+    ones and the queries; 0 for none."""
 
     program: int
     inputs: int
@@ -89,21 +96,40 @@ class _Asking:
 
 
 def append_token(
-    sides: Sequence[Side], places: Places, *, block: int, queries: Queries | None = None, launch: Launch = LAUNCH
+    sides: Sequence[Side],
+    places: Places,
+    *,
+    block: int,
+    queries: Queries | None = None,
+    launch: Launch = LAUNCH,
 ) -> tuple[tuple[Side, ...], Splits | None]:
-    """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave;
-    and the attention of `queries` to the windows, of keys and values in this order.
+    """Return the sides with each row's new token in its window, and with tokens first .. first +
+    block - 1 in the body where they leave; and the attention of `queries` to the windows, of keys
+    and values in this order.
 
-    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of a writer's run, so that a
-    block wraps only between two runs. The block that leaves does not hold the new token, unless R is the block. first, place: multiples of
-    the block. Equations and exactness are those of the writers. A body of rows takes the new one at `place` where it leaves. Raises
-    ValueError where a writer cannot serve the format, a block does not fit the ring, or windows are not read.
+    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a
+    multiple of a writer's run, so that a block wraps only between two runs. The block that leaves
+    does not hold the new token, unless R is the block. first, place: multiples of the block.
+    Equations and exactness are those of the writers. A body of rows takes the new one at `place`
+    where it leaves. Raises ValueError where a writer cannot serve the format, a block does not fit
+    the ring, or windows are not read.
     """
     batch, heads, _, _ = sides[0].row.shape
-    works, inputs, stored, rows, start = list[_Work](), list[Array](), list[Array](), _new_rows(sides), 0
+    works, inputs, stored, rows, start = (
+        list[_Work](),
+        list[Array](),
+        list[Array](),
+        _new_rows(sides),
+        0,
+    )
     for side in sides:
         work, given, kept = _work_of(side, start, block)
-        works, inputs, stored, start = [*works, work], [*inputs, *given], [*stored, *kept], start + work.programs
+        works, inputs, stored, start = (
+            [*works, work],
+            [*inputs, *given],
+            [*stored, *kept],
+            start + work.programs,
+        )
     warps = max([1, *(work.writer.warps for work in works if work.writer)])
     asking, parts = _Asking(start, 0, launch.asm), list[jax.ShapeDtypeStruct]()
     row_numbers, shared, of_heads = list(places), list[Array](), list[Array]()
@@ -111,9 +137,19 @@ def append_token(
         queries.check(sides[0].ring)
         q, shared = queries.arrays(sides[0].ring.dtype)
         asking, parts = dataclasses.replace(asking, inputs=len(shared) + 1), queries.parts
-        row_numbers, of_heads, warps = [*places, queries.tokens, queries.limits], [q], max(warps, queries.warps)
+        row_numbers, of_heads, warps = (
+            [*places, queries.tokens, queries.limits],
+            [q],
+            max(warps, queries.warps),
+        )
     aliased = [whole_array_but(1, array, (0,)) for array in stored]
-    before = [*(array.astype(jnp.int32) for array in row_numbers), *shared, *of_heads, *rows, *inputs]
+    before = [
+        *(array.astype(jnp.int32) for array in row_numbers),
+        *shared,
+        *of_heads,
+        *rows,
+        *inputs,
+    ]
     outputs = triton_call(
         functools.partial(_kernel, works=tuple(works), rows=len(rows), asking=asking),
         name="append_token",
@@ -138,28 +174,52 @@ def append_token(
 
 
 def _work_of(side: Side, start: int, block: int) -> tuple[_Work, Sequence[Array], list[Array]]:
-    """Return the work of a side whose programs begin at `start`, the arrays that it reads beside rows, and those that it updates."""
+    """Return the work of a side whose programs begin at `start`, the arrays that it reads beside
+    rows, and those that it updates."""
     slots, programs = side.ring.shape[2], 1
     inputs, stored = list[Array](), [side.sink, side.ring] if side.sink.shape[2] else [side.ring]
     writer, copies = None, isinstance(side.blocks, Rows)
     if isinstance(side.blocks, Rows):
         if block != 1:
-            raise ValueError(f"blocks of {block} tokens: a body of rows takes one token as it comes")
+            raise ValueError(
+                f"blocks of {block} tokens: a body of rows takes one token as it comes"
+            )
         stored.append(side.blocks.body)
     elif side.blocks is not None:
         body, writer, inputs = side.blocks
         if slots % writer.run or slots < block:
-            raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {writer.run}")
+            raise ValueError(
+                f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of"
+                f" {writer.run}"
+            )
         writer.check(side.ring, block)
         programs, stored = block // writer.unit * writer.programs, [*stored, *body]
-    return _Work(start, programs, side.sink.shape[2], slots, writer, copies, slots == block, len(inputs), len(stored)), inputs, stored
+    return (
+        _Work(
+            start,
+            programs,
+            side.sink.shape[2],
+            slots,
+            writer,
+            copies,
+            slots == block,
+            len(inputs),
+            len(stored),
+        ),
+        inputs,
+        stored,
+    )
 
 
 def _new_rows(sides: Sequence[Side]) -> list[Array]:
-    """Return the new rows of all sides as one array [B, K, sides, H], which XLA makes in one launch; one by one where they differ in shape
-    or dtype."""
+    """Return the new rows of all sides as one array [B, K, sides, H], which XLA makes in one
+    launch; one by one where they differ in shape or dtype."""
     rows = [side.row for side in sides]
-    return [jnp.concatenate(rows, axis=2)] if len({(row.shape, row.dtype) for row in rows}) == 1 else rows
+    return (
+        [jnp.concatenate(rows, axis=2)]
+        if len({(row.shape, row.dtype) for row in rows}) == 1
+        else rows
+    )
 
 
 def _by_side(arrays: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
@@ -188,22 +248,43 @@ def _kernel(
     rows: int,
     asking: _Asking,
 ) -> None:
-    # refs: with queries the row's tokens and limit, what is shared, and q [columns, H]; the new rows [K, sides, H], or [K, 1, H] of each
-    # side; of each side its inputs; then sink [K, E, H] if any, ring [K, R, H] and the body's arrays of each side as they were; and these
-    # as they become; with queries m [R], l [R] and o [H, R]
+    # refs: with queries the row's tokens and limit, what is shared, and q [columns, H]; the new
+    # rows [K, sides, H], or [K, 1, H] of each side; of each side its inputs; then sink [K, E, H] if
+    # any, ring [K, R, H] and the body's arrays of each side as they were; and these as they become;
+    # with queries m [R], l [R] and o [H, R]
     asked, parts = list[Any](), list[Any]()
     if asking.inputs:
-        asked, parts, refs = list(refs[: asking.inputs + 2]), list(refs[-3:]), refs[asking.inputs + 2 : -3]
+        asked, parts, refs = (
+            list(refs[: asking.inputs + 2]),
+            list(refs[-3:]),
+            refs[asking.inputs + 2 : -3],
+        )
     held = sum(work.stored for work in works)
-    of_sides = _by_side(refs[rows : -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
-    head, program, position, new, leaving = pl.program_id(1), pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
+    of_sides = (
+        _by_side(refs[rows : -2 * held], [work.inputs for work in works]),
+        _by_side(refs[-held:], [work.stored for work in works]),
+    )
+    head, program, position, new, leaving = (
+        pl.program_id(1),
+        pl.program_id(2),
+        position_ref[0],
+        new_ref[0] > 0,
+        leaving_ref[0] > 0,
+    )
     windows = list[tuple[Source | None, Source]]()
     for side, (work, inputs, arrays) in enumerate(zip(works, *of_sides, strict=True)):
         of_side = pl.ds(0 if rows == len(works) else side, 1)
-        row = View(refs[side if rows == len(works) else 0], lambda head, columns, of_side=of_side: (head, of_side, columns))
+        row = View(
+            refs[side if rows == len(works) else 0],
+            lambda head, columns, of_side=of_side: (head, of_side, columns),
+        )
         sink, ring, *body = arrays if work.sink else (None, *arrays)
         writes, new_slot = new & (program == work.start), (position - work.sink) % work.ring
-        of_sink = None if sink is None else Source(sink, 0, (jnp.where(new & (position < work.sink), position, -1), row))
+        of_sink = (
+            None
+            if sink is None
+            else Source(sink, 0, (jnp.where(new & (position < work.sink), position, -1), row))
+        )
         windows.append((of_sink, Source(ring, 0, (jnp.where(new, new_slot, -1), row))))
         if sink is not None:
 
@@ -211,7 +292,9 @@ def _kernel(
             def _(row=row, sink=sink) -> None:
                 sink[head, pl.ds(position, 1), :] = row[head, :]
 
-        @pl.when(writes)  # of a token in the sink too, as XLA does it: where no token of the ring is yet
+        @pl.when(
+            writes
+        )  # of a token in the sink too, as XLA does it: where no token of the ring is yet
         def _(row=row, ring=ring, new_slot=new_slot) -> None:
             ring[head, pl.ds(new_slot, 1), :] = row[head, :]
 
@@ -222,13 +305,28 @@ def _kernel(
                 body[0][head, pl.ds(place_ref[0], 1), :] = row[head, :].astype(body[0].dtype)
 
         if work.writer is not None:
-            own = program - work.start  # outside of the branch, where an interpreted kernel knows it
+            own = (
+                program - work.start
+            )  # outside of the branch, where an interpreted kernel knows it
 
             @pl.when(leaving & (own >= 0) & (own < work.programs))
-            def _(work=work, writer=work.writer, row=row, ring=ring, body=body, inputs=inputs, own=own, new_slot=new_slot) -> None:
+            def _(
+                work=work,
+                writer=work.writer,
+                row=row,
+                ring=ring,
+                body=body,
+                inputs=inputs,
+                own=own,
+                new_slot=new_slot,
+            ) -> None:
                 before = lax.div(own, writer.programs) * writer.unit
-                source = Source(ring, (first_ref[0] + before) % work.ring, (new_slot, row) if work.new else None)
-                writer.write(lax.rem(own, writer.programs), head, source, place_ref[0] + before, inputs, body)
+                source = Source(
+                    ring, (first_ref[0] + before) % work.ring, (new_slot, row) if work.new else None
+                )
+                writer.write(
+                    lax.rem(own, writer.programs), head, source, place_ref[0] + before, inputs, body
+                )
 
     if asked:
 

@@ -1,4 +1,5 @@
-"""What writers of blocks read and write in the kernel that appends a token (append.py), and the writers of uniform groups and of rows."""
+"""What writers of blocks read and write in the kernel that appends a token (append.py), and the
+writers of uniform groups and of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantize.kernel import QUANTIZE_TUNING, channel_kernel, check_format, token_kernel
+from pallas_kernels.quantize.kernel import (
+    QUANTIZE_TUNING,
+    channel_kernel,
+    check_format,
+    token_kernel,
+)
 from pallas_kernels.quantize.rounding import Job
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN
@@ -33,16 +39,20 @@ class View:
 class Source:
     """Rows of a window [K, R, H], such as those of a unit: token t lies in slot (slot + t) mod R.
 
-    new: where they may hold the new token, the slot of it, or -1, and its row, [1, columns] of each head. Another program writes that row
-    into the window at this moment, so it is taken from where it comes.
+    new: where they may hold the new token, the slot of it, or -1, and its row, [1, columns] of each
+    head. Another program writes that row into the window at this moment, so it is taken from where
+    it comes.
     """
 
-    def __init__(self, window: Any, slot: Int[Array, ""] | int, new: tuple[Int[Array, ""], View] | None):
+    def __init__(
+        self, window: Any, slot: Int[Array, ""] | int, new: tuple[Int[Array, ""], View] | None
+    ):
         self._window, self._slot, self._new = window, slot, new
         self.heads, self.slots, self.channels = window.shape
 
     def read(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
-        """Return rows in fp32. tokens: of the unit, an array of them, or a slice `pl.ds` of what lies in the ring without a gap."""
+        """Return rows in fp32. tokens: of the unit, an array of them, or a slice `pl.ds` of what
+        lies in the ring without a gap."""
         return self.stored(head, tokens, columns).astype(jnp.float32)
 
     def stored(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
@@ -69,7 +79,8 @@ class Window:
 
 
 class _Rows:
-    """The rows of a source, indexed as kernel.py indexes those of a group of tokens [1, group, H] or of a span [SPAN, H]."""
+    """The rows of a source, indexed as kernel.py indexes those of a group of tokens [1, group, H]
+    or of a span [SPAN, H]."""
 
     def __init__(self, source: Source, head: Any):
         self._source, self._head = source, head
@@ -83,8 +94,8 @@ class _Rows:
 class GroupedBlocks(BlockWriter):
     """Uniform groups, with the arithmetic of kernel.py; a unit is a group of tokens, or a span.
 
-    arrays: the words of each plane set [B, K, S / n, w], scale and, where the reader takes one, zero. inputs: the divisor [B, K, 1, H],
-    fp32, where the job has one.
+    arrays: the words of each plane set [B, K, S / n, w], scale and, where the reader takes one,
+    zero. inputs: the divisor [B, K, 1, H], fp32, where the job has one.
     """
 
     job: Job
@@ -95,7 +106,13 @@ class GroupedBlocks(BlockWriter):
 
     @property
     def warps(self) -> int:
-        return 1 if self._over_tokens else pl.next_power_of_2(pl.cdiv(self.job.reader.layout.channels, QUANTIZE_TUNING.warp_channels))
+        return (
+            1
+            if self._over_tokens
+            else pl.next_power_of_2(
+                pl.cdiv(self.job.reader.layout.channels, QUANTIZE_TUNING.warp_channels)
+            )
+        )
 
     @property
     def _over_tokens(self) -> bool:
@@ -104,28 +121,57 @@ class GroupedBlocks(BlockWriter):
     def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
         check_format(ring[:, :, :block], self.job.reader, self.job.scheme, self.job.bits)
 
-    def write(self, program: Any, head: Any, source: Source, place: Any, inputs: Sequence[Any], arrays: Sequence[Any]) -> None:
+    def write(
+        self,
+        program: Any,
+        head: Any,
+        source: Source,
+        place: Any,
+        inputs: Sequence[Any],
+        arrays: Sequence[Any],
+    ) -> None:
         divisor = [View(ref, lambda rows, columns: (head, rows, columns)) for ref in inputs]
-        views, kernel = (self._token_views, token_kernel) if self._over_tokens else (self._channel_views, channel_kernel)
+        views, kernel = (
+            (self._token_views, token_kernel)
+            if self._over_tokens
+            else (self._channel_views, channel_kernel)
+        )
         kernel(_Rows(source, head), *divisor, *views(head, place, arrays), job=self.job)
 
     def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
         """Return the views of a group of tokens: arrays [1, group / slots, w] and [1, H]."""
-        row, group, sets = place // self.job.reader.layout.slots, place // self.job.reader.group, len(self.job.reader.layout.sets)
-        words = [View(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns)) for ref in arrays[:sets]]
-        return words + [View(ref, lambda _, columns: (head, pl.ds(group, 1), columns)) for ref in arrays[sets:]]
+        row, group, sets = (
+            place // self.job.reader.layout.slots,
+            place // self.job.reader.group,
+            len(self.job.reader.layout.sets),
+        )
+        words = [
+            View(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns))
+            for ref in arrays[:sets]
+        ]
+        return words + [
+            View(ref, lambda _, columns: (head, pl.ds(group, 1), columns)) for ref in arrays[sets:]
+        ]
 
     def _channel_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
-        """Return the views of a span whose groups run over channels: arrays [SPAN / slots, w] and [H / group, SPAN]."""
+        """Return the views of a span whose groups run over channels: arrays [SPAN / slots, w] and
+        [H / group, SPAN]."""
         slots, sets = self.job.reader.layout.slots, len(self.job.reader.layout.sets)
         row, count = place // slots, SPAN // slots
-        words = [View(ref, lambda _, columns: (head, pl.ds(row, count), columns)) for ref in arrays[:sets]]
-        return words + [View(ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size))) for ref in arrays[sets:]]
+        words = [
+            View(ref, lambda _, columns: (head, pl.ds(row, count), columns))
+            for ref in arrays[:sets]
+        ]
+        return words + [
+            View(ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size)))
+            for ref in arrays[sets:]
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks(BlockWriter):
-    """Rows in full precision, behind windows: a block is copied. arrays: the body [B, K, S, H]. inputs: none."""
+    """Rows in full precision, behind windows: a block is copied. arrays: the body [B, K, S, H].
+    inputs: none."""
 
     tokens: int  # of a unit, a power of two
 
@@ -141,7 +187,15 @@ class RowBlocks(BlockWriter):
         if block % self.tokens:
             raise ValueError(f"blocks of {block} tokens are not whole runs of {self.tokens}")
 
-    def write(self, program: Any, head: Any, source: Source, place: Any, inputs: Sequence[Any], arrays: Sequence[Any]) -> None:
+    def write(
+        self,
+        program: Any,
+        head: Any,
+        source: Source,
+        place: Any,
+        inputs: Sequence[Any],
+        arrays: Sequence[Any],
+    ) -> None:
         [body], tokens = arrays, lax.broadcasted_iota(jnp.int32, (self.tokens,), 0)
         rows = source.read(head, tokens, pl.ds(0, source.channels))
         body[head, pl.ds(place, self.tokens), :] = rows.astype(body.dtype)

@@ -1,4 +1,5 @@
-"""Quantize and pack: full-precision rows become words, scales and zero points in one kernel that reads them from memory once.
+"""Quantize and pack: full-precision rows become words, scales and zero points in one kernel that
+reads them from memory once.
 
     u = clip(round((x - zero) / scale), 0, top),    x ~ u * scale + zero
 
@@ -6,15 +7,18 @@
     sym     scale = max|x| / m, zero = -m * scale, top = 2m
     hybrid  for each group, whichever has the smaller L1 error; ties to asym
 
-These are the equations of `kvq_jax.arrays.uniform`, which also describes their behaviour on non-finite, constant and huge entries; the
-layout of the words is that of tiles/layout.py. Arrays come out as `kvq_jax.arrays.grouped_array.quantize` gives them.
+These are the equations of `kvq_jax.arrays.uniform`, which also describes their behaviour on
+non-finite, constant and huge entries; the layout of the words is that of tiles/layout.py. Arrays
+come out as `kvq_jax.arrays.grouped_array.quantize` gives them.
 
-Exactness. Scales and zero points are equal to 1 ulp of the stored dtype; codes differ by one where x / scale lies within 2^(code bits - 21)
-of a tie, less than 1e-4 of them. A GPU divides approximately, and inputs of 16 bits hit ties often. So a quotient is first rounded to a
-multiple of 2^(code bits - 21), which turns a near tie into a tie, and then half to even: two additions of constants, no division and no
-conversion. The sum's low mantissa bits are the code.
+Exactness. Scales and zero points are equal to 1 ulp of the stored dtype; codes differ by one where
+x / scale lies within 2^(code bits - 21) of a tie, less than 1e-4 of them. A GPU divides
+approximately, and inputs of 16 bits hit ties often. So a quotient is first rounded to a multiple of
+2^(code bits - 21), which turns a near tie into a tie, and then half to even: two additions of
+constants, no division and no conversion. The sum's low mantissa bits are the code.
 
-Cost, in fp32 operations per element (a fused multiply-add in asm counts once), next to bytes, for 16-bit rows:
+Cost, in fp32 operations per element (a fused multiply-add in asm counts once), next to bytes, for
+16-bit rows:
 
                                                            sym            hybrid, over channels    hybrid, over tokens
     convert, range, finite                                 4              4                        6
@@ -24,9 +28,11 @@ Cost, in fp32 operations per element (a fused multiply-add in asm counts once), 
     all                                                    12 (11)        29 (25)                  36 (31)
     bytes: rows 2 + codes + scale and zero / 32            2.44 (3 bits)  2.50                     2.50
 
-So hybrid moves 2 to 3 % more bytes than sym (the half of a stored pair) and computes 2.4 to 3 times as much. Machine code for an H200,
-reductions and addresses included, over channels at H 128, 3-bit codes, jnp: 17.6 instructions per element for sym, 36.7 for hybrid. The
-device has time for about 17 at its memory's speed: there sym is bound by memory, hybrid by arithmetic. (Compiled and counted, not timed.)
+So hybrid moves 2 to 3 % more bytes than sym (the half of a stored pair) and computes 2.4 to 3 times
+as much. Machine code for an H200, reductions and addresses included, over channels at H 128, 3-bit
+codes, jnp: 17.6 instructions per element for sym, 36.7 for hybrid. The device has time for about 17
+at its memory's speed: there sym is bound by memory, hybrid by arithmetic. (Compiled and counted,
+not timed.)
 """
 
 from __future__ import annotations
@@ -44,7 +50,16 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int16
 
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.rounding import Job, Quantizer, Scheme, cleaned, finite_or, fold, is_plain, within_limit
+from pallas_kernels.quantize.rounding import (
+    Job,
+    Quantizer,
+    Scheme,
+    cleaned,
+    finite_or,
+    fold,
+    is_plain,
+    within_limit,
+)
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, PlaneLayout
 from pallas_kernels.triton_call import triton_call, whole_array_but
@@ -53,8 +68,9 @@ _AT_ONCE = 4  # tokens that one loop step over a group reads
 
 
 class Packed(NamedTuple):
-    """Quantized rows. words: int16 [B, K, T / slots, tiles * W] of each plane set. scale, zero: [B, K, H / group, T] over channels,
-    [B, K, T / group, H] over tokens; zero is None where the reader takes none."""
+    """Quantized rows. words: int16 [B, K, T / slots, tiles * W] of each plane set. scale, zero: [B,
+    K, H / group, T] over channels, [B, K, T / group, H] over tokens; zero is None where the reader
+    takes none."""
 
     words: tuple[Int16[Array, "B K rows words"], ...]
     scale: Float[Array, "B K groups rest"]
@@ -65,8 +81,9 @@ class Packed(NamedTuple):
 class QuantizeTuning:
     """Parameters that change only the speed.
 
-    warp_channels: channels of a span for which a program has one warp, where groups run over channels. row: elements of the token rows that
-    a program of one warp quantizes side by side, where groups run over tokens.
+    warp_channels: channels of a span for which a program has one warp, where groups run over
+    channels. row: elements of the token rows that a program of one warp quantizes side by side,
+    where groups run over tokens.
     """
 
     warp_channels: int = 128
@@ -86,10 +103,12 @@ def quantize_rows(
     tuning: QuantizeTuning = QUANTIZE_TUNING,
     launch: Launch = LAUNCH,
 ) -> Packed:
-    """Quantize rows / divisor and pack them as `reader` reads them; equations, exactness and cost are in the module's docstring.
+    """Quantize rows / divisor and pack them as `reader` reads them; equations, exactness and cost
+    are in the module's docstring.
 
-    rows: float32, bfloat16 or float16, T a multiple of 32 (and of the group, over tokens), H = the reader's channels. bits: as the scheme
-    counts them, so sym and hybrid codes take bits + 1. A reader of zero points takes every scheme, one without (centre =
+    rows: float32, bfloat16 or float16, T a multiple of 32 (and of the group, over tokens), H = the
+    reader's channels. bits: as the scheme counts them, so sym and hybrid codes take bits + 1. A
+    reader of zero points takes every scheme, one without (centre =
     2^bits - 1) sym only.
     divisor: fp32, finite and not 0; multiplied as its reciprocal.
     Contract: groups over channels are whole chunks of the planes, groups over tokens whole spans.
@@ -104,19 +123,28 @@ def quantize_rows(
     spans = _largest_power_of_two(count, max(1, tuning.row // channels)) if over_tokens else 1
 
     def cut(size: int, per: int, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Describe an array [..., size / per, per, width] where a program has several groups of tokens, else [..., size, width]."""
+        """Describe an array [..., size / per, per, width] where a program has several groups of
+        tokens, else [..., size, width]."""
         shape = (size // per, per, width) if over_tokens else (size, width)
         return jax.ShapeDtypeStruct((batch, heads, *shape), dtype)
 
     unit = group if over_tokens else SPAN
     source = rows.reshape(cut(tokens, group, channels, rows.dtype).shape)
-    words = [cut(tokens // p.slots, unit // p.slots, p.tiles(b) * p.width, jnp.int16) for b in p.sets]
-    scale = jax.ShapeDtypeStruct((batch, heads, *((count, channels) if over_tokens else (channels // group, tokens))), dtype)
+    words = [
+        cut(tokens // p.slots, unit // p.slots, p.tiles(b) * p.width, jnp.int16) for b in p.sets
+    ]
+    scale = jax.ShapeDtypeStruct(
+        (batch, heads, *((count, channels) if over_tokens else (channels // group, tokens))), dtype
+    )
     scales = [scale] * (1 if reader.centre is not None else 2)
 
     def token_block(array: Any) -> pl.BlockSpec:
-        block = (spans, *array.shape[3:]) if over_tokens else (array.shape[2] // count, array.shape[3])
-        return pl.BlockSpec((None, None, *block), lambda b, k, s: (b, k, s, *[0] * (len(block) - 1)))
+        block = (
+            (spans, *array.shape[3:]) if over_tokens else (array.shape[2] // count, array.shape[3])
+        )
+        return pl.BlockSpec(
+            (None, None, *block), lambda b, k, s: (b, k, s, *[0] * (len(block) - 1))
+        )
 
     def scale_block(array: Any) -> pl.BlockSpec:
         if over_tokens:
@@ -129,7 +157,10 @@ def quantize_rows(
         functools.partial(token_kernel if over_tokens else channel_kernel, job=job),
         name=f"quantize_{scheme}_{reader.axis}",
         grid=(batch, heads, count // spans),
-        in_specs=[token_block(source), *(whole_array_but(2, array, (0, 1)) for array in inputs[1:])],
+        in_specs=[
+            token_block(source),
+            *(whole_array_but(2, array, (0, 1)) for array in inputs[1:]),
+        ],
         out_specs=[*map(token_block, words), *map(scale_block, scales)],
         out_shape=[*words, *scales],
         launch=launch,
@@ -146,17 +177,27 @@ def check_format(rows: Array, reader: GroupedReader, scheme: Scheme, bits: int) 
     if scheme not in ("asym", "sym", "hybrid"):
         raise ValueError(f"{scheme=}: choose 'asym', 'sym' or 'hybrid'")
     if p.bits not in SUPPORTED_BITS or (bits if scheme == "asym" else bits + 1) > p.bits:
-        raise ValueError(f"{scheme=} with {bits=} does not fit codes of {p.bits} bits (kernels pack {SUPPORTED_BITS} bits)")
+        raise ValueError(
+            f"{scheme=} with {bits=} does not fit codes of {p.bits} bits (kernels pack"
+            f" {SUPPORTED_BITS} bits)"
+        )
     if reader.centre is not None and (scheme != "sym" or reader.centre != 2**bits - 1):
         raise ValueError(
             f"a reader without zero points (centre={reader.centre}) takes only scheme='sym' "
             f"with bits={(reader.centre + 1).bit_length() - 1}"
         )
     if channels != p.channels or p.chunks * p.width != channels:
-        raise ValueError(f"rows of {channels} channels do not fill {p.chunks} chunks of {p.width} channels: use the XLA path")
-    grouped, whole, size = ("channels", p.width, channels) if reader.axis == "channels" else ("tokens", SPAN, tokens)
+        raise ValueError(
+            f"rows of {channels} channels do not fill {p.chunks} chunks of {p.width} channels: use"
+            " the XLA path"
+        )
+    grouped, whole, size = (
+        ("channels", p.width, channels) if reader.axis == "channels" else ("tokens", SPAN, tokens)
+    )
     if reader.group % whole or size % reader.group:
-        raise ValueError(f"groups of {reader.group} {grouped} must be a multiple of {whole} and divide {size}")
+        raise ValueError(
+            f"groups of {reader.group} {grouped} must be a multiple of {whole} and divide {size}"
+        )
     if tokens % SPAN or not tokens:
         raise ValueError(f"{tokens} tokens are not a positive multiple of {SPAN}")
 
@@ -178,13 +219,23 @@ class _WordWriter:
         p, field = self._layout, self._layout.field(slot, chunk)
         bits = lax.bitcast_convert_type(level, jnp.int32)
         low = p.sets[0]
-        self._put(0, field.tile, bits, field.shift + field.position, ((1 << low) - 1) if len(p.sets) == 2 else None)
+        self._put(
+            0,
+            field.tile,
+            bits,
+            field.shift + field.position,
+            ((1 << low) - 1) if len(p.sets) == 2 else None,
+        )
         if field.high_tile is not None:
             self._put(1, field.high_tile, bits, field.high_shift + field.position, 1 << low)
 
     def _put(self, plane_set: int, tile: int, bits: Array, shift: int, mask: int | None) -> None:
         # what lies above the 16 bits of a word is dropped in the end
-        moved = bits << shift if shift >= 0 else lax.shift_right_logical(bits, jnp.full((), -shift, jnp.int32))
+        moved = (
+            bits << shift
+            if shift >= 0
+            else lax.shift_right_logical(bits, jnp.full((), -shift, jnp.int32))
+        )
         if mask is not None:
             moved = moved & np.int32(mask << shift if shift >= 0 else mask >> -shift)
         word, count = self._words.pop((plane_set, tile), (None, 0))
@@ -200,7 +251,13 @@ def _open(refs: Sequence[Any], job: Job) -> tuple[Any, Any, Sequence[Any], Any, 
     rows, *rest = refs
     divisor = rest.pop(0) if job.divided else None
     sets = len(job.reader.layout.sets)
-    return rows, divisor, rest[:sets], rest[sets], rest[sets + 1] if job.reader.centre is None else None
+    return (
+        rows,
+        divisor,
+        rest[:sets],
+        rest[sets],
+        rest[sets + 1] if job.reader.centre is None else None,
+    )
 
 
 def _inverse_divisor(divisor: Any, job: Job, chunk: int) -> Array | None:
@@ -210,10 +267,15 @@ def _inverse_divisor(divisor: Any, job: Job, chunk: int) -> Array | None:
 
 
 def channel_kernel(*refs: Any, job: Job) -> None:
-    """Quantize one span of tokens, group by group: a tile [32 / slots, W] for each chunk is loaded, coded and packed in registers."""
+    """Quantize one span of tokens, group by group: a tile [32 / slots, W] for each chunk is loaded,
+    coded and packed in registers."""
     # rows [32, H], divisor [1, H], words [32 / slots, tiles * W], scale and zero [H / group, 32]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
-    p, run, per_group = job.reader.layout, SPAN // job.reader.layout.slots, job.reader.group // job.reader.layout.width
+    p, run, per_group = (
+        job.reader.layout,
+        SPAN // job.reader.layout.slots,
+        job.reader.group // job.reader.layout.width,
+    )
 
     def store(plane_set: int, tile: int, word: Array) -> None:
         word_refs[plane_set][:, pl.ds(tile * p.width, p.width)] = word
@@ -246,8 +308,12 @@ def _code_tiles(tiles: list[Array], job: Job) -> tuple[list[Array], Quantizer]:
     low, high = reduced(jnp.min, jnp.minimum, tiles), reduced(jnp.max, jnp.maximum, tiles)
 
     def finite() -> tuple[list[Array], Array, Array]:
-        low = within_limit(reduced(jnp.min, jnp.minimum, [finite_or(x, jnp.inf) for x in tiles]), job.limit)
-        high = within_limit(reduced(jnp.max, jnp.maximum, [finite_or(x, -jnp.inf) for x in tiles]), job.limit)
+        low = within_limit(
+            reduced(jnp.min, jnp.minimum, [finite_or(x, jnp.inf) for x in tiles]), job.limit
+        )
+        high = within_limit(
+            reduced(jnp.max, jnp.maximum, [finite_or(x, -jnp.inf) for x in tiles]), job.limit
+        )
         return [cleaned(x, low, high) for x in tiles], low, high
 
     plain = is_plain(low, high, reduced(jnp.sum, jnp.add, tiles), job.limit)
@@ -257,7 +323,11 @@ def _code_tiles(tiles: list[Array], job: Job) -> tuple[list[Array], Quantizer]:
     if len(schemes) == 1:
         return levels[0], schemes[0]
     errors = [
-        reduced(jnp.sum, jnp.add, [job.error(x, level, quantizer) for x, level in zip(tiles, of_scheme, strict=True)])
+        reduced(
+            jnp.sum,
+            jnp.add,
+            [job.error(x, level, quantizer) for x, level in zip(tiles, of_scheme, strict=True)],
+        )
         for of_scheme, quantizer in zip(levels, schemes, strict=True)
     ]
     choose_sym = errors[0] > errors[1]
@@ -272,10 +342,11 @@ def _choose(choose_sym: Array, asym: Quantizer, sym: Quantizer) -> Quantizer:
 def token_kernel(*refs: Any, job: Job) -> None:
     """Quantize some groups of tokens side by side, one row [groups, W] of each at a time.
 
-    So the range of a group is elementwise, and no lane waits for another. Chunk by chunk the scales, then word row by word row the codes;
-    the rows are read again from the GPU's caches.
+    So the range of a group is elementwise, and no lane waits for another. Chunk by chunk the
+    scales, then word row by word row the codes; the rows are read again from the GPU's caches.
     """
-    # rows [groups, group, H], divisor [1, H], words [groups, group / slots, tiles * W], scale and zero [groups, H]
+    # rows [groups, group, H], divisor [1, H], words [groups, group / slots, tiles * W], scale and
+    # zero [groups, H]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
     p, slots, run = job.reader.layout, job.reader.layout.slots, SPAN // job.reader.layout.slots
     inverses = [_inverse_divisor(divisor, job, c) for c in range(p.chunks)]
@@ -314,7 +385,13 @@ def token_kernel(*refs: Any, job: Job) -> None:
     pl.when(jnp.logical_not(plain))(lambda: write(clean=True))
 
 
-def _over_tokens(job: Job, step: Callable[[list[Array], Any], Any], load: Callable[[Any], Array], carry: Any, at_once: int) -> Any:
+def _over_tokens(
+    job: Job,
+    step: Callable[[list[Array], Any], Any],
+    load: Callable[[Any], Array],
+    carry: Any,
+    at_once: int,
+) -> Any:
     """Carry step(rows of some tokens, carry) through all tokens of a group."""
 
     def body(i: Array, carry: Any) -> Any:
@@ -330,14 +407,20 @@ def _token_range(load: Callable[[Any], Array], job: Job) -> tuple[Array, Array, 
 
     def step(tiles: list[Array], carry: Any) -> Any:
         low, high, total = carry
-        return fold(jnp.minimum, [low, *tiles]), fold(jnp.maximum, [high, *tiles]), fold(jnp.add, [total, *tiles])
+        return (
+            fold(jnp.minimum, [low, *tiles]),
+            fold(jnp.maximum, [high, *tiles]),
+            fold(jnp.add, [total, *tiles]),
+        )
 
     low, high, total = _over_tokens(job, step, load, (*start, jnp.zeros(shape)), _AT_ONCE)
     plain = is_plain(low, high, total, job.limit)
 
     def finite_step(tiles: list[Array], carry: Any) -> Any:
         low, high = carry
-        return jnp.minimum(low, finite_or(tiles[0], jnp.inf)), jnp.maximum(high, finite_or(tiles[0], -jnp.inf))
+        return jnp.minimum(low, finite_or(tiles[0], jnp.inf)), jnp.maximum(
+            high, finite_or(tiles[0], -jnp.inf)
+        )
 
     def finite() -> tuple[Array, Array]:
         low, high = _over_tokens(job, finite_step, load, start, 1)
@@ -347,15 +430,21 @@ def _token_range(load: Callable[[Any], Array], job: Job) -> tuple[Array, Array, 
     return low, high, plain
 
 
-def _token_quantizer(load: Callable[[Any], Array], low: Array, high: Array, plain: Array, job: Job) -> Quantizer:
-    """Return the quantizers of groups that run over tokens, chosen for each in the hybrid scheme."""
+def _token_quantizer(
+    load: Callable[[Any], Array], low: Array, high: Array, plain: Array, job: Job
+) -> Quantizer:
+    """Return the quantizers of groups that run over tokens, chosen for each in the hybrid
+    scheme."""
     schemes = job.schemes(low, high)
     if len(schemes) == 1:
         return schemes[0]
 
     def step(tiles: list[Array], errors: Any) -> Any:
         return [
-            fold(jnp.add, [error, *(job.error(x, job.levels(x, quantizer), quantizer) for x in tiles)])
+            fold(
+                jnp.add,
+                [error, *(job.error(x, job.levels(x, quantizer), quantizer) for x in tiles)],
+            )
             for error, quantizer in zip(errors, schemes, strict=True)
         ]
 

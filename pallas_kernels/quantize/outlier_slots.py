@@ -1,12 +1,15 @@
-"""Outliers of a block are collected into the slots of their pool as the block leaves its ring (table.py).
+"""Outliers of a block are collected into the slots of their pool as the block leaves its ring
+(table.py).
 
     index[p, e] = (t within the pool) * H + h,   residual[p, e] = x - x^,   ends[p, k] the first slot behind those of head k
 
-sorted by head, then token, then channel; what lies behind the last end is zero. Where a pool has more outliers than slots, the largest
-residuals are kept, of equal ones the first. These are the equations of `kvq_jax.arrays.sparse_outliers`.
+sorted by head, then token, then channel; what lies behind the last end is zero. Where a pool has
+more outliers than slots, the largest residuals are kept, of equal ones the first. These are the
+equations of `kvq_jax.arrays.sparse_outliers`.
 
-A program writes the slots of one head, and so counts the outliers of all: each of the K programs of a pool counts them anew. Which
-residuals are kept is found by bisection on their bits, where there are too many: up to 31 rounds, in which all are computed.
+A program writes the slots of one head, and so counts the outliers of all: each of the K programs of
+a pool counts them anew. Which residuals are kept is found by bisection on their bits, where there
+are too many: up to 31 rounds, in which all are computed.
 """
 
 from __future__ import annotations
@@ -29,20 +32,32 @@ _LARGEST = 0x7F800000  # bits of infinity, as of fp32: residuals are smaller
 _AT_ONCE = 128  # unused slots that a step clears
 
 Tile = Float[Array, "32 H"]
-Residuals = Callable[[Any, int], tuple[Bool[Array, "32 H"], Tile]]  # of a head, and of a span of the pool from this token on
+Residuals = Callable[
+    [Any, int], tuple[Bool[Array, "32 H"], Tile]
+]  # of a head, and of a span of the pool from this token on
 
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """The slots of a pool: `tokens` that share `count`. overflows: they may have more outliers, which are counted in an array."""
+    """The slots of a pool: `tokens` that share `count`. overflows: they may have more outliers,
+    which are counted in an array."""
 
     tokens: int
     count: int
     overflows: bool
 
 
-def collect(slots: Slots, residuals: Residuals, head: Any, heads: int, channels: int, pool: Any, refs: Sequence[Any]) -> None:
-    """Write the slots of one head of a pool. refs: index [n, P], residual [n, P], ends [n, K] and, where slots overflow, dropped [n].
+def collect(
+    slots: Slots,
+    residuals: Residuals,
+    head: Any,
+    heads: int,
+    channels: int,
+    pool: Any,
+    refs: Sequence[Any],
+) -> None:
+    """Write the slots of one head of a pool. refs: index [n, P], residual [n, P], ends [n, K] and,
+    where slots overflow, dropped [n].
 
     residuals gives the mask of outliers and x - x^, fp32, of a head's SPAN tokens.
     """
@@ -50,18 +65,25 @@ def collect(slots: Slots, residuals: Residuals, head: Any, heads: int, channels:
     spans = range(0, slots.tokens, SPAN)
 
     def counted(least: Any) -> tuple[Array, Array]:
-        """Return how many outliers have residuals of more bits than these, in the heads before, and in all heads."""
-        return _over_heads(head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits > least))
+        """Return how many outliers have residuals of more bits than these, in the heads before, and
+        in all heads."""
+        return _over_heads(
+            head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits > least)
+        )
 
     before, total = counted(-1)
     least, equal_before, kept_equal = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
     if slots.overflows:
         least = _least_kept(slots.count, total, lambda bits: counted(bits)[1])
         before, larger = counted(least)
-        equal_before, _ = _over_heads(head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits == least))
+        equal_before, _ = _over_heads(
+            head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits == least)
+        )
         kept_equal = slots.count - larger
         before = before + jnp.minimum(equal_before, kept_equal)
-        pl.when(head == 0)(functools.partial(_store_dropped, dropped_ref, pool, total - slots.count))
+        pl.when(head == 0)(
+            functools.partial(_store_dropped, dropped_ref, pool, total - slots.count)
+        )
     place, equals = before, equal_before
     for span in spans:
         mask, residual = residuals(head, span)
@@ -74,11 +96,21 @@ def collect(slots: Slots, residuals: Residuals, head: Any, heads: int, channels:
         at = jnp.where(kept, place + _rank(kept), slots.count)  # beyond the slots for what has none
         token, channel = (lax.broadcasted_iota(jnp.int32, mask.shape, axis) for axis in (0, 1))
         largest = float(jnp.finfo(residual_ref.dtype).max)
-        plt.store(index_ref.at[pool, at], ((span + token) * channels + channel).astype(index_ref.dtype), mask=kept)
-        plt.store(residual_ref.at[pool, at], jnp.clip(residual, -largest, largest).astype(residual_ref.dtype), mask=kept)
+        plt.store(
+            index_ref.at[pool, at],
+            ((span + token) * channels + channel).astype(index_ref.dtype),
+            mask=kept,
+        )
+        plt.store(
+            residual_ref.at[pool, at],
+            jnp.clip(residual, -largest, largest).astype(residual_ref.dtype),
+            mask=kept,
+        )
         place = place + _sum(kept)
     ends_ref[pool, head] = place.astype(ends_ref.dtype)
-    pl.when(head == heads - 1)(functools.partial(_clear, slots.count, place, pool, (index_ref, residual_ref)))
+    pl.when(head == heads - 1)(
+        functools.partial(_clear, slots.count, place, pool, (index_ref, residual_ref))
+    )
 
 
 def _over_heads(head: Any, heads: int, count: Callable[[Any], Array]) -> tuple[Array, Array]:
@@ -91,7 +123,9 @@ def _over_heads(head: Any, heads: int, count: Callable[[Any], Array]) -> tuple[A
     return lax.fori_loop(0, heads, add, (jnp.int32(0), jnp.int32(0)))
 
 
-def _count(residuals: Residuals, head: Any, spans: Sequence[int], counts: Callable[[Array], Array]) -> Int[Array, ""]:
+def _count(
+    residuals: Residuals, head: Any, spans: Sequence[int], counts: Callable[[Array], Array]
+) -> Int[Array, ""]:
     total = jnp.int32(0)
     for span in spans:
         mask, residual = residuals(head, span)
@@ -100,13 +134,16 @@ def _count(residuals: Residuals, head: Any, spans: Sequence[int], counts: Callab
 
 
 def _least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> Int[Array, ""]:
-    """Return the bits beyond which all residuals have a slot: the least b with larger(b) <= slots, or one with as many; -1 if all have."""
+    """Return the bits beyond which all residuals have a slot: the least b with larger(b) <= slots,
+    or one with as many; -1 if all have."""
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + lax.div(high - low, 2)
         count = larger(middle)
-        return jnp.where(count <= slots, jnp.where(count == slots, middle, low), middle + 1), jnp.where(count <= slots, middle, high)
+        return jnp.where(
+            count <= slots, jnp.where(count == slots, middle, low), middle + 1
+        ), jnp.where(count <= slots, middle, high)
 
     too_many = (total > slots).astype(jnp.int32)
     bounds = too_many - 1, too_many * (_LARGEST + 1) - 1

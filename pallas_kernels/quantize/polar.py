@@ -1,16 +1,21 @@
-"""Blocks of keys in polar form are quantized as they leave their ring: an angle and a radius for each RoPE pair (i, i + H/2).
+"""Blocks of keys in polar form are quantized as they leave their ring: an angle and a radius for
+each RoPE pair (i, i + H/2).
 
     k_i = r cos(theta),  k_{i+H/2} = r sin(theta),      code = floor((v - least) / step),  step = (most - least) / 2^b
 
-for v = r and v = theta, over a group of tokens of a pair. The circle of a group's angles is cut open in its largest gap, or at the angle 0.
-These are the equations of `kvq_jax.arrays.polar_array`, which also describes their behaviour on entries that are not finite.
+for v = r and v = theta, over a group of tokens of a pair. The circle of a group's angles is cut
+open in its largest gap, or at the angle 0. These are the equations of `kvq_jax.arrays.polar_array`,
+which also describes their behaviour on entries that are not finite.
 
-Exactness. Step and least value are equal to 1 ulp of the stored dtype, for the angles as long as both find the same gap; codes differ by
-one where v lies within rounding of a bin's edge, for a GPU divides approximately and has its own arc tangent.
+Exactness. Step and least value are equal to 1 ulp of the stored dtype, for the angles as long as
+both find the same gap; codes differ by one where v lies within rounding of a bin's edge, for a GPU
+divides approximately and has its own arc tangent.
 
-The largest gap needs the angle before each angle. There is no sort in a kernel, so each angle is compared with all: the loop takes a token
-at a time, makes its angle once more, and keeps the largest below each of the tile's. That is 3 operations for each two of n tokens, in
-place of log^2(n) / 2 exchanges: for 128 tokens, by estimate, some 20,000 instructions of a warp, in one step of 128.
+The largest gap needs the angle before each angle. There is no sort in a kernel, so each angle is
+compared with all: the loop takes a token at a time, makes its angle once more, and keeps the
+largest below each of the tile's. That is 3 operations for each two of n tokens, in place of
+log^2(n) / 2 exchanges: for 128 tokens, by estimate, some 20,000 instructions of a warp, in one step
+of 128.
 Source: Wu et al., PolarQuant, sections 3.1 and 3.2.
 """
 
@@ -39,7 +44,8 @@ _LEAST_COLUMNS = 8
 
 
 class Polar(NamedTuple):
-    """radius; angle in [-pi, pi); finite: both entries of the pair are; counted: it has an angle besides. All [rows, columns]."""
+    """radius; angle in [-pi, pi); finite: both entries of the pair are; counted: it has an angle
+    besides. All [rows, columns]."""
 
     radius: Float[Array, "rows columns"]
     angle: Float[Array, "rows columns"]
@@ -49,10 +55,12 @@ class Polar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PolarBlocks(BlockWriter):
-    """Keys after RoPE in groups of tokens, which are the units. layout: of the codes radius code << angle_bits | angle code of H/2 pairs.
+    """Keys after RoPE in groups of tokens, which are the units. layout: of the codes radius code <<
+    angle_bits | angle code of H/2 pairs.
 
-    arrays: the words of each plane set [B, K, S / n, w], then step and least value of the radii, and of the angles, [B, K, S / group, H/2].
-    inputs: none. in_gap: the circle is cut in its largest gap, else at the angle 0.
+    arrays: the words of each plane set [B, K, S / n, w], then step and least value of the radii,
+    and of the angles, [B, K, S / group, H/2]. inputs: none. in_gap: the circle is cut in its
+    largest gap, else at the angle 0.
     """
 
     layout: PlaneLayout
@@ -80,42 +88,86 @@ class PolarBlocks(BlockWriter):
     @property
     def _columns(self) -> int:
         """Return the columns of each chunk that a program has."""
-        return min(self.layout.width, max(_LEAST_COLUMNS, _ELEMENTS // (self.group * self.layout.chunks)))
+        return min(
+            self.layout.width, max(_LEAST_COLUMNS, _ELEMENTS // (self.group * self.layout.chunks))
+        )
 
     def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
         channels, p = ring.shape[3], self.layout
         if p.chunks * p.width * 2 != channels:
-            raise ValueError(f"keys of {channels} channels are not {p.chunks} chunks of {p.width} pairs: use the XLA path")
+            raise ValueError(
+                f"keys of {channels} channels are not {p.chunks} chunks of {p.width} pairs: use the"
+                " XLA path"
+            )
         if self.group % SPAN or block % self.group:
-            raise ValueError(f"groups of {self.group} tokens must be a multiple of {SPAN} and divide a block of {block}")
+            raise ValueError(
+                f"groups of {self.group} tokens must be a multiple of {SPAN} and divide a block of"
+                f" {block}"
+            )
 
-    def write(self, program: Any, head: Any, source: Source, place: Any, inputs: Sequence[Any], arrays: Sequence[Any]) -> None:
+    def write(
+        self,
+        program: Any,
+        head: Any,
+        source: Source,
+        place: Any,
+        inputs: Sequence[Any],
+        arrays: Sequence[Any],
+    ) -> None:
         p, sets, columns = self.layout, len(self.layout.sets), self._columns
         first, group = program * columns, lax.div(place, self.group)
         words, statistics = CodeWriter(p, arrays[:sets], head, place, first, columns), arrays[sets:]
 
         def pairs(tokens: Any, chunk: int) -> Polar:
-            x, y = (source.read(head, tokens, pl.ds(at + chunk * p.width + first, columns)) for at in (0, p.chunks * p.width))
+            x, y = (
+                source.read(head, tokens, pl.ds(at + chunk * p.width + first, columns))
+                for at in (0, p.chunks * p.width)
+            )
             return to_polar(x, y, saturation_limit(self.scale_dtype))
 
-        tiles = [[pairs(tokens_of_slot(p, slot, self.group), chunk) for slot in range(p.slots)] for chunk in range(p.chunks)]
-        starts = self._starts(tiles, pairs) if self.in_gap else [jnp.zeros((columns,), jnp.float32)] * p.chunks
+        tiles = [
+            [pairs(tokens_of_slot(p, slot, self.group), chunk) for slot in range(p.slots)]
+            for chunk in range(p.chunks)
+        ]
+        starts = (
+            self._starts(tiles, pairs)
+            if self.in_gap
+            else [jnp.zeros((columns,), jnp.float32)] * p.chunks
+        )
         for chunk, (slots, start) in enumerate(zip(tiles, starts, strict=True)):
-            radii = self._bins([tile.radius for tile in slots], [tile.finite for tile in slots], p.bits - self.angle_bits)
-            angles = self._bins([from_cut(tile.angle, start) for tile in slots], [tile.counted for tile in slots], self.angle_bits)
+            radii = self._bins(
+                [tile.radius for tile in slots],
+                [tile.finite for tile in slots],
+                p.bits - self.angle_bits,
+            )
+            angles = self._bins(
+                [from_cut(tile.angle, start) for tile in slots],
+                [tile.counted for tile in slots],
+                self.angle_bits,
+            )
             for slot, (radius, angle) in enumerate(zip(radii.codes, angles.codes, strict=True)):
                 words.add(slot, chunk, radius << self.angle_bits | angle)
-            for ref, statistic in zip(statistics, (radii.step, radii.least, angles.step, angles.least), strict=True):
-                ref[head, group, pl.ds(chunk * p.width + first, columns)] = statistic.astype(ref.dtype)
+            for ref, statistic in zip(
+                statistics, (radii.step, radii.least, angles.step, angles.least), strict=True
+            ):
+                ref[head, group, pl.ds(chunk * p.width + first, columns)] = statistic.astype(
+                    ref.dtype
+                )
         words.store()
 
-    def _starts(self, tiles: Sequence[Sequence[Polar]], pairs: Callable[[Any, int], Polar]) -> list[Float[Array, " columns"]]:
-        """Return the angle at which the largest gap between a group's angles ends, the smallest such angle; 0 where none counts."""
+    def _starts(
+        self, tiles: Sequence[Sequence[Polar]], pairs: Callable[[Any, int], Polar]
+    ) -> list[Float[Array, " columns"]]:
+        """Return the angle at which the largest gap between a group's angles ends, the smallest
+        such angle; 0 where none counts."""
 
         def compare(token: Int[Array, ""], below: Any) -> Any:
             others = [pairs(pl.ds(token, 1), chunk) for chunk in range(len(tiles))]
             return [
-                [_larger_below(tile, found, other) for tile, found in zip(slots, founds, strict=True)]
+                [
+                    _larger_below(tile, found, other)
+                    for tile, found in zip(slots, founds, strict=True)
+                ]
                 for slots, founds, other in zip(tiles, below, others, strict=True)
             ]
 
@@ -124,25 +176,38 @@ class PolarBlocks(BlockWriter):
         return [_start(slots, founds) for slots, founds in zip(tiles, below, strict=True)]
 
     def _bins(self, values: Sequence[Array], counted: Sequence[Array], bits: int) -> Bins:
-        """Return the bin of each value in the range of those that count, whose step and least value are as they are stored."""
-        low, high = _extreme(jnp.minimum, jnp.min, values, counted, jnp.inf), _extreme(jnp.maximum, jnp.max, values, counted, -jnp.inf)
+        """Return the bin of each value in the range of those that count, whose step and least value
+        are as they are stored."""
+        low, high = (
+            _extreme(jnp.minimum, jnp.min, values, counted, jnp.inf),
+            _extreme(jnp.maximum, jnp.max, values, counted, -jnp.inf),
+        )
         low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in (low, high))
-        step, least = ((x.astype(self.scale_dtype)).astype(jnp.float32) for x in ((high - low) / (1 << bits), low))
+        step, least = (
+            (x.astype(self.scale_dtype)).astype(jnp.float32)
+            for x in ((high - low) / (1 << bits), low)
+        )
         divisor = jnp.where(step == 0, 1.0, step)
         bins = [jnp.floor((v - least[None]) / divisor[None]) for v in values]
-        return Bins([jnp.clip(b, 0.0, float((1 << bits) - 1)).astype(jnp.int32) for b in bins], step, least)
+        return Bins(
+            [jnp.clip(b, 0.0, float((1 << bits) - 1)).astype(jnp.int32) for b in bins], step, least
+        )
 
 
 class Bins(NamedTuple):
-    """int32 codes of the tokens of each slot, and the step and least value [columns] of their group, fp32 numbers of the stored dtype."""
+    """int32 codes of the tokens of each slot, and the step and least value [columns] of their
+    group, fp32 numbers of the stored dtype."""
 
     codes: list[Int[Array, "rows columns"]]
     step: Float[Array, " columns"]
     least: Float[Array, " columns"]
 
 
-def to_polar(x: Float[Array, "rows columns"], y: Float[Array, "rows columns"], limit: float) -> Polar:
-    """Return the polar form of pairs, as `polar_array.to_polar` has it: NaN counts as 0, infinities as `limit`, which bounds radii too."""
+def to_polar(
+    x: Float[Array, "rows columns"], y: Float[Array, "rows columns"], limit: float
+) -> Polar:
+    """Return the polar form of pairs, as `polar_array.to_polar` has it: NaN counts as 0, infinities
+    as `limit`, which bounds radii too."""
     finite = (jnp.abs(x) < jnp.inf) & (jnp.abs(y) < jnp.inf)
     x, y = (jnp.where(part == part, jnp.clip(part, -limit, limit), 0.0) for part in (x, y))
     larger, smaller = jnp.maximum(jnp.abs(x), jnp.abs(y)), jnp.minimum(jnp.abs(x), jnp.abs(y))
@@ -153,20 +218,32 @@ def to_polar(x: Float[Array, "rows columns"], y: Float[Array, "rows columns"], l
     return Polar(radius, angle, finite, finite & (radius > 0))
 
 
-def from_cut(angle: Float[Array, "rows columns"], start: Float[Array, " columns"]) -> Float[Array, "rows columns"]:
+def from_cut(
+    angle: Float[Array, "rows columns"], start: Float[Array, " columns"]
+) -> Float[Array, "rows columns"]:
     """Return the same angles in [start, start + one turn)."""
     ahead = angle - start[None]
-    return start[None] + jnp.where(ahead >= TURN, ahead - TURN, jnp.where(ahead < 0, ahead + TURN, ahead))
+    return start[None] + jnp.where(
+        ahead >= TURN, ahead - TURN, jnp.where(ahead < 0, ahead + TURN, ahead)
+    )
 
 
-def _larger_below(tile: Polar, found: Float[Array, "rows columns"], other: Polar) -> Float[Array, "rows columns"]:
-    """Return the larger of the angles found below those of a tile and another one, [1, columns], where that is below and counts."""
-    return jnp.where(other.counted & (other.angle < tile.angle), jnp.maximum(found, other.angle), found)
+def _larger_below(
+    tile: Polar, found: Float[Array, "rows columns"], other: Polar
+) -> Float[Array, "rows columns"]:
+    """Return the larger of the angles found below those of a tile and another one, [1, columns],
+    where that is below and counts."""
+    return jnp.where(
+        other.counted & (other.angle < tile.angle), jnp.maximum(found, other.angle), found
+    )
 
 
 def _start(slots: Sequence[Polar], below: Sequence[Array]) -> Float[Array, " columns"]:
     angles, counted = [tile.angle for tile in slots], [tile.counted for tile in slots]
-    first, last = _extreme(jnp.minimum, jnp.min, angles, counted, jnp.inf), _extreme(jnp.maximum, jnp.max, angles, counted, -jnp.inf)
+    first, last = (
+        _extreme(jnp.minimum, jnp.min, angles, counted, jnp.inf),
+        _extreme(jnp.maximum, jnp.max, angles, counted, -jnp.inf),
+    )
     before = [jnp.where(found > -jnp.inf, found, (last - TURN)[None]) for found in below]
     gaps = [angle - found for angle, found in zip(angles, before, strict=True)]
     widest = _extreme(jnp.maximum, jnp.max, gaps, counted, -jnp.inf)
@@ -175,6 +252,14 @@ def _start(slots: Sequence[Polar], below: Sequence[Array]) -> Float[Array, " col
     return jnp.where(first < jnp.inf, start, 0.0)
 
 
-def _extreme(pairwise: Any, reduced: Any, values: Sequence[Array], counted: Sequence[Array], nothing: float) -> Float[Array, " columns"]:
-    """Return the smallest or largest of the values that count, for each column; `nothing` where none does."""
-    return reduced(fold(pairwise, [jnp.where(mask, v, nothing) for v, mask in zip(values, counted, strict=True)]), axis=0)
+def _extreme(
+    pairwise: Any, reduced: Any, values: Sequence[Array], counted: Sequence[Array], nothing: float
+) -> Float[Array, " columns"]:
+    """Return the smallest or largest of the values that count, for each column; `nothing` where
+    none does."""
+    return reduced(
+        fold(
+            pairwise, [jnp.where(mask, v, nothing) for v, mask in zip(values, counted, strict=True)]
+        ),
+        axis=0,
+    )

@@ -1,4 +1,5 @@
-"""The arithmetic of kernel.py: from a group's range to its scale, its zero point and the constants that turn its elements into codes."""
+"""The arithmetic of kernel.py: from a group's range to its scale, its zero point and the constants
+that turn its elements into codes."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Quantizer(NamedTuple):
-    """Constants that turn the elements of groups into codes: round((x - origin) * inverse + first) - near, clipped to 0 .. top.
+    """Constants that turn the elements of groups into codes: round((x - origin) * inverse + first)
+    - near, clipped to 0 .. top.
 
-    Shaped to broadcast to the groups' tiles. scale and zero are as stored, but in fp32; first is Job.near, except in groups of zeros.
+    Shaped to broadcast to the groups' tiles. scale and zero are as stored, but in fp32; first is
+    Job.near, except in groups of zeros.
     """
 
     scale: Number
@@ -62,7 +65,11 @@ class Job:
 
     def schemes(self, low: Array, high: Array) -> list[Quantizer]:
         """Return the quantizers of groups with these ranges: asym, sym or, for hybrid, both."""
-        return [make(low, high) for name, make in (("asym", self._asym), ("sym", self._sym)) if self.scheme in (name, "hybrid")]
+        return [
+            make(low, high)
+            for name, make in (("asym", self._asym), ("sym", self._sym))
+            if self.scheme in (name, "hybrid")
+        ]
 
     def _asym(self, low: Array, high: Array) -> Quantizer:
         scale, zero = self.stored((high - low) / self.reach), self.stored(low)
@@ -83,8 +90,11 @@ class Job:
 
     def levels(self, x: Array, quantizer: Quantizer) -> Array:
         """Return _ROUND + code of each element, exactly."""
-        # max and min stand between the additions of constants, which XLA would otherwise join where it interprets the kernel
-        q = jnp.maximum(self._multiply_add(x - quantizer.origin, quantizer.inverse, quantizer.first), self.near)
+        # max and min stand between the additions of constants, which XLA would otherwise join where
+        # it interprets the kernel
+        q = jnp.maximum(
+            self._multiply_add(x - quantizer.origin, quantizer.inverse, quantizer.first), self.near
+        )
         return jnp.minimum(q + (_ROUND - self.near), _ROUND + quantizer.top)
 
     def error(self, x: Array, level: Array, quantizer: Quantizer) -> Array:
@@ -94,11 +104,14 @@ class Job:
     def _multiply_add(self, a: Array, b: Number, c: Number) -> Array:
         if not self.asm:
             return a * b + c
-        return multiply_add(a, *(jnp.broadcast_to(jnp.asarray(n, jnp.float32), a.shape) for n in (b, c)), asm=True)
+        return multiply_add(
+            a, *(jnp.broadcast_to(jnp.asarray(n, jnp.float32), a.shape) for n in (b, c)), asm=True
+        )
 
 
 def saturation_limit(dtype: DTypeLike) -> float:
-    """Return the magnitude at which entries saturate: a group's range, its scale rounded up, must fit the stored dtype."""
+    """Return the magnitude at which entries saturate: a group's range, its scale rounded up, must
+    fit the stored dtype."""
     known = jnp.finfo(dtype)
     return float(known.max) / 2 * (1 - float(known.eps))
 
@@ -106,7 +119,8 @@ def saturation_limit(dtype: DTypeLike) -> float:
 def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:
     """Return True where all elements are finite and within the limit.
 
-    total: sums of elements, which any non-finite one leaves non-finite; the GPU's min and max pass over nan.
+    total: sums of elements, which any non-finite one leaves non-finite; the GPU's min and max pass
+    over nan.
     """
     worst = jnp.where(jnp.abs(total) < jnp.inf, jnp.maximum(-low, high), jnp.inf)
     while worst.ndim:

@@ -1,17 +1,20 @@
-"""Blocks of codes that index a table are quantized as they leave their ring, and their outliers are collected (outlier_slots.py).
+"""Blocks of codes that index a table are quantized as they leave their ring, and their outliers are
+collected (outlier_slots.py).
 
     code = the number of midpoints between levels below (x - zero) / scale,      x ~ values[code] * scale + zero  (+ residual)
 
-Scale and zero point are half a range and its middle: the range of a channel, which comes with the parameters, or that of a token's entries
-in a group of channels, in one head or in all, without its outliers. These are the equations of `kvq_jax.arrays.codebook_array` and of the
-codecs that use it, which also describe their behaviour on entries that are not finite.
+Scale and zero point are half a range and its middle: the range of a channel, which comes with the
+parameters, or that of a token's entries in a group of channels, in one head or in all, without its
+outliers. These are the equations of `kvq_jax.arrays.codebook_array` and of the codecs that use it,
+which also describe their behaviour on entries that are not finite.
 
-Exactness. Scales and zero points are equal; codes differ by one where a quotient lies within rounding of a midpoint, for a GPU divides
-approximately.
+Exactness. Scales and zero points are equal; codes differ by one where a quotient lies within
+rounding of a midpoint, for a GPU divides approximately.
 
-A token's thresholds are entries of it: `per_side` lie beyond each. There is no sort in a kernel, so the largest entry is found, then the
-largest below it, and so on, over the heads one after the other. Each program finds them anew for its own head. For 1 % of 1024 channels
-that is 14 times 8 heads: by estimate, some 20,000 instructions of a warp, in one step of 32.
+A token's thresholds are entries of it: `per_side` lie beyond each. There is no sort in a kernel, so
+the largest entry is found, then the largest below it, and so on, over the heads one after the
+other. Each program finds them anew for its own head. For 1 % of 1024 channels that is 14 times 8
+heads: by estimate, some 20,000 instructions of a warp, in one step of 32.
 Source: Hooper et al., KVQuant, sections 3.3 and 3.4.
 """
 
@@ -39,12 +42,15 @@ RangesOf = Callable[[Any, Any], "Ranges"]  # of a head, and of columns, which ar
 
 
 class Table(NamedTuple):
-    """The numbers of a table, as scalars: levels, which codes are chosen from, and the values that they are read as."""
+    """The numbers of a table, as scalars: levels, which codes are chosen from, and the values that
+    they are read as."""
 
     levels: list[Float[Array, ""]]
     values: list[Float[Array, ""]]
 
-    def codes(self, x: Float[Array, "rows columns"], scale: Array, zero: Array) -> Int[Array, "rows columns"]:
+    def codes(
+        self, x: Float[Array, "rows columns"], scale: Array, zero: Array
+    ) -> Int[Array, "rows columns"]:
         """Return the index of the nearest level to (x - zero) / scale, the lower one on a tie."""
         y = (x - zero) / jnp.where(scale == 0, 1.0, scale)
         codes = jnp.zeros(y.shape, jnp.int32)
@@ -57,15 +63,20 @@ class Table(NamedTuple):
         entries: list[Array] = list(self.values)
         for bit in range(len(entries).bit_length() - 1):
             odd = ((codes >> bit) & 1) != 0
-            entries = [jnp.where(odd, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+            entries = [
+                jnp.where(odd, high, low)
+                for low, high in zip(entries[::2], entries[1::2], strict=True)
+            ]
         return entries[0]
 
 
 class Ranges(NamedTuple):
-    """What the codes of a tile depend on, fp32, [rows, columns] or 1 long where rows or columns share it.
+    """What the codes of a tile depend on, fp32, [rows, columns] or 1 long where rows or columns
+    share it.
 
-    low, high: the range that entries which are not finite are brought into, and of tokens all. lower, upper: thresholds of outliers; None
-    where there are none. scale, zero: as they are stored.
+    low, high: the range that entries which are not finite are brought into, and of tokens all.
+    lower, upper: thresholds of outliers; None where there are none. scale, zero: as they are
+    stored.
     """
 
     low: Array
@@ -96,19 +107,25 @@ class Ranges(NamedTuple):
             here = lax.broadcasted_iota(jnp.int32, cut.shape, 0) == slot
             return jnp.sum(jnp.where(here, cut, 0.0), axis=0)[:, None]
 
-        return self._replace(**{name: rows(getattr(self, name)) for name in ("low", "high", "lower", "upper", "scale", "zero")})
+        return self._replace(
+            **{
+                name: rows(getattr(self, name))
+                for name in ("low", "high", "lower", "upper", "scale", "zero")
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class TableBlocks(BlockWriter):
     """Codes that index a table. Units are the tokens that share slots for outliers, or spans.
 
-    group: the channels of a token that share a scale and zero point, `heads` times those of one head; None where these belong to channels.
-    per_side: the outliers among a token's largest entries, and among its smallest; 0 where thresholds are given.
-    arrays: the words of each plane set [B, K, S / n, w]; scale and zero, [B, K / heads, H / group, S], of tokens; with slots those of
-    outlier_slots.py.
-    inputs, fp32: levels and values [1, 1, 2^bits]; of channels scale and zero [1, K, H]; then, with outliers and without `per_side`, the
-    thresholds, [1, K, H] of channels or [1, 1, 1] of all.
+    group: the channels of a token that share a scale and zero point, `heads` times those of one
+    head; None where these belong to channels. per_side: the outliers among a token's largest
+    entries, and among its smallest; 0 where thresholds are given.
+    arrays: the words of each plane set [B, K, S / n, w]; scale and zero, [B, K / heads, H / group,
+    S], of tokens; with slots those of outlier_slots.py.
+    inputs, fp32: levels and values [1, 1, 2^bits]; of channels scale and zero [1, K, H]; then, with
+    outliers and without `per_side`, the thresholds, [1, K, H] of channels or [1, 1, 1] of all.
     """
 
     layout: PlaneLayout
@@ -133,21 +150,48 @@ class TableBlocks(BlockWriter):
     def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
         heads, channels, p = ring.shape[1], ring.shape[3], self.layout
         if p.chunks * p.width != channels:
-            raise ValueError(f"rows of {channels} channels do not fill {p.chunks} chunks of {p.width} channels: use the XLA path")
+            raise ValueError(
+                f"rows of {channels} channels do not fill {p.chunks} chunks of {p.width} channels:"
+                " use the XLA path"
+            )
         if self.unit % SPAN or block % self.unit:
-            raise ValueError(f"{self.unit} tokens that share slots must be a multiple of {SPAN} and divide a block of {block}")
+            raise ValueError(
+                f"{self.unit} tokens that share slots must be a multiple of {SPAN} and divide a"
+                f" block of {block}"
+            )
         if self.group is not None and (self.group % p.width or channels % self.group):
-            raise ValueError(f"groups of {self.group} channels must be whole chunks of {p.width} and divide {channels}")
-        if self.heads not in (1, heads) or (self.slots and self.group and self.heads * self.group != heads * channels):
-            raise ValueError(f"groups of {self.heads} heads: kernels take groups of one or of all, and of all with outliers")
+            raise ValueError(
+                f"groups of {self.group} channels must be whole chunks of {p.width} and divide"
+                f" {channels}"
+            )
+        if self.heads not in (1, heads) or (
+            self.slots and self.group and self.heads * self.group != heads * channels
+        ):
+            raise ValueError(
+                f"groups of {self.heads} heads: kernels take groups of one or of all, and of all"
+                " with outliers"
+            )
 
-    def write(self, program: Any, head: Any, source: Source, place: Any, inputs: Sequence[Any], arrays: Sequence[Any]) -> None:
+    def write(
+        self,
+        program: Any,
+        head: Any,
+        source: Source,
+        place: Any,
+        inputs: Sequence[Any],
+        arrays: Sequence[Any],
+    ) -> None:
         p, sets = self.layout, len(self.layout.sets)
         levels, values, *inputs = inputs
         table = Table(*([ref[0, i] for i in range(1 << p.bits)] for ref in (levels, values)))
-        scales, of_slots = (arrays[sets : sets + 2], arrays[sets + 2 :]) if self.group else ((), arrays[sets:])
+        scales, of_slots = (
+            (arrays[sets : sets + 2], arrays[sets + 2 :]) if self.group else ((), arrays[sets:])
+        )
         spans = range(0, self.unit, SPAN)
-        ranges = [self._of_tokens(source, head, span, inputs) if self.group else self._of_channels(inputs) for span in spans]
+        ranges = [
+            self._of_tokens(source, head, span, inputs) if self.group else self._of_channels(inputs)
+            for span in spans
+        ]
         for span, of_span in zip(spans, ranges, strict=True):
             words = CodeWriter(p, arrays[:sets], head, place + span, 0, p.width)
             for slot in range(p.slots):
@@ -155,11 +199,19 @@ class TableBlocks(BlockWriter):
                 for chunk in range(p.chunks):
                     columns = pl.ds(chunk * p.width, p.width)
                     own = of_span(head, columns).of_slot(slot, p.slots)
-                    words.add(slot, chunk, table.codes(own.clean(source.read(head, tokens, columns)), own.scale, own.zero))
+                    words.add(
+                        slot,
+                        chunk,
+                        table.codes(
+                            own.clean(source.read(head, tokens, columns)), own.scale, own.zero
+                        ),
+                    )
             words.store()
             if self.group:
                 pl.when((head == 0) | (self.heads == 1))(
-                    functools.partial(self._store_scales, scales, of_span, head, place + span, source.channels)
+                    functools.partial(
+                        self._store_scales, scales, of_span, head, place + span, source.channels
+                    )
                 )
         if self.slots:
 
@@ -167,10 +219,20 @@ class TableBlocks(BlockWriter):
                 whole = pl.ds(0, source.channels)
                 own = ranges[span // SPAN](head, whole)
                 clean = own.clean(source.read(head, span + _tokens(), whole))
-                dense = table.look_up(table.codes(clean, own.scale, own.zero)) * own.scale + own.zero
+                dense = (
+                    table.look_up(table.codes(clean, own.scale, own.zero)) * own.scale + own.zero
+                )
                 return own.outliers(clean), clean - dense
 
-            collect(self.slots, residuals, head, source.heads, source.channels, lax.div(place, self.slots.tokens), of_slots)
+            collect(
+                self.slots,
+                residuals,
+                head,
+                source.heads,
+                source.channels,
+                lax.div(place, self.slots.tokens),
+                of_slots,
+            )
 
     def _of_channels(self, inputs: Sequence[Any]) -> RangesOf:
         """Return the ranges of channels, which came with the parameters."""
@@ -186,24 +248,43 @@ class TableBlocks(BlockWriter):
         """Return the ranges of the tokens of a span, of each group of channels."""
         assert self.group is not None
         starts = range(0, source.channels, self.group)
-        groups = [self._of_group(source, head, span, pl.ds(first, self.group), inputs) for first in starts]
+        groups = [
+            self._of_group(source, head, span, pl.ds(first, self.group), inputs) for first in starts
+        ]
         return lambda head, columns: groups[columns.start // (self.group or 1)]
 
-    def _of_group(self, source: Source, head: Any, span: int, columns: Any, inputs: Sequence[Any]) -> Ranges:
-        limit, none = saturation_limit(self.scale_dtype), (jnp.full((SPAN,), jnp.inf), jnp.full((SPAN,), -jnp.inf))
+    def _of_group(
+        self, source: Source, head: Any, span: int, columns: Any, inputs: Sequence[Any]
+    ) -> Ranges:
+        limit, none = (
+            saturation_limit(self.scale_dtype),
+            (
+                jnp.full((SPAN,), jnp.inf),
+                jnp.full((SPAN,), -jnp.inf),
+            ),
+        )
 
         def over_heads(step: Callable[[Any, Any], Any], start: Any) -> Any:
-            return lax.fori_loop(0, source.heads, step, start) if self.heads > 1 else step(head, start)
+            return (
+                lax.fori_loop(0, source.heads, step, start) if self.heads > 1 else step(head, start)
+            )
 
         def range_of(entries: Callable[[Any], tuple[Array, Array]]) -> list[Array]:
-            """Return the least and the largest of the entries (of a head) that count; 0 where none does."""
+            """Return the least and the largest of the entries (of a head) that count; 0 where none
+            does."""
 
             def widen(head: Any, bounds: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
                 x, counts = entries(head)
-                low, high = jnp.min(jnp.where(counts, x, jnp.inf), axis=1), jnp.max(jnp.where(counts, x, -jnp.inf), axis=1)
+                low, high = (
+                    jnp.min(jnp.where(counts, x, jnp.inf), axis=1),
+                    jnp.max(jnp.where(counts, x, -jnp.inf), axis=1),
+                )
                 return jnp.minimum(bounds[0], low), jnp.maximum(bounds[1], high)
 
-            return [jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0)[:, None] for bound in over_heads(widen, none)]
+            return [
+                jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0)[:, None]
+                for bound in over_heads(widen, none)
+            ]
 
         def read(head: Any) -> Float[Array, "32 columns"]:
             return source.read(head, span + _tokens(), columns)
@@ -216,7 +297,9 @@ class TableBlocks(BlockWriter):
         ranges = Ranges(low, high, None, None, low, high, True)
         if self.slots:
             given = [ref[0, pl.ds(0, 1)][None] for ref in inputs]
-            lower, upper = given or self._innermost(lambda head: ranges.clean(read(head)), over_heads)
+            lower, upper = given or self._innermost(
+                lambda head: ranges.clean(read(head)), over_heads
+            )
             ranges = ranges._replace(lower=lower, upper=upper)
 
             def kept(head: Any) -> tuple[Array, Array]:
@@ -225,11 +308,17 @@ class TableBlocks(BlockWriter):
 
             low, high = range_of(kept)
         low, high = (jnp.clip(bound, -limit, limit) for bound in (low, high))
-        scale, zero = (x.astype(self.scale_dtype).astype(jnp.float32) for x in ((high - low) / 2, (high + low) / 2))
+        scale, zero = (
+            x.astype(self.scale_dtype).astype(jnp.float32)
+            for x in ((high - low) / 2, (high + low) / 2)
+        )
         return ranges._replace(scale=scale, zero=zero)
 
-    def _innermost(self, clean: Callable[[Any], Array], over_heads: Callable[[Any, Any], Any]) -> tuple[Array, Array]:
-        """Return (lower, upper), [tokens, 1]: `per_side` entries of a token lie below lower, with equal ones, and as many above upper."""
+    def _innermost(
+        self, clean: Callable[[Any], Array], over_heads: Callable[[Any, Any], Any]
+    ) -> tuple[Array, Array]:
+        """Return (lower, upper), [tokens, 1]: `per_side` entries of a token lie below lower, with
+        equal ones, and as many above upper."""
 
         def largest(sign: int) -> Array:
             def next_smaller(_: Any, found: Any) -> Any:
@@ -240,9 +329,13 @@ class TableBlocks(BlockWriter):
                     own = jnp.max(jnp.where(x < bound[:, None], x, -jnp.inf), axis=1)
                     new = jnp.maximum(most, own)
                     own_equal = jnp.sum((x == own[:, None]).astype(jnp.int32), axis=1)
-                    return new, jnp.where(most == new, equal, 0) + jnp.where(own == new, own_equal, 0)
+                    return new, jnp.where(most == new, equal, 0) + jnp.where(
+                        own == new, own_equal, 0
+                    )
 
-                most, equal = over_heads(compare, (jnp.full((SPAN,), -jnp.inf), jnp.zeros((SPAN,), jnp.int32)))
+                most, equal = over_heads(
+                    compare, (jnp.full((SPAN,), -jnp.inf), jnp.zeros((SPAN,), jnp.int32))
+                )
                 enough = count > self.per_side
                 return jnp.where(enough, bound, most), jnp.where(enough, count, count + equal)
 
@@ -251,12 +344,16 @@ class TableBlocks(BlockWriter):
 
         return -largest(-1), largest(1)
 
-    def _store_scales(self, refs: Sequence[Any], of_span: RangesOf, head: Any, place: Any, channels: int) -> None:
+    def _store_scales(
+        self, refs: Sequence[Any], of_span: RangesOf, head: Any, place: Any, channels: int
+    ) -> None:
         assert self.group is not None
         for number, first in enumerate(range(0, channels, self.group)):
             own = of_span(head, pl.ds(first, self.group))
             for ref, statistic in zip(refs, (own.scale, own.zero), strict=True):
-                ref[head if self.heads == 1 else 0, number, pl.ds(place, SPAN)] = statistic[:, 0].astype(ref.dtype)
+                ref[head if self.heads == 1 else 0, number, pl.ds(place, SPAN)] = statistic[
+                    :, 0
+                ].astype(ref.dtype)
 
 
 def _tokens() -> Int[Array, " 32"]:

@@ -1,4 +1,5 @@
-"""Whole codes become words: the codes of a unit of tokens, chunk by chunk, in the layout of tiles/layout.py."""
+"""Whole codes become words: the codes of a unit of tokens, chunk by chunk, in the layout of
+tiles/layout.py."""
 
 from __future__ import annotations
 
@@ -21,13 +22,30 @@ def tokens_of_slot(layout: PlaneLayout, slot: int, tokens: int) -> Int[Array, " 
 
 
 class CodeWriter:
-    """Packs codes of any width, for some columns of every chunk, and stores them when all are there.
+    """Packs codes of any width, for some columns of every chunk, and stores them when all are
+    there.
 
-    words: of each plane set, refs [K, S / slots, tiles * W]. place: the unit's first token. first, columns: which columns of a chunk.
+    words: of each plane set, refs [K, S / slots, tiles * W]. place: the unit's first token. first,
+    columns: which columns of a chunk.
     """
 
-    def __init__(self, layout: PlaneLayout, words: Sequence[Any], head: Any, place: Any, first: Any, columns: int):
-        self._layout, self._refs, self._head, self._place, self._first, self._columns = layout, words, head, place, first, columns
+    def __init__(
+        self,
+        layout: PlaneLayout,
+        words: Sequence[Any],
+        head: Any,
+        place: Any,
+        first: Any,
+        columns: int,
+    ):
+        self._layout, self._refs, self._head, self._place, self._first, self._columns = (
+            layout,
+            words,
+            head,
+            place,
+            first,
+            columns,
+        )
         self._words: dict[tuple[int, int], Array] = {}
 
     def add(self, slot: int, chunk: int, codes: Int[Array, "rows columns"]) -> None:
@@ -43,5 +61,8 @@ class CodeWriter:
     def store(self) -> None:
         for (plane_set, tile), word in self._words.items():
             at = lax.div(self._place, self._layout.slots)
-            rows, columns = pl.ds(at, word.shape[0]), pl.ds(tile * self._layout.width + self._first, self._columns)
+            rows, columns = (
+                pl.ds(at, word.shape[0]),
+                pl.ds(tile * self._layout.width + self._first, self._columns),
+            )
             self._refs[plane_set][self._head, rows, columns] = word.astype(jnp.int16)

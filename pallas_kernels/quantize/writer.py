@@ -1,8 +1,11 @@
-"""The protocol of what quantizes a block that leaves its ring, inside of the kernel that appends a token (append.py).
+"""The protocol of what quantizes a block that leaves its ring, inside of the kernel that appends a
+token (append.py).
 
-A block is cut into units of neighbouring tokens, and a unit is the work of one program or of several.
+A block is cut into units of neighbouring tokens, and a unit is the work of one program or of
+several.
 
-This module imports no Triton, so that code that only asks for a writer's type does not import the kernels.
+This module imports no Triton, so that code that only asks for a writer's type does not import the
+kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from jaxtyping import Array, Float
 
 
 class BlockWriter(abc.ABC):
-    """Quantizes blocks of one side. Static and hashable; its refs of arrays have one axis less than the arrays, the batch's."""
+    """Quantizes blocks of one side. Static and hashable; its refs of arrays have one axis less than
+    the arrays, the batch's."""
 
     @property
     @abc.abstractmethod
@@ -24,7 +28,8 @@ class BlockWriter(abc.ABC):
 
     @property
     def run(self) -> int:
-        """Return the tokens that must lie in the ring without a gap, a divisor of the unit: the ring is whole runs."""
+        """Return the tokens that must lie in the ring without a gap, a divisor of the unit: the
+        ring is whole runs."""
         return self.unit
 
     @property
@@ -42,8 +47,16 @@ class BlockWriter(abc.ABC):
         """Raise ValueError, in one line, where blocks of such rows cannot be quantized."""
 
     @abc.abstractmethod
-    def write(self, program: Any, head: Any, source: Any, place: Any, inputs: Sequence[Any], arrays: Sequence[Any]) -> None:
+    def write(
+        self,
+        program: Any,
+        head: Any,
+        source: Any,
+        place: Any,
+        inputs: Sequence[Any],
+        arrays: Sequence[Any],
+    ) -> None:
         """Quantize one head of a unit, as the `program`-th of its programs.
 
-        source: the rows (blocks.Source). place: the unit's first token among those of `arrays`, the body's. inputs: arrays that are only
-        read."""
+        source: the rows (blocks.Source). place: the unit's first token among those of `arrays`, the
+        body's. inputs: arrays that are only read."""

@@ -26,19 +26,22 @@ from pallas_kernels.tiles.words import read_words
 
 @dataclasses.dataclass(frozen=True)
 class CodebookReader(Reader):
-    """value = scale * table[code] + zero, plus the residual where a channel of a token is an outlier.
+    """value = scale * table[code] + zero, plus the residual where a channel of a token is an
+    outlier.
 
-    Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table [2^bits], of 2, 3 or 4 bits; scale and zero:
+    Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table [2^bits],
+    of 2, 3 or 4 bits; scale and zero:
 
         affine "channels"   [K, H], of a channel, the same for all tokens and sequences
         affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] where all heads share them; 16-bit floats perhaps as uint16 bits
 
-    and with outliers, of pools of `pool` tokens (readers/sparse_outliers.py): index [B, S / pool, P] uint16, residual [B, S / pool, P], and
-    ends [B, S / pool, K] uint16.
+    and with outliers, of pools of `pool` tokens (readers/sparse_outliers.py): index [B, S / pool,
+    P] uint16, residual [B, S / pool, P], and ends [B, S / pool, K] uint16.
 
-    The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a channel's scale and zero point go to the
-    query; a token's scale to its score, or to its weight; its zero point adds to all channels of the group. Only values with scales of
-    channels are computed one by one.
+    The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a
+    channel's scale and zero point go to the query; a token's scale to its score, or to its weight;
+    its zero point adds to all channels of the group. Only values with scales of channels are
+    computed one by one.
     """
 
     layout: PlaneLayout
@@ -61,7 +64,9 @@ class CodebookReader(Reader):
 
     @property
     def step(self) -> Step:
-        selects = self.layout.bits == 4  # among 16 entries: in array operations a tree of 15 for each two elements
+        selects = (
+            self.layout.bits == 4
+        )  # among 16 entries: in array operations a tree of 15 for each two elements
         return Step(8192 // self.layout.channels, 2 if selects else 3, crowded=selects)
 
     @property
@@ -77,11 +82,22 @@ class CodebookReader(Reader):
         return [range(c, c + per_group) for c in range(0, self.layout.chunks, per_group)]
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, table, (*scales,) = stored[: self._sets], stored[self._sets], stored[self._sets + 1 :][:2]
+        words, table, (*scales,) = (
+            stored[: self._sets],
+            stored[self._sets],
+            stored[self._sets + 1 :][:2],
+        )
         entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
-            raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
-        scales = [s.astype(jnp.float16)[None] for s in scales] if self.affine == "channels" else by_slots(scales, self.slots)
+            raise ValueError(
+                f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and"
+                f" {wanted} arrays are needed"
+            )
+        scales = (
+            [s.astype(jnp.float16)[None] for s in scales]
+            if self.affine == "channels"
+            else by_slots(scales, self.slots)
+        )
         return (*words, table[None, None], *scales)
 
     def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
@@ -90,7 +106,9 @@ class CodebookReader(Reader):
 
     @property
     def weight_exponent(self) -> int:
-        return 0 if self.affine == "tokens" else super().weight_exponent  # times a token's scale, a larger weight would leave fp16's range
+        return (
+            0 if self.affine == "tokens" else super().weight_exponent
+        )  # times a token's scale, a larger weight would leave fp16's range
 
     @property
     def adds_scores(self) -> bool:
@@ -101,12 +119,28 @@ class CodebookReader(Reader):
         return self.pool > 0
 
     def more_values(
-        self, scores: Float[Array, "B k R S"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, first: int = 0
+        self,
+        scores: Float[Array, "B k R S"],
+        stored: Sequence[Array],
+        limits: Int[Array, " B"],
+        launch: Launch,
+        first: int = 0,
     ) -> list[Pieces]:
         if not self.pool:
             return []
         index, residual, ends = stored[-3:]
-        return [outlier_values(scores, index, residual, ends, limits, self.layout.channels, first=first, launch=launch)]
+        return [
+            outlier_values(
+                scores,
+                index,
+                residual,
+                ends,
+                limits,
+                self.layout.channels,
+                first=first,
+                launch=launch,
+            )
+        ]
 
     def more_scores(
         self,
@@ -119,15 +153,25 @@ class CodebookReader(Reader):
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         index, residual, ends = stored[-3:]
-        return outlier_scores(q, index, residual, ends, limits, turned, launch, self.pool, group, first) if self.pool else None
+        return (
+            outlier_scores(
+                q, index, residual, ends, limits, turned, launch, self.pool, group, first
+            )
+            if self.pool
+            else None
+        )
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":
-            scale, zero = (s.astype(jnp.float32)[None, :, None] for s in stored[self._sets + 1 :][:2])
+            scale, zero = (
+                s.astype(jnp.float32)[None, :, None] for s in stored[self._sets + 1 :][:2]
+            )
             offset = jnp.sum(q * zero, axis=-1) * (LOG2E * self.layout.channels**-0.5)
             return query_planes(q * scale, self.layout.chunks), offset
         planes = query_planes(q, self.layout.chunks)
-        sums = jnp.sum(planes.astype(jnp.float32), axis=-1)  # [B, K, chunks, GP], of the rounded queries
+        sums = jnp.sum(
+            planes.astype(jnp.float32), axis=-1
+        )  # [B, K, chunks, GP], of the rounded queries
         batch, heads, _, columns = sums.shape
         return planes, jnp.sum(sums.reshape(batch, heads, len(self._groups), -1, columns), axis=3)
 
@@ -136,7 +180,9 @@ class CodebookReader(Reader):
         for slot in range(self.slots):
             total = None
             for group, chunks in enumerate(self._groups):
-                part = add_up(dot(joined(looked_up.plane(slot, c)), query[0][c], (1, 1)) for c in chunks)
+                part = add_up(
+                    dot(joined(looked_up.plane(slot, c)), query[0][c], (1, 1)) for c in chunks
+                )
                 if self.affine == "channels":
                     total = part + query[1][...][None, :]
                     continue
@@ -147,7 +193,9 @@ class CodebookReader(Reader):
             scores.append(total)
         return scores
 
-    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
+    def weigh(
+        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+    ) -> list[Array]:
         looked_up, sums = self._look_up(refs, tile, 0, asm), list(sums)
         for slot, w in enumerate(weights):
             for group, chunks in enumerate(self._groups):
@@ -155,7 +203,10 @@ class CodebookReader(Reader):
                     scaled, shift = w, jnp.zeros((), jnp.float32)
                 else:
                     scale, zero = (s[:, None] for s in self._of_tokens(refs, group, slot, tile))
-                    scaled, shift = w * scale, jnp.sum(w * zero, axis=0)[None, :]  # adds the same to all channels of the group
+                    scaled, shift = (
+                        w * scale,
+                        jnp.sum(w * zero, axis=0)[None, :],
+                    )  # adds the same to all channels of the group
                 half = scaled.astype(jnp.float16)
                 for c in chunks:
                     values = looked_up.plane(slot, c)
@@ -166,21 +217,34 @@ class CodebookReader(Reader):
 
     def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:
         looked_up = self._look_up(refs, tile, 1, asm)
-        return lambda slot, chunk: self._affine(looked_up.plane(slot, chunk), refs, slot, chunk, tile, asm)
+        return lambda slot, chunk: self._affine(
+            looked_up.plane(slot, chunk), refs, slot, chunk, tile, asm
+        )
 
     def _look_up(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> LookedUp:
-        return LookedUp.of(read_words(refs, self.layout, tile, axis, asm), self.layout, refs[self._sets])
+        return LookedUp.of(
+            read_words(refs, self.layout, tile, axis, asm), self.layout, refs[self._sets]
+        )
 
-    def _affine(self, entries: Half, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
+    def _affine(
+        self, entries: Half, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool
+    ) -> Half:
         if self.affine == "channels":
             at = slice(self.layout.width * chunk, self.layout.width * (chunk + 1))
             scale, zero = (s[at][None, :] for s in refs[self._sets + 1 :][:2])
         else:
             group = next(i for i, chunks in enumerate(self._groups) if chunk in chunks)
-            scale, zero = (s.astype(jnp.float16)[:, None] for s in self._of_tokens(refs, group, slot, tile))
+            scale, zero = (
+                s.astype(jnp.float16)[:, None] for s in self._of_tokens(refs, group, slot, tile)
+            )
         scale, zero = (jnp.broadcast_to(s, entries.shape) for s in (scale, zero))
         return half_multiply_add(entries, scale, zero, asm)
 
-    def _of_tokens(self, refs: Sequence[Any], group: int, slot: int, tile: Tile) -> tuple[Array, Array]:
-        scale, zero = (token_scale(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 1 :][:2])
+    def _of_tokens(
+        self, refs: Sequence[Any], group: int, slot: int, tile: Tile
+    ) -> tuple[Array, Array]:
+        scale, zero = (
+            token_scale(ref, group, self.slots, slot, tile, self.scale_dtype)
+            for ref in refs[self._sets + 1 :][:2]
+        )
         return scale.astype(jnp.float32), zero.astype(jnp.float32)

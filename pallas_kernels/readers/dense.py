@@ -18,7 +18,8 @@ from pallas_kernels.tiles.tile import Tile
 
 @dataclasses.dataclass(frozen=True)
 class DenseReader(Reader):
-    """Full-precision rows: [B, K, S, H] in bfloat16 or float16, perhaps as uint16 that holds their bits."""
+    """Full-precision rows: [B, K, S, H] in bfloat16 or float16, perhaps as uint16 that holds their
+    bits."""
 
     channels: int
     dtype: str
@@ -50,9 +51,13 @@ class DenseReader(Reader):
         return (q.astype(self.dtype),)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        return [dot(self._rows(refs[0], tile), query[0][...], (1, 1)) * (LOG2E * self.channels**-0.5)]
+        return [
+            dot(self._rows(refs[0], tile), query[0][...], (1, 1)) * (LOG2E * self.channels**-0.5)
+        ]
 
-    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
+    def weigh(
+        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+    ) -> list[Array]:
         return [sums[0] + dot(self._rows(refs[0], tile), weights[0].astype(self.dtype), (0, 0))]
 
     def _rows(self, ref: Any, tile: Tile) -> Float[Array, "tile H"]:

@@ -10,15 +10,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
 from pallas_kernels.readers.base import Reader, Rows, Step
-from pallas_kernels.readers.shared import add_up, by_slots, channel_scale, dot, dot_reordered, for_tokens, query_planes, token_scale
+from pallas_kernels.readers.shared import (
+    add_up,
+    by_slots,
+    channel_scale,
+    dot,
+    dot_reordered,
+    for_tokens,
+    query_planes,
+    token_scale,
+)
 from pallas_kernels.tiles.arithmetic import multiply_add, subtract_scale, subtract_scale_add
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import WordTiles, read_words
 
-# (tokens of a step, stages) by head dim and code bits, for codes without a zero point and with one: the most that a program's 255 registers
-# hold without spilling in the loop, counted from machine code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
+# (tokens of a step, stages) by head dim and code bits, for codes without a zero point and with one:
+# the most that a program's 255 registers hold without spilling in the loop, counted from machine
+# code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
 _STEPS = {
     (128, 2): ((128, 3), (128, 3)),
     (128, 3): ((128, 2), (64, 3)),
@@ -35,11 +45,14 @@ _STEPS = {
 
 @dataclasses.dataclass(frozen=True)
 class GroupedReader(Reader):
-    """Packed codes with a scale, and perhaps a zero point, for each group: value = (code - centre) * scale, or code * scale + zero.
+    """Packed codes with a scale, and perhaps a zero point, for each group: value = (code - centre)
+    * scale, or code * scale + zero.
 
-    Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; scale and zero [B, K, H / group, S] (axis "channels") or
-    [B, K, S / group, H] (axis "tokens"). 16-bit floats may come as uint16 that holds their bits; `scale_dtype` tells which. `centre` is
-    None where a zero point is stored. Groups over channels are whole chunks, groups over tokens whole spans, a power of two of them.
+    Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; scale and zero [B, K,
+    H / group, S] (axis "channels") or [B, K, S / group, H] (axis "tokens"). 16-bit floats may come
+    as uint16 that holds their bits; `scale_dtype` tells which. `centre` is None where a zero point
+    is stored. Groups over channels are whole chunks, groups over tokens whole spans, a power of two
+    of them.
     """
 
     layout: PlaneLayout
@@ -59,19 +72,26 @@ class GroupedReader(Reader):
     @property
     def row_bytes(self) -> int:
         scales = 2 if self.centre is None else 1
-        return self.layout.bits * self.layout.channels // 8 + scales * 2 * self.layout.channels // self.group
+        return (
+            self.layout.bits * self.layout.channels // 8
+            + scales * 2 * self.layout.channels // self.group
+        )
 
     @property
     def step(self) -> Step:
-        tile, stages = _STEPS.get((self.layout.channels, self.layout.bits), ((128, 3), (128, 3)))[self.centre is None]
-        # two groups of 64 with zero points spill in the loop; one of them does not, nor do four of 32
+        tile, stages = _STEPS.get((self.layout.channels, self.layout.bits), ((128, 3), (128, 3)))[
+            self.centre is None
+        ]
+        # two groups of 64 with zero points spill in the loop; one of them does not, nor do four of
+        # 32
         halved = self.axis == "tokens" and self.group == 64 and self.centre is None
         return Step(min(tile, 64) if halved else tile, stages)
 
     @property
     def scores_tile(self) -> int:
-        # Steps of 128 tokens spill, for each score that is to be stored takes a register; but half as many load the scales of channels as
-        # two bytes for each lane, which costs 2-bit keys more than the spills (docs/kernels.md).
+        # Steps of 128 tokens spill, for each score that is to be stored takes a register; but half
+        # as many load the scales of channels as two bytes for each lane, which costs 2-bit keys
+        # more than the spills (docs/kernels.md).
         return 128 if self.axis == "tokens" and self.layout.bits == 2 else 64
 
     @property
@@ -93,10 +113,18 @@ class GroupedReader(Reader):
         if self.axis == "tokens":
             return query
         p, planes = self.layout, query[0]
-        sums = [jnp.sum(planes[c].astype(jnp.float32), axis=1) for c in range(p.chunks)]  # of the rounded queries
+        sums = [
+            jnp.sum(planes[c].astype(jnp.float32), axis=1) for c in range(p.chunks)
+        ]  # of the rounded queries
         groups = [self._group_chunks(g) for g in range(self._groups)]
-        offsets = [[p.field(a, c).bias + (self.centre or 0) for c in range(p.chunks)] for a in range(p.slots)]
-        starts = [[-add_up(of_slot[c] * sums[c] for c in chunks) for chunks in groups] for of_slot in offsets]
+        offsets = [
+            [p.field(a, c).bias + (self.centre or 0) for c in range(p.chunks)]
+            for a in range(p.slots)
+        ]
+        starts = [
+            [-add_up(of_slot[c] * sums[c] for c in chunks) for chunks in groups]
+            for of_slot in offsets
+        ]
         return planes, starts, [add_up(sums[c] for c in chunks) for chunks in groups]
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
@@ -105,23 +133,40 @@ class GroupedReader(Reader):
         scores = []
         for slot in range(self.slots):
             if self.axis == "channels":
-                scores.append(self._partial_scores(words, q, query[1:], slot, scale, zero, tile, asm))
+                scores.append(
+                    self._partial_scores(words, q, query[1:], slot, scale, zero, tile, asm)
+                )
             else:
-                values = (joined(self._values(words, scale, zero, slot, c, tile, asm)) for c in range(self.layout.chunks))
+                values = (
+                    joined(self._values(words, scale, zero, slot, c, tile, asm))
+                    for c in range(self.layout.chunks)
+                )
                 multiply = dot if asm else dot_reordered
                 products = (multiply(value, q[c], (1, 1)) for c, value in enumerate(values))
-                # All dots before their sum: the other way round ptxas takes fewer registers, and more instructions. Array operations hold
-                # more at a time than assembly and would spill in the loop.
+                # All dots before their sum: the other way round ptxas takes fewer registers, and
+                # more instructions. Array operations hold more at a time than assembly and would
+                # spill in the loop.
                 scores.append(add_up(list(products) if asm else products))
         return scores
 
     def _partial_scores(
-        self, words: WordTiles, q: list[Array], start: Any, slot: int, scale: Any, zero: Any, tile: Tile, asm: bool
+        self,
+        words: WordTiles,
+        q: list[Array],
+        start: Any,
+        slot: int,
+        scale: Any,
+        zero: Any,
+        tile: Tile,
+        asm: bool,
     ) -> Array:
-        """Scale partial dot products of whole groups; the biases of their codes are the initial value of the product."""
+        """Scale partial dot products of whole groups; the biases of their codes are the initial
+        value of the product."""
         total = None
         for group in range(self._groups):
-            part = jnp.broadcast_to(start[0][slot][group][None, :], (tile.size // self.slots, q[0].shape[0]))
+            part = jnp.broadcast_to(
+                start[0][slot][group][None, :], (tile.size // self.slots, q[0].shape[0])
+            )
             for c in self._group_chunks(group):
                 part = dot(joined(words.codes(self.layout.field(slot, c))), q[c], (1, 1)) + part
             s = self._token_scale(scale, group, slot, tile).astype(jnp.float32)[:, None]
@@ -132,7 +177,9 @@ class GroupedReader(Reader):
         assert total is not None
         return total
 
-    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
+    def weigh(
+        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+    ) -> list[Array]:
         words, scale, zero = self._open(refs, tile, 0, asm)
         multiply = dot if asm or self.axis == "tokens" else dot_reordered
         for slot, w in enumerate(weights):
@@ -146,12 +193,20 @@ class GroupedReader(Reader):
         words, scale, zero = self._open(refs, tile, 1, asm)
         return lambda slot, chunk: self._values(words, scale, zero, slot, chunk, tile, asm)
 
-    def _open(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> tuple[WordTiles, Any, Any]:
+    def _open(
+        self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool
+    ) -> tuple[WordTiles, Any, Any]:
         """Return (words, ref of scales, ref of zero points or None)."""
         sets = len(self.layout.sets)
-        return read_words(refs, self.layout, tile, axis, asm), refs[sets], refs[sets + 1] if self.centre is None else None
+        return (
+            read_words(refs, self.layout, tile, axis, asm),
+            refs[sets],
+            refs[sets + 1] if self.centre is None else None,
+        )
 
-    def _values(self, words: WordTiles, scale: Any, zero: Any, slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
+    def _values(
+        self, words: WordTiles, scale: Any, zero: Any, slot: int, chunk: int, tile: Tile, asm: bool
+    ) -> Half:
         """Dequantize a chunk: values [rows, W] in fp16."""
         field = self.layout.field(slot, chunk)
         h, bias = words.codes(field), field.bias

@@ -1,7 +1,7 @@
 """Keys in polar form: an angle and a radius for each RoPE pair.
 
-Cosines and sines are calculated, one of each for every code: a table of a group's 16 angles would be made again for each tile, and hold
-more registers than there are (docs/kernels.md).
+Cosines and sines are calculated, one of each for every code: a table of a group's 16 angles would
+be made again for each tile, and hold more registers than there are (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from pallas_kernels.tiles.words import Bit, WordTiles, code_bits, read_words
 
 @dataclasses.dataclass(frozen=True)
 class PolarReader(Reader):
-    """Keys as angle and radius of each RoPE pair (i, i + H/2): k_i = r cos(theta), k_{i+H/2} = r sin(theta). PolarQuant (Wu et al.).
+    """Keys as angle and radius of each RoPE pair (i, i + H/2): k_i = r cos(theta), k_{i+H/2} = r
+    sin(theta). PolarQuant (Wu et al.).
 
-    The stored arrays: one code for a pair, radius code << angle_bits | angle code (as the public code has it), packed like the codes
-    of H/2 channels: int16 words of each plane set [B, K, S / slots, tiles * W]; then step and least of the radii, and of the angles, of a
-    pair and a group of tokens: [B, K, S / group, H/2], perhaps as uint16 that holds the bits. Both are dequantized at bin centres:
+    The stored arrays: one code for a pair, radius code << angle_bits | angle code (as the public
+    code has it), packed like the codes of H/2 channels: int16 words of each plane set [B, K, S /
+    slots, tiles * W]; then step and least of the radii, and of the angles, of a pair and a group of
+    tokens: [B, K, S / group, H/2], perhaps as uint16 that holds the bits. Both are dequantized at
+    bin centres:
 
         r     = (radius code + 1/2) * step + least
         theta = (angle code + 1/2) * step + least       |theta| < 3 pi
 
-    Rounded to fp16: cos, sin, r and the key, which two dots multiply with the halves of q. cos and sin err by 4e-5 before that, and by
-    the rounding of theta: 5e-5 for steps of up to 0.4 (4 bits), in proportion for larger ones.
-    A table of q_i cos + q_{i+H/2} sin for each query head would take a select tree for each head, and leave nothing for tensor cores.
-    Scores only: PolarQuant's values are in full precision.
+    Rounded to fp16: cos, sin, r and the key, which two dots multiply with the halves of q. cos and
+    sin err by 4e-5 before that, and by the rounding of theta: 5e-5 for steps of up to 0.4 (4 bits),
+    in proportion for larger ones.
+    A table of q_i cos + q_{i+H/2} sin for each query head would take a select tree for each head,
+    and leave nothing for tensor cores. Scores only: PolarQuant's values are in full precision.
     """
 
     layout: PlaneLayout
@@ -68,7 +72,10 @@ class PolarReader(Reader):
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         if len(stored) != (wanted := len(self.layout.sets) + 4):
-            raise ValueError(f"{len(stored)=}: {self.layout.bits}-bit words, and step and least of radii and angles, are {wanted} arrays")
+            raise ValueError(
+                f"{len(stored)=}: {self.layout.bits}-bit words, and step and least of radii and"
+                f" angles, are {wanted} arrays"
+            )
         return tuple(stored)
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
@@ -81,28 +88,46 @@ class PolarReader(Reader):
             dots = []
             for c in range(pairs):
                 bits = code_bits(self.layout, slot, c)
-                of_radii, of_angles = (self._of_groups(refs, c, tile) for refs in (scales[:2], scales[2:]))
+                of_radii, of_angles = (
+                    self._of_groups(refs, c, tile) for refs in (scales[:2], scales[2:])
+                )
                 cos, sin = self._cos_sin(words, bits[: self.angle_bits], of_angles, asm)
                 code, bias = words.number(bits[self.angle_bits :])
                 step, least = (for_tokens(s, code.shape[0]) for s in of_radii)
                 radius = subtract_scale_add(code, bias - 0.5, step, least, asm)
                 first, second = by_halves(lambda r, cos, sin: (r * cos, r * sin), radius, cos, sin)
-                dots += [dot(joined(first), query[0][c], (1, 1)), dot(joined(second), query[0][pairs + c], (1, 1))]
+                dots += [
+                    dot(joined(first), query[0][c], (1, 1)),
+                    dot(joined(second), query[0][pairs + c], (1, 1)),
+                ]
             scores.append(add_up(dots))
         return scores
 
-    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
+    def weigh(
+        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+    ) -> list[Array]:
         raise NotImplementedError("polar codes hold keys; values need another reader")
 
-    def _of_groups(self, refs: Sequence[Any], chunk: int, tile: Tile) -> list[Float16[Array, "groups 1 W"]]:
-        return [channel_scale(ref, self.layout, chunk, tile, self.group, self.scale_dtype) for ref in refs]
+    def _of_groups(
+        self, refs: Sequence[Any], chunk: int, tile: Tile
+    ) -> list[Float16[Array, "groups 1 W"]]:
+        return [
+            channel_scale(ref, self.layout, chunk, tile, self.group, self.scale_dtype)
+            for ref in refs
+        ]
 
     def _cos_sin(
-        self, words: WordTiles, bits: Sequence[Bit], of_groups: Sequence[Float16[Array, "groups 1 W"]], asm: bool
+        self,
+        words: WordTiles,
+        bits: Sequence[Bit],
+        of_groups: Sequence[Float16[Array, "groups 1 W"]],
+        asm: bool,
     ) -> tuple[Half, Half]:
         code, bias = words.number(bits)
         step, least = (s.astype(jnp.float32) for s in of_groups)
-        start = least - (bias - 0.5) * step  # of a group: the bias of a code then costs its elements nothing
+        start = (
+            least - (bias - 0.5) * step
+        )  # of a group: the bias of a code then costs its elements nothing
         step, start = (for_tokens(s, code.shape[0]) for s in (step, start))
         cos_sin = approximate_cos_sin if asm else polynomial_cos_sin
 
@@ -113,19 +138,24 @@ class PolarReader(Reader):
         return by_halves(of_codes, code, step, start)
 
 
-# cos(2 pi x) and sin(2 pi x) / x for |x| <= 1/2 in powers of x^2, lowest first: minimax, with largest errors of 4e-5 and 6e-6.
+# cos(2 pi x) and sin(2 pi x) / x for |x| <= 1/2 in powers of x^2, lowest first: minimax, with
+# largest errors of 4e-5 and 6e-6.
 COSINE = (0.99995979, -19.73104148, 64.67342568, -82.40350831, 45.64645803)
 SINE = (6.28305579, -41.33121394, 81.36680896, -74.47796535, 32.78132138)
-ROUNDER = 1.5 * 2**23  # added to a number below 2^22 and subtracted again, it leaves the nearest whole one
+ROUNDER = (
+    1.5 * 2**23
+)  # added to a number below 2^22 and subtracted again, it leaves the nearest whole one
 TURN = 2 * math.pi
 
 Theta = Float[Array, "rows W"]
 
 
 def polynomial_cos_sin(code: Theta, step: Theta, start: Theta) -> tuple[Theta, Theta]:
-    """Return cos and sin of code * step + start, in fp32; the library's functions reduce any angle, with branches and local memory."""
+    """Return cos and sin of code * step + start, in fp32; the library's functions reduce any angle,
+    with branches and local memory."""
     turns = code * (step / TURN) + start / TURN
-    # the maximum stands between the two constants, which XLA would otherwise join where it interprets the kernel
+    # the maximum stands between the two constants, which XLA would otherwise join where it
+    # interprets the kernel
     x = turns - (jnp.maximum(turns + np.float32(ROUNDER), 0.0) - np.float32(ROUNDER))
     return _polynomial(COSINE, x * x), _polynomial(SINE, x * x) * x
 

@@ -2,12 +2,13 @@
 
     score = q . R(position) k,     position = sink + number of the token in the body,     R(p + d) = R(p) R(d)
 
-A tile of tokens starts at p: the queries are turned back to it, once for a tile, and its keys are turned by their distance d from its
-start, by the same small table of cosines and sines for every tile. So a key costs two fp16 products and two multiply-adds for each two
-pairs of channels, and no table that grows with the context is read for each head.
+A tile of tokens starts at p: the queries are turned back to it, once for a tile, and its keys are
+turned by their distance d from its start, by the same small table of cosines and sines for every
+tile. So a key costs two fp16 products and two multiply-adds for each two pairs of channels, and no
+table that grows with the context is read for each head.
 
-A shard of a body that was dealt out holds every D-th block: a tile still turns as a whole, by one table, as long as it is a part of a block
-or whole blocks, between which positions jump alike.
+A shard of a body that was dealt out holds every D-th block: a tile still turns as a whole, by one
+table, as long as it is a part of a block or whole blocks, between which positions jump alike.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ LONGEST_TILE = 128
 
 @dataclasses.dataclass(frozen=True)
 class RotatedReader(Reader):
-    """Keys of another reader, rotated to their positions: pairs (i, i + H/2), k_rot = a (k1 cos - k2 sin, k2 cos + k1 sin).
+    """Keys of another reader, rotated to their positions: pairs (i, i + H/2), k_rot = a (k1 cos -
+    k2 sin, k2 cos + k1 sin).
 
-    Stored arrays: the other reader's, then inverse_frequencies [H/2] and the attention factor a [], both fp32, and, of several shards, the
-    number of this one, [] int32. Token t of shard s stands at position
+    Stored arrays: the other reader's, then inverse_frequencies [H/2] and the attention factor a [],
+    both fp32, and, of several shards, the number of this one, [] int32. Token t of shard s stands
+    at position
 
         sink + (t // block * shards + s) * block + t % block        sink + t, where there is one shard
 
-    The halves of a head are whole chunks. Cosines, sines, queries and keys are fp16 before and after.
+    The halves of a head are whole chunks. Cosines, sines, queries and keys are fp16 before and
+    after.
     """
 
     inner: Reader
@@ -83,9 +87,14 @@ class RotatedReader(Reader):
 
     @property
     def longest_tile(self) -> int:
-        """Return the most tokens of a tile: a power of two, like the tile, that divides blocks or is a multiple of them."""
+        """Return the most tokens of a tile: a power of two, like the tile, that divides blocks or
+        is a multiple of them."""
         of_block = self.block & -self.block
-        return LONGEST_TILE if self.shards == 1 or of_block == self.block else min(of_block, LONGEST_TILE)
+        return (
+            LONGEST_TILE
+            if self.shards == 1 or of_block == self.block
+            else min(of_block, LONGEST_TILE)
+        )
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         inner, frequencies, _ = self._apart(stored)[:3]
@@ -113,20 +122,34 @@ class RotatedReader(Reader):
         if not self.inner.adds_scores:
             return None
         inner, frequencies, factor, starts = self._apart(stored)
-        return self.inner.more_scores(q * factor, inner, limits, launch, group, turn(frequencies, starts), first)
+        return self.inner.more_scores(
+            q * factor, inner, limits, launch, group, turn(frequencies, starts), first
+        )
 
-    def _apart(self, stored: Sequence[Array]) -> tuple[Sequence[Array], Array, Array, Int[Array, " spans"]]:
-        """Return the other reader's arrays, the frequencies, the attention factor and the position of each span's first token."""
+    def _apart(
+        self, stored: Sequence[Array]
+    ) -> tuple[Sequence[Array], Array, Array, Int[Array, " spans"]]:
+        """Return the other reader's arrays, the frequencies, the attention factor and the position
+        of each span's first token."""
         first: int | Array = self.sink
         if self.shards > 1:
             *stored, shard = stored
             first = self.sink + shard * self.block
         *inner, frequencies, factor = stored
-        return inner, frequencies, factor, first + self._distances(SPAN * jnp.arange(stored[0].shape[2] * self.slots // SPAN))
+        return (
+            inner,
+            frequencies,
+            factor,
+            first + self._distances(SPAN * jnp.arange(stored[0].shape[2] * self.slots // SPAN)),
+        )
 
     def _distances(self, tokens: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return how far each token stands from the shard's first one."""
-        return tokens if self.shards == 1 else tokens // self.block * (self.block * self.shards) + tokens % self.block
+        return (
+            tokens
+            if self.shards == 1
+            else tokens // self.block * (self.block * self.shards) + tokens % self.block
+        )
 
     def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
         *inner, cosines, sines = refs
@@ -140,17 +163,33 @@ class RotatedReader(Reader):
         for slot in range(self.slots):
             total = jnp.zeros((tile.size // self.slots, query[0].shape[1]), jnp.float32)
             for c in range(half):
-                multiply = functools.partial(self._dots, turned[c], cosines, sines, tile, slot, c, asm)
-                # Always true. Loads at the top of the loop would be copied to shared memory again for each tile, or be held in half of all
-                # registers; inside a condition they are read where they are used, from the first level of the cache.
-                total = lax.cond(tile.start >= 0, multiply, lambda total, *_: total, total, rows(slot, c), rows(slot, half + c))
+                multiply = functools.partial(
+                    self._dots, turned[c], cosines, sines, tile, slot, c, asm
+                )
+                # Always true. Loads at the top of the loop would be copied to shared memory again
+                # for each tile, or be held in half of all registers; inside a condition they are
+                # read where they are used, from the first level of the cache.
+                total = lax.cond(
+                    tile.start >= 0,
+                    multiply,
+                    lambda total, *_: total,
+                    total,
+                    rows(slot, c),
+                    rows(slot, half + c),
+                )
             scores.append(total)
         return scores
 
-    def _turned_back(self, query: Sequence[Any], tile: Tile, chunk: int, asm: bool) -> tuple[Array, Array]:
-        """Turn the queries of a chunk and of its partner back by the position of the tile's start."""
+    def _turned_back(
+        self, query: Sequence[Any], tile: Tile, chunk: int, asm: bool
+    ) -> tuple[Array, Array]:
+        """Turn the queries of a chunk and of its partner back by the position of the tile's
+        start."""
         first, second = query[0][chunk], query[0][self.chunks[0] // 2 + chunk]
-        cos, sin = (jnp.broadcast_to(table[tile.offset(SPAN), chunk][None, :], first.shape) for table in query[1:])
+        cos, sin = (
+            jnp.broadcast_to(table[tile.offset(SPAN), chunk][None, :], first.shape)
+            for table in query[1:]
+        )
         first, second = rotated(first, second, cos, -sin, asm)
         return joined(first), joined(second)
 
@@ -167,14 +206,22 @@ class RotatedReader(Reader):
         first: Half,
         second: Half,
     ) -> Float[Array, "rows GP"]:
-        """Add to `total` the queries times the keys of a chunk and of its partner, rotated by their distance from the start."""
+        """Add to `total` the queries times the keys of a chunk and of its partner, rotated by their
+        distance from the start."""
         width = self.chunks[1]
         at = pl.ds(0, tile.size // SPAN), slot, slice(None), pl.ds(width * chunk, width)
         cos, sin = (table[at].reshape(tile.size // self.slots, width) for table in (cosines, sines))
         first, second = rotated(first, second, cos, sin, asm)
         return dot(joined(second), q[1], (1, 1)) + (dot(joined(first), q[0], (1, 1)) + total)
 
-    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+    def weigh(
+        self,
+        weights: Rows,
+        refs: Sequence[Any],
+        tile: Tile,
+        sums: list[Float[Array, "W GP"]],
+        asm: bool,
+    ) -> list[Array]:
         raise NotImplementedError("values have no positions")
 
 
@@ -186,10 +233,18 @@ def angle_tables(
     return cos.astype(jnp.float16), sin.astype(jnp.float16)
 
 
-def rotated(first: Half, second: Half, cos: Float16[Array, "rows W"], sin: Float16[Array, "rows W"], asm: bool) -> tuple[Half, Half]:
+def rotated(
+    first: Half,
+    second: Half,
+    cos: Float16[Array, "rows W"],
+    sin: Float16[Array, "rows W"],
+    asm: bool,
+) -> tuple[Half, Half]:
     """Return (first cos - second sin, second cos + first sin)."""
     if not asm:
-        return by_halves(lambda x, y, cos, sin: (x * cos - y * sin, y * cos + x * sin), first, second, cos, sin)
+        return by_halves(
+            lambda x, y, cos, sin: (x * cos - y * sin, y * cos + x * sin), first, second, cos, sin
+        )
     less = "{ .reg .b32 t; mul.rn.f16x2 t, $2, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $3, t; }"
     more = "{ .reg .b32 t; mul.rn.f16x2 t, $1, $4; fma.rn.f16x2 $0, $2, $3, t; }"
     return half2(less, first, second, cos, sin), half2(more, first, second, cos, sin)

@@ -1,25 +1,30 @@
-"""Rows in runs of channels of one width each, with one factor for each token and head: the method `waterfill`.
+"""Rows in runs of channels of one width each, with one factor for each token and head: the method
+`waterfill`.
 
     u^_tc = g_t x_tc step_c,    x = code + 1/2 - 2^(b-1),    g_t = 2^(scale_t / 8)            b and step are those of the channel's run
 
     scores    q . R(p) k^ = g_t sum_c s_c step_c x_c (q_c cos + q'_c sin) + sum_c mu_c (q_c cos + q'_c sin)        cos, sin of p w_c
     values    sum_t p_t v^_t = (step_c sum_t p_t g_t x_tc)_c A^-1 + mu sum_t p_t
 
-Keys are stored before RoPE, in a calibrated order of channels in which the two of a pair are neighbours; q' holds the partner of each
-query: the second of a pair for its first, minus the first for its second. So a rotation exchanges nothing between lanes. A token stands at
+Keys are stored before RoPE, in a calibrated order of channels in which the two of a pair are
+neighbours; q' holds the partner of each query: the second of a pair for its first, minus the first
+for its second. So a rotation exchanges nothing between lanes. A token stands at
 
     p = start of the part + (32 s + r) + 2 k        span s of the tile, row r of two, slot k of the part
 
-The queries are turned back by the start of the part, and by 2 from each slot to the next; keys meet the cosines and sines of their rows
-32 s + r, which all parts share, times s step, and so do the means. All tables, queries and products are fp16, x is exact.
+The queries are turned back by the start of the part, and by 2 from each slot to the next; keys meet
+the cosines and sines of their rows 32 s + r, which all parts share, times s step, and so do the
+means. All tables, queries and products are fp16, x is exact.
 
-A run of b bits has a number n of tokens in a row of words that depends on b. All are read as if they had the 16 of the thinnest plane: a
-slot of n is 16 / n of them, which lie in neighbouring rows. A tile is 256 tokens, 16 rows of each slot; a step takes the same four slots of
-every run, a fourth of the tile, and reads words that hold more of them again, from the first level of the cache.
+A run of b bits has a number n of tokens in a row of words that depends on b. All are read as if
+they had the 16 of the thinnest plane: a slot of n is 16 / n of them, which lie in neighbouring
+rows. A tile is 256 tokens, 16 rows of each slot; a step takes the same four slots of every run, a
+fourth of the tile, and reads words that hold more of them again, from the first level of the cache.
 
-A dot takes chunks of 16 channels. A run of an odd multiple of 8 ends in half a chunk, which it shares with the next such run, so the last
-chunks hold channels of two runs each. Their words are chosen where they are loaded: each thread loads those of its own run, and what both
-runs store alike is unpacked once for the two.
+A dot takes chunks of 16 channels. A run of an odd multiple of 8 ends in half a chunk, which it
+shares with the next such run, so the last chunks hold channels of two runs each. Their words are
+chosen where they are loaded: each thread loads those of its own run, and what both runs store alike
+is unpacked once for the two.
 """
 
 from __future__ import annotations
@@ -41,7 +46,13 @@ from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.rotary import rotated
 from pallas_kernels.readers.shared import dot, query_planes
-from pallas_kernels.tiles.arithmetic import exp2, half_add, half_multiply, multiply_add, subtract_constant
+from pallas_kernels.tiles.arithmetic import (
+    exp2,
+    half_add,
+    half_multiply,
+    multiply_add,
+    subtract_constant,
+)
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
@@ -60,7 +71,8 @@ Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their par
 
 
 class Piece(NamedTuple):
-    """Neighbouring channels of a run, from a column on: all WIDTH lanes of a chunk, or HALF of them."""
+    """Neighbouring channels of a run, from a column on: all WIDTH lanes of a chunk, or HALF of
+    them."""
 
     run: int
     column: int
@@ -68,25 +80,33 @@ class Piece(NamedTuple):
 
 
 class PlaneWords(NamedTuple):
-    """The words of one plane set of a piece. half: the one of its chunk in which the piece is, if it is no whole one."""
+    """The words of one plane set of a piece. half: the one of its chunk in which the piece is, if
+    it is no whole one."""
 
     ref: Any
     layout: PlaneLayout
     piece: Piece
     half: int
 
-    def read(self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None) -> Int16[Array, "16 16"]:
-        """Read the words of a unit of slots. others: those of the lanes that are not the piece's; None for 0."""
+    def read(
+        self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None
+    ) -> Int16[Array, "16 16"]:
+        """Read the words of a unit of slots. others: those of the lanes that are not the piece's;
+        None for 0."""
         slots = self.layout.slots
         number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
         rows = tile.offset(slots) + number // RUN * (SPAN // slots) + number % RUN
         shared = SLOTS // slots  # slots that one of the layout is read as, RUN rows of a span each
-        rows, column = rows + RUN * lax.rem(unit, shared), lax.div(unit, shared) * self.layout.channels + self.piece.column
+        rows, column = (
+            rows + RUN * lax.rem(unit, shared),
+            lax.div(unit, shared) * self.layout.channels + self.piece.column,
+        )
         if self.piece.channels == WIDTH:
             return self.ref[rows, pl.ds(column, WIDTH)]
         lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
         own = lane >= HALF if self.half else lane < HALF
-        # Of a remainder, which stays inside the array, Triton knows that eight are neighbours, and loads them together.
+        # Of a remainder, which stays inside the array, Triton knows that eight are neighbours, and
+        # loads them together.
         place = self.ref.at[rows[:, None], column + lax.rem(lane, jnp.int32(HALF))]
         return plt.load(place, mask=own, other=jnp.int16(0) if others is None else others)
 
@@ -95,8 +115,9 @@ class PlaneWords(NamedTuple):
 class RunsReader(Reader):
     """What keys and values in runs have in common.
 
-    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 8
-    channels; the scale of the tokens [B, K, S], int8; the steps of widths 1, 2, ... [8], fp32; then those of the side. S >= 256.
+    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run
+    first, each one plane of a multiple of 8 channels; the scale of the tokens [B, K, S], int8; the
+    steps of widths 1, 2, ... [8], fp32; then those of the side. S >= 256.
     """
 
     layouts: tuple[PlaneLayout, ...]
@@ -133,16 +154,30 @@ class RunsReader(Reader):
 
     @property
     def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Return what is in each stored chunk: first the whole ones of every run, then what is left of the runs, in twos."""
-        whole = [(Piece(i, at, WIDTH),) for i, p in enumerate(self.layouts) for at in range(0, p.channels - HALF, WIDTH)]
-        rest = [Piece(i, p.channels - HALF, HALF) for i, p in enumerate(self.layouts) if p.channels % WIDTH]
+        """Return what is in each stored chunk: first the whole ones of every run, then what is left
+        of the runs, in twos."""
+        whole = [
+            (Piece(i, at, WIDTH),)
+            for i, p in enumerate(self.layouts)
+            for at in range(0, p.channels - HALF, WIDTH)
+        ]
+        rest = [
+            Piece(i, p.channels - HALF, HALF)
+            for i, p in enumerate(self.layouts)
+            if p.channels % WIDTH
+        ]
         return (*whole, *(tuple(rest[i : i + 2]) for i in range(0, len(rest), 2)))
 
     @property
     def _order(self) -> np.ndarray:
-        """Return which of the sorted channels each lane of the chunks has; those that are not stored come last."""
+        """Return which of the sorted channels each lane of the chunks has; those that are not
+        stored come last."""
         starts = np.cumsum([0, *(layout.channels for layout in self.layouts)])
-        pieces = [starts[p.run] + p.column + np.arange(p.channels) for of_chunk in self._pieces for p in of_chunk]
+        pieces = [
+            starts[p.run] + p.column + np.arange(p.channels)
+            for of_chunk in self._pieces
+            for p in of_chunk
+        ]
         return np.concatenate([*pieces, np.arange(self.stored, self.channels)])
 
     @property
@@ -151,8 +186,15 @@ class RunsReader(Reader):
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         words, scale = stored[: self._words], stored[self._words]
-        shifts = [[TOGETHER * part // unit * unit for part in range(self.parts)] for unit in (TOGETHER, 2 * TOGETHER)]
-        return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN), jnp.asarray(shifts, jnp.int32)[None, None])
+        shifts = [
+            [TOGETHER * part // unit * unit for part in range(self.parts)]
+            for unit in (TOGETHER, 2 * TOGETHER)
+        ]
+        return (
+            *words,
+            scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN),
+            jnp.asarray(shifts, jnp.int32)[None, None],
+        )
 
     def _in_chunks(self, array: Array) -> Array:
         """Put sorted channels, the last axis, into the order of the lanes."""
@@ -161,33 +203,54 @@ class RunsReader(Reader):
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
         """Return the step of each stored channel."""
         steps = stored[self._words + 1]
-        return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
+        return jnp.concatenate(
+            [jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts]
+        )
 
-    def _numbers(self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool) -> list[Half]:
-        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part. Lanes without a channel have code 0."""
+    def _numbers(
+        self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool
+    ) -> list[Half]:
+        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part.
+        Lanes without a channel have code 0."""
         pieces = self._pieces[chunk]
         planes, shifts = self._planes(refs, pieces), refs[self._words + 1]
         tiles, by = [], []
         for (_, bits), halves in planes.items():
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
             units = [first + k for k in range(min(bits, TOGETHER))]
-            tiles.append([functools.reduce(lambda others, half, u=u: half.read(tile, u, others), halves, None) for u in units])
+            tiles.append(
+                [
+                    functools.reduce(
+                        lambda others, half, u=u: half.read(tile, u, others), halves, None
+                    )
+                    for u in units
+                ]
+            )
             by.append(shifts[int(bits > TOGETHER), pl.ds(tile.part, 1)][:, None])
         words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
         middles = [2 ** (self.layouts[piece.run].bits - 1) - 0.5 for piece in pieces]
         places = [lowest + j for lowest, bits in planes for j in range(bits)]
         found = []
         for slot in range(TOGETHER):
-            fields = [Bit(i, slot % bits, slot // bits * bits + j) for i, (_, bits) in enumerate(planes) for j in range(bits)]
-            code, bias = words.number(fields, places, least=1)  # of at most 512, beside which fp16 holds halves
+            fields = [
+                Bit(i, slot % bits, slot // bits * bits + j)
+                for i, (_, bits) in enumerate(planes)
+                for j in range(bits)
+            ]
+            code, bias = words.number(
+                fields, places, least=1
+            )  # of at most 512, beside which fp16 holds halves
             found.append(_subtracted(code, [bias + middle for middle in middles], asm))
         return found
 
-    def _planes(self, refs: Sequence[Any], pieces: Sequence[Piece]) -> dict[tuple[int, int], list[PlaneWords]]:
-        """Return the words of a chunk by what they hold of a code: its bits from which one on, and how many.
+    def _planes(
+        self, refs: Sequence[Any], pieces: Sequence[Piece]
+    ) -> dict[tuple[int, int], list[PlaneWords]]:
+        """Return the words of a chunk by what they hold of a code: its bits from which one on, and
+        how many.
 
-        The words of two runs are one tile where they hold the same of their codes. Others are tiles of their own, 0 in the lanes of the
-        run that has no such words.
+        The words of two runs are one tile where they hold the same of their codes. Others are tiles
+        of their own, 0 in the lanes of the run that has no such words.
         """
         found: dict[tuple[int, int], list[PlaneWords]] = {}
         for half, piece in enumerate(pieces):
@@ -198,9 +261,13 @@ class RunsReader(Reader):
                 at += bits
         return dict(sorted(found.items()))
 
-    def _factor(self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool) -> Float[Array, "16 1"]:
+    def _factor(
+        self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool
+    ) -> Float[Array, "16 1"]:
         """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
-        scale = refs[self._words][pl.ds(tile.offset(SPAN), TILE // SPAN), TOGETHER * tile.part + slot, :].reshape(ROWS)
+        scale = refs[self._words][
+            pl.ds(tile.offset(SPAN), TILE // SPAN), TOGETHER * tile.part + slot, :
+        ].reshape(ROWS)
         return exp2(scale.astype(jnp.float32) * (1 / PER_OCTAVE), asm)[:, None]
 
 
@@ -208,9 +275,10 @@ class RunsReader(Reader):
 class RunsKeys(RunsReader):
     """Keys before RoPE.
 
-    Stored arrays, after the steps: place [K, H] int32, where each channel stands in the order of storage, pair (i, i + H/2) at neighbouring
-    places; s and mu [K, H], in the model's order; inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t stands at
-    position sink + t.
+    Stored arrays, after the steps: place [K, H] int32, where each channel stands in the order of
+    storage, pair (i, i + H/2) at neighbouring places; s and mu [K, H], in the model's order;
+    inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t stands at position sink
+    + t.
     """
 
     sink: int = 0
@@ -237,7 +305,11 @@ class RunsKeys(RunsReader):
         steps = self._in_chunks(jnp.pad(self._steps(stored), (0, self.channels - self.stored)))
         row = jnp.arange(ROWS)
         cos, sin = self._angles(stored, row // RUN * SPAN + row % RUN)
-        tables = [amount[:, None] * table for amount in (scale * steps[None], mean) for table in (cos, sin)]
+        tables = [
+            amount[:, None] * table
+            for amount in (scale * steps[None], mean)
+            for table in (cos, sin)
+        ]
         return (*super().arrays(stored), *(table.astype(jnp.float16)[None] for table in tables))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
@@ -255,10 +327,15 @@ class RunsKeys(RunsReader):
             for sign, table in zip((1, -1), self._angles(stored, positions), strict=True)
         ]
         count, width = self.chunks
-        cuts = (table.astype(jnp.float16).reshape(1, table.shape[0], -1, count, width) for table in tables)
+        cuts = (
+            table.astype(jnp.float16).reshape(1, table.shape[0], -1, count, width)
+            for table in tables
+        )
         return query_planes(ordered, count), query_planes(partners, count), *cuts
 
-    def _angles(self, stored: Sequence[Array], positions: Int[Array, " n"]) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
+    def _angles(
+        self, stored: Sequence[Array], positions: Int[Array, " n"]
+    ) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
         """Return the cosines and sines of position * frequency, in the order of the lanes."""
         place, frequencies = stored[self._words + 2], stored[-2]
         pair = self._in_chunks(jnp.argsort(place, axis=-1)) % (self.channels // 2)
@@ -267,14 +344,20 @@ class RunsKeys(RunsReader):
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         columns = query[0].shape[1]
-        start = (tile.start + TILE - 1) // TILE * self.parts + tile.part  # the last tile ends where the arrays do
+        start = (
+            tile.start + TILE - 1
+        ) // TILE * self.parts + tile.part  # the last tile ends where the arrays do
         sums = [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * TOGETHER)
         for chunk in range(self.chunks[0]):
             add = functools.partial(self._add_chunk, query, refs, start, tile, chunk, asm)
-            # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds what is in registers at a time.
+            # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds
+            # what is in registers at a time.
             sums = lax.cond(tile.start >= 0, add, lambda *sums: list(sums), *sums)
         pairs = zip(sums[::2], sums[1::2], strict=True)
-        return [multiply_add(codes, self._factor(refs, k, tile, asm), means, asm) for k, (codes, means) in enumerate(pairs)]
+        return [
+            multiply_add(codes, self._factor(refs, k, tile, asm), means, asm)
+            for k, (codes, means) in enumerate(pairs)
+        ]
 
     def _add_chunk(
         self,
@@ -286,8 +369,11 @@ class RunsKeys(RunsReader):
         asm: bool,
         *sums: Float[Array, "16 GP"],
     ) -> list[Float[Array, "16 GP"]]:
-        """Add a chunk of channels to the sums of each slot, first those of its codes, then those of the means."""
-        turned = _turned_back((query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm)
+        """Add a chunk of channels to the sums of each slot, first those of its codes, then those of
+        the means."""
+        turned = _turned_back(
+            (query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm
+        )
         own = pl.ds(WIDTH * chunk, WIDTH)
         cos, sin, mean_cos, mean_sin = (table[:, own] for table in refs[self._words + 2 :])
         numbers = self._numbers(refs, chunk, tile, 1, asm) if chunk < len(self._pieces) else []
@@ -297,21 +383,34 @@ class RunsKeys(RunsReader):
             turned = _turned_back(turned, slot_turn, asm) if slot else turned
             codes, means = sums[2 * slot : 2 * slot + 2]
             if numbers:
-                codes = dot(joined(half_multiply(numbers[slot], cos, asm)), turned[0], (1, 1)) + codes
-                codes = dot(joined(half_multiply(numbers[slot], sin, asm)), turned[1], (1, 1)) + codes
+                codes = (
+                    dot(joined(half_multiply(numbers[slot], cos, asm)), turned[0], (1, 1)) + codes
+                )
+                codes = (
+                    dot(joined(half_multiply(numbers[slot], sin, asm)), turned[1], (1, 1)) + codes
+                )
             means = dot(mean_sin, turned[1], (1, 1)) + (dot(mean_cos, turned[0], (1, 1)) + means)
             found += [codes, means]
         return found
 
-    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+    def weigh(
+        self,
+        weights: Rows,
+        refs: Sequence[Any],
+        tile: Tile,
+        sums: list[Float[Array, "W GP"]],
+        asm: bool,
+    ) -> list[Array]:
         raise NotImplementedError("values are read by RunsValues")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunsValues(RunsReader):
-    """Values in a basis of their own, of which the first channels are stored. A kernel sums g x; `values_of` does the rest.
+    """Values in a basis of their own, of which the first channels are stored. A kernel sums g x;
+    `values_of` does the rest.
 
-    Stored arrays, after the steps: A^-1 [K, H, H] (rows are multiplied from the left) and mu [K, H], fp32.
+    Stored arrays, after the steps: A^-1 [K, H, H] (rows are multiplied from the left) and mu [K,
+    H], fp32.
     """
 
     @property
@@ -326,10 +425,19 @@ class RunsValues(RunsReader):
     def sums_codes(self) -> bool:
         return True
 
-    def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
-        synthesis, mean = (array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :])
-        sums = _taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored]) * self._steps(stored)[None, None, None]
-        values = jnp.einsum("bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST)
+    def values_of(
+        self, part: PartialAttention, stored: Sequence[Array], first: int = 0
+    ) -> PartialAttention:
+        synthesis, mean = (
+            array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :]
+        )
+        sums = (
+            _taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored])
+            * self._steps(stored)[None, None, None]
+        )
+        values = jnp.einsum(
+            "bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST
+        )
         return part._replace(o=values + part.l * mean[None, :, None])
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
@@ -338,8 +446,18 @@ class RunsValues(RunsReader):
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         raise NotImplementedError("keys are read by RunsKeys")
 
-    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
-        halves = [(w * self._factor(refs, slot, tile, asm)).astype(jnp.float16) for slot, w in enumerate(weights)]
+    def weigh(
+        self,
+        weights: Rows,
+        refs: Sequence[Any],
+        tile: Tile,
+        sums: list[Float[Array, "W GP"]],
+        asm: bool,
+    ) -> list[Array]:
+        halves = [
+            (w * self._factor(refs, slot, tile, asm)).astype(jnp.float16)
+            for slot, w in enumerate(weights)
+        ]
         sums = list(sums)
         for chunk in range(len(sums)):
             for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):

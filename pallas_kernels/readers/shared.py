@@ -1,4 +1,5 @@
-"""Helpers of readers: loading the scales and zero points of a tile, cutting queries into planes, the tensor-core dot."""
+"""Helpers of readers: loading the scales and zero points of a tile, cutting queries into planes,
+the tensor-core dot."""
 
 from __future__ import annotations
 
@@ -18,43 +19,57 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 
-def token_scale(ref: Any, group: int, slots: int, slot: int, tile: Tile, dtype: str) -> Float[Array, " rows"]:
-    """Load the scales, or zero points, of a slot's tokens for one group of channels; 0 for tokens that do not count.
+def token_scale(
+    ref: Any, group: int, slots: int, slot: int, tile: Tile, dtype: str
+) -> Float[Array, " rows"]:
+    """Load the scales, or zero points, of a slot's tokens for one group of channels; 0 for tokens
+    that do not count.
 
     Unused capacity may hold anything, and 0 * nan is nan.
     """
     if slots == 1:
         stored = ref[group, pl.ds(tile.offset(1), tile.size)]
     else:
-        stored = ref[group, pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, :].reshape(tile.size // slots)
+        stored = ref[group, pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, :].reshape(
+            tile.size // slots
+        )
     scale = as_float(stored, dtype)
     return jnp.where(tile.counts(tile.slot_tokens(slots, slot)), scale, 0) if tile.masked else scale
 
 
 def by_slots(scales: Sequence[Array], slots: int) -> list[Array]:
-    """Give the tokens of a slot an axis of their own in scales and zero points [B, K, groups, S], for `token_scale`. No copy."""
+    """Give the tokens of a slot an axis of their own in scales and zero points [B, K, groups, S],
+    for `token_scale`. No copy."""
     if slots == 1:
         return list(scales)
     return [s.reshape(*s.shape[:3], s.shape[3] // SPAN, slots, SPAN // slots) for s in scales]
 
 
-def channel_scale(ref: Any, layout: PlaneLayout, chunk: int, tile: Tile, group: int, dtype: str) -> Float16[Array, "groups 1 W"]:
-    """Load the scales, or zero points, of a chunk's channels for each group of tokens in the tile, or for the one that holds it.
+def channel_scale(
+    ref: Any, layout: PlaneLayout, chunk: int, tile: Tile, group: int, dtype: str
+) -> Float16[Array, "groups 1 W"]:
+    """Load the scales, or zero points, of a chunk's channels for each group of tokens in the tile,
+    or for the one that holds it.
 
     0 for groups that do not count.
     """
     groups = max(1, tile.size // group)
-    scale = as_float(ref[pl.ds(tile.offset(group), groups), pl.ds(layout.width * chunk, layout.width)], dtype).astype(jnp.float16)
+    scale = as_float(
+        ref[pl.ds(tile.offset(group), groups), pl.ds(layout.width * chunk, layout.width)], dtype
+    ).astype(jnp.float16)
     if tile.masked:
-        scale = jnp.where(tile.counts(group * lax.broadcasted_iota(jnp.int32, (groups, 1), 0)), scale, 0)
+        scale = jnp.where(
+            tile.counts(group * lax.broadcasted_iota(jnp.int32, (groups, 1), 0)), scale, 0
+        )
     return scale.reshape(groups, 1, layout.width)
 
 
 def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "rows W"]:
     """Repeat the scales, or zero points, of groups of tokens for each word row.
 
-    A single group is repeated as two: a reshape that only drops an axis does not keep newer Triton from giving words the layout of a dot's
-    operand as they are loaded, in which it loads them one at a time (docs/decisions.md).
+    A single group is repeated as two: a reshape that only drops an axis does not keep newer Triton
+    from giving words the layout of a dot's operand as they are loaded, in which it loads them one
+    at a time (docs/decisions.md).
     """
     groups, _, width = scale.shape
     groups = max(groups, 2)
@@ -63,7 +78,9 @@ def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "ro
 
 def as_float(stored: Array, dtype: str) -> Array:
     """Return the floats whose bits uint16 holds; return other arrays as they are."""
-    return lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint16 else stored
+    return (
+        lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint16 else stored
+    )
 
 
 def query_planes(q: Float[Array, "B K GP H"], chunks: int) -> Float16[Array, "B K chunks GP W"]:
@@ -94,10 +111,12 @@ def dot(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
 
 
 def dot_reordered(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
-    """Return the product that `dot` does, with the contracted axes of both in another order: for array operations on scaled codes.
+    """Return the product that `dot` does, with the contracted axes of both in another order: for
+    array operations on scaled codes.
 
-    In each 16, runs of 4 change places: 0, 2, 1, 3. In the usual order some versions of Triton load scales as matrices for tensor cores,
-    and what LLVM makes of these keeps ptxas from computing on pairs (docs/decisions.md). Data does not move: each lane reads other places.
+    In each 16, runs of 4 change places: 0, 2, 1, 3. In the usual order some versions of Triton load
+    scales as matrices for tensor cores, and what LLVM makes of these keeps ptxas from computing on
+    pairs (docs/decisions.md). Data does not move: each lane reads other places.
     """
     return dot(_reordered(a, contracted[0]), _reordered(b, contracted[1]), contracted)
 
@@ -105,5 +124,9 @@ def dot_reordered(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Arra
 def _reordered(x: Array, axis: int) -> Array:
     """Exchange the second and the third run of 4 in each 16 along an axis of a matrix."""
     rows, columns = x.shape
-    runs = x.reshape(rows // 16, 2, 2, 4, columns) if axis == 0 else x.reshape(rows, columns // 16, 2, 2, 4)
+    runs = (
+        x.reshape(rows // 16, 2, 2, 4, columns)
+        if axis == 0
+        else x.reshape(rows, columns // 16, 2, 2, 4)
+    )
     return runs.swapaxes(axis + 1, axis + 2).reshape(rows, columns)

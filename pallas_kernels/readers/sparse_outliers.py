@@ -1,12 +1,15 @@
-"""Outliers stored beside dense codes, in the slots of pools: runs of U tokens that share slots with all their heads.
+"""Outliers stored beside dense codes, in the slots of pools: runs of U tokens that share slots with
+all their heads.
 
     scores    + sum over the slots of a head and token   residual * q[channel]
     values    + sum over tokens and their slots          p * residual at the channel
 
-The slots of a pool are sorted by head, then token: those of head k lie from ends[p, k - 1] to ends[p, k], each with the place
-t * H + h of its token in the pool and its channel. Outliers are read apart from the attention kernel. Scores come before it: a program
-takes a head of a pool, LANES slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are needed and
-nothing depends on the order of threads. Values come after it, from the scores that it stores (decode_attention/outlier_values.py).
+The slots of a pool are sorted by head, then token: those of head k lie from ends[p, k - 1] to
+ends[p, k], each with the place t * H + h of its token in the pool and its channel. Outliers are
+read apart from the attention kernel. Scores come before it: a program takes a head of a pool, LANES
+slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are
+needed and nothing depends on the order of threads. Values come after it, from the scores that it
+stores (decode_attention/outlier_values.py).
 """
 
 from __future__ import annotations
@@ -42,10 +45,12 @@ def outlier_scores(
     group: int,
     first: int = 0,
 ) -> Float[Array, "B k G S"]:
-    """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens; unspecified for tokens from limits[b] on.
+    """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens;
+    unspecified for tokens from limits[b] on.
 
-    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two. group: the
-    query heads of a KV head that scores are for, G; more that q may have are padding. first: the KV head that q begins with.
+    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool:
+    its tokens, a power of two. group: the query heads of a KV head that scores are for, G; more
+    that q may have are padding. first: the KV head that q begins with.
     """
     batch, heads, _, channels = q.shape
     pools = index.shape[1]
@@ -67,7 +72,15 @@ def outlier_scores(
         launch=launch,
         num_warps=max(1, pool // 32),
         num_stages=1,
-    )(limits.astype(jnp.int32), jnp.full((1,), first, jnp.int32), ends, index, residual, q.astype(jnp.float32), *tables)
+    )(
+        limits.astype(jnp.int32),
+        jnp.full((1,), first, jnp.int32),
+        ends,
+        index,
+        residual,
+        q.astype(jnp.float32),
+        *tables,
+    )
     return scores
 
 
@@ -83,7 +96,8 @@ def _scores_kernel(
     channels: int,
     pool: int,
 ) -> None:
-    # ends [n, K]; index, residual [n, P]; q [Q, H]; the tables of a Turn or nothing; then the scores [G, S]
+    # ends [n, K]; index, residual [n, P]; q [Q, H]; the tables of a Turn or nothing; then the
+    # scores [G, S]
     *tables, out_ref = refs
     head, number, half = first_ref[0] + pl.program_id(1), pl.program_id(2), channels // 2
     lanes, tokens = (lax.broadcasted_iota(jnp.int32, (size,), 0) for size in (LANES, pool))

@@ -1,4 +1,5 @@
-"""The rotation of keys that were cached before RoPE, as tables for spans of tokens and for the distances within one."""
+"""The rotation of keys that were cached before RoPE, as tables for spans of tokens and for the
+distances within one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pallas_kernels.tiles.layout import SPAN
 
 
 class Turn(NamedTuple):
-    """Cosines and sines, fp32: [spans, H/2] of the position of every span's first token, [SPAN, H/2] of the distance from it."""
+    """Cosines and sines, fp32: [spans, H/2] of the position of every span's first token, [SPAN,
+    H/2] of the distance from it."""
 
     start_cos: Float[Array, "spans half"]
     start_sin: Float[Array, "spans half"]

@@ -1,4 +1,5 @@
-"""Arithmetic on tiles of fp16 and fp32 numbers: inline assembly on pairs of fp16 (`half2`), or array operations on `Halves`."""
+"""Arithmetic on tiles of fp16 and fp32 numbers: inline assembly on pairs of fp16 (`half2`), or
+array operations on `Halves`."""
 
 from __future__ import annotations
 
@@ -14,25 +15,42 @@ from pallas_kernels.tiles.halves import Half, by_halves
 
 
 def subtract_scale(h: Half, constant: int | float, scale: Array, asm: bool) -> Half:
-    """Return (h - constant) * scale. The subtraction is exact for codes and their biases; constant must be an fp16 number."""
+    """Return (h - constant) * scale. The subtraction is exact for codes and their biases; constant
+    must be an fp16 number."""
     if asm:
-        return half2(f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t; mul.rn.f16x2 $0, t, $2; }}", h, scale)
+        return half2(
+            f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t;"
+            " mul.rn.f16x2 $0, t, $2; }",
+            h,
+            scale,
+        )
     return by_halves(lambda h, scale: (h - np.float16(constant)) * scale, h, scale)
 
 
-def subtract_scale_add(h: Half, constant: int | float, scale: Array, zero: Array, asm: bool) -> Half:
+def subtract_scale_add(
+    h: Half, constant: int | float, scale: Array, zero: Array, asm: bool
+) -> Half:
     """Return (h - constant) * scale + zero, rounded once in asm and twice in jnp."""
     if asm:
         return half2(
-            f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t; fma.rn.f16x2 $0, t, $2, $3; }}", h, scale, zero
+            f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t;"
+            " fma.rn.f16x2 $0, t, $2, $3; }",
+            h,
+            scale,
+            zero,
         )
-    return by_halves(lambda h, scale, zero: (h - np.float16(constant)) * scale + zero, h, scale, zero)
+    return by_halves(
+        lambda h, scale, zero: (h - np.float16(constant)) * scale + zero, h, scale, zero
+    )
 
 
 def subtract_constant(h: Half, constant: int | float, asm: bool) -> Half:
-    """Return h - constant. The constant must be an fp16 number; the difference is exact for codes and their biases."""
+    """Return h - constant. The constant must be an fp16 number; the difference is exact for codes
+    and their biases."""
     if asm:
-        return half2(f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 $0, $1, t; }}", h)
+        return half2(
+            f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 $0, $1, t; }}", h
+        )
     return by_halves(lambda h: h - np.float16(constant), h)
 
 
@@ -48,11 +66,16 @@ def half_multiply(a: Half, b: Array, asm: bool) -> Half:
 
 def half_multiply_add(a: Half, b: Array, c: Array, asm: bool) -> Half:
     """Return a * b + c in fp16, rounded once in asm and twice in jnp."""
-    return half2("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c) if asm else by_halves(lambda a, b, c: a * b + c, a, b, c)
+    return (
+        half2("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c)
+        if asm
+        else by_halves(lambda a, b, c: a * b + c, a, b, c)
+    )
 
 
 def half2(assembly: str, *operands: Any) -> Float16[Array, "rows W"]:
-    """Run inline assembly on pairs: each 32-bit operand $1, $2, ... holds two neighbouring 16-bit elements, $0 the two fp16 results."""
+    """Run inline assembly on pairs: each 32-bit operand $1, $2, ... holds two neighbouring 16-bit
+    elements, $0 the two fp16 results."""
     shape = operands[0].shape
     [result] = plt.elementwise_inline_asm(
         assembly,
@@ -78,7 +101,8 @@ def half_twice(value: int | float) -> str:
 
 
 def multiply_add(a: Array, b: Array, c: Array, asm: bool) -> Array:
-    """Return a * b + c in fp32, in asm by one instruction: XLA's Triton pipeline writes two, which ptxas keeps apart."""
+    """Return a * b + c in fp32, in asm by one instruction: XLA's Triton pipeline writes two, which
+    ptxas keeps apart."""
     if not asm:
         return a * b + c
     return _float("fma.rn.f32 $0, $1, $2, $3;", *jnp.broadcast_arrays(a, b, c))

@@ -1,9 +1,10 @@
 """Tiles of 16-bit numbers as the two halves of registers, for array operations.
 
-A register holds two fp16 numbers, and the tensor cores want neighbours along the contracted axis in it. Array operations know tiles of
-single numbers only; compilers take those of 16 bits one at a time and pack them again. So a tile is computed on as `Halves`: the first of
-each two neighbours, and the second. Splitting and joining are the register itself, nothing is left of them in machine code, and two
-operations on halves become one on a pair (docs/kernels.md has the counts).
+A register holds two fp16 numbers, and the tensor cores want neighbours along the contracted axis in
+it. Array operations know tiles of single numbers only; compilers take those of 16 bits one at a
+time and pack them again. So a tile is computed on as `Halves`: the first of each two neighbours,
+and the second. Splitting and joining are the register itself, nothing is left of them in machine
+code, and two operations on halves become one on a pair (docs/kernels.md has the counts).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from jax import lax
 from jaxtyping import Array, Float16, Num, UInt32
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["axis"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["axis"]
+)
 @dataclasses.dataclass(frozen=True)
 class Halves:
     """A tile cut in two: the first of each two neighbours along `axis`, and the second."""
@@ -39,7 +42,11 @@ class Halves:
     def of(cls, tile: Num[Array, "rows W"], axis: int) -> Halves:
         """Cut a tile in two along `axis`."""
         rows, columns = tile.shape
-        paired = tile.reshape(rows // 2, 2, columns).swapaxes(1, 2) if axis == 0 else tile.reshape(rows, columns // 2, 2)
+        paired = (
+            tile.reshape(rows // 2, 2, columns).swapaxes(1, 2)
+            if axis == 0
+            else tile.reshape(rows, columns // 2, 2)
+        )
         first, second = (half.reshape(half.shape[:2]) for half in lax.split(paired, (1, 1), axis=2))
         return cls(first, second, axis)
 
@@ -63,20 +70,31 @@ def by_halves(operation: Callable[..., Any], *operands: Array | Halves) -> Any:
     if not axes:
         return operation(*operands)
     [axis] = axes
-    halves = [operand if isinstance(operand, Halves) else Halves.of(operand, axis) for operand in operands]
-    # The second half first: ptxas makes pairs in this order, and would otherwise exchange the halves of every register before and after.
+    halves = [
+        operand if isinstance(operand, Halves) else Halves.of(operand, axis) for operand in operands
+    ]
+    # The second half first: ptxas makes pairs in this order, and would otherwise exchange the
+    # halves of every register before and after.
     second = operation(*(half.second for half in halves))
-    return jax.tree.map(lambda a, b: Halves(a, b, axis), operation(*(half.first for half in halves)), second)
+    return jax.tree.map(
+        lambda a, b: Halves(a, b, axis), operation(*(half.first for half in halves)), second
+    )
 
 
 def in_pairs(tile: Num[Array, "rows W"], axis: int) -> UInt32[Array, "a b"]:
     """Put two neighbouring 16-bit numbers into one of 32 bits, the first one low."""
     halves = Halves.of(tile, axis)
-    first, second = (lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in (halves.first, halves.second))
+    first, second = (
+        lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32)
+        for half in (halves.first, halves.second)
+    )
     return first | second << np.uint32(16)
 
 
 def out_of_pairs(pairs: UInt32[Array, "a b"], axis: int) -> Halves:
     """Return the fp16 numbers whose bits these are, as halves of a tile."""
-    low, high = (lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16) for half in (pairs, pairs >> np.uint32(16)))
+    low, high = (
+        lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16)
+        for half in (pairs, pairs >> np.uint32(16))
+    )
     return Halves(low, high, axis)

@@ -1,17 +1,21 @@
-"""Look up codes of 2, 3 or 4 bits in one table that all channels share, for four fields of a word at a time.
+"""Look up codes of 2, 3 or 4 bits in one table that all channels share, for four fields of a word
+at a time.
 
-A word of 16 bits that holds four codes in its four nibbles *is* a selector of `prmt`, which chooses four of eight bytes. So the low bytes
-of four entries take one instruction (two, and a selection, for 16 entries), their high bytes another, and putting the two together one for
-each pair of neighbouring words. For a register of two words and each four fields of both:
+A word of 16 bits that holds four codes in its four nibbles *is* a selector of `prmt`, which chooses
+four of eight bytes. So the low bytes of four entries take one instruction (two, and a selection,
+for 16 entries), their high bytes another, and putting the two together one for each pair of
+neighbouring words. For a register of two words and each four fields of both:
 
     codes to nibbles     4 bits: none      3 bits: three, from two plane sets      2 bits: a mask, perhaps a shift
-    two of the fields    selector (1), low bytes (1 or 2), high bytes (1 or 2), 16 entries: a mask (1) and two selections, fp16 pairs (2)
+    two of the fields    selector (1), low bytes (1 or 2), high bytes (1 or 2), 16 entries: a mask
+                         (1) and two selections, fp16 pairs (2)
 
     instructions per element: 2 / 3 / 4 bits   1.4 / 1.7 / 2.75
 
-That is in assembly. In array operations an entry is chosen by the bits of its code, with a tree of selects on pairs: bit 0 halves the
-entries, bit 1 the rest, and so on, 2^bits - 1 selects for two elements. A table in memory cannot be indexed with a tile of codes: a gather
-for each element is what low-bit kernels must not do.
+That is in assembly. In array operations an entry is chosen by the bits of its code, with a tree of
+selects on pairs: bit 0 halves the entries, bit 1 the rest, and so on, 2^bits - 1 selects for two
+elements. A table in memory cannot be indexed with a tile of codes: a gather for each element is
+what low-bit kernels must not do.
 
 Exact: entries are copied, bit for bit.
 """
@@ -34,24 +38,38 @@ from pallas_kernels.tiles.words import Bit, PairedWords, WordTiles, code_bits
 
 
 def byte_planes(entries: Sequence[UInt32[Array, "*lead"]]) -> list[Int32[Array, "*lead"]]:
-    """Return fp16 entries, given as their bits, as `prmt` wants them: the low bytes of all, four in a word, then the high bytes."""
-    planes = [entry & np.uint32(255) for entry in entries] + [entry >> np.uint32(8) for entry in entries]
-    words = [first | second << 8 | third << 16 | fourth << 24 for first, second, third, fourth in zip(*[iter(planes)] * 4, strict=True)]
+    """Return fp16 entries, given as their bits, as `prmt` wants them: the low bytes of all, four in
+    a word, then the high bytes."""
+    planes = [entry & np.uint32(255) for entry in entries] + [
+        entry >> np.uint32(8) for entry in entries
+    ]
+    words = [
+        first | second << 8 | third << 16 | fourth << 24
+        for first, second, third, fourth in zip(*[iter(planes)] * 4, strict=True)
+    ]
     return [lax.bitcast_convert_type(word, jnp.int32) for word in words]
 
 
-def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]) -> Halves:
-    """Return entries[code] for the codes that `bits` (lowest first) spell: fp16 numbers, each given in both halves of 32 bits."""
+def chosen(
+    words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]
+) -> Halves:
+    """Return entries[code] for the codes that `bits` (lowest first) spell: fp16 numbers, each given
+    in both halves of 32 bits."""
     for bit in bits:
-        mask = (words.moved(bit.set, bit.tile, bit.position) & np.uint32(0x10001)) * np.uint32(0xFFFF)
-        entries = [low ^ ((low ^ high) & mask) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+        mask = (words.moved(bit.set, bit.tile, bit.position) & np.uint32(0x10001)) * np.uint32(
+            0xFFFF
+        )
+        entries = [
+            low ^ ((low ^ high) & mask)
+            for low, high in zip(entries[::2], entries[1::2], strict=True)
+        ]
     [chosen_entry] = entries
     return out_of_pairs(chosen_entry, words.axis)
 
 
 class Table(NamedTuple):
-    """The entries of a table in both halves of 32 bits, for array operations, or the words of its `byte_planes`, for assembly: made once
-    outside of a loop."""
+    """The entries of a table in both halves of 32 bits, for array operations, or the words of its
+    `byte_planes`, for assembly: made once outside of a loop."""
 
     entries: Sequence[UInt32[Array, "1 1"]]
     bytes: Sequence[Int32[Array, "1 1"]]
@@ -60,14 +78,17 @@ class Table(NamedTuple):
     def read(cls, ref: Any, asm: bool) -> Table:
         """Read the numbers of a table, [entries]."""
         numbers = [ref[i].astype(jnp.float16).reshape(1, 1) for i in range(ref.shape[0])]
-        bits = [lax.bitcast_convert_type(number, jnp.uint16).astype(jnp.uint32) for number in numbers]
+        bits = [
+            lax.bitcast_convert_type(number, jnp.uint16).astype(jnp.uint32) for number in numbers
+        ]
         if asm:
             return cls([], [in_registers(word) for word in byte_planes(bits)])
         return cls([entry * np.uint32(0x10001) for entry in bits], [])
 
 
 class LookedUp(NamedTuple):
-    """The entries that the codes of a tile's words stand for, plane by plane; what fields of a word share is computed once."""
+    """The entries that the codes of a tile's words stand for, plane by plane; what fields of a word
+    share is computed once."""
 
     words: WordTiles
     layout: PlaneLayout
@@ -84,7 +105,9 @@ class LookedUp(NamedTuple):
             return chosen(self.words, code_bits(self.layout, slot, chunk), self.table.entries)
         low = self.layout.sets[0]
         index, tile = divmod(slot * self.layout.chunks + chunk, self.layout.tiles(low))
-        nibble, odd = divmod(index, 4 // low)  # fields of 2 bits: the even ones are in the nibbles, the odd ones a shift away
+        nibble, odd = divmod(
+            index, 4 // low
+        )  # fields of 2 bits: the even ones are in the nibbles, the odd ones a shift away
         key = tile, odd
         if key not in self.by_nibbles:
             self.by_nibbles[key] = self._four(tile, odd)
@@ -98,14 +121,18 @@ class LookedUp(NamedTuple):
             # bit of nibble k: number 4 k + 2 odd + (low tile beyond the thin set's)
             words = three_bit_nibbles(words, self.words.tiles[1][tile], odd, 2 * odd + number)
         elif self.layout.bits == 2:
-            words = _pairs(f"{'shr.b32 t, $1, 2;' if odd else 'mov.b32 t, $1;'} and.b32 $0, t, 0x33333333;", words)
+            words = _pairs(
+                f"{'shr.b32 t, $1, 2;' if odd else 'mov.b32 t, $1;'} and.b32 $0, t, 0x33333333;",
+                words,
+            )
         return four_planes(words, self.layout.bits, self.table.bytes)
 
 
 def in_registers(word: Int32[Array, "1 1"]) -> Int32[Array, "1 1"]:
     """Return the same number without the compiler's knowing that all lanes have it.
 
-    It would keep the number in a uniform register, and copy it out of there for every `prmt` that reads it.
+    It would keep the number in a uniform register, and copy it out of there for every `prmt` that
+    reads it.
     """
     [register] = plt.elementwise_inline_asm(
         "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }",
@@ -117,33 +144,57 @@ def in_registers(word: Int32[Array, "1 1"]) -> Int32[Array, "1 1"]:
     return register
 
 
-def three_bit_nibbles(low: Int16[Array, "rows W"], high: Int16[Array, "rows W"], odd: int, position: int) -> Int16[Array, "rows W"]:
-    """Join codes whose low bits are every other field of `low` and whose third bits are every fourth bit of `high` from `position` on."""
+def three_bit_nibbles(
+    low: Int16[Array, "rows W"], high: Int16[Array, "rows W"], odd: int, position: int
+) -> Int16[Array, "rows W"]:
+    """Join codes whose low bits are every other field of `low` and whose third bits are every
+    fourth bit of `high` from `position` on."""
     by = position - 2
     moved = "mov.b32 u, $2;" if by == 0 else f"{'shr' if by > 0 else 'shl'}.b32 u, $2, {abs(by)};"
     fields = "shr.b32 t, $1, 2;" if odd else "mov.b32 t, $1;"
-    return _pairs(f"{moved} and.b32 u, u, 0x44444444; {fields} lop3.b32 $0, t, 0x33333333, u, 0xea;", low, high)
+    return _pairs(
+        f"{moved} and.b32 u, u, 0x44444444; {fields} lop3.b32 $0, t, 0x33333333, u, 0xea;",
+        low,
+        high,
+    )
 
 
-def four_planes(nibbles: Int16[Array, "rows W"], bits: int, table: Sequence[Int32[Array, "1 1"]]) -> list[Float16[Array, "rows W"]]:
-    """Return the entries for the codes in each of the four nibbles. Unused bits of a nibble are 0."""
+def four_planes(
+    nibbles: Int16[Array, "rows W"], bits: int, table: Sequence[Int32[Array, "1 1"]]
+) -> list[Float16[Array, "rows W"]]:
+    """Return the entries for the codes in each of the four nibbles. Unused bits of a nibble are
+    0."""
     planes: list[Array] = []
     half = len(table) // 2
     low, high = table[:half], table[half:]
     plain = nibbles if bits < 4 else _pairs("and.b32 $0, $1, 0x77777777;", nibbles)
     for fields in range(2):
-        # of each of the two words the byte that holds these two nibbles: (word 0, word 1) is a selector of four
+        # of each of the two words the byte that holds these two nibbles: (word 0, word 1) is a
+        # selector of four
         selector = _pairs(f"prmt.b32 $0, $1, 0, {(0x20, 0x31)[fields]:#x};", plain)
         if bits == 2:
-            low_bytes, high_bytes = (_bytes("prmt.b32 $0, $2, $4, $1;", selector, *order) for order in ((*low, *high), (*high, *low)))
+            low_bytes, high_bytes = (
+                _bytes("prmt.b32 $0, $2, $4, $1;", selector, *order)
+                for order in ((*low, *high), (*high, *low))
+            )
         elif bits == 3:
-            low_bytes, high_bytes = (_bytes("prmt.b32 $0, $2, $4, $1;", selector, *plane) for plane in (low, high))
+            low_bytes, high_bytes = (
+                _bytes("prmt.b32 $0, $2, $4, $1;", selector, *plane) for plane in (low, high)
+            )
         else:
-            # prmt repeats the top bit of a byte: the fourth bits of the nibbles, half of them after a shift, as four bytes of ones or zeros
-            mask = _pairs(f"shl.b32 t, $1, 4; prmt.b32 $0, t, $1, {(0xEAC8, 0xFBD9)[fields]:#x};", nibbles)
+            # prmt repeats the top bit of a byte: the fourth bits of the nibbles, half of them after
+            # a shift, as four bytes of ones or zeros
+            mask = _pairs(
+                f"shl.b32 t, $1, 4; prmt.b32 $0, t, $1, {(0xEAC8, 0xFBD9)[fields]:#x};", nibbles
+            )
             choose = "prmt.b32 t, $3, $5, $1; prmt.b32 u, $7, $9, $1; lop3.b32 $0, $2, u, t, 0xca;"
-            low_bytes, high_bytes = (_bytes(choose, selector, *plane, mask=mask) for plane in (low, high))
-        planes += [_pairs(f"prmt.b32 $0, $1, $2, {order:#x};", low_bytes, high_bytes, dtype=jnp.float16) for order in (0x6240, 0x7351)]
+            low_bytes, high_bytes = (
+                _bytes(choose, selector, *plane, mask=mask) for plane in (low, high)
+            )
+        planes += [
+            _pairs(f"prmt.b32 $0, $1, $2, {order:#x};", low_bytes, high_bytes, dtype=jnp.float16)
+            for order in (0x6240, 0x7351)
+        ]
     return planes
 
 
@@ -158,8 +209,14 @@ def _pairs(assembly: str, *operands: Array, dtype: jax.typing.DTypeLike = jnp.in
     return _inline(assembly, list(operands), ["r"] * len(operands), dtype)
 
 
-def _inline(assembly: str, operands: list[Array], constraints: list[str], dtype: jax.typing.DTypeLike = jnp.int16) -> Array:
-    """Run inline assembly with one register for each two neighbouring words, whatever its bits mean."""
+def _inline(
+    assembly: str,
+    operands: list[Array],
+    constraints: list[str],
+    dtype: jax.typing.DTypeLike = jnp.int16,
+) -> Array:
+    """Run inline assembly with one register for each two neighbouring words, whatever its bits
+    mean."""
     [result] = plt.elementwise_inline_asm(
         f"{{ .reg .b32 t, u; {assembly} }}",
         args=operands,

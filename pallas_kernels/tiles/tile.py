@@ -16,10 +16,12 @@ from pallas_kernels.tiles.layout import SPAN
 class Tile:
     """`size` tokens from `start` on.
 
-    index: start // size where the tile is a whole one, and then every offset is the index times a constant, from which the compiler learns
-    that loads are aligned; None for the last tile of a split, which may start anywhere on a span.
+    index: start // size where the tile is a whole one, and then every offset is the index times a
+    constant, from which the compiler learns that loads are aligned; None for the last tile of a
+    split, which may start anywhere on a span.
     first, limit: only tokens first <= token < limit count; None where all do.
-    part, parts: a step reads part number `part` of so many, each as many neighbouring slots of a word row.
+    part, parts: a step reads part number `part` of so many, each as many neighbouring slots of a
+    word row.
     """
 
     size: int
@@ -31,10 +33,15 @@ class Tile:
     parts: int = 1
 
     def offset(self, unit: int) -> Int[Array, ""]:
-        """Return the start in units of `unit` tokens; if a unit is longer than the tile, the number of the one that holds the start."""
+        """Return the start in units of `unit` tokens; if a unit is longer than the tile, the number
+        of the one that holds the start."""
         if self.index is None:
             return self.start // unit
-        return self.index * (self.size // unit) if unit <= self.size else self.index // (unit // self.size)
+        return (
+            self.index * (self.size // unit)
+            if unit <= self.size
+            else self.index // (unit // self.size)
+        )
 
     @property
     def masked(self) -> bool:
@@ -49,14 +56,18 @@ class Tile:
         return (at >= self.first) & (at < self.limit)
 
     def slot_tokens(self, slots: int, slot: int) -> Int[Array, " rows"]:
-        """Return the tokens, from the tile's start on, that slot `slot` (of the part) holds: a run of SPAN / slots in each span."""
+        """Return the tokens, from the tile's start on, that slot `slot` (of the part) holds: a run
+        of SPAN / slots in each span."""
         run = SPAN // slots
         row = lax.broadcasted_iota(jnp.int32, (self.size // slots,), 0)
         return row // run * SPAN + run * (self.part * (slots // self.parts) + slot) + row % run
 
 
-def change_slots(rows: list[Float[Array, "rows G"]], slots: int) -> list[Float[Array, "other_rows G"]]:
-    """Rearrange rows of len(rows) token slots into `slots` token slots: needed where K and V pack different numbers of tokens in a row.
+def change_slots(
+    rows: list[Float[Array, "rows G"]], slots: int
+) -> list[Float[Array, "other_rows G"]]:
+    """Rearrange rows of len(rows) token slots into `slots` token slots: needed where K and V pack
+    different numbers of tokens in a row.
 
     Kernels cannot slice or concatenate values, so slots are chosen with masks.
     """
@@ -68,9 +79,14 @@ def change_slots(rows: list[Float[Array, "rows G"]], slots: int) -> list[Float[A
     joined = rows[0].reshape(spans, 1, run, width)
     if have > 1:
         number = lax.broadcasted_iota(jnp.int32, (1, have, 1, 1), 1)
-        joined = sum(jnp.where(number == a, r.reshape(spans, 1, run, width), 0.0) for a, r in enumerate(rows))
+        joined = sum(
+            jnp.where(number == a, r.reshape(spans, 1, run, width), 0.0) for a, r in enumerate(rows)
+        )
     split: Any = jnp.asarray(joined).reshape(spans, slots, SPAN // slots, width)
     if slots == 1:
         return [split.reshape(spans * SPAN, width)]
     number = lax.broadcasted_iota(jnp.int32, (1, slots, 1, 1), 1)
-    return [jnp.sum(jnp.where(number == a, split, 0.0), axis=1).reshape(spans * SPAN // slots, width) for a in range(slots)]
+    return [
+        jnp.sum(jnp.where(number == a, split, 0.0), axis=1).reshape(spans * SPAN // slots, width)
+        for a in range(slots)
+    ]

@@ -23,7 +23,8 @@ from pallas_kernels.tiles.tile import Tile
 
 
 class Bit(NamedTuple):
-    """The place of one bit of a code: bit `position` of the words of a tile, in one of the plane sets."""
+    """The place of one bit of a code: bit `position` of the words of a tile, in one of the plane
+    sets."""
 
     set: int
     tile: int
@@ -41,7 +42,8 @@ def code_bits(layout: PlaneLayout, slot: int, chunk: int) -> tuple[Bit, ...]:
 
 
 class Run(NamedTuple):
-    """Bits of one word that move together: (words of the tile >> shift) & mask. Negative shifts go left."""
+    """Bits of one word that move together: (words of the tile >> shift) & mask. Negative shifts go
+    left."""
 
     set: int
     tile: int
@@ -51,14 +53,15 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WordTiles(abc.ABC):
-    """The packed words of a tile of tokens. tiles[set][j]: the j-th tile of a plane set, W words of each of the tile's rows."""
+    """The packed words of a tile of tokens. tiles[set][j]: the j-th tile of a plane set, W words of
+    each of the tile's rows."""
 
     tiles: list[list[Any]]
 
     @abc.abstractmethod
     def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> WordTiles:
-        """Return the words of each plane set, moved right by as many bits as the kernel finds when it runs; what comes from above is no
-        code."""
+        """Return the words of each plane set, moved right by as many bits as the kernel finds when
+        it runs; what comes from above is no code."""
 
     @abc.abstractmethod
     def gathered(self, runs: Sequence[Run], bits: int) -> Half:
@@ -71,14 +74,19 @@ class WordTiles(abc.ABC):
             runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
-    def number(self, bits: Sequence[Bit], places: Sequence[int] | None = None, *, least: int = 0) -> tuple[Half, int]:
-        """Return (bias + code, bias) of the codes that `bits` spell, by the exponent trick of layout.py.
+    def number(
+        self, bits: Sequence[Bit], places: Sequence[int] | None = None, *, least: int = 0
+    ) -> tuple[Half, int]:
+        """Return (bias + code, bias) of the codes that `bits` spell, by the exponent trick of
+        layout.py.
 
-        places: which bit of the code each one is; None for 0, 1, ... Two may be the same where every lane has 0 in the words of one.
-        least: the lowest bit of the mantissa that a code may begin at, which bounds the bias.
+        places: which bit of the code each one is; None for 0, 1, ... Two may be the same where
+        every lane has 0 in the words of one. least: the lowest bit of the mantissa that a code may
+        begin at, which bounds the bias.
         """
         places = range(len(bits)) if places is None else places
-        # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
+        # no shift, or one that many fields share, where the ten bits of the mantissa then hold the
+        # code
         first = bits[0].position
         at = next(place for place in (first, first - 8, least) if least <= place < 10 - max(places))
         runs: list[Run] = []
@@ -93,36 +101,54 @@ class WordTiles(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class SingleWords(WordTiles):
-    """Words as int16 [rows, W], for inline assembly, which takes two neighbours at a time by itself."""
+    """Words as int16 [rows, W], for inline assembly, which takes two neighbours at a time by
+    itself."""
 
     tiles: list[list[Int16[Array, "rows W"]]]
 
     def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> SingleWords:
-        return SingleWords([[moved_right(words, by) for words in of_set] for of_set, by in zip(self.tiles, amounts, strict=True)])
+        return SingleWords(
+            [
+                [moved_right(words, by) for words in of_set]
+                for of_set, by in zip(self.tiles, amounts, strict=True)
+            ]
+        )
 
     def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
-        """Gather with one `lop3` for each run and pair of words, and a shift, which other fields may share."""
-        if len(runs) == 1 and (byte := runs[0]).mask == 0xFF and byte.shift in (0, 8) and bits == 0x6400:
+        """Gather with one `lop3` for each run and pair of words, and a shift, which other fields
+        may share."""
+        if (
+            len(runs) == 1
+            and (byte := runs[0]).mask == 0xFF
+            and byte.shift in (0, 8)
+            and bits == 0x6400
+        ):
             index = byte.shift // 8  # bytes of two words, each below the byte 0x64
             selector = 0x4 << 12 | (2 + index) << 8 | 0x4 << 4 | index
-            return half2(f"prmt.b32 $0, $1, 0x64646464, {selector:#x};", self.tiles[byte.set][byte.tile])
+            return half2(
+                f"prmt.b32 $0, $1, 0x64646464, {selector:#x};", self.tiles[byte.set][byte.tile]
+            )
         numbers: Array | None = None
         for run in runs:
             # bits that cross from one half of the register into the other are masked off
             move = f"{'shr' if run.shift > 0 else 'shl'}.b32 t, $1, {abs(run.shift)};"
             rest = twice(bits) if numbers is None else "$2"
             operands = [self.tiles[run.set][run.tile], *([] if numbers is None else [numbers])]
-            numbers = half2(f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {twice(run.mask)}, {rest}, 0xea; }}", *operands)
+            numbers = half2(
+                f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {twice(run.mask)}, {rest}, 0xea; }}",
+                *operands,
+            )
         assert numbers is not None
         return numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class PairedWords(WordTiles):
-    """Words as uint32, two neighbours along `axis` in each, for array operations: they mask and move two words at a time.
+    """Words as uint32, two neighbours along `axis` in each, for array operations: they mask and
+    move two words at a time.
 
-    zero: 0, but compilers do not know it. They would write a constant mask into a register before each of its uses; constants that this is
-    added to stay in one.
+    zero: 0, but compilers do not know it. They would write a constant mask into a register before
+    each of its uses; constants that this is added to stay in one.
     """
 
     tiles: list[list[UInt32[Array, "a b"]]]
@@ -131,7 +157,11 @@ class PairedWords(WordTiles):
 
     def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> PairedWords:
         by = [amount.astype(jnp.uint32) for amount in amounts]
-        return PairedWords([[words >> b for words in of_set] for of_set, b in zip(self.tiles, by, strict=True)], self.axis, self.zero)
+        return PairedWords(
+            [[words >> b for words in of_set] for of_set, b in zip(self.tiles, by, strict=True)],
+            self.axis,
+            self.zero,
+        )
 
     def moved(self, set: int, tile: int, shift: int) -> UInt32[Array, "a b"]:
         """Shift the words of a tile right, or left if `shift` is negative."""
@@ -143,8 +173,11 @@ class PairedWords(WordTiles):
     def gathered(self, runs: Sequence[Run], bits: int) -> Halves:
         pairs: Array = np.uint32(bits * 0x10001) + self.zero
         for i, run in enumerate(runs):
-            masked = self.moved(run.set, run.tile, run.shift) & np.uint32(run.mask * 0x10001)  # what crosses between halves is masked off
-            # the same, for no bit is in both; but compilers would move the constant to the end of a chain of one kind: one more instruction
+            masked = self.moved(run.set, run.tile, run.shift) & np.uint32(
+                run.mask * 0x10001
+            )  # what crosses between halves is masked off
+            # the same, for no bit is in both; but compilers would move the constant to the end of a
+            # chain of one kind: one more instruction
             pairs = pairs ^ masked if i % 2 else pairs | masked
         return out_of_pairs(pairs, self.axis)
 
@@ -161,8 +194,11 @@ def moved_right(words: Int16[Array, "rows W"], by: Int32[Array, "1 1"]) -> Int16
     return moved
 
 
-def read_words(refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, asm: bool) -> WordTiles:
-    """Read the words of a tile of tokens. axis: along which neighbours are computed on together, the one that a dot will contract."""
+def read_words(
+    refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, asm: bool
+) -> WordTiles:
+    """Read the words of a tile of tokens. axis: along which neighbours are computed on together,
+    the one that a dot will contract."""
     rows = pl.ds(tile.offset(layout.slots), tile.size // layout.slots)
     tiles = [
         [ref[rows, pl.ds(layout.width * j, layout.width)] for j in range(layout.tiles(bits))]
@@ -171,7 +207,12 @@ def read_words(refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, 
     return SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
 
 
-def paired(tiles: Sequence[Sequence[Int16[Array, "rows W"]]], axis: int, start: Int32[Array, ""]) -> PairedWords:
-    """Put neighbouring words together. start: any number that is not negative, known only when the kernel runs."""
+def paired(
+    tiles: Sequence[Sequence[Int16[Array, "rows W"]]], axis: int, start: Int32[Array, ""]
+) -> PairedWords:
+    """Put neighbouring words together. start: any number that is not negative, known only when the
+    kernel runs."""
     zero = lax.bitcast_convert_type(start >> np.int32(31), jnp.uint32)
-    return PairedWords([[in_pairs(words, axis) for words in of_set] for of_set in tiles], axis, zero)
+    return PairedWords(
+        [[in_pairs(words, axis) for words in of_set] for of_set in tiles], axis, zero
+    )

@@ -1,4 +1,5 @@
-"""What tests share that compile for GPUs: they read what the compiler writes, so nothing may come from a cache."""
+"""What tests share that compile for GPUs: they read what the compiler writes, so nothing may come
+from a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernel that appends a token compiles for both GPUs with every writer of blocks: in place, and with few registers spilled."""
+"""The kernel that appends a token compiles for both GPUs with every writer of blocks: in place, and
+with few registers spilled."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from kvq_jax.attention.fused import block_writer
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
+]
 
 
 @pytest.mark.parametrize("target", [H200, A100], ids=lambda target: target.name)
@@ -26,15 +30,27 @@ pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missin
     ("spec", "side"),
     [
         *(("kivi:bits=4", 0), ("innerq:bits=4,mode=asym", 0), ("innerq:bits=2", 1)),
-        *(("k=polarquant+v=innerq:bits=4", 0), ("nf4", 1), ("kvquant:bits=4", 0), ("kvquant:bits=4", 1), ("kvquant:bits=3", 1)),
+        *(
+            ("k=polarquant+v=innerq:bits=4", 0),
+            ("nf4", 1),
+            ("kvquant:bits=4", 0),
+            ("kvquant:bits=4", 1),
+            ("kvquant:bits=3", 1),
+        ),
     ],
 )
 def test_a_token_is_appended_in_place_and_within_registers(spec, side, arithmetic, target):
     batch, tokens = 16, 4096
     plan = kvq.layout(spec, llama_config(1), batch, tokens, "bfloat16").plans[0]
     codec, block, heads = plan.codecs[side], plan.regions.block, plan.heads
-    body = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in jax.tree.leaves(codec.body(batch, heads, tokens))]
-    ring, new = (jax.ShapeDtypeStruct((batch, heads, count, 128), jnp.bfloat16) for count in (plan.regions.ring_slots, 1))
+    body = [
+        jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        for spec in jax.tree.leaves(codec.body(batch, heads, tokens))
+    ]
+    ring, new = (
+        jax.ShapeDtypeStruct((batch, heads, count, 128), jnp.bfloat16)
+        for count in (plan.regions.ring_slots, 1)
+    )
     row, flags = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((batch,), bool)
     launch = Launch(arithmetic)
 
@@ -42,15 +58,25 @@ def test_a_token_is_appended_in_place_and_within_registers(spec, side, arithmeti
         writer = block_writer(plan, codec, params, codec.initial_statistics(batch, heads), launch)
         assert writer is not None, "no kernel writes this format"
         sides = [Side(new, ring[:, :, :0], ring, Blocks(body, *writer))]
-        [side], _ = append_token(sides, Places(first, flags, first, first, flags), block=block, launch=launch)
+        [side], _ = append_token(
+            sides, Places(first, flags, first, first, flags), block=block, launch=launch
+        )
         assert isinstance(side.blocks, Blocks)
         return side.blocks.body, side.ring
 
-    program = compile_for(target, jax.jit(append, donate_argnums=(0, 1)), (body, ring, new, row, flags, calibrated(plan)[side]))
+    program = compile_for(
+        target,
+        jax.jit(append, donate_argnums=(0, 1)),
+        (body, ring, new, row, flags, calibrated(plan)[side]),
+    )
     memory = program.compiled.memory_analysis()
     size = sum(array.size * array.dtype.itemsize for array in (*body, ring))
-    assert memory.alias_size_in_bytes >= size, f"{memory.alias_size_in_bytes} of {size} bytes stay in their place"
+    assert memory.alias_size_in_bytes >= size, (
+        f"{memory.alias_size_in_bytes} of {size} bytes stay in their place"
+    )
     assert memory.temp_size_in_bytes < size / 100, f"{memory.temp_size_in_bytes} bytes beside them"
     kernel = program.kernel("append_token")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
-    assert assembly.spill_bytes <= 64, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
+    assert assembly.spill_bytes <= 64, (
+        f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
+    )

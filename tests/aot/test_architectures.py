@@ -1,4 +1,5 @@
-"""Kernels compile for every architecture that they are for, and as many of their programs run there as the schedule takes for granted."""
+"""Kernels compile for every architecture that they are for, and as many of their programs run there
+as the schedule takes for granted."""
 
 from __future__ import annotations
 
@@ -18,19 +19,32 @@ from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from tests.pallas_kernels.kernel_cases import format_of, reader_of, stored_structs
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
+]
 
 BATCH, HEADS, GROUP, TOKENS, CHANNELS = 16, 8, 4, 16384, 128
 FORMATS = {
-    "kivi:bits=4": (format_of(4, "asym", "tokens", CHANNELS), format_of(4, "asym", "channels", CHANNELS)),
-    "innerq:bits=2": (format_of(2, "hybrid", "channels", CHANNELS), format_of(2, "hybrid", "tokens", CHANNELS)),
+    "kivi:bits=4": (
+        format_of(4, "asym", "tokens", CHANNELS),
+        format_of(4, "asym", "channels", CHANNELS),
+    ),
+    "innerq:bits=2": (
+        format_of(2, "hybrid", "channels", CHANNELS),
+        format_of(2, "hybrid", "tokens", CHANNELS),
+    ),
     "dense": (None, None),
 }
 
 
-def tuning_on(target: Target, readers: tuple[Reader, Reader], monkeypatch: pytest.MonkeyPatch) -> Tuning:
+def tuning_on(
+    target: Target, readers: tuple[Reader, Reader], monkeypatch: pytest.MonkeyPatch
+) -> Tuning:
     """Return the tuning that a process on such a GPU takes."""
-    device = types.SimpleNamespace(compute_capability=f"{target.capability[0]}.{target.capability[1]}", core_count=target.cores)
+    device = types.SimpleNamespace(
+        compute_capability=f"{target.capability[0]}.{target.capability[1]}", core_count=target.cores
+    )
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda: [device])
         tuning = tuning_for(*readers, 8, TOKENS, True)
@@ -42,22 +56,39 @@ def tuning_on(target: Target, readers: tuple[Reader, Reader], monkeypatch: pytes
 @pytest.mark.parametrize("target", ARCHITECTURES, ids=lambda target: target.name)
 def test_all_programs_of_a_launch_run_at_a_time(target, spec, monkeypatch):
     if spec == "dense" and target not in (L40, B200):
-        pytest.skip("dense rows are compiled where a multiprocessor has least shared memory, and on the newest")
+        pytest.skip(
+            "dense rows are compiled where a multiprocessor has least shared memory, and on the"
+            " newest"
+        )
     formats = FORMATS[spec]
     readers = reader_of(formats[0], CHANNELS), reader_of(formats[1], CHANNELS)
     tuning = tuning_on(target, readers, monkeypatch)
 
     def attend(q: jax.Array, k: list[jax.Array], v: list[jax.Array], limits: jax.Array) -> object:
-        return decode_attention(q, (readers[0], k), (readers[1], v), limits, capacity=TOKENS, tuning=tuning, launch=Launch("asm"))
+        return decode_attention(
+            q,
+            (readers[0], k),
+            (readers[1], v),
+            limits,
+            capacity=TOKENS,
+            tuning=tuning,
+            launch=Launch("asm"),
+        )
 
     q = jax.ShapeDtypeStruct((BATCH, HEADS, GROUP, CHANNELS), jnp.float32)
     k, v = (stored_structs(format, BATCH, HEADS, TOKENS, CHANNELS) for format in formats)
-    kernel = compile_for(target, attend, (q, k, v, jax.ShapeDtypeStruct((BATCH,), jnp.int32))).kernel("decode_attention")
+    kernel = compile_for(
+        target, attend, (q, k, v, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+    ).kernel("decode_attention")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     loop = main_loop(assembly.function).counts()
     assert not loop.get("spill", 0), f"{loop} of {assembly.registers} registers"
-    together = target.warps_per_sm(assembly.registers, kernel.threads, kernel.shared_bytes + assembly.shared_bytes) // (
-        kernel.threads // 32
+    together = target.warps_per_sm(
+        assembly.registers, kernel.threads, kernel.shared_bytes + assembly.shared_bytes
+    ) // (kernel.threads // 32)
+    assert together >= tuning.resident, (
+        f"{together} programs run on a multiprocessor, {tuning.resident} are launched for it"
     )
-    assert together >= tuning.resident, f"{together} programs run on a multiprocessor, {tuning.resident} are launched for it"
-    assert tuning.resident >= together / 2, f"{together} programs would run on a multiprocessor, {tuning.resident} are launched for it"
+    assert tuning.resident >= together / 2, (
+        f"{together} programs would run on a multiprocessor, {tuning.resident} are launched for it"
+    )

@@ -1,4 +1,5 @@
-"""Kernels compiled for GPUs that are not there keep their limits: instructions per cached element, waiting loads, spills."""
+"""Kernels compiled for GPUs that are not there keep their limits: instructions per cached element,
+waiting loads, spills."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ from benchmarks.machine_code.target import H200, TARGETS
 from benchmarks.machine_code.tools import missing
 from tests.aot.tiny_kernel import dense_attention
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
+]
 
 
-# The same kernels: all of them, a second time, would take these tests from seven minutes of a core to eleven. The command compiles all, and
-# ends with an error where a limit is broken on either GPU.
-ON_AN_A100 = ("innerq, 2-bit sym, H 128, asm", "innerq, 3-bit hybrid, H 128, asm", "kivi, 4-bit, H 128, asm", "kivi, 4-bit, H 128, jnp")
+# The same kernels: all of them, a second time, would take these tests from seven minutes of a core
+# to eleven. The command compiles all, and ends with an error where a limit is broken on either GPU.
+ON_AN_A100 = (
+    "innerq, 2-bit sym, H 128, asm",
+    "innerq, 3-bit hybrid, H 128, asm",
+    "kivi, 4-bit, H 128, asm",
+    "kivi, 4-bit, H 128, jnp",
+)
 
 
 def test_cases_have_names_of_their_own():
@@ -36,7 +45,10 @@ def test_cases_have_names_of_their_own():
 
 @pytest.mark.parametrize(
     ("case", "target"),
-    [*((case, "h200") for case in WATCHED), *((case, "a100") for case in WATCHED if case.name in ON_AN_A100)],
+    [
+        *((case, "h200") for case in WATCHED),
+        *((case, "a100") for case in WATCHED if case.name in ON_AN_A100),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_case_keeps_its_limits(case: Case, target: str):
@@ -46,12 +58,22 @@ def test_a_case_keeps_its_limits(case: Case, target: str):
 
 def test_a_limit_that_is_broken_is_told():
     case = Case(
-        "dense", dense_attention, "dense_attention", 64 * 128, 16, cap_instructions=0.5, cap_alu=0.1, min_share=1, cap_spill_bytes=-1
+        "dense",
+        dense_attention,
+        "dense_attention",
+        64 * 128,
+        16,
+        cap_instructions=0.5,
+        cap_alu=0.1,
+        min_share=1,
+        cap_spill_bytes=-1,
     )
     failures = "\n".join(case.failures(case.measure(H200)))
     assert "instructions per element, at most 0.5" in failures
     assert "integer operations and conversions per element, at most 0.1" in failures
-    assert "16 multiply-adds per element, not 8" in failures, "the loop reads twice as many elements as this case says"
+    assert "16 multiply-adds per element, not 8" in failures, (
+        "the loop reads twice as many elements as this case says"
+    )
     assert "0 bytes spilled, at most -1" in failures
     assert "spills" not in failures
     assert "asynchronous" not in failures
@@ -69,7 +91,9 @@ def test_every_warp_and_column_counts(warps: int, columns: int):
 
 
 def test_a_program_has_its_memory_and_its_optimized_hlo():
-    program = compile_for(H200, lambda x: jnp.sin(x) + 1, (jax.ShapeDtypeStruct((1024, 256), jnp.float32),))
+    program = compile_for(
+        H200, lambda x: jnp.sin(x) + 1, (jax.ShapeDtypeStruct((1024, 256), jnp.float32),)
+    )
     assert program.compiled.memory_analysis().argument_size_in_bytes == 1024 * 256 * 4
     assert "fusion" in program.compiled.as_text()
     assert ".target sm_90a" in next(iter(program.kernels.values())).ptx
@@ -83,15 +107,21 @@ def test_donated_arguments_share_their_memory():
     assert program.compiled.memory_analysis().alias_size_in_bytes == 4096
 
 
-def test_the_command_writes_what_it_prints(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_what_it_prints(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "instructions.json"
-    __main__.main(["--case", f"^{re.escape(WATCHED[0].name)}$", "--target", "h200", "--json", str(file)])
+    __main__.main(
+        ["--case", f"^{re.escape(WATCHED[0].name)}$", "--target", "h200", "--json", str(file)]
+    )
     printed = capsys.readouterr()
     assert "[1/1]" in printed.err
     (row,) = Instructions.read(file).rows
     assert printed.out.splitlines()[0] == "| " + " | ".join(HEADER) + " |"
     assert printed.out.splitlines()[2] == "| " + " | ".join(row.line()) + " |"
-    assert json.loads(file.read_text())["rows"][0]["derived"]["share"] == pytest.approx(row.share, abs=1e-4)
+    assert json.loads(file.read_text())["rows"][0]["derived"]["share"] == pytest.approx(
+        row.share, abs=1e-4
+    )
 
 
 def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,5 @@
-"""Machine code is read right: loops, classes of instructions, loads that wait, spills. Needs nothing but a listing."""
+"""Machine code is read right: loops, classes of instructions, loads that wait, spills. Needs
+nothing but a listing."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from benchmarks.machine_code.sass import Instruction
 from benchmarks.machine_code.target import A100, H200, TARGETS
 from benchmarks.results_page import RESULTS
 
-# What `nvdisasm -c` prints, shortened: an outer loop over splits (1) with a main loop (2) and its masked copy (3), then a loop without
-# matrix instructions (5) and the endless loop after the end (6). The main loop skips an instruction (4) and has an exit for diverged warps
-# that lies after the end and comes back (7, 8).
+# What `nvdisasm -c` prints, shortened: an outer loop over splits (1) with a main loop (2) and its
+# masked copy (3), then a loop without matrix instructions (5) and the endless loop after the end
+# (6). The main loop skips an instruction (4) and has an exit for diverged warps that lies after the
+# end and comes back (7, 8).
 LISTING = """
 	.target	sm_90a
 	.section	.nv.info.attend,"",@"SHT_CUDA_INFO"
@@ -128,9 +130,14 @@ def test_loops_are_those_that_control_flow_makes():
 
 def test_the_main_loop_is_an_innermost_one_and_not_its_masked_copy():
     assert addresses(sass.main_loop(FUNCTIONS["attend"]))[0] == 0x40
-    more = LISTING.replace("HMMA.1688.F32 R16, R8, R4, R16 ;\n        /*01e0", "HMMA.16816.F32 R16, R8, R4, R16 ;\n        /*01e0")
+    more = LISTING.replace(
+        "HMMA.1688.F32 R16, R8, R4, R16 ;\n        /*01e0",
+        "HMMA.16816.F32 R16, R8, R4, R16 ;\n        /*01e0",
+    )
     assert more != LISTING
-    assert addresses(sass.main_loop(sass.functions(more)["attend"]))[0] == 0x110, "what computes more counts, not what is shorter"
+    assert addresses(sass.main_loop(sass.functions(more)["attend"]))[0] == 0x110, (
+        "what computes more counts, not what is shorter"
+    )
 
 
 def test_without_matrix_instructions_the_longest_innermost_loop_is_the_main_one():
@@ -146,9 +153,30 @@ def test_a_kernel_without_a_loop_is_refused():
 
 
 def test_the_instructions_of_a_loop_are_classified():
-    main, masked = (next(loop for loop in sass.loops(FUNCTIONS["attend"]) if addresses(loop)[0] == start) for start in (0x40, 0x110))
-    assert main.counts() == {"int": 2, "cvt": 1, "mma": 2, "ldg": 2, "shfl": 1, "mov": 1, "bra": 3, "spill": 1}
-    assert masked.counts() == {"int": 1, "f32": 4, "f16": 1, "mma": 2, "lds": 2, "bar": 2, "bra": 1, "other": 1}
+    main, masked = (
+        next(loop for loop in sass.loops(FUNCTIONS["attend"]) if addresses(loop)[0] == start)
+        for start in (0x40, 0x110)
+    )
+    assert main.counts() == {
+        "int": 2,
+        "cvt": 1,
+        "mma": 2,
+        "ldg": 2,
+        "shfl": 1,
+        "mov": 1,
+        "bra": 3,
+        "spill": 1,
+    }
+    assert masked.counts() == {
+        "int": 1,
+        "f32": 4,
+        "f16": 1,
+        "mma": 2,
+        "lds": 2,
+        "bar": 2,
+        "bra": 1,
+        "other": 1,
+    }
     assert main.plain_loads == 1, "LDGSTS does not wait"
     assert masked.plain_loads == 0
     assert sass.unknown_opcodes(masked.instructions) == {"FNEW": 1}
@@ -181,7 +209,9 @@ def test_a_report_computes_per_element_and_against_the_memory_limit():
     assert REPORT.share == pytest.approx(0.7 * REPORT.bound)
     assert dataclasses.replace(REPORT, stored_bits=5).share == 1
     busy = dataclasses.replace(REPORT, loop={"int": 2000, "f16": 500})
-    assert busy.bound == pytest.approx(REPORT.budget / (2 * 2000 / 1024)), "integer operations issue at half the rate"
+    assert busy.bound == pytest.approx(REPORT.budget / (2 * 2000 / 1024)), (
+        "integer operations issue at half the rate"
+    )
     assert len(REPORT.line()) == len(HEADER)
 
 
@@ -219,15 +249,26 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_committed_counts_are_of_the_cases_and_within_their_limits():
     """Both targets, every case: what a test that compiles can afford only for some."""
-    rows = {(row.name, row.target): row for row in Instructions.read(RESULTS / "instructions.json").rows}
+    rows = {
+        (row.name, row.target): row for row in Instructions.read(RESULTS / "instructions.json").rows
+    }
     assert set(rows) == {(case.name, target) for case in WATCHED for target in TARGETS}
-    failures = [line for case in WATCHED for target in TARGETS for line in case.failures(rows[case.name, target])]
+    failures = [
+        line
+        for case in WATCHED
+        for target in TARGETS
+        for line in case.failures(rows[case.name, target])
+    ]
     assert not failures, "\n".join(failures)
 
 
 def test_what_an_a100_may_spill_an_h200_may_not():
     case = next(case for case in WATCHED if case.name == "kivi, 2-bit, H 128, asm")
-    row = next(row for row in Instructions.read(RESULTS / "instructions.json").rows if (row.name, row.target) == (case.name, "a100"))
+    row = next(
+        row
+        for row in Instructions.read(RESULTS / "instructions.json").rows
+        if (row.name, row.target) == (case.name, "a100")
+    )
     assert row.loop_spills
     assert not case.failures(row)
     assert "spills in the loop" in "\n".join(case.failures(dataclasses.replace(row, target="h200")))

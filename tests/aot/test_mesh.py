@@ -1,4 +1,5 @@
-"""A layer of a Llama 3.1 8B over 10M tokens, compiled for eight H200s that are not there: kernels on each, and nothing is gathered."""
+"""A layer of a Llama 3.1 8B over 10M tokens, compiled for eight H200s that are not there: kernels
+on each, and nothing is gathered."""
 
 from __future__ import annotations
 
@@ -22,9 +23,15 @@ from kvq_tools.cli import memory_mesh
 from pallas_kernels.launch import Launch
 from tests.multi_device.placed_runs import collectives
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
+]
 
-CONFIG, CAPACITY = llama_config(1), 10 << 20  # at any length XLA joins the weights of gate and up, 29 MB
+CONFIG, CAPACITY = (
+    llama_config(1),
+    10 << 20,
+)  # at any length XLA joins the weights of gate and up, 29 MB
 
 
 LAYERS = llama_config().num_hidden_layers  # of the whole model, which share temporary memory
@@ -32,29 +39,46 @@ LAYERS = llama_config().num_hidden_layers  # of the whole model, which share tem
 
 @pytest.mark.parametrize(
     ("spec", "heads", "tokens", "share"),
-    # Outliers: the scores of all tokens and query heads of a layer, 168 MB beside 1,218 MB. One launch reads them at this length, and no
-    # other layer needs them meanwhile, so the bound is one of the whole model's cache.
-    [("kivi:bits=4", 8, 1, 1 / 20), ("kivi:bits=4", 2, 4, 1 / 20), ("kvquant:bits=3", 1, 8, LAYERS / 160)],
+    # Outliers: the scores of all tokens and query heads of a layer, 168 MB beside 1,218 MB. One
+    # launch reads them at this length, and no other layer needs them meanwhile, so the bound is one
+    # of the whole model's cache.
+    [
+        ("kivi:bits=4", 8, 1, 1 / 20),
+        ("kivi:bits=4", 2, 4, 1 / 20),
+        ("kvquant:bits=3", 1, 8, LAYERS / 160),
+    ],
 )
-def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(spec: str, heads: int, tokens: int, share: float):
-    """Keys after RoPE, and before it, which are rotated to where each shard's blocks stand; outliers, whose kernels keep scores. share: of
-    a layer's cache, temporary memory at most."""
-    placement = kvq.Placement(mesh_of(H200, {"heads": heads, "tokens": tokens}), heads="heads", tokens="tokens")
+def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(
+    spec: str, heads: int, tokens: int, share: float
+):
+    """Keys after RoPE, and before it, which are rotated to where each shard's blocks stand;
+    outliers, whose kernels keep scores. share: of a layer's cache, temporary memory at most."""
+    placement = kvq.Placement(
+        mesh_of(H200, {"heads": heads, "tokens": tokens}), heads="heads", tokens="tokens"
+    )
     cache = kvq.layout(spec, CONFIG, 1, CAPACITY, "bfloat16", placement)
 
     def everywhere(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=placement.everywhere)
 
     llama = abstract_on(abstract_llama(CONFIG, "bfloat16"), placement)
-    llama.cache_parameters = nnx.data(jax.tree.map(everywhere, tuple(calibrated(plan) for plan in cache.plans)))
+    llama.cache_parameters = nnx.data(
+        jax.tree.map(everywhere, tuple(calibrated(plan) for plan in cache.plans))
+    )
     token = everywhere(jax.ShapeDtypeStruct((1,), jnp.int32))
     step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
     program = compile_for(H200, step, (llama, cache, token))
     local, memory = placement.shard_nbytes(cache.axes.layers[0]), program.compiled.memory_analysis()
-    assert any(name.startswith("decode_attention") for name in program.kernels), f"no kernel among {sorted(program.kernels)}"
+    assert any(name.startswith("decode_attention") for name in program.kernels), (
+        f"no kernel among {sorted(program.kernels)}"
+    )
     assert memory.alias_size_in_bytes >= 0.99 * local, "the donated cache is not updated in place"
-    assert memory.temp_size_in_bytes < share * local, f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
+    assert memory.temp_size_in_bytes < share * local, (
+        f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
+    )
     most = max(CONFIG.hidden_size, CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
     found = collectives(program.compiled)
-    assert len(found) == memory_mesh.collectives(CONFIG, "bfloat16", placement), f"{found}: `kvq memory` counts others"
+    assert len(found) == memory_mesh.collectives(CONFIG, "bfloat16", placement), (
+        f"{found}: `kvq memory` counts others"
+    )
     assert max(found)[0] <= most, f"{max(found)}, more than {most} bytes"

@@ -7,7 +7,8 @@ import pytest
 from benchmarks.machine_code import sass
 from benchmarks.machine_code.other_cases import OTHER_CASES, shortest_way
 
-# two conditions one after the other: each has a short way and one with three more instructions, the second at its end
+# two conditions one after the other: each has a short way and one with three more instructions, the
+# second at its end
 LISTING = """
 	.section	.text.quantize,"ax",@progbits
         /*0000*/                   LDG.E R0, desc[UR18][R2.64] ;
@@ -34,7 +35,14 @@ FUNCTIONS = sass.functions(LISTING)
 
 
 def test_each_condition_is_passed_by_its_shorter_side():
-    assert [16 * index for index in shortest_way(FUNCTIONS["quantize"])] == [0x00, 0x10, 0x50, 0x60, 0x70, 0x80]
+    assert [16 * index for index in shortest_way(FUNCTIONS["quantize"])] == [
+        0x00,
+        0x10,
+        0x50,
+        0x60,
+        0x70,
+        0x80,
+    ]
 
 
 def test_where_the_short_side_is_gone_the_long_one_counts():

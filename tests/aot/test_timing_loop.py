@@ -1,4 +1,5 @@
-"""The loop that times a candidate, compiled for an H200 that is not there: all that a call does is inside of it."""
+"""The loop that times a candidate, compiled for an H200 that is not there: all that a call does is
+inside of it."""
 
 from __future__ import annotations
 
@@ -14,12 +15,20 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing
 
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
+]
 
 
 def done_before_the_loop() -> list[str]:
-    """Return what the timed program of the candidate that dequantizes does with the stored arrays before its loop begins."""
-    task = next(t for t in attention_tasks(shape_of("Llama-3.1-8B", 4096, 16), ()) if t.candidate.startswith(DEQUANTIZED)).make()
+    """Return what the timed program of the candidate that dequantizes does with the stored arrays
+    before its loop begins."""
+    task = next(
+        t
+        for t in attention_tasks(shape_of("Llama-3.1-8B", 4096, 16), ())
+        if t.candidate.startswith(DEQUANTIZED)
+    ).make()
     x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
     loop = device_timing.timing_loop(task.calls[0][1], task.feed, 3)
     text = compile_for(H200, loop, (x, [copy] * 2)).compiled.as_text()
@@ -35,4 +44,6 @@ def test_nothing_of_a_call_is_done_once_before_the_loop(monkeypatch: pytest.Monk
         return copy
 
     monkeypatch.setattr(device_timing, "as_stored", unchanged)
-    assert done_before_the_loop(), "where the order of axes is not fixed, scales are transposed once for all calls"
+    assert done_before_the_loop(), (
+        "where the order of axes is not fixed, scales are transposed once for all calls"
+    )

@@ -1,4 +1,5 @@
-"""A small kernel to try the counting on: decode attention over fp16 K and V, unsplit and unscaled."""
+"""A small kernel to try the counting on: decode attention over fp16 K and V, unsplit and
+unscaled."""
 
 from __future__ import annotations
 
@@ -13,9 +14,16 @@ from jax.experimental.pallas import triton as plt
 
 
 def dense_attention(
-    *, batch: int = 8, tokens: int = 32768, head_dim: int = 128, tile: int = 64, columns: int = 8, warps: int = 1
+    *,
+    batch: int = 8,
+    tokens: int = 32768,
+    head_dim: int = 128,
+    tile: int = 64,
+    columns: int = 8,
+    warps: int = 1,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Decode attention over fp16 K and V, unsplit and unscaled: the skeleton of a kernel without anything to unpack."""
+    """Decode attention over fp16 K and V, unsplit and unscaled: the skeleton of a kernel without
+    anything to unpack."""
 
     def kernel(q_ref, k_ref, v_ref, o_ref):
         q = q_ref[...]  # [columns, H]
@@ -26,9 +34,17 @@ def dense_attention(
             scores = _dot(k, q, 1, 1)  # [tile, columns]
             new = jnp.maximum(top, jnp.max(scores, 0))
             weights, shrink = jnp.exp2(scores - new[None]), jnp.exp2(top - new)
-            return acc * shrink[None] + _dot(v, weights.astype(v.dtype), 0, 0), new, total * shrink + jnp.sum(weights, 0)
+            return (
+                acc * shrink[None] + _dot(v, weights.astype(v.dtype), 0, 0),
+                new,
+                total * shrink + jnp.sum(weights, 0),
+            )
 
-        start = (jnp.zeros((head_dim, columns), jnp.float32), jnp.full((columns,), -1e30, jnp.float32), jnp.zeros((columns,), jnp.float32))
+        start = (
+            jnp.zeros((head_dim, columns), jnp.float32),
+            jnp.full((columns,), -1e30, jnp.float32),
+            jnp.zeros((columns,), jnp.float32),
+        )
         acc, _, total = lax.fori_loop(0, tokens // tile, step, start)
         o_ref[...] = acc / total[None]
 
@@ -51,4 +67,6 @@ def dense_attention(
 
 
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=jnp.float32
+    )

@@ -20,7 +20,9 @@ from kvq_jax.attention import dispatch
 CACHES = ("kivi:bits=4", "innerq")
 NATIVE = dispatch.no_device("native") is None
 ATTENDED = (*CACHES, "waterfill")  # which is calibrated
-READ = tuple(name for spec in ATTENDED for name in (spec, f"{spec}, xla")) if NATIVE else ATTENDED  # what kernels read is timed on XLA, too
+READ = (
+    tuple(name for spec in ATTENDED for name in (spec, f"{spec}, xla")) if NATIVE else ATTENDED
+)  # what kernels read is timed on XLA, too
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +31,38 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     small = ["--quick", "--head-dim", "32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "TOKENS", 512)  # two layers in a program, and not 32
-        attention.main([*small, "--cache", *ATTENDED, "--kv-heads", "2", "--group", "2", "--json", str(folder / "attention.json")])
-    decode_step.main([*small, "--cache", *CACHES, "--layers", "1", "--json", str(folder / "decode_step.json")])
+        attention.main(
+            [
+                *small,
+                "--cache",
+                *ATTENDED,
+                "--kv-heads",
+                "2",
+                "--group",
+                "2",
+                "--json",
+                str(folder / "attention.json"),
+            ]
+        )
+    decode_step.main(
+        [*small, "--cache", *CACHES, "--layers", "1", "--json", str(folder / "decode_step.json")]
+    )
     return folder
 
 
 @pytest.mark.parametrize(
     ("name", "implementations"),
     [
-        ("attention", ("one dot, float32", "one dot, query first, float32", "one dot, bfloat16", *READ)),
+        (
+            "attention",
+            ("one dot, float32", "one dot, query first, float32", "one dot, bfloat16", *READ),
+        ),
         ("decode_step", ("dense", *CACHES)),
     ],
 )
-def test_a_report_has_a_row_for_each_implementation(results: pathlib.Path, name: str, implementations: tuple[str, ...]):
+def test_a_report_has_a_row_for_each_implementation(
+    results: pathlib.Path, name: str, implementations: tuple[str, ...]
+):
     report = CpuReport.read(results / f"{name}.json")
     assert tuple(row.implementation for row in report.rows) == implementations
     assert report.baseline == implementations[0]
@@ -49,7 +70,9 @@ def test_a_report_has_a_row_for_each_implementation(results: pathlib.Path, name:
     for row in report.rows:
         assert len(row.samples_ms) == 3, row.implementation
         assert row.best_ms <= row.median_ms, row.implementation
-        assert row.error < (1e-2 if row.dtype == "bfloat16" else 1e-4), f"{row.implementation}: {row.error=}"
+        assert row.error < (1e-2 if row.dtype == "bfloat16" else 1e-4), (
+            f"{row.implementation}: {row.error=}"
+        )
         assert row.peak_bytes > row.cache_bytes > 0, row.implementation
     sizes = {row.implementation: row.cache_bytes for row in report.rows}
     assert sizes["kivi:bits=4"] < sizes[implementations[0]]
@@ -66,10 +89,15 @@ def test_tables_hold_the_measured_numbers(results: pathlib.Path):
     for name in ("attention", "decode_step"):
         made = (results / f"{name}.md").read_text(encoding="utf-8")
         for row in CpuReport.read(results / f"{name}.json").rows:
-            assert f"| 256 | {row.implementation} | {row.median_ms:.2f} | {row.best_ms:.2f} | {row.ratio:.2f} |" in made, row.implementation
+            assert (
+                f"| 256 | {row.implementation} | {row.median_ms:.2f} | {row.best_ms:.2f} |"
+                f" {row.ratio:.2f} |" in made
+            ), row.implementation
 
 
-def test_a_folder_without_results_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_without_results_is_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as stop:
         results_page.main(["--folder", str(tmp_path)])
     assert stop.value.code == 2
@@ -79,7 +107,10 @@ def test_a_folder_without_results_is_refused(tmp_path: pathlib.Path, capsys: pyt
 def test_committed_pages_are_those_of_the_committed_results():
     committed = {file.name: file.read_text(encoding="utf-8") for file in RESULTS.glob("*.md")}
     made = results_page.render(RESULTS)
-    assert set(committed) == set(made), "a page without its JSON, or a JSON without its page: run `python -m benchmarks.results_page`"
+    assert set(committed) == set(made), (
+        "a page without its JSON, or a JSON without its page: run `python -m"
+        " benchmarks.results_page`"
+    )
     for name, text in made.items():
         assert committed[name] == text, f"{name}: run `python -m benchmarks.results_page`"
 
@@ -102,9 +133,16 @@ def test_specs_that_name_kernels_store_the_bits_of_their_rows():
     rows = Instructions.read(RESULTS / "instructions.json").rows
     named = [(row, re.match(r"`(\S+)`, H (\d+)", named_by_spec(row.name))) for row in rows]
     specs = {(spec[1], int(spec[2]), row.stored_bits) for row, spec in named if spec}
-    assert {name for name, *_ in specs} > {"innerq:bits=2", "innerq:bits=1,mode=sym", "kivi:bits=4,pre_rope=true"}
+    assert {name for name, *_ in specs} > {
+        "innerq:bits=2",
+        "innerq:bits=1,mode=sym",
+        "kivi:bits=4,pre_rope=true",
+    }
     for spec, head_dim, bits in specs:
-        assert kvq.body_bits_per_element(f"{spec},block=32", kvq.CacheDims(1, 8, 8, head_dim, 512)) == bits, spec
+        assert (
+            kvq.body_bits_per_element(f"{spec},block=32", kvq.CacheDims(1, 8, 8, head_dim, 512))
+            == bits
+        ), spec
 
 
 def test_links_of_the_pages_lead_somewhere():

@@ -10,11 +10,30 @@ import pytest
 from benchmarks import drafts
 
 
-def test_each_text_is_decoded_each_way(model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(drafts, "TEXTS", {"a word again and again": ("the cat the cat the cat the cat", False)})
+def test_each_text_is_decoded_each_way(
+    model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        drafts, "TEXTS", {"a word again and again": ("the cat the cat the cat the cat", False)}
+    )
     file = tmp_path / "drafts.json"
     cache = "kivi:bits=2,recent=16,block=32"
-    drafts.main(["--model", str(model), "--cache", cache, "--drafts", "3", "--new", "24", "--repeats", "1", "--json", str(file)])
+    drafts.main(
+        [
+            "--model",
+            str(model),
+            "--cache",
+            cache,
+            "--drafts",
+            "3",
+            "--new",
+            "24",
+            "--repeats",
+            "1",
+            "--json",
+            str(file),
+        ]
+    )
     report = drafts.DraftReport.read(file)
     plain, drafted = report.rows
     assert (plain.drafts, plain.steps) == (0, plain.new_tokens)

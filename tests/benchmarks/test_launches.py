@@ -1,4 +1,5 @@
-"""The list of what a program launches, as XLA writes it: nested sections, loops that count as often as they run, the longer branch."""
+"""The list of what a program launches, as XLA writes it: nested sections, loops that count as often
+as they run, the longer branch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from collections import Counter
 import pytest
 
 from benchmarks.machine_code import launches
-from benchmarks.machine_code.launches import POINTS, SPECS, LaunchReport, captured, of_a_layer, points_of, thunks
+from benchmarks.machine_code.launches import (
+    POINTS,
+    SPECS,
+    LaunchReport,
+    captured,
+    of_a_layer,
+    points_of,
+    thunks,
+)
 
 LIST = """\
 001: kCustomKernel [source        | next=002 (1)] decode_attention grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
@@ -34,17 +43,41 @@ condition:
 
 def test_a_list_is_read_with_all_that_its_loops_and_branches_hold():
     top = thunks(LIST)
-    assert [thunk.kind for thunk in top] == ["kCustomKernel", "kCopy", "kConditional", "kWhile", *["kCustomKernel"] * 3]
-    assert {name: len(section) for name, section in top[2].inside.items()} == {"false_branch": 2, "true_branch": 1}
-    assert {name: len(section) for name, section in top[3].inside.items()} == {"condition": 1, "body": 2}
+    assert [thunk.kind for thunk in top] == [
+        "kCustomKernel",
+        "kCopy",
+        "kConditional",
+        "kWhile",
+        *["kCustomKernel"] * 3,
+    ]
+    assert {name: len(section) for name, section in top[2].inside.items()} == {
+        "false_branch": 2,
+        "true_branch": 1,
+    }
+    assert {name: len(section) for name, section in top[3].inside.items()} == {
+        "condition": 1,
+        "body": 2,
+    }
 
 
 @pytest.mark.parametrize(("trips", "updates", "comparisons"), [(1, 1, 2), (16, 16, 17)])
-def test_a_loop_counts_as_often_as_it_runs_and_a_branch_as_its_longer_side(trips, updates, comparisons):
+def test_a_loop_counts_as_often_as_it_runs_and_a_branch_as_its_longer_side(
+    trips, updates, comparisons
+):
     counts = Counter(name for thunk in thunks(LIST) for name in thunk.launches(trips))
     assert counts == {
-        **{"decode_attention": 3, "kCopy": 1, "gemm_fusion_dot": 1, "loop_transpose_fusion": 1, "quantize_asym_tokens": 1},
-        **{"loop_update_fusion": updates, "loop_add_fusion": updates, "loop_compare_fusion": comparisons},
+        **{
+            "decode_attention": 3,
+            "kCopy": 1,
+            "gemm_fusion_dot": 1,
+            "loop_transpose_fusion": 1,
+            "quantize_asym_tokens": 1,
+        },
+        **{
+            "loop_update_fusion": updates,
+            "loop_add_fusion": updates,
+            "loop_compare_fusion": comparisons,
+        },
     }
 
 
@@ -53,7 +86,11 @@ def test_a_layer_is_what_lies_between_two_attention_kernels_and_ends_with_one():
     assert of_a_layer(top) == top[-1:]
     with pytest.raises(ValueError, match="2 kernels of attention in 3 layers"):
         of_a_layer(top[1:])
-    twice = [thunk for one in top for thunk in ([one, one] if one.name.startswith("decode_attention") else [one])]
+    twice = [
+        thunk
+        for one in top
+        for thunk in ([one, one] if one.name.startswith("decode_attention") else [one])
+    ]
     assert of_a_layer(twice) == twice[-2:], "heads in two groups"
 
 
@@ -99,22 +136,33 @@ FILES = sorted((pathlib.Path(launches.__file__).parents[1] / "results").glob("la
 
 def test_committed_counts_have_no_loop_or_branch_in_a_layer():
     """Whatever the batch, nor a branch, and few launches: a graph captures the step."""
-    assert len({json.loads(file.read_text())["jax_version"] for file in FILES}) >= 2, "versions of JAX are compared"
+    assert len({json.loads(file.read_text())["jax_version"] for file in FILES}) >= 2, (
+        "versions of JAX are compared"
+    )
     for file in FILES:
         rows = LaunchReport.read(file).rows
-        assert {(row.spec, row.tokens, row.batch) for row in rows} == {(spec, *point) for spec in SPECS for point in POINTS}
+        assert {(row.spec, row.tokens, row.batch) for row in rows} == {
+            (spec, *point) for spec in SPECS for point in POINTS
+        }
         for row in rows:
             assert not row.loops, f"{file.name}: {row.spec} at batch {row.batch}"
             assert row.beside <= 12, f"{file.name}: {row.spec} at batch {row.batch}"
-            assert (row.branches, row.graphs, row.outside) == (0, 1, 0), f"{file.name}: {row.spec} at batch {row.batch}"
+            assert (row.branches, row.graphs, row.outside) == (
+                0,
+                1,
+                0,
+            ), f"{file.name}: {row.spec} at batch {row.batch}"
 
 
 def test_committed_counts_leave_a_step_near_the_bytes_of_its_cache():
-    """As estimated: launches beside the projections, and the bytes of the cache at the speed of a copy."""
+    """As estimated: launches beside the projections, and the bytes of the cache at the speed of a
+    copy."""
     for file in FILES:
         rows = {(row.spec, row.tokens, row.batch): row for row in LaunchReport.read(file).rows}
         for spec in ("kivi:bits=4", "innerq:bits=2"):
             assert rows[spec, 32768, 16].over_limit < 1.6, file.name
             assert rows[spec, 4096, 16].over_limit < 2.5, file.name
     assert launches.over_limit(12, 24.0) == 2.0
-    assert launches.limit_us("kivi:bits=4", 16, 32768) == pytest.approx(rows["kivi:bits=4", 32768, 16].limit_us, rel=1e-3)
+    assert launches.limit_us("kivi:bits=4", 16, 32768) == pytest.approx(
+        rows["kivi:bits=4", 32768, 16].limit_us, rel=1e-3
+    )

@@ -20,17 +20,26 @@ CACHES = ("dense", "kivi:bits=2,recent=32")
 def report(tmp_path_factory: pytest.TempPathFactory) -> OverviewReport:
     file = tmp_path_factory.mktemp("results") / "overview.json"
     texts = f"--text={PASSAGE}", f"--calibration-text={PASSAGE}"
-    overview.main(["--windows=4", "--window=256", "--prompt=64", *texts, f"--json={file}", "--cache", *CACHES])
+    overview.main(
+        ["--windows=4", "--window=256", "--prompt=64", *texts, f"--json={file}", "--cache", *CACHES]
+    )
     return OverviewReport.read(file)
 
 
 def test_sizes_of_an_8b_model_are_those_of_its_dimensions():
     config = llama_8b.llama_config()
-    dense = 2 * 32 * 8 * 128 * overview.CONTEXT * 2  # sides, layers, KV heads, channels, tokens, bytes
+    dense = (
+        2 * 32 * 8 * 128 * overview.CONTEXT * 2
+    )  # sides, layers, KV heads, channels, tokens, bytes
     assert dense == 4 * 2**30
-    assert overview.size("dense", config, overview.CONTEXT)["cache_bytes"] == pytest.approx(dense, rel=1e-4)
+    assert overview.size("dense", config, overview.CONTEXT)["cache_bytes"] == pytest.approx(
+        dense, rel=1e-4
+    )
     kivi = overview.size("kivi:bits=4,group_size=32,recent=0,block=32", config, overview.CONTEXT)
-    codes, scales = dense // 4, dense // 16  # 4 of 16 bits; an fp16 scale and zero point for each 32 elements of bf16
+    codes, scales = (
+        dense // 4,
+        dense // 16,
+    )  # 4 of 16 bits; an fp16 scale and zero point for each 32 elements of bf16
     assert kivi["cache_bytes"] == pytest.approx(codes + scales, rel=5e-3)
     assert kivi["stored_bits"] == pytest.approx(5, rel=5e-3)
     assert kivi["ratio"] == pytest.approx(16 / 5, rel=5e-3)
@@ -38,7 +47,9 @@ def test_sizes_of_an_8b_model_are_those_of_its_dimensions():
 
 def test_the_body_share_counts_the_tokens_before_each_position():
     config, positions = llama_8b.llama_config(1), np.array([31, 64, 100])
-    assert overview.body_share("kivi:recent=32,block=32", config, 256, positions) == pytest.approx((0 + 32 + 64) / 195)
+    assert overview.body_share("kivi:recent=32,block=32", config, 256, positions) == pytest.approx(
+        (0 + 32 + 64) / 195
+    )
     assert overview.body_share("dense", config, 256, positions) == 1
 
 
@@ -59,15 +70,23 @@ def test_a_run_measures_every_cache(report: OverviewReport):
 def test_its_tables_hold_the_measured_numbers(report: OverviewReport):
     coded = report.rows[1]
     size = coded.cache_bytes / 2**30
-    assert f"| `{coded.cache}` | {coded.stored_bits:.2f} | {coded.measured.kl:.4f} | {size:.2f} GiB |" in overview.readme_table(report)
+    assert (
+        f"| `{coded.cache}` | {coded.stored_bits:.2f} | {coded.measured.kl:.4f} | {size:.2f} GiB |"
+        in overview.readme_table(report)
+    )
     low, high = coded.measured.kl_interval
     quality = f"{coded.measured.kl:.5f} [{low:.5f}, {high:.5f}]"
     page = overview.page(report, pathlib.Path("o.json"))
-    assert f"| `{coded.cache}` | {coded.stored_bits:.3f} | {size:.3f} | {coded.ratio:.2f} | {quality} |" in page
+    assert (
+        f"| `{coded.cache}` | {coded.stored_bits:.3f} | {size:.3f} | {coded.ratio:.2f} |"
+        f" {quality} |" in page
+    )
 
 
 def test_committed_caches_are_read_quantized():
-    committed = OverviewReport.read(pathlib.Path(overview.__file__).parent / "results" / "overview.json")
+    committed = OverviewReport.read(
+        pathlib.Path(overview.__file__).parent / "results" / "overview.json"
+    )
     assert tuple(row.cache for row in committed.rows) == overview.CACHES
     for row in committed.rows:
         assert row.measured.tokens > 2000, row

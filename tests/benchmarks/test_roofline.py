@@ -1,4 +1,5 @@
-"""The benchmark of the CPU kernel beside its bounds: what it describes to the program, and its page. The program runs with --exhaustive."""
+"""The benchmark of the CPU kernel beside its bounds: what it describes to the program, and its
+page. The program runs with --exhaustive."""
 
 from __future__ import annotations
 
@@ -26,14 +27,27 @@ def test_a_cache_that_the_kernel_does_not_read_is_an_error():
 
 
 def test_the_page_compares_with_the_larger_bound(tmp_path: pathlib.Path):
-    rows = (roofline.RooflineRow("dense", 64, 4.0, 0.5, 1.25), roofline.RooflineRow("kivi:bits=2", 64, 0.25, 0.2, 0.0))
-    machine = {"cpu": "c", "kernel": "avx512", "lanes": 16, "multiplied": 2.5, "read_rate": 20.0, "query_rows": 4, "tokens": 4096}
+    rows = (
+        roofline.RooflineRow("dense", 64, 4.0, 0.5, 1.25),
+        roofline.RooflineRow("kivi:bits=2", 64, 0.25, 0.2, 0.0),
+    )
+    machine = {
+        "cpu": "c",
+        "kernel": "avx512",
+        "lanes": 16,
+        "multiplied": 2.5,
+        "read_rate": 20.0,
+        "query_rows": 4,
+        "tokens": 4096,
+    }
     report = roofline.RooflineReport(title="T", **header(("x",)), **machine, rows=rows)
     report.write(tmp_path / "roofline.json")
     assert roofline.RooflineReport.read(tmp_path / "roofline.json") == report
     text = roofline.page(report, tmp_path / "roofline.json")
     assert "| 64 | dense | 4.00 | 0.200 | 0.100 | 0.500 | 2.5 | 1.25 |" in text, "bound by bytes"
-    assert "| 64 | kivi:bits=2 | 0.25 | 0.013 | 0.100 | 0.200 | 2.0 | - |" in text, "bound by products"
+    assert "| 64 | kivi:bits=2 | 0.25 | 0.013 | 0.100 | 0.200 | 2.0 | - |" in text, (
+        "bound by products"
+    )
 
 
 @pytest.fixture
@@ -46,7 +60,10 @@ def compiler() -> str:
 
 def test_the_program_fits_the_kernel_that_it_times(compiler: str):
     text = roofline.PROGRAM.read_text(encoding="utf-8")
-    fits, *others = (_parsed(compiler, program) for program in (text, text.replace("side.turns = {turns, ", "side.turns = {")))
+    fits, *others = (
+        _parsed(compiler, program)
+        for program in (text, text.replace("side.turns = {turns, ", "side.turns = {"))
+    )
     assert not fits, fits
     assert all("error" in other for other in others), "a table of turns too few is noticed"
 
@@ -59,6 +76,8 @@ def _parsed(compiler: str, program: str) -> str:
 @pytest.mark.exhaustive
 def test_the_program_times_the_kernel(tmp_path: pathlib.Path, compiler: str):
     program = roofline.build("baseline", tmp_path)
-    few, many = (roofline.measure("kivi:bits=2", 64, rows, 1024, 5, program, None) for rows in (1, 4))
+    few, many = (
+        roofline.measure("kivi:bits=2", 64, rows, 1024, 5, program, None) for rows in (1, 4)
+    )
     assert 0 < few.ns < many.ns
     assert few.bytes == pytest.approx((2 + 32 / 32) / 8)

@@ -1,4 +1,5 @@
-"""The benchmark of the server counts what was done, and the sequences that fit are those that a budget finds."""
+"""The benchmark of the server counts what was done, and the sequences that fit are those that a
+budget finds."""
 
 from __future__ import annotations
 
@@ -15,18 +16,40 @@ from tests.kvq_models.checkpoints import tiny_config
 CACHE = "kivi:bits=2,recent=8,block=32"
 
 
-def test_a_report_tells_every_request(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+def test_a_report_tells_every_request(
+    model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "serving.json"
-    sizes = ["--requests", "5", "--prompt", "4", "12", "--new", "3", "6", "--capacity", "64", "--memory", "0.001", "--prefix", "64"]
+    sizes = [
+        "--requests",
+        "5",
+        "--prompt",
+        "4",
+        "12",
+        "--new",
+        "3",
+        "6",
+        "--capacity",
+        "64",
+        "--memory",
+        "0.001",
+        "--prefix",
+        "64",
+    ]
     caches = ["--cache", "dense", CACHE, "--timed", CACHE]
     serving.main(["--model", str(model), *caches, "--slots", "2", *sizes, "--json", str(file)])
     report = serving.ServingReport.read(file)
     new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12), (3, 6), 300))
-    assert [(row.slots, row.requests, row.new_tokens) for row in report.rows] == [(0, 5, new), (2, 5, new)]
+    assert [(row.slots, row.requests, row.new_tokens) for row in report.rows] == [
+        (0, 5, new),
+        (2, 5, new),
+    ]
     for row in report.rows:
         assert len(row.first_token) == 5
         assert 0 < min(row.first_token) <= max(row.first_token) <= row.seconds
-        assert list(row.first_token) == sorted(row.first_token), "requests are answered in another order than they came"
+        assert list(row.first_token) == sorted(row.first_token), (
+            "requests are answered in another order than they came"
+        )
     assert [row.cache for row in report.room] == ["dense", CACHE]
     alone, two = (row.cache_bytes for row in report.rows)
     assert two == 3 * alone
@@ -47,7 +70,10 @@ def test_the_sequences_that_fit_are_those_of_a_budget():
         memory = plan("dense", config, slots=9, capacity=640, dtype="bfloat16").nbytes
         row = serving.room_of(cache, config, 640, memory)
         assert plan(cache, config, memory=memory, dtype="bfloat16").slots == row.sequences
-        assert plan(cache, config, slots=row.sequences + 1, capacity=640, dtype="bfloat16").nbytes > memory
+        assert (
+            plan(cache, config, slots=row.sequences + 1, capacity=640, dtype="bfloat16").nbytes
+            > memory
+        )
         found[cache] = row.sequences
     assert found["dense"] == 9
     assert found["dense"] < found["kivi:bits=4"] < found["kivi:bits=2"]
@@ -58,7 +84,10 @@ def test_requests_come_again_and_differ():
     first, again = (serving.requests_of(4, (4, 12), (3, 6), 300) for _ in range(2))
     assert first == again
     assert len({request.prompt for request in first}) == 4
-    assert np.ptp([len(request.prompt) for request in serving.requests_of(40, (4, 12), (3, 6), 300)]) == 8
+    assert (
+        np.ptp([len(request.prompt) for request in serving.requests_of(40, (4, 12), (3, 6), 300)])
+        == 8
+    )
 
 
 def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
@@ -72,8 +101,14 @@ def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
 
 def test_the_numbers_of_the_page_are_those_of_the_results():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    report, start = serving.ServingReport.read(RESULTS / "serving.json"), serving_start.StartReport.read(RESULTS / "serving_start.json")
-    alone, slots = (next(row for row in report.rows if row.slots == n and row.cache == "kivi:bits=4") for n in (serving.ALONE, 8))
+    report, start = (
+        serving.ServingReport.read(RESULTS / "serving.json"),
+        serving_start.StartReport.read(RESULTS / "serving_start.json"),
+    )
+    alone, slots = (
+        next(row for row in report.rows if row.slots == n and row.cache == "kivi:bits=4")
+        for n in (serving.ALONE, 8)
+    )
     prefix = next(row for row in report.prefixes if row.cache == "kivi:bits=4")
     first, again = start.rows
     for told in (

@@ -1,4 +1,5 @@
-"""The soak of the server goes on where it was stopped, and sees an answer that is not the one its request gets alone."""
+"""The soak of the server goes on where it was stopped, and sees an answer that is not the one its
+request gets alone."""
 
 from __future__ import annotations
 
@@ -19,20 +20,29 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(serving_soak, name, value)
 
 
-def test_a_soak_goes_on_where_it_was_stopped_and_its_page_tells_so(small, model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_soak_goes_on_where_it_was_stopped_and_its_page_tells_so(
+    small, model: pathlib.Path, tmp_path: pathlib.Path
+):
     file = tmp_path / "serving_soak.json"
 
     def run(requests: int) -> serving_soak.ServingSoakReport:
         where = ["--json", str(file), "--work", str(tmp_path / "work")]
-        serving_soak.main(["--model", str(model), "--cache", SPEC, "--requests", str(requests), *where])
+        serving_soak.main(
+            ["--model", str(model), "--cache", SPEC, "--requests", str(requests), *where]
+        )
         return serving_soak.ServingSoakReport.read(file)
 
     first = run(40)
-    assert [(s.requests, s.process, s.compiled, s.different) for s in first.samples] == [(20, 0, 0, ()), (40, 0, 0, ())]
+    assert [(s.requests, s.process, s.compiled, s.different) for s in first.samples] == [
+        (20, 0, 0, ()),
+        (40, 0, 0, ()),
+    ]
     assert 0 < first.samples[-1].left < 40
     both = run(50)
     assert both.samples[:2] == first.samples
-    assert [(s.requests, s.process, s.compiled, s.different) for s in both.samples[2:]] == [(50, 1, 0, ())]
+    assert [(s.requests, s.process, s.compiled, s.different) for s in both.samples[2:]] == [
+        (50, 1, 0, ())
+    ]
     assert both.samples[2].new_tokens > both.samples[1].new_tokens
     text = results_page.render(tmp_path)["serving_soak.md"]
     assert "Every answer was the one that its request gets alone" in text

@@ -1,4 +1,5 @@
-"""The benchmark of a server's start counts what comes one after the other, in processes of its own."""
+"""The benchmark of a server's start counts what comes one after the other, in processes of its
+own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from benchmarks import serving_start
 SIZE = ["--cache", "kivi:bits=2,recent=16,block=32", "--slots", "1", "--capacity", "64"]
 
 
-def test_a_start_is_timed_up_to_its_first_text(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+def test_a_start_is_timed_up_to_its_first_text(
+    model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "serving_start.json"
     serving_start.main(["--model", str(model), *SIZE, "--starts", "1", "--json", str(file)])
     report = serving_start.StartReport.read(file)
@@ -23,7 +26,9 @@ def test_a_start_is_timed_up_to_its_first_text(model: pathlib.Path, tmp_path: pa
     assert f"| empty folder | 0.0 | {row.listening:.1f} |" in serving_start.page(report, file)
 
 
-def test_a_server_that_does_not_start_is_one_line(model: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+def test_a_server_that_does_not_start_is_one_line(
+    model: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit):
         serving_start.main(["--model", str(model), "--cache", "kivi:bits=5", "--starts", "1"])
     told = capsys.readouterr().err

@@ -16,8 +16,15 @@ SPEC = "kivi:bits=2,group_size=8,recent=4,block=8"
 
 @pytest.fixture
 def small(model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that runs the soak for some steps in one folder, in rounds of 2 segments of 12 steps."""
-    for name, value in {"SEGMENT": 12, "SEGMENTS": 2, "ROUNDS": 1, "CAPACITY": 40, "PROMPT": 16}.items():
+    """Return a function that runs the soak for some steps in one folder, in rounds of 2 segments of
+    12 steps."""
+    for name, value in {
+        "SEGMENT": 12,
+        "SEGMENTS": 2,
+        "ROUNDS": 1,
+        "CAPACITY": 40,
+        "PROMPT": 16,
+    }.items():
         monkeypatch.setattr(soak, name, value)
 
     def run(steps: int) -> soak.SoakReport:
@@ -34,7 +41,9 @@ def test_a_soak_goes_on_where_it_was_stopped_and_its_page_tells_so(small, tmp_pa
     both = small(72)
     assert both.samples[:2] == first.samples
     assert [(s.steps, s.trims, s.process, s.checked) for s in both.samples[2:]] == [(72, 12, 1, 3)]
-    assert all(s.different == () and s.resident_bytes > 2**20 and s.programs > 0 for s in both.samples)
+    assert all(
+        s.different == () and s.resident_bytes > 2**20 and s.programs > 0 for s in both.samples
+    )
     text = results_page.render(tmp_path)["soak.md"]
     assert "All logits of these rounds were equal, bit for bit." in text
     assert "| 72 | 12 | 1 |" in text
@@ -44,7 +53,9 @@ def test_a_cache_that_is_not_what_a_new_one_is_is_named(small, model, tmp_path, 
     own = soak.Soak(str(model), [SPEC])
     digests, cache = own.round(3, 0, own.new(0))
     assert own.compare(3, 0, digests) == ""
-    assert own.compare(4, 0, digests).endswith("the prompt"), "the tokens of another round would pass"
+    assert own.compare(4, 0, digests).endswith("the prompt"), (
+        "the tokens of another round would pass"
+    )
     real = soak.prefill
 
     def stale(llama, cache, tokens, lengths):
@@ -52,7 +63,9 @@ def test_a_cache_that_is_not_what_a_new_one_is_is_named(small, model, tmp_path, 
         logits, cache = real(llama, cache, tokens, lengths)
         state = cache.layers[0]
         ring = (state.ring[0] * (1 + 2**-20), state.ring[1])
-        return logits, dataclasses.replace(cache, layers=(dataclasses.replace(state, ring=ring), *cache.layers[1:]))
+        return logits, dataclasses.replace(
+            cache, layers=(dataclasses.replace(state, ring=ring), *cache.layers[1:])
+        )
 
     monkeypatch.setattr(soak, "prefill", stale)
     assert own.compare(3, 0, digests) == f"round 3, {own.specs[0]}: segment 1"

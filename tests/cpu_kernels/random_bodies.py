@@ -16,8 +16,8 @@ from pallas_kernels.tiles.layout import SPAN, plane_layout
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One side of a body: bits of a code, head dim, block of tokens, what has a scale, and how many elements share it; what else is as in
-    `Body`."""
+    """One side of a body: bits of a code, head dim, block of tokens, what has a scale, and how many
+    elements share it; what else is as in `Body`."""
 
     bits: int
     channels: int
@@ -39,20 +39,38 @@ class Case:
     @property
     def body(self) -> Body:
         if self.form == "rows":
-            return Body(0, 0, self.channels, -(-self.channels // 16), 16, 1, 1, "channels", 1, scale_dtype=self.scale_dtype, form="rows")
+            return Body(
+                0,
+                0,
+                self.channels,
+                -(-self.channels // 16),
+                16,
+                1,
+                1,
+                "channels",
+                1,
+                scale_dtype=self.scale_dtype,
+                form="rows",
+            )
         if self.form == "runs":
             chunks, span = -(-self.channels // 16), math.gcd(self.block, SPAN)
             own = {"rotated": self.rotated, "run_channels": self.run_channels}
             return Body(0, 0, self.channels, chunks, 16, 1, span, "channels", 1, form="runs", **own)
-        p = plane_layout(self.bits, self.channels // 2 if self.form == "polar" else self.channels, self.block)
+        p = plane_layout(
+            self.bits, self.channels // 2 if self.form == "polar" else self.channels, self.block
+        )
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[3:]}
         return Body(p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span, **own)
 
-    def random(self, batch: int, heads: int, tokens: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    def random(
+        self, batch: int, heads: int, tokens: int, seed: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         """Return (the stored arrays, the vectors [B, K, S, H] that they stand for)."""
         rng = np.random.default_rng(seed)
         if self.form == "rows":
-            rows = jnp.asarray(rng.normal(size=(batch, heads, tokens, self.channels)), self.scale_dtype)
+            rows = jnp.asarray(
+                rng.normal(size=(batch, heads, tokens, self.channels)), self.scale_dtype
+            )
             return [_bits(rows)], np.asarray(rows, np.float64)
         if self.form == "polar":
             return self._polar(rng, batch, heads, tokens)
@@ -65,10 +83,15 @@ class Case:
             "channel groups": (batch, heads // self.heads, self.channels // self.group, tokens),
             "channels": (heads, self.channels),
         }[self.affine]
-        scale, zero = (jnp.asarray(rng.normal(size=shape) / (1 << self.bits), self.scale_dtype) for _ in range(2))
+        scale, zero = (
+            jnp.asarray(rng.normal(size=shape) / (1 << self.bits), self.scale_dtype)
+            for _ in range(2)
+        )
         levels = rng.normal(size=1 << self.bits).astype(np.float32)
         entries = levels[codes] if self.table else codes
-        wide_scale, wide_zero = (self._wide(np.asarray(a, np.float64), batch) for a in (scale, zero))
+        wide_scale, wide_zero = (
+            self._wide(np.asarray(a, np.float64), batch) for a in (scale, zero)
+        )
         if self.centre is not None:
             wide_zero = -self.centre * wide_scale
         stored = [scale] if self.centre is not None else [scale, zero]
@@ -76,13 +99,21 @@ class Case:
         vectors = np.broadcast_to(entries * wide_scale + wide_zero, codes.shape).copy()
         if self.pool:
             arrays += self._outliers(rng, vectors)
-        return (arrays + _turns(self.channels // 2, tokens), _rotated(vectors)) if self.rotated else (arrays, vectors)
+        return (
+            (arrays + _turns(self.channels // 2, tokens), _rotated(vectors))
+            if self.rotated
+            else (arrays, vectors)
+        )
 
     def _outliers(self, rng: np.random.Generator, vectors: np.ndarray) -> list[np.ndarray]:
-        """Add residuals to some of the vectors; return their slots, the unused ones full of garbage."""
+        """Add residuals to some of the vectors; return their slots, the unused ones full of
+        garbage."""
         batch, heads, tokens, channels = vectors.shape
         pools, slots = tokens // self.pool, 3 * self.pool
-        index, ends = rng.integers(0, 1 << 16, (batch, pools, slots), np.uint16), np.zeros((batch, pools, heads), np.uint16)
+        index, ends = (
+            rng.integers(0, 1 << 16, (batch, pools, slots), np.uint16),
+            np.zeros((batch, pools, heads), np.uint16),
+        )
         residual = jnp.asarray(rng.normal(size=(batch, pools, slots)), self.residual_dtype)
         for b, p in np.ndindex(batch, pools):
             most = min(slots // heads, self.pool * channels)
@@ -92,25 +123,44 @@ class Case:
                 places = np.sort(rng.choice(self.pool * channels, count, replace=False))
                 own = slice(first, first + count)
                 index[b, p, own] = places
-                vectors[b, head, p * self.pool + places // channels, places % channels] += np.asarray(residual, np.float64)[b, p, own]
+                vectors[b, head, p * self.pool + places // channels, places % channels] += (
+                    np.asarray(residual, np.float64)[b, p, own]
+                )
                 first = ends[b, p, head] = first + count
         used = np.arange(slots) < ends[:, :, -1:]
         return [index, _bits(jnp.where(used, residual, jnp.nan)), ends]
 
-    def _polar(self, rng: np.random.Generator, batch: int, heads: int, tokens: int) -> tuple[list[np.ndarray], np.ndarray]:
+    def _polar(
+        self, rng: np.random.Generator, batch: int, heads: int, tokens: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         pairs = self.channels // 2
         codes = rng.integers(0, 1 << self.bits, (batch, heads, tokens, pairs))
         words = pack(jnp.asarray(codes), plane_layout(self.bits, pairs, self.block))
         shape = (batch, heads, tokens // self.group, pairs)
-        of_radii, of_angles = (1.0 / (1 << (self.bits - self.angle_bits)), 1.0), (6.0 / (1 << self.angle_bits), 3.0)
-        stored = [jnp.asarray(rng.random(shape) * size, self.scale_dtype) for size in (*of_radii, *of_angles)]
-        step, least, angle_step, angle_least = (np.repeat(np.asarray(a, np.float64), self.group, axis=2) for a in stored)
+        of_radii, of_angles = (
+            (1.0 / (1 << (self.bits - self.angle_bits)), 1.0),
+            (
+                6.0 / (1 << self.angle_bits),
+                3.0,
+            ),
+        )
+        stored = [
+            jnp.asarray(rng.random(shape) * size, self.scale_dtype)
+            for size in (*of_radii, *of_angles)
+        ]
+        step, least, angle_step, angle_least = (
+            np.repeat(np.asarray(a, np.float64), self.group, axis=2) for a in stored
+        )
         radius = (codes // (1 << self.angle_bits) + 0.5) * step + least
         angle = (codes % (1 << self.angle_bits) + 0.5) * angle_step + angle_least
         radius = radius**2 if self.root else radius
-        return [*map(np.asarray, words), *map(_bits, stored)], np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
+        return [*map(np.asarray, words), *map(_bits, stored)], np.concatenate(
+            [radius * np.cos(angle), radius * np.sin(angle)], axis=-1
+        )
 
-    def _runs(self, rng: np.random.Generator, batch: int, heads: int, tokens: int) -> tuple[list[np.ndarray], np.ndarray]:
+    def _runs(
+        self, rng: np.random.Generator, batch: int, heads: int, tokens: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         steps = ((rng.random(RUN_WIDTHS) + 0.5) / 2.0 ** np.arange(RUN_WIDTHS)).astype(np.float32)
         words, rows = [], []
         for width in range(RUN_WIDTHS, 0, -1):
@@ -125,13 +175,18 @@ class Case:
         arrays = [*map(np.asarray, words), exponents, steps]
         if not self.rotated:
             synthesis = rng.normal(size=(heads, self.channels, self.channels)).astype(np.float32)
-            return [*arrays, synthesis, mean], np.einsum("bktc,kch->bkth", u, synthesis[:, :stored]) + mean[None, :, None]
+            return [*arrays, synthesis, mean], np.einsum(
+                "bktc,kch->bkth", u, synthesis[:, :stored]
+            ) + mean[None, :, None]
         half = self.channels // 2
         ranks = np.stack([rng.permutation(half) for _ in range(heads)])
         place = np.concatenate([2 * ranks, 2 * ranks + 1], axis=-1).astype(np.int32)
         scale = 0.5 * rng.normal(size=(heads, self.channels)).astype(np.float32)
         whole = np.pad(u, [(0, 0)] * 3 + [(0, self.channels - stored)])
-        vectors = np.take_along_axis(whole, place[None, :, None], axis=-1) * scale[None, :, None] + mean[None, :, None]
+        vectors = (
+            np.take_along_axis(whole, place[None, :, None], axis=-1) * scale[None, :, None]
+            + mean[None, :, None]
+        )
         return [*arrays, place, scale, mean, *_turns(half, tokens)], _rotated(vectors)
 
     def _wide(self, statistic: np.ndarray, batch: int) -> np.ndarray:
@@ -139,10 +194,15 @@ class Case:
             return np.repeat(statistic, self.group, axis=2)
         if self.affine == "channels":
             return np.repeat(statistic[None, :, None], batch, axis=0)
-        return np.repeat(np.repeat(np.swapaxes(statistic, 2, 3), self.group, axis=3), self.heads, axis=1)
+        return np.repeat(
+            np.repeat(np.swapaxes(statistic, 2, 3), self.group, axis=3), self.heads, axis=1
+        )
 
 
-SINK, FACTOR = 3, 1.25  # where the first token of a body of keys before RoPE stands, and RoPE's attention factor
+SINK, FACTOR = (
+    3,
+    1.25,
+)  # where the first token of a body of keys before RoPE stands, and RoPE's attention factor
 
 
 def _bits(array: jnp.ndarray) -> np.ndarray:
@@ -155,23 +215,43 @@ def _angles(half: int, positions: np.ndarray) -> np.ndarray:
 
 
 def _turns(half: int, tokens: int) -> list[np.ndarray]:
-    near, far = np.arange(0, min(tokens, NEAR * TOGETHER), TOGETHER), SINK + np.arange(0, tokens, NEAR * TOGETHER)
-    tables = ((_angles(half, positions), factor) for positions, factor in ((np.arange(TOGETHER), FACTOR), (near, 1), (far, 1)))
-    return [np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32) * np.float32(factor) for angles, factor in tables]
+    near, far = (
+        np.arange(0, min(tokens, NEAR * TOGETHER), TOGETHER),
+        SINK + np.arange(0, tokens, NEAR * TOGETHER),
+    )
+    tables = (
+        (_angles(half, positions), factor)
+        for positions, factor in ((np.arange(TOGETHER), FACTOR), (near, 1), (far, 1))
+    )
+    return [
+        np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32) * np.float32(factor)
+        for angles, factor in tables
+    ]
 
 
 def _rotated(vectors: np.ndarray) -> np.ndarray:
     first, second = np.split(vectors, 2, axis=-1)
     angles = _angles(first.shape[-1], SINK + np.arange(vectors.shape[2]))
     cos, sin = np.cos(angles), np.sin(angles)
-    return FACTOR * np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return FACTOR * np.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, limits: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (m, l, o) in float64 for q [B, K, R, H], k and v [B, K, S, H], limits [B, T]."""
     rows = q.shape[2]
-    seen = np.arange(k.shape[2])[None, None] < np.tile(limits, (1, rows // limits.shape[1]))[:, :, None]  # [B, R, S]
-    scores = np.where(seen[:, None], np.einsum("bkrh,bksh->bkrs", q.astype(np.float64), k) * q.shape[-1] ** -0.5, -1e30)
+    seen = (
+        np.arange(k.shape[2])[None, None]
+        < np.tile(limits, (1, rows // limits.shape[1]))[:, :, None]
+    )  # [B, R, S]
+    scores = np.where(
+        seen[:, None],
+        np.einsum("bkrh,bksh->bkrs", q.astype(np.float64), k) * q.shape[-1] ** -0.5,
+        -1e30,
+    )
     m = scores.max(-1, keepdims=True, initial=-1e30)
     p = np.where(seen[:, None], np.exp(scores - m), 0)
     return m, p.sum(-1, keepdims=True), np.einsum("bkrs,bksh->bkrh", p, v)

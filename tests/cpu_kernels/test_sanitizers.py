@@ -1,4 +1,5 @@
-"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a program without XLA or Python."""
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a program without XLA or
+Python."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import subprocess
 import pytest
 
 SOURCES = pathlib.Path(__file__).parents[2] / "cpu_kernels" / "csrc"
-SANITIZED = ("-std=c++17", "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread", f"-I{SOURCES}")
+SANITIZED = (
+    "-std=c++17",
+    "-O0",
+    "-g1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-pthread",
+    f"-I{SOURCES}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +28,11 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     if compiler is None:
         pytest.skip("no C++ compiler is on the PATH")
     folder = tmp_path_factory.mktemp("driver")
-    probe = subprocess.run([compiler, *SANITIZED, "-x", "c++", "-", "-o", str(folder / "probe")], input=b"int main() {}", check=False)
+    probe = subprocess.run(
+        [compiler, *SANITIZED, "-x", "c++", "-", "-o", str(folder / "probe")],
+        input=b"int main() {}",
+        check=False,
+    )
     if probe.returncode or subprocess.run([folder / "probe"], check=False).returncode:
         pytest.skip("this compiler's sanitizers do not work here")
     avx2 = platform.machine().lower() in ("x86_64", "amd64")
@@ -28,9 +41,22 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         parts["attention_avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     objects = [str(folder / f"{name}.o") for name in parts]
     for (name, flags), made in zip(parts.items(), objects, strict=True):
-        subprocess.run([compiler, *SANITIZED, *flags, "-c", str(SOURCES / f"{name}.cc"), "-o", made], check=True)
+        subprocess.run(
+            [compiler, *SANITIZED, *flags, "-c", str(SOURCES / f"{name}.cc"), "-o", made],
+            check=True,
+        )
     program = folder / "driver"
-    subprocess.run([compiler, *SANITIZED, str(pathlib.Path(__file__).with_name("driver.cc")), *objects, "-o", str(program)], check=True)
+    subprocess.run(
+        [
+            compiler,
+            *SANITIZED,
+            str(pathlib.Path(__file__).with_name("driver.cc")),
+            *objects,
+            "-o",
+            str(program),
+        ],
+        check=True,
+    )
     return program
 
 

@@ -14,8 +14,21 @@ from cpu_kernels.store import store_blocks
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
-SHAPES = {"int16": (3, 2, 12, 5), "uint16": (3, 2, 4, 24), "float32": (3, 2, 6, 7), "int8": (3, 12)}  # of 6 blocks each
-AXES, ENTRIES = {"int16": 2, "uint16": 3, "float32": 2, "int8": 1}, {"int16": 2, "uint16": 4, "float32": 1, "int8": 2}
+SHAPES = {
+    "int16": (3, 2, 12, 5),
+    "uint16": (3, 2, 4, 24),
+    "float32": (3, 2, 6, 7),
+    "int8": (3, 12),
+}  # of 6 blocks each
+AXES, ENTRIES = (
+    {"int16": 2, "uint16": 3, "float32": 2, "int8": 1},
+    {
+        "int16": 2,
+        "uint16": 4,
+        "float32": 1,
+        "int8": 2,
+    },
+)
 BLOCKS = 2  # new ones for each row
 CASES = {
     "inside": ([0, 3, 4], [1, 2, 2]),
@@ -28,11 +41,16 @@ CASES = {
 def arrays() -> tuple[list[np.ndarray], list[np.ndarray]]:
     rng = np.random.default_rng(0)
     stored = [rng.integers(0, 100, shape).astype(dtype) for dtype, shape in SHAPES.items()]
-    shapes = {d: tuple(BLOCKS * ENTRIES[d] if i == AXES[d] else n for i, n in enumerate(shape)) for d, shape in SHAPES.items()}
+    shapes = {
+        d: tuple(BLOCKS * ENTRIES[d] if i == AXES[d] else n for i, n in enumerate(shape))
+        for d, shape in SHAPES.items()
+    }
     return stored, [rng.integers(100, 120, shape).astype(dtype) for dtype, shape in shapes.items()]
 
 
-def expected(stored: list[np.ndarray], blocks: list[np.ndarray], first: list[int], count: list[int]) -> list[np.ndarray]:
+def expected(
+    stored: list[np.ndarray], blocks: list[np.ndarray], first: list[int], count: list[int]
+) -> list[np.ndarray]:
     written = []
     for old, new, axis, per in zip(stored, blocks, AXES.values(), ENTRIES.values(), strict=True):
         old = np.moveaxis(old, axis, 1).copy()
@@ -47,7 +65,9 @@ def expected(stored: list[np.ndarray], blocks: list[np.ndarray], first: list[int
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write(stored, blocks, first, count):
-    return store_blocks(stored, blocks, first, count, axes=list(AXES.values()), entries=list(ENTRIES.values()))
+    return store_blocks(
+        stored, blocks, first, count, axes=list(AXES.values()), entries=list(ENTRIES.values())
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,10 +75,14 @@ def test_blocks_land_where_they_belong_and_nothing_else_changes(case: str):
     first, count = CASES[case]
     stored, blocks = arrays()
     want = expected(stored, blocks, first, count)
-    written = write([jnp.asarray(a) for a in stored], blocks, jnp.asarray(first), jnp.asarray(count))
+    written = write(
+        [jnp.asarray(a) for a in stored], blocks, jnp.asarray(first), jnp.asarray(count)
+    )
     for dtype, new, old, right in zip(SHAPES, written, stored, want, strict=True):
         np.testing.assert_array_equal(new, right, err_msg=dtype)
-        assert (case != "nothing") == bool((np.asarray(new) != old).any()), f"{dtype}: the comparison would not see it"
+        assert (case != "nothing") == bool((np.asarray(new) != old).any()), (
+            f"{dtype}: the comparison would not see it"
+        )
 
 
 def test_donated_arrays_are_written_where_they_lie():
@@ -82,9 +106,18 @@ def test_donated_arrays_are_written_where_they_lie():
         ((3, 2, 2, 5), [2, 2], [1, 1]),  # an axis too many
     ],
 )
-def test_arrays_that_do_not_fit_are_an_error(blocks: tuple[int, ...], axes: list[int], entries: list[int]):
+def test_arrays_that_do_not_fit_are_an_error(
+    blocks: tuple[int, ...], axes: list[int], entries: list[int]
+):
     old = jnp.zeros((3, 2, 12, 5), jnp.int16)
     with pytest.raises(Exception, match="kvq_store_blocks"):
         jax.block_until_ready(
-            store_blocks([old], [jnp.ones(blocks, jnp.int16)], jnp.zeros(3, int), jnp.ones(3, int), axes=axes, entries=entries)
+            store_blocks(
+                [old],
+                [jnp.ones(blocks, jnp.int16)],
+                jnp.zeros(3, int),
+                jnp.ones(3, int),
+                axes=axes,
+                entries=entries,
+            )
         )

@@ -25,11 +25,15 @@ K, V, CAPACITY = Case(4, 64, 32, "token groups", 32), Case(4, 64, 32, "channel g
 
 def arrays(seed: int = 0):
     q = np.random.default_rng(seed).normal(size=(2, 2, 4, 64)).astype(np.float32)
-    return jax.tree.map(jnp.asarray, (q, K.random(2, 2, CAPACITY, seed)[0], V.random(2, 2, CAPACITY, seed + 1)[0]))
+    return jax.tree.map(
+        jnp.asarray, (q, K.random(2, 2, CAPACITY, seed)[0], V.random(2, 2, CAPACITY, seed + 1)[0])
+    )
 
 
 def attend(q, keys, values, limits):
-    m, l, o = attention.decode_attention(q, (K.body, keys), (V.body, values), limits, capacity=CAPACITY)
+    m, l, o = attention.decode_attention(
+        q, (K.body, keys), (V.body, values), limits, capacity=CAPACITY
+    )
     return o / l
 
 
@@ -46,7 +50,9 @@ def test_a_compiled_loop_calls_it_with_other_lengths_each_time():
 
     found = np.asarray(loop(q, keys, values))
     for i in range(4):
-        np.testing.assert_array_equal(found[i], attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32)))
+        np.testing.assert_array_equal(
+            found[i], attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32))
+        )
     assert np.abs(found[1] - found[2]).max() > 1e-3
 
 
@@ -79,5 +85,7 @@ def test_a_child_of_a_process_that_loaded_it_runs_it():
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr

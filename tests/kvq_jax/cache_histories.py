@@ -1,11 +1,15 @@
-"""What happens to a batch of sequences in a cache, operation by operation, beside an oracle that knows only the tokens.
+"""What happens to a batch of sequences in a cache, operation by operation, beside an oracle that
+knows only the tokens.
 
-The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, and the values of tokens that went through the
-body and came back by `trim` (the values that attention saw: decoded from a state that was just found equal). After every operation a fresh
-cache is given all of that at once, and must hold the same. A decode step is also made in the fresh cache: its outputs must be the same.
+The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, and
+the values of tokens that went through the body and came back by `trim` (the values that attention
+saw: decoded from a state that was just found equal). After every operation a fresh cache is given
+all of that at once, and must hold the same. A decode step is also made in the fresh cache: its
+outputs must be the same.
 
-A fresh cache has the faults of the code that filled it. Where codes are near exact, outputs of prompts and steps are compared with
-attention over the rows themselves, too (`exact`), which needs nothing of a cache.
+A fresh cache has the faults of the code that filled it. Where codes are near exact, outputs of
+prompts and steps are compared with attention over the rows themselves, too (`exact`), which needs
+nothing of a cache.
 """
 
 from __future__ import annotations
@@ -30,11 +34,22 @@ from kvq_jax.types.array_types import Tree
 from kvq_jax.types.rope import rotate
 from tests.kvq_jax import layer_runs
 from tests.kvq_jax.cache_runs import DIMS, rows_of
-from tests.kvq_jax.layer_runs import CAPACITY, ROUNDING, STEP, Sequences, beyond_rounding, differences, live, parameters_of, quick_jit
+from tests.kvq_jax.layer_runs import (
+    CAPACITY,
+    ROUNDING,
+    STEP,
+    Sequences,
+    beyond_rounding,
+    differences,
+    live,
+    parameters_of,
+    quick_jit,
+)
 
 BATCH = 8
 WORDS = 311  # tokens of the vocabulary
-CODES_DIFFER = 2e-2  # relative error of an output where the codes of two functions differ, which one in 10^4 may
+# relative error of an output where the codes of two functions differ, which one in 10^4 may
+CODES_DIFFER = 2e-2
 
 
 @functools.cache
@@ -42,7 +57,10 @@ def vocabulary(layer: int) -> Sequences:
     """Return queries, keys before RoPE and values of every token in a layer, as one sequence."""
     rng = np.random.default_rng(50 + layer)
     q = rng.normal(size=(1, DIMS.num_attention_heads, WORDS, DIMS.head_dim)).astype(np.float32)
-    k, v = (rng.normal(size=(1, DIMS.num_key_value_heads, WORDS, DIMS.head_dim)).astype(np.float32) for _ in range(2))
+    k, v = (
+        rng.normal(size=(1, DIMS.num_key_value_heads, WORDS, DIMS.head_dim)).astype(np.float32)
+        for _ in range(2)
+    )
     k[..., :: DIMS.head_dim // 4] *= 3
     return Sequences(q, k, k, v, layer_runs.sequences().rope)
 
@@ -55,36 +73,65 @@ def inputs_of_words(layer: int) -> np.ndarray:
 _rotate = quick_jit(rotate)
 
 
-def layer_inputs(layer: int, ids: np.ndarray, start: np.ndarray, counts: np.ndarray) -> kvq.LayerInputs:
-    """Return the inputs of tokens ids [B, T] at positions start[b] + t, of which counts[b] are real. Padding is NaN."""
+def layer_inputs(
+    layer: int, ids: np.ndarray, start: np.ndarray, counts: np.ndarray
+) -> kvq.LayerInputs:
+    """Return the inputs of tokens ids [B, T] at positions start[b] + t, of which counts[b] are
+    real. Padding is NaN."""
     words = vocabulary(layer)
     valid = np.arange(ids.shape[1]) < counts[:, None]
     positions = jnp.asarray(start[:, None] + np.arange(ids.shape[1]), jnp.int32)
     real = valid[:, None, :, None]
-    q, k, v = (np.where(real, np.moveaxis(rows[0][:, ids], 0, 1), np.float32(np.nan)) for rows in (words.q, words.k_pre, words.v))
+    q, k, v = (
+        np.where(real, np.moveaxis(rows[0][:, ids], 0, 1), np.float32(np.nan))
+        for rows in (words.q, words.k_pre, words.v)
+    )
     x = np.where(valid[..., None], inputs_of_words(layer)[ids], np.float32(np.nan))
     q_rot, k_rot = (_rotate(jnp.asarray(rows), positions, words.rope) for rows in (q, k))
     return kvq.LayerInputs(
-        jnp.asarray(x), jnp.asarray(q), q_rot, jnp.asarray(k), k_rot, jnp.asarray(v), positions, jnp.asarray(valid), words.rope
+        jnp.asarray(x),
+        jnp.asarray(q),
+        q_rot,
+        jnp.asarray(k),
+        k_rot,
+        jnp.asarray(v),
+        positions,
+        jnp.asarray(valid),
+        words.rope,
     )
 
 
 def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarray:
-    """Return softmax(q k^T / sqrt(H)) v [B, N, T, H] of the queries of `inputs` over the tokens of `held` up to their own, in float64."""
+    """Return softmax(q k^T / sqrt(H)) v [B, N, T, H] of the queries of `inputs` over the tokens of
+    `held` up to their own, in float64."""
     real = np.asarray(held.valid)[:, None, :, None]
-    q, k, v = (np.asarray(a, np.float64) for a in (inputs.q_rot, np.where(real, held.k_rot, 0), np.where(real, held.v, 0)))
-    k, v = (np.repeat(rows, DIMS.num_attention_heads // DIMS.num_key_value_heads, axis=1) for rows in (k, v))
+    q, k, v = (
+        np.asarray(a, np.float64)
+        for a in (inputs.q_rot, np.where(real, held.k_rot, 0), np.where(real, held.v, 0))
+    )
+    k, v = (
+        np.repeat(rows, DIMS.num_attention_heads // DIMS.num_key_value_heads, axis=1)
+        for rows in (k, v)
+    )
     scores = np.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(DIMS.head_dim)
     seen = np.asarray(inputs.positions)[:, :, None] >= np.arange(k.shape[2])
-    weights = np.exp(np.where(seen[:, None], scores - scores.max(-1, keepdims=True, where=seen[:, None], initial=-1e30), -np.inf))
+    weights = np.exp(
+        np.where(
+            seen[:, None],
+            scores - scores.max(-1, keepdims=True, where=seen[:, None], initial=-1e30),
+            -np.inf,
+        )
+    )
     return np.einsum("bnts,bnsh->bnth", weights / weights.sum(-1, keepdims=True), v)
 
 
-# --- a fresh cache that is given everything at once ---------------------------------------------------------------------------------------
+# --- a fresh cache that is given everything at once
+# ---------------------------------------------------------------------------------------
 
 
 def _returning(codec: Codec, given: jax.Array, returned: jax.Array) -> Codec:
-    """Return the codec, with `given` rows [B, K, T, C] in the place of those of the tokens that `returned` [B, T] from the body."""
+    """Return the codec, with `given` rows [B, K, T, C] in the place of those of the tokens that
+    `returned` [B, T] from the body."""
 
     class Returning(type(codec)):
         outlier_slots = type(codec).outlier_slots
@@ -107,8 +154,17 @@ def _fill(
     given: tuple[jax.Array, ...],
     returned: jax.Array,
 ) -> tuple[LayerState, Tree]:
-    codecs = [_returning(codec, rows, returned) for codec, rows in zip(plan.codecs, given, strict=True)]
-    after = append_layer(dataclasses.replace(plan, k=codecs[0], v=codecs[-1]), params, state, inputs, carry, prefill=True)
+    codecs = [
+        _returning(codec, rows, returned) for codec, rows in zip(plan.codecs, given, strict=True)
+    ]
+    after = append_layer(
+        dataclasses.replace(plan, k=codecs[0], v=codecs[-1]),
+        params,
+        state,
+        inputs,
+        carry,
+        prefill=True,
+    )
     body = plan.regions.body(jnp.sum(inputs.valid, axis=1, dtype=jnp.int32))
     return after, cross_layer.advance(plan, params, after, body, carry)
 
@@ -135,7 +191,9 @@ def compiled() -> Programs:
         trim=quick_jit(lambda *a: kvq.trim(*a)),
         selected=quick_jit(lambda cache, index: kvq.select_rows(cache, index)),
         repeated=quick_jit(lambda cache, index: kvq.select_rows(kvq.repeat_rows(cache, 2), index)),
-        merged=quick_jit(lambda cache, other, index: kvq.select_rows(kvq.merge_rows(cache, other), index)),
+        merged=quick_jit(
+            lambda cache, other, index: kvq.select_rows(kvq.merge_rows(cache, other), index)
+        ),
     )
 
 
@@ -144,8 +202,10 @@ SOUND = dataclasses.replace(compiled(), prefill=layer_runs.prefill, decode=layer
 
 @dataclasses.dataclass
 class Known:
-    """What the oracle knows of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose statistics the row has; firsts [B, S]:
-    these tokens. returned [B, S]: which tokens came back from the body; given: their rows [B, K, S, C] by layer and side."""
+    """What the oracle knows of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose
+    statistics the row has; firsts [B, S]: these tokens. returned [B, S]: which tokens came back
+    from the body; given: their rows [B, K, S, C] by layer and side.
+    """
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -167,27 +227,51 @@ jax.tree_util.register_dataclass(Known)
 
 
 class Histories:
-    """A cache of BATCH rows, changed by its methods; each looks at the cache afterwards and raises AssertionError where it is not what the
-    oracle says. `comparisons` counts arrays that were compared.
+    """A cache of BATCH rows, changed by its methods; each looks at the cache afterwards and raises
+    AssertionError where it is not what the oracle says. `comparisons` counts arrays that were
+    compared.
 
-    exact: the relative error that an output may have against exact attention; None where codes are coarse. bodies: False where generated
-    tokens are coded in another way than a prompt's, on purpose; then the body is not compared.
+    exact: the relative error that an output may have against exact attention; None where codes are
+    coarse. bodies: False where generated tokens are coded in another way than a prompt's, on
+    purpose; then the body is not compared.
     """
 
-    def __init__(self, spec: str, *, bodies: bool = True, exact: float | None = None, programs: Programs = SOUND):
+    def __init__(
+        self,
+        spec: str,
+        *,
+        bodies: bool = True,
+        exact: float | None = None,
+        programs: Programs = SOUND,
+    ):
         self.cache = kvq.init_cache(spec, DIMS, BATCH, CAPACITY, "float32")
-        self.plans, self.programs, self.bodies, self.exact = self.cache.plans, programs, bodies, exact
+        self.plans, self.programs, self.bodies, self.exact = (
+            self.cache.plans,
+            programs,
+            bodies,
+            exact,
+        )
         self.params = tuple(parameters_of(plan) for plan in self.plans)
-        empty = [[np.zeros(s.shape, np.float32) for s in plan.layout(BATCH, "float32").ring] for plan in self.plans]
-        given = [[np.zeros((*r.shape[:2], CAPACITY, r.shape[3]), np.float32) for r in sides] for sides in empty]
+        empty = [
+            [np.zeros(s.shape, np.float32) for s in plan.layout(BATCH, "float32").ring]
+            for plan in self.plans
+        ]
+        given = [
+            [np.zeros((*r.shape[:2], CAPACITY, r.shape[3]), np.float32) for r in sides]
+            for sides in empty
+        ]
         numbers = [np.zeros(BATCH, np.int32) for _ in range(2)]
         tokens = [np.zeros((BATCH, CAPACITY), np.int32) for _ in range(2)]
-        self.known = Known(tokens[0], numbers[0], numbers[1], tokens[1], np.zeros((BATCH, CAPACITY), bool), given)
+        self.known = Known(
+            tokens[0], numbers[0], numbers[1], tokens[1], np.zeros((BATCH, CAPACITY), bool), given
+        )
         self.new = self.cache
         self.fresh = self.cache
         self.aside = self.cache, self.known
         self.said = self.operations = self.comparisons = 0
-        self.equal = [True] * len(self.plans)  # in bits, the codes and statistics of a layer and of the fresh one
+        self.equal = [True] * len(
+            self.plans
+        )  # in bits, the codes and statistics of a layer and of the fresh one
         self.worst = 0.0  # error against exact attention
 
     # --- operations
@@ -206,8 +290,8 @@ class Histories:
             self._near_exact(layer, inputs, out, start, counts)
 
     def decode(self, counts: np.ndarray, tokens: int = STEP) -> None:
-        """Generate at most `tokens` tokens in a step, counts[b] of them in row b: 0 where a row is not active. What exceeds the capacity is
-        dropped."""
+        """Generate at most `tokens` tokens in a step, counts[b] of them in row b: 0 where a row is
+        not active. What exceeds the capacity is dropped."""
         counts = np.minimum(counts, tokens)
         stored = np.minimum(counts, CAPACITY - self.known.lengths)
         before = self.fresh
@@ -217,14 +301,20 @@ class Histories:
         carry: Tree = ()
         for layer, (plan, state) in enumerate(zip(self.plans, before.layers, strict=True)):
             inputs, out = outputs[layer]
-            expected, _, carry = self.programs.decode(plan, self.params[layer], state, inputs, carry)
+            expected, _, carry = self.programs.decode(
+                plan, self.params[layer], state, inputs, carry
+            )
             if not self.bodies:
                 continue
             real = np.asarray(inputs.valid)[:, None]
-            error = np.where(real, layer_runs.row_errors(np.asarray(out), np.asarray(expected)), 0).max(initial=0)
+            error = np.where(
+                real, layer_runs.row_errors(np.asarray(out), np.asarray(expected)), 0
+            ).max(initial=0)
             self.comparisons += 1
             allowed = ROUNDING if self.equal[layer] else CODES_DIFFER
-            assert error <= allowed, f"{layer=}: a step's outputs differ from a fresh cache's by {error:.1e}"
+            assert error <= allowed, (
+                f"{layer=}: a step's outputs differ from a fresh cache's by {error:.1e}"
+            )
         self.check()
         for layer, (inputs, out) in enumerate(outputs):
             self._near_exact(layer, inputs, out, start, stored)
@@ -234,7 +324,10 @@ class Histories:
         seen = rows_of(self.cache)
         regions = self.plans[0].regions
         for b in range(BATCH):
-            back = slice(regions.sink + regions.body(int(kept[b])), min(regions.sink + regions.body(int(known.lengths[b])), int(kept[b])))
+            back = slice(
+                regions.sink + regions.body(int(kept[b])),
+                min(regions.sink + regions.body(int(known.lengths[b])), int(kept[b])),
+            )
             known.returned[b, kept[b] :] = False
             if back.start < back.stop:
                 known.returned[b, back] = True
@@ -268,7 +361,9 @@ class Histories:
 
     def save_and_load(self, folder: pathlib.Path) -> None:
         kvq.save_cache(self.cache, folder / "cache.safetensors")
-        self.cache = kvq.load_cache(folder / "cache.safetensors", spec=self.cache.spec, config=DIMS, capacity=CAPACITY)
+        self.cache = kvq.load_cache(
+            folder / "cache.safetensors", spec=self.cache.spec, config=DIMS, capacity=CAPACITY
+        )
         self.check()
 
     # --- what must be true
@@ -283,39 +378,69 @@ class Histories:
             inputs = layer_inputs(layer, self.known.ids, zero, lengths)
             state = dataclasses.replace(self.new.layers[layer], stats=stats[layer])
             given = tuple(jnp.asarray(rows) for rows in self.known.given[layer])
-            state, carry = self.programs.fill(plan, self.params[layer], state, inputs, carry, given, jnp.asarray(self.known.returned))
+            state, carry = self.programs.fill(
+                plan,
+                self.params[layer],
+                state,
+                inputs,
+                carry,
+                given,
+                jnp.asarray(self.known.returned),
+            )
             layers.append(state)
             found, expected = (live(plan, s, lengths) for s in (self.cache.layers[layer], state))
             if not self.bodies:
-                found, expected = ({name: a for name, a in d.items() if not name.startswith("body")} for d in (found, expected))
+                found, expected = (
+                    {name: a for name, a in d.items() if not name.startswith("body")}
+                    for d in (found, expected)
+                )
             self.comparisons += len(found)
             wrong = beyond_rounding(found, expected)
             assert not wrong, f"{layer=}: not what a fresh cache of the same tokens holds: {wrong}"
-            coded = [{n: a for n, a in d.items() if n.startswith(("body", "stats"))} for d in (found, expected)]
+            coded = [
+                {n: a for n, a in d.items() if n.startswith(("body", "stats"))}
+                for d in (found, expected)
+            ]
             self.equal.append(not differences(coded[0], coded[1]))
-        self.fresh = dataclasses.replace(self.new, layers=tuple(layers), lengths=jnp.asarray(lengths))
+        self.fresh = dataclasses.replace(
+            self.new, layers=tuple(layers), lengths=jnp.asarray(lengths)
+        )
 
     def _statistics(self) -> list[Any]:
-        """Return the statistics of each layer after the rows' first prompts, as a fresh cache has them."""
+        """Return the statistics of each layer after the rows' first prompts, as a fresh cache has
+        them."""
         if not any(jax.tree.leaves(state.stats) for state in self.new.layers):
             return [state.stats for state in self.new.layers]
         found, carry = [], ()
         for layer, (plan, state) in enumerate(zip(self.plans, self.new.layers, strict=True)):
-            inputs = layer_inputs(layer, self.known.firsts, np.zeros(BATCH, np.int32), self.known.prompt)
+            inputs = layer_inputs(
+                layer, self.known.firsts, np.zeros(BATCH, np.int32), self.known.prompt
+            )
             _, state, carry = self.programs.prefill(plan, self.params[layer], state, inputs, carry)
             found.append(state.stats)
         return found
 
-    def _near_exact(self, layer: int, inputs: kvq.LayerInputs, out: jax.Array, start: np.ndarray, counts: np.ndarray) -> None:
+    def _near_exact(
+        self,
+        layer: int,
+        inputs: kvq.LayerInputs,
+        out: jax.Array,
+        start: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
         if self.exact is None:
             return
         held = layer_inputs(layer, self.known.ids, np.zeros(BATCH, np.int32), start + counts)
         real = np.asarray(inputs.valid)[:, None]
-        errors = np.where(real, layer_runs.row_errors(np.asarray(out), exact_attention(inputs, held)), 0)
+        errors = np.where(
+            real, layer_runs.row_errors(np.asarray(out), exact_attention(inputs, held)), 0
+        )
         self.comparisons += 1
         self.worst = max(self.worst, float(errors.max(initial=0)))
         row = int(np.argmax(errors.max(axis=(1, 2))))
-        assert errors.max(initial=0) <= self.exact, f"{layer=}: row {row} is off exact attention by {errors.max():.1e}"
+        assert errors.max(initial=0) <= self.exact, (
+            f"{layer=}: row {row} is off exact attention by {errors.max():.1e}"
+        )
 
     # --- how
 
@@ -329,9 +454,13 @@ class Histories:
         return start
 
     def _window(self, start: np.ndarray, tokens: int) -> np.ndarray:
-        return np.take_along_axis(self.known.ids, np.minimum(start[:, None] + np.arange(tokens), CAPACITY - 1), axis=1)
+        return np.take_along_axis(
+            self.known.ids, np.minimum(start[:, None] + np.arange(tokens), CAPACITY - 1), axis=1
+        )
 
-    def _run(self, program: Callable, ids: np.ndarray, start: np.ndarray, counts: np.ndarray) -> list[tuple[kvq.LayerInputs, jax.Array]]:
+    def _run(
+        self, program: Callable, ids: np.ndarray, start: np.ndarray, counts: np.ndarray
+    ) -> list[tuple[kvq.LayerInputs, jax.Array]]:
         """Run all layers. Return the inputs and the output of each."""
         layers, outputs, carry = [], [], ()
         for layer, (plan, state) in enumerate(zip(self.plans, self.cache.layers, strict=True)):
@@ -339,5 +468,7 @@ class Histories:
             out, state, carry = program(plan, self.params[layer], state, inputs, carry)
             layers.append(state)
             outputs.append((inputs, out))
-        self.cache = dataclasses.replace(self.cache, layers=tuple(layers), lengths=jnp.asarray(start + counts, jnp.int32))
+        self.cache = dataclasses.replace(
+            self.cache, layers=tuple(layers), lengths=jnp.asarray(start + counts, jnp.int32)
+        )
         return outputs

@@ -1,7 +1,8 @@
-"""What the tests of caches share: sequences, compiled layer functions, and comparisons that name what differs.
+"""What the tests of caches share: sequences, compiled layer functions, and comparisons that name
+what differs.
 
-Lengths vary inside one compiled function: every batch is ragged, and holds the lengths at which something happens. All padding is NaN, in
-every test: it may never enter a number.
+Lengths vary inside one compiled function: every batch is ragged, and holds the lengths at which
+something happens. All padding is NaN, in every test: it may never enter a number.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from kvq_jax.types.array_types import LayerWeights
 from kvq_jax.types.rope import rotate
 from tests.compile_options import QUICK_COMPILE
 
-DIMS = CacheDims(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128)
+DIMS = CacheDims(
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128
+)
 CAPACITY = 90
 STEP = 8  # tokens of one decode call
 ROUNDING = 1e-5  # relative: how far apart two compiled functions may round fp32
@@ -49,16 +52,25 @@ def quick_jit(function: Callable, **options: Any) -> Callable:
 
 
 def _reference(
-    plan: LayerPlan, params: Any, state: LayerState, lengths: jax.Array, inputs: kvq.LayerInputs, seen: jax.Array, carry: Any = ()
+    plan: LayerPlan,
+    params: Any,
+    state: LayerState,
+    lengths: jax.Array,
+    inputs: kvq.LayerInputs,
+    seen: jax.Array,
+    carry: Any = (),
 ) -> jax.Array:
-    """Return the definition of attention over a layer of `lengths` tokens, for queries that see `seen` [B, T, S]."""
+    """Return the definition of attention over a layer of `lengths` tokens, for queries that see
+    `seen` [B, T, S]."""
     k, v = reference.decode_vectors(plan, params, state, lengths, inputs.rope, carry)
     return reference.attend(inputs.q_rot, k, v, seen)
 
 
 prefill = quick_jit(prefill_layer, static_argnums=0)
 decode = quick_jit(functools.partial(decode_layer, implementation="xla"), static_argnums=0)
-decode_natively = quick_jit(functools.partial(decode_layer, implementation="native"), static_argnums=0)
+decode_natively = quick_jit(
+    functools.partial(decode_layer, implementation="native"), static_argnums=0
+)
 append = quick_jit(append_layer, static_argnums=0, static_argnames="prefill")
 attend_reference = quick_jit(_reference, static_argnums=0)
 decode_rows = quick_jit(reference.decode_rows, static_argnums=0)
@@ -67,7 +79,8 @@ decode_vectors = quick_jit(reference.decode_vectors, static_argnums=0)
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """B sequences of S tokens of one layer, as NumPy arrays: q [B, N, S, H]; k_pre, k_rot, v [B, K, S, H]; x [B, S, 2 K H]."""
+    """B sequences of S tokens of one layer, as NumPy arrays: q [B, N, S, H]; k_pre, k_rot, v [B, K,
+    S, H]; x [B, S, 2 K H]."""
 
     q: np.ndarray
     k_pre: np.ndarray
@@ -78,11 +91,17 @@ class Sequences:
     @property
     def x(self) -> np.ndarray:
         """Return the layer input from which `layer_weights` make these keys and values."""
-        k, v = (np.moveaxis(np.asarray(a, np.float32), 1, 2).reshape(a.shape[0], a.shape[2], -1) for a in (self.k_pre, self.v))
-        return np.concatenate([k @ np.linalg.inv(key_map(k.shape[-1])), v], axis=-1, dtype=np.float32).astype(self.v.dtype)
+        k, v = (
+            np.moveaxis(np.asarray(a, np.float32), 1, 2).reshape(a.shape[0], a.shape[2], -1)
+            for a in (self.k_pre, self.v)
+        )
+        return np.concatenate(
+            [k @ np.linalg.inv(key_map(k.shape[-1])), v], axis=-1, dtype=np.float32
+        ).astype(self.v.dtype)
 
     def below(self, plan: LayerPlan, whole: bool = False) -> Any:
-        """The carry of the layer below: for layers that build on it, an accumulator near these inputs, of the body's tokens or of all."""
+        """The carry of the layer below: for layers that build on it, an accumulator near these
+        inputs, of the body's tokens or of all."""
         codec = plan.cross_layer
         if codec is None or codec.starts:
             return ()
@@ -93,26 +112,53 @@ class Sequences:
         leaf = codec.accumulator(*held.shape[:2])
         return leaf.store(jnp.asarray(held).astype(leaf.dtype))
 
-    def window(self, start: np.ndarray, stop: np.ndarray, tokens: int, padding: float = np.nan) -> kvq.LayerInputs:
-        """Tokens start[b] .. min(start[b] + tokens, stop[b]) of every row, right-padded to `tokens`."""
+    def window(
+        self, start: np.ndarray, stop: np.ndarray, tokens: int, padding: float = np.nan
+    ) -> kvq.LayerInputs:
+        """Tokens start[b] .. min(start[b] + tokens, stop[b]) of every row, right-padded to
+        `tokens`."""
         positions = start[:, None] + np.arange(tokens)
         valid = positions < stop[:, None]
         index = np.minimum(positions, self.v.shape[2] - 1)[:, None, :, None]
 
         def cut(rows: np.ndarray) -> jax.Array:
-            return jnp.asarray(np.where(valid[:, None, :, None], np.take_along_axis(rows, index, 2), np.asarray(padding, rows.dtype)))
+            return jnp.asarray(
+                np.where(
+                    valid[:, None, :, None],
+                    np.take_along_axis(rows, index, 2),
+                    np.asarray(padding, rows.dtype),
+                )
+            )
 
         x, q, k_pre, k_rot, v = map(cut, (self.x[:, None], self.q, self.k_pre, self.k_rot, self.v))
-        return kvq.LayerInputs(x[:, 0], q, q, k_pre, k_rot, v, jnp.asarray(positions, jnp.int32), jnp.asarray(valid), self.rope)
+        return kvq.LayerInputs(
+            x[:, 0],
+            q,
+            q,
+            k_pre,
+            k_rot,
+            v,
+            jnp.asarray(positions, jnp.int32),
+            jnp.asarray(valid),
+            self.rope,
+        )
 
     def rows(self, index: list[int]) -> Sequences:
-        return dataclasses.replace(self, **{f: getattr(self, f)[index] for f in ("q", "k_pre", "k_rot", "v")})
+        return dataclasses.replace(
+            self, **{f: getattr(self, f)[index] for f in ("q", "k_pre", "k_rot", "v")}
+        )
 
 
 @functools.cache
-def sequences(batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, seed: int = 0, dtype: str = "float32") -> Sequences:
-    """Random sequences with a few large key channels. The first 5 tokens have the largest keys of all: so the statistics of a prompt do not
-    depend on where it ends.
+def sequences(
+    batch: int = 8,
+    dims: CacheDims = DIMS,
+    capacity: int = CAPACITY,
+    seed: int = 0,
+    dtype: str = "float32",
+) -> Sequences:
+    """Random sequences with a few large key channels. The first 5 tokens have the largest keys of
+    all: so the statistics of a prompt do not depend on where it ends.
     """
     rng = np.random.default_rng(seed)
     h = dims.head_dim
@@ -120,7 +166,10 @@ def sequences(batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, 
     k, v = (rng.normal(size=(batch, dims.num_key_value_heads, capacity, h)) for _ in range(2))
     k[..., :: h // 4] *= 3
     k[:, :, :5] = np.sign(k[:, :, :5]) * np.abs(k).max(axis=2, keepdims=True)
-    rope = kvq.Rope(jnp.asarray(100.0 ** (-np.arange(h // 2) / (h // 2)), jnp.float32), jnp.ones((), jnp.float32))
+    rope = kvq.Rope(
+        jnp.asarray(100.0 ** (-np.arange(h // 2) / (h // 2)), jnp.float32),
+        jnp.ones((), jnp.float32),
+    )
     backwards = -jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
     k_pre = rotate(jnp.asarray(k, jnp.float32), backwards, rope)
     q, k_pre, k, v = (np.asarray(a, np.float32).astype(jnp.dtype(dtype)) for a in (q, k_pre, k, v))
@@ -129,7 +178,8 @@ def sequences(batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, 
 
 @functools.cache
 def key_map(width: int) -> np.ndarray:
-    """Return an invertible matrix whose singular values differ, so that its singular vectors are determined."""
+    """Return an invertible matrix whose singular values differ, so that its singular vectors are
+    determined."""
     rng = np.random.default_rng(7)
     left, right = (np.linalg.qr(rng.normal(size=(width, width)))[0] for _ in range(2))
     return (left * np.linspace(2, 0.5, width)) @ right
@@ -137,31 +187,42 @@ def key_map(width: int) -> np.ndarray:
 
 @functools.cache
 def key_bias(width: int) -> np.ndarray:
-    """Return the bias of the keys of `sequences`, where a cache asks for it; the x of such a projection is read nowhere."""
+    """Return the bias of the keys of `sequences`, where a cache asks for it; the x of such a
+    projection is read nowhere."""
     return np.random.default_rng(8).normal(size=width).astype(np.float32)
 
 
 def layer_weights(heads: int, head_dim: int, bias: np.ndarray | None = None) -> LayerWeights:
-    """Projections that take `Sequences.x` to its keys and values, without a bias. With one, it is part of the same keys."""
+    """Projections that take `Sequences.x` to its keys and values, without a bias. With one, it is
+    part of the same keys."""
     width = heads * head_dim
     zeros, eye = np.zeros((width, width)), np.eye(width)
-    k_kernel, v_kernel = (jnp.asarray(np.concatenate(pair), jnp.float32) for pair in ((key_map(width), zeros), (zeros, eye)))
+    k_kernel, v_kernel = (
+        jnp.asarray(np.concatenate(pair), jnp.float32)
+        for pair in ((key_map(width), zeros), (zeros, eye))
+    )
     ones = jnp.ones(2 * width, jnp.float32)
     k_bias = None if bias is None else jnp.asarray(bias)
     return LayerWeights(k_kernel, v_kernel, ones, jnp.asarray(1e-5, jnp.float32), k_bias)
 
 
 def empty(
-    spec: str, batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, dtype: str = "float32"
+    spec: str,
+    batch: int = 8,
+    dims: CacheDims = DIMS,
+    capacity: int = CAPACITY,
+    dtype: str = "float32",
 ) -> tuple[LayerPlan, LayerState]:
-    """Return the last layer of a new cache: in a cross-layer method, one that may build on another."""
+    """Return the last layer of a new cache: in a cross-layer method, one that may build on
+    another."""
     cache = kvq.init_cache(spec, dims, batch, capacity, dtype)
     return cache.plans[-1], cache.layers[-1]
 
 
 @functools.cache
 def parameters_of(plan: LayerPlan) -> Any:
-    """Parameters for a layer of these tests, calibrated on sequences that the tests do not use; () where no side needs any."""
+    """Parameters for a layer of these tests, calibrated on sequences that the tests do not use; ()
+    where no side needs any."""
     dims = CacheDims(1, 2 * plan.heads, plan.heads, plan.head_dim, 2 * plan.heads * plan.head_dim)
     text = sequences(2, dims, seed=99)
     whole = text.window(np.zeros(2, np.int32), np.full(2, CAPACITY, np.int32), CAPACITY)
@@ -172,8 +233,12 @@ def parameters_of(plan: LayerPlan) -> Any:
     def of(codec: Codec, own: Any) -> Any:
         if not codec.parameters(plan.heads):
             return own
-        rows = np.moveaxis(np.asarray(codec.rows(own, whole)), 1, 2)[:, 5:].reshape(-1, plan.heads, plan.head_dim)
-        found = codec.calibrate(rows, np.random.default_rng(99).normal(size=rows.shape).astype(np.float32))
+        rows = np.moveaxis(np.asarray(codec.rows(own, whole)), 1, 2)[:, 5:].reshape(
+            -1, plan.heads, plan.head_dim
+        )
+        found = codec.calibrate(
+            rows, np.random.default_rng(99).normal(size=rows.shape).astype(np.float32)
+        )
         return (own or {}) | {name: jnp.asarray(array) for name, array in found.items()}
 
     pair = of(plan.k, made[0]), of(plan.v, made[1])
@@ -183,7 +248,19 @@ def parameters_of(plan: LayerPlan) -> Any:
 def boundary_lengths(plan: LayerPlan) -> np.ndarray:
     """Return the eight lengths of a ragged batch at which a region starts, fills or ages."""
     r = plan.regions
-    return np.array([0, 1, r.block - 1, r.block, r.block + 1, r.sink + r.recent + r.block, r.capacity - 1, r.capacity], np.int32)
+    return np.array(
+        [
+            0,
+            1,
+            r.block - 1,
+            r.block,
+            r.block + 1,
+            r.sink + r.recent + r.block,
+            r.capacity - 1,
+            r.capacity,
+        ],
+        np.int32,
+    )
 
 
 def run(
@@ -196,8 +273,9 @@ def run(
     padding: float = np.nan,
     stats: Any = None,
 ) -> tuple[np.ndarray, LayerState]:
-    """Prefills `prompt` tokens of each row and decodes up to `stop`: (outputs [B, N, S, H], NaN where no token was decoded; the state).
-    With `stats`, these are the statistics of the prompts, whatever the prompts are."""
+    """Prefills `prompt` tokens of each row and decodes up to `stop`: (outputs [B, N, S, H], NaN
+    where no token was decoded; the state). With `stats`, these are the statistics of the prompts,
+    whatever the prompts are."""
     capacity = plan.regions.capacity
     outputs = np.full((*tokens.q.shape[:2], capacity + step, tokens.q.shape[3]), np.nan, np.float32)
     if stats is not None:
@@ -207,10 +285,18 @@ def run(
         if not jax.tree.leaves(stats):  # none are given, or the method has none
             _, state, _ = prefill(plan, parameters_of(plan), state, inputs, tokens.below(plan))
         else:
-            state = append(plan, parameters_of(plan), state, inputs, tokens.below(plan), prefill=True)
+            state = append(
+                plan, parameters_of(plan), state, inputs, tokens.below(plan), prefill=True
+            )
     at = np.array(prompt)
     while (at < stop).any():
-        out, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, stop, step, padding), tokens.below(plan))
+        out, state, _ = decode(
+            plan,
+            parameters_of(plan),
+            state,
+            tokens.window(at, stop, step, padding),
+            tokens.below(plan),
+        )
         for b in range(len(at)):
             new = min(step, max(stop[b] - at[b], 0))
             outputs[b, :, at[b] : at[b] + new] = np.asarray(out, np.float32)[b, :, :new]
@@ -232,17 +318,22 @@ def live(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> dict[str, n
         specs = jax.tree_util.tree_leaves_with_path(codec.body(1, 1, regions.block))
         for (path, spec), array in zip(specs, jax.tree.leaves(state.body[side]), strict=True):
             entries = aged // regions.block * spec["tokens"].size
-            inside = spec.along("tokens", np.arange(array.shape[spec.axis("tokens")])) < spec.along("batch", entries)
+            inside = spec.along("tokens", np.arange(array.shape[spec.axis("tokens")])) < spec.along(
+                "batch", entries
+            )
             values = np.asarray(spec.load(array))
-            found[f"body.{name}{jax.tree_util.keystr(path)}"] = np.where(inside, values, np.zeros((), values.dtype))
+            found[f"body.{name}{jax.tree_util.keystr(path)}"] = np.where(
+                inside, values, np.zeros((), values.dtype)
+            )
         for i, stat in enumerate(jax.tree.leaves(state.stats[side])):
             found[f"stats.{name}.{i}"] = np.asarray(stat)
     return found
 
 
 def differences(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list[str]:
-    """Return what is not bitwise equal between two `live` states, and the row where it first differs: for states of one compiled function,
-    or that hold the same numbers. For two compiled functions there is `beyond_rounding`."""
+    """Return what is not bitwise equal between two `live` states, and the row where it first
+    differs: for states of one compiled function, or that hold the same numbers. For two compiled
+    functions there is `beyond_rounding`."""
     assert first.keys() == second.keys()
     found = []
     for name, one in first.items():
@@ -253,10 +344,12 @@ def differences(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> 
 
 
 def beyond_rounding(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list[str]:
-    """Return what differs between two `live` states by more than two compiled functions may round apart (design: laws of the cache).
+    """Return what differs between two `live` states by more than two compiled functions may round
+    apart (design: laws of the cache).
 
-    Floats: 1e-5, or one unit in the last place of a 16-bit float, of the entry and of the array's root mean square. Integers, which are
-    packed codes and indices of outliers: one entry in 10^4, and one in fewer.
+    Floats: 1e-5, or one unit in the last place of a 16-bit float, of the entry and of the array's
+    root mean square. Integers, which are packed codes and indices of outliers: one entry in 10^4,
+    and one in fewer.
     """
     assert first.keys() == second.keys()
     found = []
@@ -270,17 +363,23 @@ def beyond_rounding(first: dict[str, np.ndarray], second: dict[str, np.ndarray])
             scale = np.sqrt(np.mean(np.square(other))) if other.size else 0.0
             wrong = ~(np.abs(one - other) <= tolerance * (np.abs(other) + scale))
         if wrong.sum() > allowed:
-            found.append(f"{name} differs in {wrong.sum()} of {wrong.size} entries, first in row {np.argwhere(wrong)[0][0]}")
+            found.append(
+                f"{name} differs in {wrong.sum()} of {wrong.size} entries, first in row"
+                f" {np.argwhere(wrong)[0][0]}"
+            )
     return found
 
 
 def row_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Relative error of each last-axis row; what is not finite counts as infinitely wrong."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    error = np.linalg.norm(actual - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-30)
+    error = np.linalg.norm(actual - expected, axis=-1) / np.maximum(
+        np.linalg.norm(expected, axis=-1), 1e-30
+    )
     return np.where(np.isfinite(error), error, np.inf)
 
 
 def agrees(actual: np.ndarray, expected: np.ndarray, tolerance: float, rows: np.ndarray) -> bool:
-    """The one check of streaming outputs: every chosen row [B, N, T] of the last axis within `tolerance`."""
+    """The one check of streaming outputs: every chosen row [B, N, T] of the last axis within
+    `tolerance`."""
     return bool((row_errors(actual, expected)[rows] <= tolerance).all())

@@ -21,10 +21,21 @@ def model(**fields):
 
 
 def run(work, spec=SPEC, *, llama=None, text=TEXT, **options):
-    return calibrate(llama or model(), text, spec, **({"samples": 3, "length": LENGTH, "work": work, "text": "t.txt"} | options))
+    return calibrate(
+        llama or model(),
+        text,
+        spec,
+        **({"samples": 3, "length": LENGTH, "work": work, "text": "t.txt"} | options),
+    )
 
 
-def one_line(message: str, function: Any, *arguments: Any, error: type[Exception] = ValueError, **options: Any) -> None:
+def one_line(
+    message: str,
+    function: Any,
+    *arguments: Any,
+    error: type[Exception] = ValueError,
+    **options: Any,
+) -> None:
     with pytest.raises(error) as caught:
         function(*arguments, **options)
     assert message in str(caught.value), str(caught.value)

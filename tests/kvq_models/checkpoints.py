@@ -1,6 +1,8 @@
-"""Small random checkpoints for tests: every family and feature once, with no weight left where a dropped one would not show.
+"""Small random checkpoints for tests: every family and feature once, with no weight left where a
+dropped one would not show.
 
-A fresh model has zero biases and unit norms, so a loader that forgets them still agrees. Here every weight is random.
+A fresh model has zero biases and unit norms, so a loader that forgets them still agrees. Here every
+weight is random.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
 
-PROMPT = "the key of the cat is seven, and the key of the dog is"  # of which the tokenizer of `model` knows the words
+PROMPT = (  # of which the tokenizer of `model` knows the words
+    "the key of the cat is seven, and the key of the dog is"
+)
 STORIES = pathlib.Path(__file__).parents[2] / "../shared/data/models/stories260K-hf"
 
 SIZES = {
@@ -36,14 +40,27 @@ SIZES = {
     "pad_token_id": None,
 }
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-YARN_ALL = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False}
+YARN_ALL = YARN | {
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "beta_fast": 20.0,
+    "beta_slow": 2.0,
+    "truncate": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A checkpoint to build: fields of config.json beside `SIZES`, RoPE fields, and how config.json spells those."""
+    """A checkpoint to build: fields of config.json beside `SIZES`, RoPE fields, and how config.json
+    spells those."""
 
     model_type: str
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -53,8 +70,12 @@ class Case:
 
 CASES = {
     "llama_mha": Case("llama", {"num_key_value_heads": 4}),
-    "llama_gqa4_tied": Case("llama", {"num_attention_heads": 8, "tie_word_embeddings": True}, spelling="type"),
-    "llama_gqa7": Case("llama", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}),
+    "llama_gqa4_tied": Case(
+        "llama", {"num_attention_heads": 8, "tie_word_embeddings": True}, spelling="type"
+    ),
+    "llama_gqa7": Case(
+        "llama", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}
+    ),
     "llama_head_dim": Case("llama", {"head_dim": 24}, spelling="rope_type"),
     "llama_attention_bias": Case("llama", {"attention_bias": True}),
     "llama_mlp_bias": Case("llama", {"mlp_bias": True}),
@@ -64,20 +85,37 @@ CASES = {
     "llama_yarn": Case("llama", {"head_dim": 32}, rope=YARN, spelling="type"),
     "llama_yarn_new": Case("llama", {"head_dim": 32}, rope=YARN_ALL),
     "mistral": Case("mistral", {"sliding_window": None}),
-    "mistral_head_dim": Case("mistral", {"sliding_window": 64, "head_dim": 8}, spelling="rope_type"),
+    "mistral_head_dim": Case(
+        "mistral", {"sliding_window": 64, "head_dim": 8}, spelling="rope_type"
+    ),
     "qwen2": Case("qwen2", {"use_sliding_window": False}, spelling="rope_type"),
-    "qwen2_tied_gqa7": Case("qwen2", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2_tied_gqa7": Case(
+        "qwen2",
+        {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3": Case("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
-    "qwen3_attention_bias": Case("qwen3", {"head_dim": 16, "attention_bias": True}, spelling="rope_type"),
+    "qwen3_attention_bias": Case(
+        "qwen3", {"head_dim": 16, "attention_bias": True}, spelling="rope_type"
+    ),
 }
 
 
-def build_checkpoint(directory: pathlib.Path, case: Case, *, seed: int = 0, max_shard_size: str = "5GB") -> Any:
-    """Saves the case's random float32 checkpoint with transformers and returns the torch model; needs torch."""
+def build_checkpoint(
+    directory: pathlib.Path, case: Case, *, seed: int = 0, max_shard_size: str = "5GB"
+) -> Any:
+    """Saves the case's random float32 checkpoint with transformers and returns the torch model;
+    needs torch."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(case.model_type, **(SIZES | case.fields), rope_parameters={"rope_theta": 1e4} | case.rope)
+    config = AutoConfig.for_model(
+        case.model_type, **(SIZES | case.fields), rope_parameters={"rope_theta": 1e4} | case.rope
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -115,7 +153,9 @@ def tiny_config(model_type: str = "llama", **fields: Any) -> LlamaConfig:
 
 
 def random_tokens(shape: tuple[int, int], *, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape), jnp.int32)
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape), jnp.int32
+    )
 
 
 def row_errors(got: Any, want: Any) -> np.ndarray:
@@ -137,5 +177,7 @@ def _respell(config_file: pathlib.Path, case: Case) -> None:
         rope = fields.pop("rope_parameters")
         fields["rope_theta"] = rope.pop("rope_theta")
         rope_type = rope.pop("rope_type")
-        fields["rope_scaling"] = None if rope_type == "default" else {case.spelling: rope_type} | rope
+        fields["rope_scaling"] = (
+            None if rope_type == "default" else {case.spelling: rope_type} | rope
+        )
     config_file.write_text(json.dumps(fields))

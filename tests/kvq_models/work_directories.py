@@ -1,4 +1,5 @@
-"""A calibration without a model, for tests of its files: samples are numbers in place of activations, and a fit is their sum."""
+"""A calibration without a model, for tests of its files: samples are numbers in place of
+activations, and a fit is their sum."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from kvq_models.calibration.activations import Recorded
 from kvq_models.calibration.file import Calibration, Origin
 from kvq_models.calibration.store import Identity, Store
 
-DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, hidden_size=8)
+DIMS = CacheDims(
+    num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, hidden_size=8
+)
 
 
 def opened(work: pathlib.Path, content: int = 0) -> Store:
@@ -32,7 +35,14 @@ def calibrate(folder: pathlib.Path, content: int) -> None:
             with store.sample() as writer:
                 for side in ("k", "v"):
                     for number, kind in enumerate(("rows", "gradients")):
-                        writer(Recorded(0, side, kind, np.full((3, 1, 4), 10 * content + 2 * index + number, np.float32)))
+                        writer(
+                            Recorded(
+                                0,
+                                side,
+                                kind,
+                                np.full((3, 1, 4), 10 * content + 2 * index + number, np.float32),
+                            )
+                        )
                 writer.loss = 0.5 * index
         tensors = {}
         for side in ("k", "v"):

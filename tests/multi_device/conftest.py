@@ -1,4 +1,5 @@
-"""These tests need several devices, which a process must ask for before JAX starts: tests/test_multi_device.py runs them in one of its own.
+"""These tests need several devices, which a process must ask for before JAX starts:
+tests/test_multi_device.py runs them in one of its own.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest tests/multi_device
 """

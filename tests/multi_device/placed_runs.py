@@ -1,4 +1,5 @@
-"""What the tests of placements share: the placements of a method, layers run on them and on one device, and what compilers made."""
+"""What the tests of placements share: the placements of a method, layers run on them and on one
+device, and what compilers made."""
 
 from __future__ import annotations
 
@@ -24,13 +25,27 @@ CAPACITY = 90
 BATCH = 2
 PROMPTS = np.array([60, 23], np.int32)
 STEPS = 12
-WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "pred": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2, "s8": 1, "u8": 1}
+WIDTHS = {
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "s64": 8,
+    "u64": 8,
+    "pred": 1,
+    "bf16": 2,
+    "f16": 2,
+    "u16": 2,
+    "s16": 2,
+    "s8": 1,
+    "u8": 1,
+}
 
 KIVI = "k=kivi+v=int4:group_size=32+cache:recent=12,block=16"
 INNERQ = "k=innerq+v=mxfp4+cache:sink=4,recent=8,block=16"
 CROSS_LAYER = "xquant_cl:base_layer=0,sink=2,recent=3,block=16"
 
-# Compiling takes nearly all of these tests' time, so two methods share a cache where each can have a side of it.
+# Compiling takes nearly all of these tests' time, so two methods share a cache where each can have
+# a side of it.
 SPECS = (
     KIVI,
     INNERQ,
@@ -41,15 +56,21 @@ SPECS = (
     "dense:sink=2,recent=3,block=16",
     "k=turboquant+v=fp8:scale=head+cache:sink=2,recent=3,block=16",
     "k=polarquant:group_size=16+v=waterfill:bits=3+cache:sink=2,recent=3,block=16",
-    "k=squat:rank=3,lam=0.01+v=nf4:group_size=64+cache:recent=12,block=16",  # groups of values span heads
+    # groups of values span heads
+    "k=squat:rank=3,lam=0.01+v=nf4:group_size=64+cache:recent=12,block=16",
     "k=squat_pre:rank=6,rotate=true+v=nvfp4+cache:sink=2,recent=5,block=16,subtract_bias=true",
 )
 PRODUCTS = ("xquant", "squat", "rotate")  # where a matrix product makes what is stored
 
 
 def specs() -> pytest.MarkDecorator:
-    """Parametrizes a test over SPECS, and with --exhaustive over the whole table of methods. Tests of one cache come side by side."""
-    rest = [pytest.param(case.spec, marks=pytest.mark.exhaustive, id=case.id) for case in METHOD_CASES if case.spec not in SPECS]
+    """Parametrizes a test over SPECS, and with --exhaustive over the whole table of methods. Tests
+    of one cache come side by side."""
+    rest = [
+        pytest.param(case.spec, marks=pytest.mark.exhaustive, id=case.id)
+        for case in METHOD_CASES
+        if case.spec not in SPECS
+    ]
     return pytest.mark.parametrize("spec", [*SPECS, *rest], scope="module")
 
 
@@ -65,12 +86,17 @@ def as_far_as_allowed(spec: str) -> str:
     if any(name in spec for name in PRODUCTS):
         return "tokens=4"
     plans = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
-    return "rows=2,tokens=4" if any(unsplittable(plan, 2) for plan in plans) else "rows=2,heads=2,tokens=2"
+    return (
+        "rows=2,tokens=4"
+        if any(unsplittable(plan, 2) for plan in plans)
+        else "rows=2,heads=2,tokens=2"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A cache after a prompt and some steps, the attention of its tokens, and the program of a step, lowered and compiled."""
+    """A cache after a prompt and some steps, the attention of its tokens, and the program of a
+    step, lowered and compiled."""
 
     cache: kvq.Cache
     outputs: np.ndarray
@@ -80,15 +106,31 @@ class Run:
 
 
 def step_of_layers(implementation: Any) -> Callable[..., Any]:
-    """Return a function that takes T tokens through all layers of a cache; each layer gets the same inputs."""
+    """Return a function that takes T tokens through all layers of a cache; each layer gets the same
+    inputs."""
 
-    def step(cache: kvq.Cache, inputs: kvq.LayerInputs, parameters: Any, prefill: bool) -> tuple[jax.Array, kvq.Cache]:
+    def step(
+        cache: kvq.Cache, inputs: kvq.LayerInputs, parameters: Any, prefill: bool
+    ) -> tuple[jax.Array, kvq.Cache]:
         tokens = inputs.positions.shape[1]
         lengths = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
-        begun = kvq.begin(cache, tokens, lengths, prefill=prefill, parameters=parameters, implementation=implementation)
+        begun = kvq.begin(
+            cache,
+            tokens,
+            lengths,
+            prefill=prefill,
+            parameters=parameters,
+            implementation=implementation,
+        )
         outputs = []
         for _ in cache.layers:
-            rows = dict(q_pre=inputs.q_pre, k_pre=inputs.k_pre, x=inputs.x, residual=inputs.x, rope=inputs.rope)
+            rows = dict(
+                q_pre=inputs.q_pre,
+                k_pre=inputs.k_pre,
+                x=inputs.x,
+                residual=inputs.x,
+                rope=inputs.rope,
+            )
             out, begun = kvq.append_and_attend(begun, inputs.q_rot, inputs.k_rot, inputs.v, **rows)
             outputs.append(out)
         return jnp.stack(outputs), kvq.finish(begun)
@@ -99,14 +141,25 @@ def step_of_layers(implementation: Any) -> Callable[..., Any]:
 @functools.cache
 def program(implementation: Any) -> Callable[..., Any]:
     """Return `step_of_layers`, to be compiled once for all runs of the same sizes."""
-    return quick_jit(step_of_layers(implementation), static_argnames="prefill", donate_argnames="cache")
+    return quick_jit(
+        step_of_layers(implementation), static_argnames="prefill", donate_argnames="cache"
+    )
 
 
-def run(spec: str, placement: kvq.Placement | None, implementation: Any = "xla", head_dim: int = 32, more: int = 0) -> Run:
-    """Fill a cache of ragged rows: a prompt, then single tokens, during which blocks age in every row; these by an `implementation`.
+def run(
+    spec: str,
+    placement: kvq.Placement | None,
+    implementation: Any = "xla",
+    head_dim: int = 32,
+    more: int = 0,
+) -> Run:
+    """Fill a cache of ragged rows: a prompt, then single tokens, during which blocks age in every
+    row; these by an `implementation`.
 
     more: tokens of the prompts and of the capacity."""
-    cache = kvq.init_cache(spec, dims_of(spec, head_dim), BATCH, CAPACITY + more, "float32", placement=placement)
+    cache = kvq.init_cache(
+        spec, dims_of(spec, head_dim), BATCH, CAPACITY + more, "float32", placement=placement
+    )
     own, prompts = parameters_for(spec, head_dim), PROMPTS + more
     text = texts(head_dim, more)
     prompt = text.window(np.zeros(BATCH, np.int32), prompts, int(prompts.max()), padding=0.0)
@@ -128,7 +181,10 @@ def texts(head_dim: int, more: int = 0) -> Sequences:
 
 
 def parameters_for(spec: str, head_dim: int = 32) -> tuple[Any, ...]:
-    return tuple(parameters_of(plan) for plan in kvq.layout(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32").plans)
+    return tuple(
+        parameters_of(plan)
+        for plan in kvq.layout(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32").plans
+    )
 
 
 @functools.cache
@@ -142,7 +198,8 @@ def on(spec: str, mesh: str) -> Run:
 
 
 def differing(first: Any, second: Any, tolerance: float = 0) -> list[str]:
-    """Return the paths of arrays that are not equal: bit for bit, or floats within a tolerance of the array's largest entry.
+    """Return the paths of arrays that are not equal: bit for bit, or floats within a tolerance of
+    the array's largest entry.
 
     Rows that a matrix product makes are rounded differently where it has another shape.
     """
@@ -156,20 +213,38 @@ def differing(first: Any, second: Any, tolerance: float = 0) -> list[str]:
         return one.tobytes() == other.tobytes()
 
     pairs = zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(second), strict=True)
-    return [f"{jax.tree_util.keystr(path)}: {np.shape(one)} and {np.shape(other)}" for (path, one), other in pairs if not same(one, other)]
+    return [
+        f"{jax.tree_util.keystr(path)}: {np.shape(one)} and {np.shape(other)}"
+        for (path, one), other in pairs
+        if not same(one, other)
+    ]
 
 
 def speaks_of_devices(lowered: Any) -> bool:
-    """Return True where the text of a lowered program says how arrays are split, or runs something on shards."""
+    """Return True where the text of a lowered program says how arrays are split, or runs something
+    on shards."""
     return re.search(r"sharding|\bsdy\.|manual_computation|SPMD", lowered.as_text()) is not None
 
 
 def collectives(compiled: Any) -> list[tuple[int, str]]:
-    """Return (bytes of the largest operand, operation) of every collective of a compiled program."""
+    """Return (bytes of the largest operand, operation) of every collective of a compiled
+    program."""
     found = []
     for line in compiled.as_text().splitlines():
-        match = re.search(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(", line)
+        match = re.search(
+            r"= (.*?)"
+            r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(",
+            line,
+        )
         if match:
             shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            found.append((max(math.prod(int(d) for d in shape.split(",") if d) * WIDTHS[dtype] for dtype, shape in shapes), match[2]))
+            found.append(
+                (
+                    max(
+                        math.prod(int(d) for d in shape.split(",") if d) * WIDTHS[dtype]
+                        for dtype, shape in shapes
+                    ),
+                    match[2],
+                )
+            )
     return found

@@ -13,7 +13,12 @@ def test_each_mesh_has_a_row_with_the_logits_of_one_device(tmp_path: pathlib.Pat
     rows = report.rows
     assert [row.mesh for row in rows] == ["", *mesh.MESHES[2:4]]
     assert [row.collectives > 0 for row in rows] == [False, True, True]
-    assert all(0 < row.error < 1e-4 for row in rows[1:]), "of sums in another order, and nothing else"
+    assert all(0 < row.error < 1e-4 for row in rows[1:]), (
+        "of sums in another order, and nothing else"
+    )
     shown = mesh.page(report, tmp_path / "mesh.json")
     for row in rows:
-        assert f"| {row.step_ms:.2f} | {row.step_ms / rows[0].step_ms:.2f} | {row.collectives} |" in shown
+        assert (
+            f"| {row.step_ms:.2f} | {row.step_ms / rows[0].step_ms:.2f} | {row.collectives} |"
+            in shown
+        )

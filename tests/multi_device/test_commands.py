@@ -1,4 +1,5 @@
-"""`kvq generate`, `eval` and `chat` with --mesh: the results of one device, and one line for a mesh that cannot be."""
+"""`kvq generate`, `eval` and `chat` with --mesh: the results of one device, and one line for a mesh
+that cannot be."""
 
 from __future__ import annotations
 
@@ -13,9 +14,17 @@ from kvq_models.llama.checkpoint import read_config
 from kvq_tools.cli.mesh import placement_of
 
 SPEC = "kivi:recent=8,block=16"
-SHARED = ("--capacity", 128, "--max-new-tokens", 6)  # requests of the same sizes share their programs
+SHARED = (
+    "--capacity",
+    128,
+    "--max-new-tokens",
+    6,
+)  # requests of the same sizes share their programs
 TEXT = "the key of the cat is seven, and the key of the dog is four. " * 4
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt"
+    " %}<assistant>{% endif %}"
+)
 
 
 def test_generate_writes_the_text_of_one_device(run_json, run, model, caplog):
@@ -27,20 +36,39 @@ def test_generate_writes_the_text_of_one_device(run_json, run, model, caplog):
     assert out.startswith(one["text"] + "\n")
     assert "on a mesh of heads=2,tokens=4" in out
     assert one["mesh"] is None
-    assert f"; {one['quantized_tokens']} of {one['prompt_tokens'] + one['new_tokens']} tokens quantized" in out
+    assert (
+        f"; {one['quantized_tokens']} of {one['prompt_tokens'] + one['new_tokens']} tokens"
+        " quantized" in out
+    )
     assert one["quantized_tokens"] > 0
-    assert caplog.text.count("Finished XLA compilation of jit(advance)") == 1, "the loop is compiled again while it runs"
+    assert caplog.text.count("Finished XLA compilation of jit(advance)") == 1, (
+        "the loop is compiled again while it runs"
+    )
 
 
 def test_one_device_is_no_mesh(model):
     config = read_config(model)
     assert placement_of("tokens=1", [kvq.parse(SPEC)], config, 1, 64, "float32") is None
-    assert str(placement_of("auto", [kvq.parse(SPEC), kvq.parse("xquant")], config, 1, 64, "float32")) == "tokens=8", "what all can have"
+    assert (
+        str(placement_of("auto", [kvq.parse(SPEC), kvq.parse("xquant")], config, 1, 64, "float32"))
+        == "tokens=8"
+    ), "what all can have"
 
 
 def test_eval_measures_what_one_device_measures(run_json, model, tmp_path):
     (tmp_path / "text").write_text(TEXT)
-    request = ("eval", model, "--text", tmp_path / "text", "--cache", SPEC, "--window", 48, "--batch", 2)
+    request = (
+        "eval",
+        model,
+        "--text",
+        tmp_path / "text",
+        "--cache",
+        SPEC,
+        "--window",
+        48,
+        "--batch",
+        2,
+    )
     one, split = run_json(*request), run_json(*request, "--mesh", "rows=2,heads=2,tokens=2")
     (before,), (after,) = one["caches"], split["caches"]
     assert before["kl"] > 1e-5, "a cache that changes nothing would pass"
@@ -55,7 +83,9 @@ def test_chat_answers_as_on_one_device(run_json, model, monkeypatch):
     for mesh in ((), ("--mesh", "auto")):
         monkeypatch.setattr("sys.stdin", io.StringIO(TEXT[:60] + "\n"))
         found = run_json("chat", model, "--cache", SPEC, *SHARED, *mesh)
-        answers.append([(turn["answer"], turn["holds"]["quantized_tokens"]) for turn in found["turns"]])
+        answers.append(
+            [(turn["answer"], turn["holds"]["quantized_tokens"]) for turn in found["turns"]]
+        )
     assert answers[0] == answers[1]
     assert answers[0][0][1] > 0, "nothing is quantized"
 
@@ -70,7 +100,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("mesh", REFUSED)
 def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(run, model, monkeypatch, mesh):
-    monkeypatch.setattr("kvq_tools.cli.commands.generate.load_llama", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr(
+        "kvq_tools.cli.commands.generate.load_llama",
+        lambda *_, **__: pytest.fail("weights are read"),
+    )
     code, out, told = run("generate", model, "--prompt", "the cat", "--cache", SPEC, "--mesh", mesh)
     assert (code, out) == (2, "")
     assert REFUSED[mesh] in told
@@ -78,5 +111,7 @@ def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(run, model, mo
 
 
 def test_many_prompts_are_for_one_device(run, model, tmp_path):
-    code, _, told = run("generate", model, "--prompts", "p", "--out", tmp_path / "o", "--mesh", "auto")
+    code, _, told = run(
+        "generate", model, "--prompts", "p", "--out", tmp_path / "o", "--mesh", "auto"
+    )
     assert (code, told) == (2, "kvq: error: --mesh is for one prompt\n")

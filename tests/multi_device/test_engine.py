@@ -1,4 +1,5 @@
-"""Slots on a mesh: requests that come and go get the tokens of one device, from programs that are compiled once."""
+"""Slots on a mesh: requests that come and go get the tokens of one device, from programs that are
+compiled once."""
 
 from __future__ import annotations
 
@@ -18,14 +19,24 @@ MESH = "heads=2,tokens=2"
 
 
 def engine_of(mesh: str, **options) -> Engine:
-    given = {"slots": 2, "capacity": CAPACITY, "widths": (16, 48), "dtype": "float32", "placement": parse(mesh) if mesh else None}
+    given = {
+        "slots": 2,
+        "capacity": CAPACITY,
+        "widths": (16, 48),
+        "dtype": "float32",
+        "placement": parse(mesh) if mesh else None,
+    }
     return Engine(model(mesh), SPEC, **given | options)
 
 
 def answers(engine: Engine) -> list[list[int]]:
-    """Return the tokens of requests of one chunk and of two, more than there are slots, of which one is given up while it is read."""
+    """Return the tokens of requests of one chunk and of two, more than there are slots, of which
+    one is given up while it is read."""
     rng, found = np.random.default_rng(1), defaultdict(list)
-    tickets = [engine.submit(Request(tuple(rng.integers(3, 90, size).tolist()), 12)) for size in (9, 70, 60, 30, 16)]
+    tickets = [
+        engine.submit(Request(tuple(rng.integers(3, 90, size).tolist()), 12))
+        for size in (9, 70, 60, 30, 16)
+    ]
     given_up = engine.submit(Request(tuple(rng.integers(3, 90, 90).tolist()), 12))
     ended = []
     while not engine.idle:
@@ -47,13 +58,17 @@ def test_slots_on_a_mesh_give_the_tokens_of_one_device_and_compile_once(caplog):
         found = answers(engine)
         assert "Finished XLA compilation" not in caplog.text
         assert found == answers(engine_of(""))
-        assert "Finished XLA compilation" in caplog.text, "an engine without a warm-up compiles nothing"
+        assert "Finished XLA compilation" in caplog.text, (
+            "an engine without a warm-up compiles nothing"
+        )
     assert all(len(tokens) == 12 for tokens in found)
     assert len({token for tokens in found for token in tokens}) > 4, "one token over and over"
 
 
 def test_rows_are_not_split_and_prefixes_not_kept():
-    with pytest.raises(ValueError, match=r"split heads and tokens and keep no prefixes: got rows=2$"):
+    with pytest.raises(
+        ValueError, match=r"split heads and tokens and keep no prefixes: got rows=2$"
+    ):
         engine_of("rows=2")
     with pytest.raises(ValueError, match="got heads=2,tokens=2 and a store of prefixes"):
         engine_of(MESH, prefixes=PrefixStore(1 << 20))

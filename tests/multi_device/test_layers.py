@@ -1,4 +1,5 @@
-"""Layers of every method on a mesh: the same cache bit for bit, the same attention to rounding, and nothing of a cache's size moves."""
+"""Layers of every method on a mesh: the same cache bit for bit, the same attention to rounding, and
+nothing of a cache's size moves."""
 
 from __future__ import annotations
 
@@ -49,8 +50,12 @@ def check(spec: str, mesh: str) -> None:
     wrong = differing(one.cache, kvq.move(placed.cache, None))
     assert not wrong, f"{spec} on {mesh}: {wrong}"
     error = np.abs(placed.outputs - one.outputs).max() / np.abs(one.outputs).max()
-    assert error <= 1e-6 * (10 if "xquant" in spec else 1), f"{spec} on {mesh}: attention differs by {error:.1e}"
-    assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, "attention of other tokens would pass"
+    assert error <= 1e-6 * (10 if "xquant" in spec else 1), (
+        f"{spec} on {mesh}: attention differs by {error:.1e}"
+    )
+    assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, (
+        "attention of other tokens would pass"
+    )
 
 
 @specs()
@@ -60,14 +65,21 @@ def test_a_method_on_a_mesh_is_the_method(spec: str):
 
 @specs()
 def test_programs_of_one_device_know_of_no_mesh(spec: str):
-    """Nothing of this package shows in them; the same functions, with a placement, are full of it."""
+    """Nothing of this package shows in them; the same functions, with a placement, are full of
+    it."""
     assert not speaks_of_devices(on_one_device(spec).lowered), spec
-    assert speaks_of_devices(on(spec, as_far_as_allowed(spec)).lowered), "a program on shards would pass for one of a single device"
+    assert speaks_of_devices(on(spec, as_far_as_allowed(spec)).lowered), (
+        "a program on shards would pass for one of a single device"
+    )
 
 
 def test_every_method_is_placed():
     """Those that differ in bits alone, such as int2 and int4, count as one."""
-    named = {method.rstrip("0123456789") for spec in SPECS for method in re.findall(r"(?:^|k=|v=)([a-z]\w+)", spec)}
+    named = {
+        method.rstrip("0123456789")
+        for spec in SPECS
+        for method in re.findall(r"(?:^|k=|v=)([a-z]\w+)", spec)
+    }
     missing = {name for name in METHODS if name.rstrip("0123456789") not in named}
     assert not missing, f"no cache of SPECS has {missing}"
 
@@ -83,9 +95,13 @@ def test_no_collective_of_a_step_is_larger_than_one_token(spec: str):
     most = max(BATCH * dims.hidden_size, BATCH * dims.num_attention_heads * (dims.head_dim + 1)) * 4
     placed = on(spec, as_far_as_allowed(spec))
     found = collectives(placed.step)
-    assert {"all-reduce"} == {kind for _, kind in found}, "a maximum and a sum; compilers join those of several layers"
+    assert {"all-reduce"} == {kind for _, kind in found}, (
+        "a maximum and a sum; compilers join those of several layers"
+    )
     assert max(found)[0] <= most, f"{spec}: {max(found)}, more than {most} bytes"
-    largest = max(leaf.nbytes // 4 for leaf in jax.tree.leaves([layer.body for layer in placed.cache.layers]))
+    largest = max(
+        leaf.nbytes // 4 for leaf in jax.tree.leaves([layer.body for layer in placed.cache.layers])
+    )
     assert largest > most // 8, "the cache is so small that gathering it would pass"
 
 
@@ -96,13 +112,17 @@ def test_rows_and_heads_alone_need_no_collective(mesh: str):
 
 @specs()
 def test_shards_speak_of_one_token_at_any_capacity_and_only_where_tokens_are_split(spec: str):
-    """What a step runs on each shard, as it is traced: of a method's own collectives, those that merge shards of tokens are all."""
+    """What a step runs on each shard, as it is traced: of a method's own collectives, those that
+    merge shards of tokens are all."""
 
     def spoken(mesh: str, capacity: int = CAPACITY) -> list[tuple[int, str]]:
         cache = kvq.layout(spec, dims_of(spec), BATCH, capacity, "float32", parse(mesh))
         inputs = texts(32).window(np.zeros(BATCH, np.int32), np.ones(BATCH, np.int32), 1)
         traced = str(program("xla").trace(cache, inputs, parameters_for(spec), prefill=False).jaxpr)
-        found = re.findall(r"\[([\d,]*)\] = (psum|pmax|pmin|all_gather|all_to_all|ppermute|reduce_scatter)\w*\[", traced)
+        found = re.findall(
+            r"\[([\d,]*)\] = (psum|pmax|pmin|all_gather|all_to_all|ppermute|reduce_scatter)\w*\[",
+            traced,
+        )
         return sorted((4 * math.prod(map(int, shape.split(","))), name) for shape, name in found)
 
     plans = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
@@ -118,21 +138,36 @@ def test_shards_speak_of_one_token_at_any_capacity_and_only_where_tokens_are_spl
 def test_each_device_holds_its_share_and_a_donated_cache_is_updated_in_place(spec: str):
     placed = on(spec, as_far_as_allowed(spec))
     cache = placed.cache
-    share = cache.placement.shard_nbytes([layer for layer in cache.axes.layers]) + cache.lengths.nbytes
+    share = (
+        cache.placement.shard_nbytes([layer for layer in cache.axes.layers]) + cache.lengths.nbytes
+    )
     for device in cache.placement.mesh.devices.flat:
-        held = sum(s.data.nbytes for leaf in jax.tree.leaves(cache) for s in leaf.addressable_shards if s.device == device)
+        held = sum(
+            s.data.nbytes
+            for leaf in jax.tree.leaves(cache)
+            for s in leaf.addressable_shards
+            if s.device == device
+        )
         assert held == share, f"{device} holds {held} bytes, the layout says {share}"
     assert placed.step.memory_analysis().alias_size_in_bytes >= 0.99 * share
     whole = kvq.layout(spec, cache.dims, BATCH, CAPACITY, "float32")
-    bodies, dealt = ([layer.body for layer in layers] for layers in (whole.layers, cache.axes.layers))
+    bodies, dealt = (
+        [layer.body for layer in layers] for layers in (whole.layers, cache.axes.layers)
+    )
     assert cache.placement.shard_nbytes(dealt) <= 0.5 * kvq.nbytes(bodies), "nothing is split"
 
 
 def test_a_cache_is_made_where_it_lies():
-    made = jax.jit(lambda: kvq.init_cache(KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4")))
+    made = jax.jit(
+        lambda: kvq.init_cache(
+            KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4")
+        )
+    )
     analysis = made.lower().compile().memory_analysis()
     assert analysis.temp_size_in_bytes == 0
-    cache = kvq.init_cache(KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4"))
+    cache = kvq.init_cache(
+        KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4")
+    )
     promised = kvq.layout(KIVI, cache.dims, BATCH, CAPACITY, "float32", cache.placement)
     for leaf, struct in zip(jax.tree.leaves(cache), jax.tree.leaves(promised), strict=True):
         assert (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype)
@@ -146,9 +181,13 @@ def test_trimmed_tokens_come_back_into_the_window_of_every_shard(spec: str):
     trim = quick_jit(kvq.trim)
     for lengths in ([66, 30], [30, 0]):
         found, expected = (trim(r.cache, np.array(lengths), r.parameters) for r in (placed, one))
-        wrong = differing(expected, kvq.move(found, None), tolerance=1e-6 if spec == CROSS_LAYER else 0)
+        wrong = differing(
+            expected, kvq.move(found, None), tolerance=1e-6 if spec == CROSS_LAYER else 0
+        )
         assert not wrong, f"{spec} on {mesh}, trimmed to {lengths}: {wrong}"
-    assert differing(one.cache.layers[0].ring, expected.layers[0].ring), "a trim that brings nothing back would pass"
+    assert differing(one.cache.layers[0].ring, expected.layers[0].ring), (
+        "a trim that brings nothing back would pass"
+    )
 
 
 def test_rows_are_selected_repeated_and_merged_across_devices():
@@ -160,8 +199,12 @@ def test_rows_are_selected_repeated_and_merged_across_devices():
     ):
         found = operation(placed)
         assert not differing(operation(one), kvq.move(found, None))
-        assert found.layers[0].ring[0].sharding.is_equivalent_to(placed.layers[0].ring[0].sharding, 4)
-    assert differing(one, kvq.move(kvq.select_rows(placed, [1, 0]), None)), "the order of rows would not be seen"
+        assert (
+            found.layers[0].ring[0].sharding.is_equivalent_to(placed.layers[0].ring[0].sharding, 4)
+        )
+    assert differing(one, kvq.move(kvq.select_rows(placed, [1, 0]), None)), (
+        "the order of rows would not be seen"
+    )
 
 
 def test_a_cache_moves_from_one_placement_to_another():
@@ -177,7 +220,10 @@ def test_a_cache_is_parked_with_each_devices_part_beside_it():
 
 
 def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
-    one, placed = on_one_device(INNERQ).cache, kvq.move(on_one_device(INNERQ).cache, parse("heads=2,tokens=3"))
+    one, placed = (
+        on_one_device(INNERQ).cache,
+        kvq.move(on_one_device(INNERQ).cache, parse("heads=2,tokens=3")),
+    )
     for cache, name in ((one, "one"), (placed, "placed")):
         kvq.save_cache(cache, tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "placed").read_bytes()
@@ -185,7 +231,13 @@ def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
     for mesh in ("tokens=4", "rows=2"):
         loaded = kvq.load_cache(tmp_path / "placed", placement=parse(mesh))
         assert not differing(kvq.move(one, parse(mesh)), loaded)
-        assert loaded.layers[0].body[0].scale.sharding.is_equivalent_to(kvq.move(one, parse(mesh)).layers[0].body[0].scale.sharding, 4)
+        assert (
+            loaded.layers[0]
+            .body[0]
+            .scale.sharding.is_equivalent_to(
+                kvq.move(one, parse(mesh)).layers[0].body[0].scale.sharding, 4
+            )
+        )
 
 
 def test_the_native_kernel_reads_each_shards_part():
@@ -203,23 +255,36 @@ ON_KERNELS = "kivi:pre_rope=true,recent=32,block=32", "kvquant:outliers=0.04,blo
 
 @pytest.mark.parametrize("spec", some(ON_KERNELS, ON_KERNELS[:1]))
 def test_gpu_kernels_read_and_write_each_shards_part(spec: str):
-    """Interpreted: keys that are rotated where their blocks stand, outliers, and a block that leaves a window. The mesh gives the kernels
-    other blocks in another order, and so other roundings of their fp16 products."""
+    """Interpreted: keys that are rotated where their blocks stand, outliers, and a block that
+    leaves a window. The mesh gives the kernels other blocks in another order, and so other
+    roundings of their fp16 products."""
     mesh = parse("tokens=2" if "kvquant" in spec else "heads=2,tokens=2")
-    one, placed = (run(spec, where, Launch(interpret=True), head_dim=64, more=96) for where in (None, mesh))
+    one, placed = (
+        run(spec, where, Launch(interpret=True), head_dim=64, more=96) for where in (None, mesh)
+    )
     assert not differing(one.cache, kvq.move(placed.cache, None))
     assert np.abs(placed.outputs - one.outputs).max() <= 5e-4 * np.abs(one.outputs).max()
-    assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, "attention of other tokens would pass"
+    assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, (
+        "attention of other tokens would pass"
+    )
     assert {kind for _, kind in collectives(placed.step)} == {"all-reduce"}
 
 
 def test_gpu_kernels_on_shards_are_lowered_for_cuda():
-    gpus = jax.sharding.AbstractMesh((2, 2), ("heads", "tokens"), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu"))
+    gpus = jax.sharding.AbstractMesh(
+        (2, 2),
+        ("heads", "tokens"),
+        abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu"),
+    )
     placement = kvq.Placement(gpus, heads="heads", tokens="tokens")
-    cache = kvq.layout("kivi:recent=32,block=32", dims_of(KIVI, head_dim=64), BATCH, 160, "float32", placement)
+    cache = kvq.layout(
+        "kivi:recent=32,block=32", dims_of(KIVI, head_dim=64), BATCH, 160, "float32", placement
+    )
     inputs = texts(64).window(np.zeros(BATCH, np.int32), np.ones(BATCH, np.int32), 1)
     with cuda_lowering():
-        traced = jax.jit(step_of_layers(Launch()), static_argnames="prefill").trace(cache, inputs, (), prefill=False)
+        traced = jax.jit(step_of_layers(Launch()), static_argnames="prefill").trace(
+            cache, inputs, (), prefill=False
+        )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "decode_attention" in text, "no kernel"
     assert "append_token" in text, "a new token and the block that leaves take more than one launch"

@@ -1,4 +1,5 @@
-"""A whole model and its cache on a mesh: the tokens of one device, whatever kind of mesh is in context; and what is refused."""
+"""A whole model and its cache on a mesh: the tokens of one device, whatever kind of mesh is in
+context; and what is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.methods.xquant.roofline import DEVICES
 from kvq_jax.placement.allowed import choose, parse
-from kvq_models import decode_step, generate, generate_stream, load_llama, prefill, prepare, save_llama
+from kvq_models import (
+    decode_step,
+    generate,
+    generate_stream,
+    load_llama,
+    prefill,
+    prepare,
+    save_llama,
+)
 from kvq_models.llama.hf_directory import HfDirectory
 from kvq_models.llama.hf_names import weights
 from kvq_models.llama.model import Llama
@@ -35,7 +44,9 @@ from tests.multi_device.placed_runs import collectives, differing, speaks_of_dev
 
 SPEC = "innerq:sink=4,recent=8,block=16"
 CAPACITY = 128
-CONFIG = tiny_config(vocab_size=96, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+CONFIG = tiny_config(
+    vocab_size=96, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=16
+)
 TOKENS = np.random.default_rng(0).integers(3, 90, (2, 50))
 
 
@@ -46,7 +57,9 @@ def model(mesh: str = "") -> Llama:
 
 
 def cache_of(mesh: str = "", spec: str = SPEC, batch: int = 2) -> kvq.Cache:
-    return kvq.init_cache(spec, CONFIG, batch, CAPACITY, "float32", placement=parse(mesh) if mesh else None)
+    return kvq.init_cache(
+        spec, CONFIG, batch, CAPACITY, "float32", placement=parse(mesh) if mesh else None
+    )
 
 
 @functools.cache
@@ -63,7 +76,8 @@ def check_text(llama: Llama, placement: kvq.Placement, tokens: Any, expected: np
 
 
 def two_parts(llama: Llama, cache: kvq.Cache, tokens: Any) -> np.ndarray:
-    """Return the logits [2, B, V] after each part of a prompt that is given in two; the second reads the first as it was quantized."""
+    """Return the logits [2, B, V] after each part of a prompt that is given in two; the second
+    reads the first as it was quantized."""
     first, cache = prefill(llama, cache, tokens)
     second, cache = prefill(llama, cache, tokens)
     return np.stack([first, second])
@@ -73,21 +87,34 @@ def test_rows_apart_write_the_text_of_one_device():
     check_text(model("rows=2"), parse("rows=2"), TOKENS, text_of_one_device())
 
 
-@pytest.mark.parametrize(("kind", "entered"), [("Explicit", True), ("Explicit", False), ("Auto", True)])
+@pytest.mark.parametrize(
+    ("kind", "entered"), [("Explicit", True), ("Explicit", False), ("Auto", True)]
+)
 def test_a_mesh_in_context_changes_nothing(kind: str, entered: bool):
-    """`jax.make_mesh` makes axes of type Explicit, for which JAX asks a sharding of every product."""
+    """`jax.make_mesh` makes axes of type Explicit, for which JAX asks a sharding of every
+    product."""
     types = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
-    llama, placement = shard_llama(random_llama(CONFIG), mesh), kvq.Placement(mesh, heads="x", tokens="y")
+    llama, placement = (
+        shard_llama(random_llama(CONFIG), mesh),
+        kvq.Placement(mesh, heads="x", tokens="y"),
+    )
     tokens = jax.device_put(TOKENS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    expected, written = two_parts(model(), cache_of(), TOKENS), text_of_one_device()  # before the mesh is in context
+    expected, written = (
+        two_parts(model(), cache_of(), TOKENS),
+        text_of_one_device(),
+    )  # before the mesh is in context
     with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
         if kind == "Explicit" and entered:
             check_text(llama, placement, tokens, written)
         cache = kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement)
         logits = two_parts(llama, cache, tokens)
     for part in range(2):
-        assert np.abs(logits[part] - expected[part]).max() < 1e-4 < np.abs(logits[part][::-1] - expected[part]).max()
+        assert (
+            np.abs(logits[part] - expected[part]).max()
+            < 1e-4
+            < np.abs(logits[part][::-1] - expected[part]).max()
+        )
 
 
 def test_rows_apart_are_the_rows_alone():
@@ -106,22 +133,31 @@ def test_rows_apart_are_the_rows_alone():
 
 @functools.cache
 def moved_in_a_step(mesh: str, capacity: int) -> list[tuple[int, str]]:
-    cache = kvq.layout(SPEC, CONFIG, 2, capacity, "float32", parse(mesh))  # of any capacity: nothing is allocated
-    lowered = jax.jit(decode_step, donate_argnames="cache").lower(model(mesh), cache, np.zeros(2, np.int32))
+    cache = kvq.layout(
+        SPEC, CONFIG, 2, capacity, "float32", parse(mesh)
+    )  # of any capacity: nothing is allocated
+    lowered = jax.jit(decode_step, donate_argnames="cache").lower(
+        model(mesh), cache, np.zeros(2, np.int32)
+    )
     return sorted(collectives(lowered.compile()))
 
 
 def test_what_a_step_moves_does_not_grow_with_the_cache():
-    found, longer = (moved_in_a_step("heads=2,tokens=4", capacity) for capacity in (CAPACITY, 10 << 20))
+    found, longer = (
+        moved_in_a_step("heads=2,tokens=4", capacity) for capacity in (CAPACITY, 10 << 20)
+    )
     assert found == longer
     most = max(2 * CONFIG.hidden_size, 2 * CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
     assert 0 < max(found)[0] <= most
 
 
-@pytest.mark.parametrize(("mesh", "number"), [("heads=2,tokens=4", 1 + 2 + 2 + 1), ("tokens=8", 1 + 2 + 2 + 2), ("tokens=3", 1 + 2 + 1)])
+@pytest.mark.parametrize(
+    ("mesh", "number"),
+    [("heads=2,tokens=4", 1 + 2 + 2 + 1), ("tokens=8", 1 + 2 + 2 + 2), ("tokens=3", 1 + 2 + 1)],
+)
 def test_the_plan_of_memory_counts_the_collectives_of_a_step(mesh: str, number: int):
-    """Two KV heads on eight devices: weights are split within heads, and gathered by one collective or two. On three devices, attention's
-    weights are whole."""
+    """Two KV heads on eight devices: weights are split within heads, and gathered by one collective
+    or two. On three devices, attention's weights are whole."""
     assert collectives_of_a_step(CONFIG, "float32", parse(mesh)) == number
     found = moved_in_a_step(mesh, CAPACITY)
     assert len(found) == number
@@ -147,7 +183,9 @@ def test_rows_apart_move_nothing():
 
 def test_a_step_on_one_device_knows_of_no_mesh():
     def lowered(mesh: str = "") -> Any:
-        return jax.jit(decode_step, donate_argnames="cache").lower(model(mesh), cache_of(mesh), np.zeros(2, np.int32))
+        return jax.jit(decode_step, donate_argnames="cache").lower(
+            model(mesh), cache_of(mesh), np.zeros(2, np.int32)
+        )
 
     assert not speaks_of_devices(lowered())
     assert speaks_of_devices(lowered("rows=2"))
@@ -192,7 +230,9 @@ def test_a_checkpoint_is_read_part_by_part(tmp_path: pathlib.Path, monkeypatch: 
         sizes = [int(np.prod(shape)) for shape in read[weight.name]]
         assert sum(sizes) == np.prod(weight.hf_shape), f"{weight.name}: read {sizes}"
         assert len(sizes) == (8 if len(weight.hf_shape) == 2 else 1), f"{weight.name}: read {sizes}"
-    for ours, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(model("heads=2,tokens=4")), strict=True):
+    for ours, other in zip(
+        jax.tree.leaves(loaded), jax.tree.leaves(model("heads=2,tokens=4")), strict=True
+    ):
         assert ours.sharding.is_equivalent_to(other.sharding, ours.ndim)
 
 
@@ -201,15 +241,21 @@ def test_the_plan_of_memory_counts_what_devices_hold(mesh: str):
     planned = share(kvq.parse(SPEC), CONFIG, 2, CAPACITY, "float32", parse(mesh), DEVICES["h200"])
     held = [0, 0]
     for tree, at in ((model(mesh), 0), (cache_of(mesh), 1)):
-        held[at] = sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == jax.devices()[1])
+        held[at] = sum(
+            s.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for s in leaf.addressable_shards
+            if s.device == jax.devices()[1]
+        )
     assert held == [planned.weight_bytes, planned.body_bytes + planned.window_bytes]
     assert planned.total_bytes == sum(held)
     assert planned.body_bytes < kvq.nbytes([layer.body for layer in cache_of().layers]) / 2
 
 
 def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.Path):
-    """Over gloo on the loopback: each reads its parts of the checkpoint; they prepare, generate, save, load, trim, save again and
-    stream. Then one is killed, and the other says so and ends within a minute."""
+    """Over gloo on the loopback: each reads its parts of the checkpoint; they prepare, generate,
+    save, load, trim, save again and stream. Then one is killed, and the other says so and ends
+    within a minute."""
     save_llama(model(), tmp_path / "model")
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -221,7 +267,11 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
     command = [sys.executable, str(pathlib.Path(__file__).with_name("two_processes.py"))]
     started = [
         subprocess.Popen(
-            [*command, str(rank), port, str(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), port, str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -235,15 +285,24 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
     assert started[0].returncode not in (0, -signal.SIGKILL), told
     assert re.search("another task died|[Cc]onnection (closed|reset)", told), told
     assert "came to its end" not in printed
-    found, second = (json.loads(lines.splitlines()[-1]) for lines in (printed, other))  # below what gloo says
+    found, second = (
+        json.loads(lines.splitlines()[-1]) for lines in (printed, other)
+    )  # below what gloo says
     for process in (found, second):
-        assert process["held"] / 1.05 < process["read"] <= 1.05 * process["held"], "bytes of the checkpoint"
+        assert process["held"] / 1.05 < process["read"] <= 1.05 * process["held"], (
+            "bytes of the checkpoint"
+        )
     assert found["held"] < 0.6 * kvq.nbytes(model()), "each process holds all weights"
     assert found["written"] == found["streamed"] == text_of_one_device().tolist()
     expected = kvq.trim(kvq.load_cache(tmp_path / "cache"), np.array([40, 40]))
     assert not differing(expected, kvq.load_cache(tmp_path / "trimmed"))
-    assert differing(expected, kvq.load_cache(tmp_path / "cache")), "a cache that was not trimmed would pass"
-    prepared = [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(prepare(model(), "xquant").cache_parameters)]
+    assert differing(expected, kvq.load_cache(tmp_path / "cache")), (
+        "a cache that was not trimmed would pass"
+    )
+    prepared = [
+        float(np.abs(leaf).sum())
+        for leaf in jax.tree.leaves(prepare(model(), "xquant").cache_parameters)
+    ]
     assert found["prepared"] == pytest.approx(prepared, rel=1e-4)
 
 
@@ -265,24 +324,60 @@ def test_the_rule_splits_heads_first_and_tokens_for_the_rest():
 
 
 REFUSED = {
-    "rows": (lambda: cache_of("rows=2", batch=3), "3 rows do not divide into 2 parts; give a batch of 2, 4, ..."),
-    "heads": (lambda: cache_of("heads=4"), "2 KV heads do not divide into 4 parts: heads can be 1, 2; tokens can be any number"),
-    "shared": (lambda: cache_of("heads=2", "xquant:latent=false,block=16"), "rows that all heads share: split tokens, not heads"),
-    "outliers": (lambda: cache_of("heads=2", "kvquant:outliers=0.1,block=16"), "stores arrays that heads share"),
-    "coupled": (lambda: cache_of("rows=2", "squat:shared_subspace=true,block=16"), "rows of a batch depend on each other"),
+    "rows": (
+        lambda: cache_of("rows=2", batch=3),
+        "3 rows do not divide into 2 parts; give a batch of 2, 4, ...",
+    ),
+    "heads": (
+        lambda: cache_of("heads=4"),
+        "2 KV heads do not divide into 4 parts: heads can be 1, 2; tokens can be any number",
+    ),
+    "shared": (
+        lambda: cache_of("heads=2", "xquant:latent=false,block=16"),
+        "rows that all heads share: split tokens, not heads",
+    ),
+    "outliers": (
+        lambda: cache_of("heads=2", "kvquant:outliers=0.1,block=16"),
+        "stores arrays that heads share",
+    ),
+    "coupled": (
+        lambda: cache_of("rows=2", "squat:shared_subspace=true,block=16"),
+        "rows of a batch depend on each other",
+    ),
     "coupled, rotated": (
         lambda: cache_of("rows=2", "squat:shared_subspace=true,rotate=true,block=16"),
         "rows of a batch depend on each other",
     ),
-    "scale of all heads": (lambda: cache_of("heads=2", "fp8"), "heads depend on each other: split tokens, not heads"),
+    "scale of all heads": (
+        lambda: cache_of("heads=2", "fp8"),
+        "heads depend on each other: split tokens, not heads",
+    ),
     "devices": (lambda: parse("tokens=9"), "mesh 'tokens=9' needs 9 devices, and there are 8"),
     "words": (lambda: parse("columns=2"), "write rows=R,heads=H,tokens=T"),
-    "axis": (lambda: kvq.Placement(parse("heads=2").mesh, tokens="t"), "the mesh has no axis 't'; its axes are 'heads'"),
-    "twice": (lambda: kvq.Placement(parse("heads=2").mesh, rows="heads", tokens="heads"), "one mesh axis cannot split two things"),
-    "merge": (lambda: kvq.merge_rows(cache_of("heads=2"), cache_of("tokens=2")), "caches with different placement cannot be merged"),
-    "select": (lambda: kvq.select_rows(cache_of("rows=2"), [1]), "1 rows do not divide into 2 parts"),
-    "other mesh": (lambda: generate(model("heads=2"), cache_of("tokens=4"), TOKENS), "the model lies on another mesh than the cache"),
-    "no mesh": (lambda: generate(model(), cache_of("tokens=4"), TOKENS), "the cache lies on a mesh (tokens=4), and the model does not"),
+    "axis": (
+        lambda: kvq.Placement(parse("heads=2").mesh, tokens="t"),
+        "the mesh has no axis 't'; its axes are 'heads'",
+    ),
+    "twice": (
+        lambda: kvq.Placement(parse("heads=2").mesh, rows="heads", tokens="heads"),
+        "one mesh axis cannot split two things",
+    ),
+    "merge": (
+        lambda: kvq.merge_rows(cache_of("heads=2"), cache_of("tokens=2")),
+        "caches with different placement cannot be merged",
+    ),
+    "select": (
+        lambda: kvq.select_rows(cache_of("rows=2"), [1]),
+        "1 rows do not divide into 2 parts",
+    ),
+    "other mesh": (
+        lambda: generate(model("heads=2"), cache_of("tokens=4"), TOKENS),
+        "the model lies on another mesh than the cache",
+    ),
+    "no mesh": (
+        lambda: generate(model(), cache_of("tokens=4"), TOKENS),
+        "the cache lies on a mesh (tokens=4), and the model does not",
+    ),
 }
 
 
@@ -295,10 +390,14 @@ def test_what_cannot_be_is_refused_in_one_line(name: str):
 
 
 def test_an_own_model_runs_on_a_mesh_of_explicit_axes():
-    """Without kvq_models: attention goes back to the caller's mesh, ready for the caller's products."""
+    """Without kvq_models: attention goes back to the caller's mesh, ready for the caller's
+    products."""
     mesh = jax.make_mesh((2, 2), ("heads", "tokens"), devices=jax.devices()[:4])
     placement = kvq.Placement(mesh, heads="heads", tokens="tokens")
-    q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(2, n, 1, 16)), jnp.float32) for i, n in enumerate((8, 2, 2)))
+    q, k, v = (
+        jnp.asarray(np.random.default_rng(i).normal(size=(2, n, 1, 16)), jnp.float32)
+        for i, n in enumerate((8, 2, 2))
+    )
 
     def step(cache: kvq.Cache, scale: jax.Array) -> tuple[jax.Array, kvq.Cache]:
         begun = kvq.begin(cache, 1, prefill=False)
@@ -306,7 +405,10 @@ def test_an_own_model_runs_on_a_mesh_of_explicit_axes():
         return jnp.sum(out * scale, axis=-1), kvq.finish(begun)
 
     with jax.set_mesh(mesh):
-        found, after = jax.jit(step)(kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement), jnp.float32(2))
+        found, after = jax.jit(step)(
+            kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement),
+            jnp.float32(2),
+        )
     expected, _ = jax.jit(step)(cache_of(), jnp.float32(2))
     assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 1e-5
     assert after.placement == placement

@@ -1,4 +1,5 @@
-"""One of two processes that hold a model and a cache together: python two_processes.py RANK PORT DIRECTORY. Prints what it found, as JSON.
+"""One of two processes that hold a model and a cache together: python two_processes.py RANK PORT
+DIRECTORY. Prints what it found, as JSON.
 
 At last process 1 kills itself in the middle of a stream, and process 0 waits for it.
 """
@@ -20,7 +21,9 @@ HEARTBEAT = 10  # seconds without a sign of life after which a process is taken 
 
 def main(rank: int, port: str, directory: pathlib.Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, rank, initialization_timeout=60, heartbeat_timeout_seconds=HEARTBEAT)
+    jax.distributed.initialize(
+        f"localhost:{port}", 2, rank, initialization_timeout=60, heartbeat_timeout_seconds=HEARTBEAT
+    )
 
     import kvq_jax as kvq
     from kvq_jax.placement.allowed import parse
@@ -43,7 +46,10 @@ def main(rank: int, port: str, directory: pathlib.Path) -> None:
     placement = parse("heads=2,tokens=2")
     spec = "innerq:sink=4,recent=8,block=16"
     llama, _ = load_llama(directory / "model", dtype="float32", mesh=placement)
-    held = sum(sum({str(s.index): s.data.nbytes for s in leaf.addressable_shards}.values()) for leaf in jax.tree.leaves(llama))
+    held = sum(
+        sum({str(s.index): s.data.nbytes for s in leaf.addressable_shards}.values())
+        for leaf in jax.tree.leaves(llama)
+    )
     prepared = prepare(llama, "xquant").cache_parameters
     tokens = np.random.default_rng(0).integers(3, 90, (2, 50))
 
@@ -55,7 +61,12 @@ def main(rank: int, port: str, directory: pathlib.Path) -> None:
     kvq.save_cache(first.cache, directory / "cache")
     trimmed = kvq.trim(kvq.load_cache(directory / "cache", placement=placement), np.array([40, 40]))
     kvq.save_cache(trimmed, directory / "trimmed")
-    found = {"read": read, "held": held, "written": text, "prepared": [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(prepared)]}
+    found = {
+        "read": read,
+        "held": held,
+        "written": text,
+        "prepared": [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(prepared)],
+    }
     for streamed in generate_stream(llama, new_cache(), tokens, max_new_tokens=20):
         found["streamed"] = np.asarray(streamed.tokens).tolist()
     print(json.dumps(found), flush=True)

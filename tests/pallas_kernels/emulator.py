@@ -1,7 +1,9 @@
-"""The kernels' inline assembly, executed in NumPy: one PTX instruction after the other, on what a GPU's registers would hold.
+"""The kernels' inline assembly, executed in NumPy: one PTX instruction after the other, on what a
+GPU's registers would hold.
 
-Integer instructions are those of the PTX manual, bit for bit. Pairs of fp16 are computed in float64 and rounded once, to even: exact, for
-53 bits hold every product of two fp16 numbers, and of its sum with a third as much as the rounding can see.
+Integer instructions are those of the PTX manual, bit for bit. Pairs of fp16 are computed in float64
+and rounded once, to even: exact, for 53 bits hold every product of two fp16 numbers, and of its sum
+with a third as much as the rounding can see.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ LANE = 21  # of which no result may depend
 
 
 def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """prmt.b32: each of the four low nibbles of the selector chooses a byte of b:a; its top bit repeats that byte's top bit instead."""
+    """prmt.b32: each of the four low nibbles of the selector chooses a byte of b:a; its top bit
+    repeats that byte's top bit instead."""
     a, b, selector = np.broadcast_arrays(a, b, selector)
-    source, found = np.stack([(r >> U(8 * i)) & U(255) for r in (a, b) for i in range(4)]), np.zeros_like(a)
+    source, found = (
+        np.stack([(r >> U(8 * i)) & U(255) for r in (a, b) for i in range(4)]),
+        np.zeros_like(a),
+    )
     for i in range(4):
         nibble = selector >> U(4 * i) & U(15)
         byte = np.take_along_axis(source, (nibble & U(7)).astype(np.int64)[None], axis=0)[0]
@@ -47,7 +53,10 @@ def on_halves(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
     """An instruction on two fp16 numbers in each register."""
 
     def instruction(*registers: np.ndarray) -> np.ndarray:
-        halves = [np.ascontiguousarray(r).view(np.float16).astype(np.float64) for r in np.broadcast_arrays(*map(np.atleast_1d, registers))]
+        halves = [
+            np.ascontiguousarray(r).view(np.float16).astype(np.float64)
+            for r in np.broadcast_arrays(*map(np.atleast_1d, registers))
+        ]
         with np.errstate(over="ignore", invalid="ignore"):
             return operation(*halves).astype(np.float16).view(U)
 
@@ -55,11 +64,16 @@ def on_halves(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 
 
 def on_floats(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """An instruction on fp32 numbers; float64 in between, which is a rounding closer than some instructions are."""
+    """An instruction on fp32 numbers; float64 in between, which is a rounding closer than some
+    instructions are."""
 
     def instruction(*registers: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return operation(*(r.view(np.float32).astype(np.float64) for r in registers)).astype(np.float32).view(U)
+            return (
+                operation(*(r.view(np.float32).astype(np.float64) for r in registers))
+                .astype(np.float32)
+                .view(U)
+            )
 
     return instruction
 
@@ -88,12 +102,16 @@ INSTRUCTIONS = {
 def computed(assembly: str, pack: int, result: jax.ShapeDtypeStruct, *args: Any) -> np.ndarray:
     """Return what the assembly leaves in $0.
 
-    Elements of 16 bits share a register in pairs, those of 32 have one each: of a pack of two, the first and the second come as operands of
-    their own."""
+    Elements of 16 bits share a register in pairs, those of 32 have one each: of a pack of two, the
+    first and the second come as operands of their own."""
     operands = [np.ascontiguousarray(a).view(U) for a in args]
     if pack == 2:
         sizes = [np.dtype(a.dtype).itemsize for a in args]
-        operands = [x for size, o in zip(sizes, operands, strict=True) for x in ([o] if size == 2 else [o[..., ::2], o[..., 1::2]])]
+        operands = [
+            x
+            for size, o in zip(sizes, operands, strict=True)
+            for x in ([o] if size == 2 else [o[..., ::2], o[..., 1::2]])
+        ]
     registers = {f"${i + 1}": operand for i, operand in enumerate(operands)} | {"%laneid": U(LANE)}
     for statement in assembly.strip("{} ").split(";"):
         name, space, parameters = statement.strip().partition(" ")
@@ -106,7 +124,9 @@ def computed(assembly: str, pack: int, result: jax.ShapeDtypeStruct, *args: Any)
     return np.ascontiguousarray(registers["$0"]).view(result.dtype).reshape(result.shape)
 
 
-def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any) -> list[jax.Array]:
+def execute(
+    assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any
+) -> list[jax.Array]:
     """Stands for `plt.elementwise_inline_asm`, in interpreted kernels too."""
     [result] = result_shape_dtypes
     function = functools.partial(computed, assembly, pack, result)
@@ -117,7 +137,8 @@ def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **
 
 @dataclasses.dataclass(frozen=True)
 class Emulated(Launch):
-    """Kernels in assembly, interpreted: `execute` has to stand for the instruction that Triton would compile (fixture `assembler`)."""
+    """Kernels in assembly, interpreted: `execute` has to stand for the instruction that Triton
+    would compile (fixture `assembler`)."""
 
     interpret: bool = True
 

@@ -1,4 +1,5 @@
-"""Lowering a kernel for CUDA on a host without a GPU: shows that Triton accepts it, in any supported version of JAX."""
+"""Lowering a kernel for CUDA on a host without a GPU: shows that Triton accepts it, in any
+supported version of JAX."""
 
 from __future__ import annotations
 
@@ -12,13 +13,19 @@ import jax
 
 @contextlib.contextmanager
 def cuda_lowering() -> Iterator[None]:
-    """Where code is lowered for an H200 that is not there. JAX 0.11 and later ask for the device that they lower for."""
+    """Where code is lowered for an H200 that is not there. JAX 0.11 and later ask for the device
+    that they lower for."""
     if jax.__version_info__ < (0, 11):
         yield
         return
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))), warnings.catch_warnings():
+    with (
+        use_abstract_mesh(
+            AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+        ),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
         yield
 

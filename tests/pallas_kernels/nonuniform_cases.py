@@ -1,4 +1,5 @@
-"""Sides with tables, outliers and keys before RoPE: what a cache stores of them, and the rows that it stands for."""
+"""Sides with tables, outliers and keys before RoPE: what a cache stores of them, and the rows that
+it stands for."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ FACTOR = 1.25  # attention factor of the keys' RoPE
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A stored format. scales: of channels, fixed; of a token over all heads; or of so many channels of a token and head. slots: for the
-    outliers of a token, in the mean over the `pool` tokens that share them."""
+    """A stored format. scales: of channels, fixed; of a token over all heads; or of so many
+    channels of a token and head. slots: for the outliers of a token, in the mean over the `pool`
+    tokens that share them."""
 
     bits: int
     scales: Literal["channels", "token"] | int
@@ -34,7 +36,8 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Arrays of keys or values as a reader takes them, and their meaning in float64: dense rows and outliers [B, K, S, H], before RoPE."""
+    """Arrays of keys or values as a reader takes them, and their meaning in float64: dense rows and
+    outliers [B, K, S, H], before RoPE."""
 
     format: Format
     reader: Reader
@@ -44,8 +47,16 @@ class Stored:
     frequencies: np.ndarray
     sink: int
 
-    def rows(self, *, outliers: bool = True, rotated: bool = True, moved: int = 0, tokens: np.ndarray | None = None) -> np.ndarray:
-        """Return what the arrays stand for; `tokens`: of the body, those that they hold (default: the first)."""
+    def rows(
+        self,
+        *,
+        outliers: bool = True,
+        rotated: bool = True,
+        moved: int = 0,
+        tokens: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return what the arrays stand for; `tokens`: of the body, those that they hold (default:
+        the first)."""
         found = self.dense + self.outliers if outliers else self.dense
         if not (self.format.pre_rope and rotated):
             return found
@@ -53,7 +64,9 @@ class Stored:
         angles = (self.sink + moved + tokens)[:, None] * self.frequencies.astype(np.float64)
         first, second = np.split(found, 2, axis=-1)
         cos, sin = np.cos(angles), np.sin(angles)
-        return FACTOR * np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return FACTOR * np.concatenate(
+            [first * cos - second * sin, second * cos + first * sin], axis=-1
+        )
 
 
 def reader_of(format: Format, head_dim: int, heads: int, sink: int) -> Reader:
@@ -72,13 +85,20 @@ def layout_of(format: Format, head_dim: int) -> PlaneLayout:
     return plane_layout(format.bits, head_dim, 32)
 
 
-def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, seed: int, sink: int = 5) -> Stored:
+def stored(
+    format: Format, head_dim: int, batch: int, heads: int, tokens: int, seed: int, sink: int = 5
+) -> Stored:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 1 << format.bits, (batch, heads, tokens, head_dim))
     table = np.sort(rng.uniform(-1, 1, 1 << format.bits)).astype(np.float32)
-    arrays = [*(np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), layout_of(format, head_dim))), table]
+    arrays = [
+        *(np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), layout_of(format, head_dim))),
+        table,
+    ]
     if format.scales == "channels":
-        scale, zero = (rng.uniform(*r, (heads, head_dim)).astype(np.float32) for r in ((0.5, 2.0), (-0.5, 0.5)))
+        scale, zero = (
+            rng.uniform(*r, (heads, head_dim)).astype(np.float32) for r in ((0.5, 2.0), (-0.5, 0.5))
+        )
         arrays += [scale, zero]
         scale, zero = (s[None, :, None] for s in (scale, zero))
     else:
@@ -87,7 +107,9 @@ def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, s
         shape = (batch, 1 if shared else heads, head_dim // width, tokens)
         halves = [rng.uniform(*r, shape).astype(np.float16) for r in ((0.5, 2.0), (-0.5, 0.5))]
         arrays += [h.view(np.uint16) for h in halves]
-        scale, zero = (np.repeat(np.swapaxes(h.astype(np.float64), 2, 3), width, axis=3) for h in halves)
+        scale, zero = (
+            np.repeat(np.swapaxes(h.astype(np.float64), 2, 3), width, axis=3) for h in halves
+        )
     dense = table.astype(np.float64)[codes] * scale + zero
     outliers = np.zeros(dense.shape)
     if format.slots:
@@ -96,14 +118,22 @@ def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, s
     frequencies = (100.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
     if format.pre_rope:
         arrays += [frequencies, np.float32(FACTOR)]
-    return Stored(format, reader_of(format, head_dim, heads, sink), arrays, dense, outliers, frequencies, sink)
+    return Stored(
+        format, reader_of(format, head_dim, heads, sink), arrays, dense, outliers, frequencies, sink
+    )
 
 
-def slots(rng: np.random.Generator, count: int, pool: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (index, residual, ends, the outliers as rows [B, K, S, H]): some pools are full, some empty, some all of a token or head."""
+def slots(
+    rng: np.random.Generator, count: int, pool: int, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return (index, residual, ends, the outliers as rows [B, K, S, H]): some pools are full, some
+    empty, some all of a token or head."""
     batch, heads, tokens, channels = shape
     pools, places = tokens // pool, pool * channels
-    index, residual = np.zeros((batch, pools, count * pool), np.uint16), np.zeros((batch, pools, count * pool), np.float16)
+    index, residual = (
+        np.zeros((batch, pools, count * pool), np.uint16),
+        np.zeros((batch, pools, count * pool), np.float16),
+    )
     ends, outliers = np.zeros((batch, pools, heads), np.uint16), np.zeros(shape)
     for b, p in np.ndindex(batch, pools):
         crowd = rng.random((heads, pool, channels))
@@ -119,12 +149,14 @@ def slots(rng: np.random.Generator, count: int, pool: int, shape: tuple[int, ...
 
 
 def spoiled(stored: Stored, limits: Sequence[int], bits: int) -> list[np.ndarray]:
-    """The arrays with everything overwritten that no token below a row's limit reads: words by ones, fp16 numbers by `bits`, and the
-    outliers of pools by as many of every head."""
+    """The arrays with everything overwritten that no token below a row's limit reads: words by
+    ones, fp16 numbers by `bits`, and the outliers of pools by as many of every head."""
     _, heads, tokens, channels = stored.dense.shape
     format, found = stored.format, []
     sets, per_row = len(layout_of(format, channels).sets), tokens // stored.arrays[0].shape[2]
-    sparse = len(stored.arrays) - (5 if format.pre_rope else 3) if format.slots else len(stored.arrays)
+    sparse = (
+        len(stored.arrays) - (5 if format.pre_rope else 3) if format.slots else len(stored.arrays)
+    )
     for i, array in enumerate(stored.arrays):
         array = np.array(array)
         if i < sets:
@@ -132,7 +164,11 @@ def spoiled(stored: Stored, limits: Sequence[int], bits: int) -> list[np.ndarray
                 array[b, :, -(-limit // 32) * 32 // per_row :] = -1
         elif sparse <= i < sparse + 3:  # index, residual and ends
             size = array.shape[2]
-            garbage = (np.arange(size) * 7, bits, np.arange(1, heads + 1) * (format.slots * format.pool // heads))[i - sparse]
+            garbage = (
+                np.arange(size) * 7,
+                bits,
+                np.arange(1, heads + 1) * (format.slots * format.pool // heads),
+            )[i - sparse]
             for b, limit in enumerate(limits):
                 array[b, -(-limit // format.pool) :] = garbage
         elif array.ndim > 2:  # a token's scales and zero points, [B, K, groups, S]

@@ -1,4 +1,5 @@
-"""The self-test that decides whether kernels run in assembly, with the emulator of PTX in the place of a GPU."""
+"""The self-test that decides whether kernels run in assembly, with the emulator of PTX in the place
+of a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_right_assembly_passes(spec):
 
 @pytest.mark.usefixtures("assembler")
 def test_wrong_assembly_is_told_from_right(monkeypatch):
-    """A shift by one bit more, as a compiler's mistake would be: other codes, and scores that are finite all the same."""
+    """A shift by one bit more, as a compiler's mistake would be: other codes, and scores that are
+    finite all the same."""
     right = INSTRUCTIONS["lop3.b32"]
     monkeypatch.setitem(INSTRUCTIONS, "lop3.b32", lambda a, *rest: right(a >> np.uint32(1), *rest))
     found = self_test.difference(format("kivi:bits=4"), Emulated())

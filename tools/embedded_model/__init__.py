@@ -1,1 +1,2 @@
-"""The making of the embedded model: tokenizer, corpus, training loop, and export with evaluation."""
+"""The making of the embedded model: tokenizer, corpus, training loop, and export with
+evaluation."""

@@ -1,4 +1,5 @@
-"""The model card of the embedded Llama, generated from config.json and evaluation.json: no number is typed by hand."""
+"""The model card of the embedded Llama, generated from config.json and evaluation.json: no number
+is typed by hand."""
 
 from __future__ import annotations
 
@@ -99,24 +100,40 @@ def model_card(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 
 def _text_table(texts: Mapping[str, Mapping[str, float]]) -> str:
     rows = [
-        f"| {name} | {score['characters']:,} | {score['tokens']:,} | {score['perplexity']:.2f} | {score['bits_per_byte']:.3f} |"
+        f"| {name} | {score['characters']:,} | {score['tokens']:,} | {score['perplexity']:.2f} |"
+        f" {score['bits_per_byte']:.3f} |"
         for name, score in texts.items()
     ]
-    return "\n".join(["| text | characters | tokens | perplexity | bits per byte |", "|---|---|---|---|---|", *rows])
+    return "\n".join(
+        [
+            "| text | characters | tokens | perplexity | bits per byte |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
+    )
 
 
 def _recall_table(recall: Mapping[Any, Mapping[str, float]]) -> str:
-    rows = [f"| {distance} | {100 * score['exact']:.0f} % | {100 * score['digits']:.0f} % |" for distance, score in recall.items()]
-    return "\n".join(["| tokens between | whole key right | digits right |", "|---|---|---|", *rows])
+    rows = [
+        f"| {distance} | {100 * score['exact']:.0f} % | {100 * score['digits']:.0f} % |"
+        for distance, score in recall.items()
+    ]
+    return "\n".join(
+        ["| tokens between | whole key right | digits right |", "|---|---|---|", *rows]
+    )
 
 
 def _segment_table(segments: Sequence[Mapping[str, Any]]) -> str:
     rows = [
-        f"| {segment['from_step']} | {segment['curriculum']} | {segment['learning_rate']} | {segment['embedding_rate']} |"
-        f" {segment['warmup_steps']} | {segment['decay_steps']} of {segment['total_steps']} | {segment['weight_decay']} |"
+        f"| {segment['from_step']} | {segment['curriculum']} | {segment['learning_rate']} |"
+        f" {segment['embedding_rate']} | {segment['warmup_steps']} | {segment['decay_steps']} of"
+        f" {segment['total_steps']} | {segment['weight_decay']} |"
         for segment in segments
     ]
-    names = "| from step | curriculum | peak learning rate | embedding's share | warm-up | decay steps | weight decay |"
+    names = (
+        "| from step | curriculum | peak learning rate | embedding's share | warm-up | decay steps"
+        " | weight decay |"
+    )
     return "\n".join([names, "|---|---|---|---|---|---|---|", *rows])
 
 
@@ -124,9 +141,10 @@ def _commands(segments: Sequence[Mapping[str, Any]], steps: int) -> str:
     """Return the command of each segment; the last one runs to its end."""
     ends = [segment["from_step"] for segment in segments[1:]] + [steps]
     return "\n".join(
-        f"    python -m tools.embedded_model.train --corpus CORPUS --out RUN --curriculum {segment['curriculum']}"
-        f" --learning-rate {segment['learning_rate']} --embedding-rate {segment['embedding_rate']}"
-        f" --warmup-steps {segment['warmup_steps']} --decay-steps {segment['decay_steps']} --until {end}"
+        "    python -m tools.embedded_model.train --corpus CORPUS --out RUN --curriculum"
+        f" {segment['curriculum']} --learning-rate {segment['learning_rate']} --embedding-rate"
+        f" {segment['embedding_rate']} --warmup-steps {segment['warmup_steps']} --decay-steps"
+        f" {segment['decay_steps']} --until {end}"
         for segment, end in zip(segments, ends, strict=True)
     )
 

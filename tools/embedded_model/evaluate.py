@@ -1,4 +1,5 @@
-"""The evaluation on the model card: perplexity, bits per byte, pass-key recall and greedy text, in full precision and without a cache.
+"""The evaluation on the model card: perplexity, bits per byte, pass-key recall and greedy text, in
+full precision and without a cache.
 
 perplexity = exp(nll / tokens),   bits per byte = nll / (ln 2 * UTF-8 bytes of those tokens)
 """
@@ -34,7 +35,8 @@ class TextScore:
 
 
 def score_text(llama: Llama, tokenizer: Tokenizer, text: str, window: int = 1024) -> TextScore:
-    """Score consecutive windows of `window` tokens, each after END_OF_TEXT and without earlier context; a shorter tail is dropped."""
+    """Score consecutive windows of `window` tokens, each after END_OF_TEXT and without earlier
+    context; a shorter tail is dropped."""
     stream = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint16)
     rows = evaluation_rows(stream, window)
     row_losses = jax.jit(lambda model, row: token_losses(model, row).sum())
@@ -53,12 +55,19 @@ def score_text(llama: Llama, tokenizer: Tokenizer, text: str, window: int = 1024
 
 
 def passkey_recall(
-    llama: Llama, tokenizer: Tokenizer, filler: str, distances: Sequence[int], trials: int, seed: int = 0
+    llama: Llama,
+    tokenizer: Tokenizer,
+    filler: str,
+    distances: Sequence[int],
+    trials: int,
+    seed: int = 0,
 ) -> dict[int, dict[str, float]]:
-    """Return, for each distance, the share of pass keys repeated exactly and the share of their digits, by greedy decoding.
+    """Return, for each distance, the share of pass keys repeated exactly and the share of their
+    digits, by greedy decoding.
 
-    The prompt is END_OF_TEXT, a fact, `distance` tokens of `filler` (held-out text) and the question. One forward pass over prompt and
-    answer decides a trial: greedy decoding gives the whole key exactly when every digit is ranked first after the right ones before it.
+    The prompt is END_OF_TEXT, a fact, `distance` tokens of `filler` (held-out text) and the
+    question. One forward pass over prompt and answer decides a trial: greedy decoding gives the
+    whole key exactly when every digit is ranked first after the right ones before it.
     """
     filler_tokens = np.array(tokenizer.encode(filler, add_special_tokens=False).ids)
     rng = np.random.default_rng(seed)
@@ -71,7 +80,10 @@ def passkey_recall(
             start = int(rng.integers(0, len(filler_tokens) - distance))
             row = _passkey_row(tokenizer, key, filler_tokens[start : start + distance].tolist())
             hits.append(np.asarray(first_choice(llama, np.array([row[:-1]])))[0, -5:] == row[-5:])
-        recall[distance] = {"exact": float(np.mean([hit.all() for hit in hits])), "digits": float(np.mean(hits))}
+        recall[distance] = {
+            "exact": float(np.mean([hit.all() for hit in hits])),
+            "digits": float(np.mean(hits)),
+        }
     return recall
 
 
@@ -89,6 +101,7 @@ def greedy_text(llama: Llama, tokenizer: Tokenizer, prompt: str, new_tokens: int
 
 def _passkey_row(tokenizer: Tokenizer, key: str, filler: list[int]) -> list[int]:
     fact, prompt, answer = (
-        tokenizer.encode(text, add_special_tokens=False).ids for text in (PASSKEY_FACT.format(key=key), PASSKEY_PROMPT, key)
+        tokenizer.encode(text, add_special_tokens=False).ids
+        for text in (PASSKEY_FACT.format(key=key), PASSKEY_PROMPT, key)
     )
     return [END_ID, *fact, *filler, *prompt, *answer]

@@ -1,13 +1,16 @@
-"""Initial weights in which an induction circuit is already wired: a short run can then sharpen recall instead of having to discover it.
+"""Initial weights in which an induction circuit is already wired: a short run can then sharpen
+recall instead of having to discover it.
 
     layer 0, KV head 0      query head 0 attends to the token before, query head 1 to the one before that; each writes what it
                             read into channels of its own: residual = [content | constant | previous token | the one before it]
     layer 1, both KV heads  q = projection of (this token, the previous), k = the same projection of (the previous, the one before it):
                             they match where the same two tokens occurred before; the value copies what followed there into the content
 
-Positions come from RoPE alone: a constant channel makes constant queries and keys whose product peaks at one distance, on the fast pairs;
-content is matched on the slow pairs, which hardly turn within the context. Everything is trained afterwards; all other weights are random.
-Source: the circuit of Elhage et al., A Mathematical Framework for Transformer Circuits; wired by hand rather than learned.
+Positions come from RoPE alone: a constant channel makes constant queries and keys whose product
+peaks at one distance, on the fast pairs; content is matched on the slow pairs, which hardly turn
+within the context. Everything is trained afterwards; all other weights are random. Source: the
+circuit of Elhage et al., A Mathematical Framework for Transformer Circuits; wired by hand rather
+than learned.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ FINAL_CONSTANT = 8.0  # approximate value of the constant channel after the last
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """The use of the residual channels at the start; each of the two earlier tokens has a quarter of them."""
+    """The use of the residual channels at the start; each of the two earlier tokens has a quarter
+    of them."""
 
     width: int
 
@@ -56,15 +60,25 @@ class Channels:
 
 
 def wire_induction(llama: Llama, token_counts: np.ndarray, seed: int) -> Llama:
-    """Wire an induction circuit into the first two layers; otherwise the model predicts every token by its share in `token_counts` [V].
+    """Wire an induction circuit into the first two layers; otherwise the model predicts every token
+    by its share in `token_counts` [V].
 
-    Raise ValueError unless width = 4 * head_dim, with 2 KV heads of 2 query heads each and a tied head.
+    Raise ValueError unless width = 4 * head_dim, with 2 KV heads of 2 query heads each and a tied
+    head.
     """
     config = llama.config
-    wanted = dict(hidden_size=4 * config.head_dim, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    wanted = dict(
+        hidden_size=4 * config.head_dim,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
     for name, value in wanted.items():
         if getattr(config, name) != value:
-            raise ValueError(f"config field {name}={getattr(config, name)!r} must be {value!r} for a wired induction circuit")
+            raise ValueError(
+                f"config field {name}={getattr(config, name)!r} must be {value!r} for a wired"
+                " induction circuit"
+            )
     rng = np.random.default_rng(seed)
     channels, head_dim = Channels(config.hidden_size), config.head_dim
     weights = {name: np.array(leaf) for name, leaf in state.parameters_of(llama).items()}
@@ -72,14 +86,22 @@ def wire_induction(llama: Llama, token_counts: np.ndarray, seed: int) -> Llama:
     embedding[:, channels.content] *= EMBEDDING_STDDEV / embedding.std()
     embedding[:, channels.content.stop :] *= 0.1
     log_share = np.log((token_counts + 1) / np.sum(token_counts + 1))
-    embedding[:, channels.constant] = CONSTANT * (1 + UNIGRAM_SPREAD * (log_share - log_share.mean()) / log_share.std())
+    embedding[:, channels.constant] = CONSTANT * (
+        1 + UNIGRAM_SPREAD * (log_share - log_share.mean()) / log_share.std()
+    )
     weights["norm/scale/value"][:] = LOGIT_SCALE
-    weights["norm/scale/value"][channels.constant] = log_share.std() / (UNIGRAM_SPREAD * CONSTANT * FINAL_CONSTANT)
+    weights["norm/scale/value"][channels.constant] = log_share.std() / (
+        UNIGRAM_SPREAD * CONSTANT * FINAL_CONSTANT
+    )
     for name in weights:
         if "o_proj" in name or "down_proj" in name:
             weights[name][:] = 0  # a layer that is not wired starts as the identity
-    read = _orthonormal(rng, channels.content.stop, head_dim)  # content -> the channels of an earlier token
-    frequencies = np.asarray(rope_for(config, capacity=config.max_position_embeddings).inverse_frequencies)
+    read = _orthonormal(
+        rng, channels.content.stop, head_dim
+    )  # content -> the channels of an earlier token
+    frequencies = np.asarray(
+        rope_for(config, capacity=config.max_position_embeddings).inverse_frequencies
+    )
     _wire_previous_tokens(weights, channels, head_dim, read, frequencies)
     for kv_head in range(2):
         _wire_match_and_copy(weights, channels, head_dim, read, kv_head, rng)
@@ -87,20 +109,28 @@ def wire_induction(llama: Llama, token_counts: np.ndarray, seed: int) -> Llama:
 
 
 def _wire_previous_tokens(
-    weights: dict[str, np.ndarray], channels: Channels, head_dim: int, read: np.ndarray, frequencies: np.ndarray
+    weights: dict[str, np.ndarray],
+    channels: Channels,
+    head_dim: int,
+    read: np.ndarray,
+    frequencies: np.ndarray,
 ) -> None:
     half = head_dim // 2
     fast = np.arange(half) < half // 4
     embedding = weights["embed/value"]
     constant = CONSTANT / np.sqrt(np.mean(embedding**2))  # the channel after RMSNorm
-    nearest = float(np.sum(1 - np.cos(frequencies[fast])))  # the drop one step beside the peak, before scaling
+    nearest = float(
+        np.sum(1 - np.cos(frequencies[fast]))
+    )  # the drop one step beside the peak, before scaling
     amplitude = np.sqrt(POSITION_LOGIT * np.sqrt(head_dim) / nearest) / constant
     query, key, value, output = (weights[f"layers/0/{name}_proj/kernel/value"] for name in "qkvo")
     key[:, :head_dim] *= 0.1
     key[channels.constant, :head_dim] = _rotated(amplitude * fast, 0 * frequencies)
     value[:, :head_dim] = 0
     value[channels.content, :head_dim] = read
-    for head, (distance, target) in enumerate([(1, channels.previous), (2, channels.before_previous)]):
+    for head, (distance, target) in enumerate(
+        [(1, channels.previous), (2, channels.before_previous)]
+    ):
         columns = slice(head * head_dim, (head + 1) * head_dim)
         query[:, columns] *= 0.1
         query[channels.constant, columns] = _rotated(amplitude * fast, -distance * frequencies)
@@ -108,10 +138,17 @@ def _wire_previous_tokens(
 
 
 def _wire_match_and_copy(
-    weights: dict[str, np.ndarray], channels: Channels, head_dim: int, read: np.ndarray, kv_head: int, rng: np.random.Generator
+    weights: dict[str, np.ndarray],
+    channels: Channels,
+    head_dim: int,
+    read: np.ndarray,
+    kv_head: int,
+    rng: np.random.Generator,
 ) -> None:
     half, quarter = head_dim // 2, head_dim // 4
-    slow = np.concatenate([np.arange(quarter, half), half + np.arange(quarter, half)])  # the channels of the slow pairs
+    slow = np.concatenate(
+        [np.arange(quarter, half), half + np.arange(quarter, half)]
+    )  # the channels of the slow pairs
     chosen = rng.permutation(head_dim)[: len(slow)]
     recent, earlier = chosen[: len(slow) * 5 // 8], chosen[len(slow) * 5 // 8 :]
     kv_columns = slice(kv_head * head_dim, (kv_head + 1) * head_dim)

@@ -21,7 +21,8 @@ Parameters: TypeAlias = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPlan:
-    """Warm-up, constant, then linear decay to zero over the last `decay_steps`; embedding and norms learn at `embedding_rate` of that."""
+    """Warm-up, constant, then linear decay to zero over the last `decay_steps`; embedding and norms
+    learn at `embedding_rate` of that."""
 
     learning_rate: float
     embedding_rate: float
@@ -52,13 +53,17 @@ def with_parameters(llama: Llama, parameters: Parameters) -> Llama:
 
 
 def make_optimizer(plan: OptimizerPlan) -> optax.GradientTransformation:
-    """Make the optimizer: Muon for matrices between hidden states, AdamW for embedding and norms, and clipping by the global norm.
+    """Make the optimizer: Muon for matrices between hidden states, AdamW for embedding and norms,
+    and clipping by the global norm.
 
     Both have update sizes like those of AdamW.
 
-    Source: Jordan et al., Muon; update size 0.2 after Liu et al., Muon is Scalable for LLM Training.
+    Source: Jordan et al., Muon; update size 0.2 after Liu et al., Muon is Scalable for LLM
+    Training.
     """
-    adamw = optax.adamw(lambda step: plan.embedding_rate * plan.rate(step), b1=0.9, b2=0.95, weight_decay=0.0)
+    adamw = optax.adamw(
+        lambda step: plan.embedding_rate * plan.rate(step), b1=0.9, b2=0.95, weight_decay=0.0
+    )
     muon = optax.contrib.muon(plan.rate, consistent_rms=0.2, weight_decay=plan.weight_decay)
     return optax.chain(
         optax.clip_by_global_norm(plan.clip_norm),
@@ -66,27 +71,40 @@ def make_optimizer(plan: OptimizerPlan) -> optax.GradientTransformation:
     )
 
 
-def save_checkpoint(path: Path, step: int, parameters: Parameters, optimizer_state: Any, notes: dict[str, Any]) -> None:
-    """Write `path` (weights and optimizer state) atomically, with the step and `notes` in its header."""
-    tensors = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(optimizer_state)
+def save_checkpoint(
+    path: Path, step: int, parameters: Parameters, optimizer_state: Any, notes: dict[str, Any]
+) -> None:
+    """Write `path` (weights and optimizer state) atomically, with the step and `notes` in its
+    header."""
+    tensors = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(
+        optimizer_state
+    )
     arrays = {name: jax.device_get(leaf) for name, leaf in tensors.items()}
     with replacing(path) as unfinished:
         save_file(arrays, unfinished, metadata={"step": str(step), "notes": json.dumps(notes)})
 
 
-def load_checkpoint(path: Path, parameters: Parameters, optimizer_state: Any) -> tuple[Parameters, Any]:
-    """Return (parameters, optimizer state) of a checkpoint, structured as those given. Raise ValueError naming what does not fit."""
+def load_checkpoint(
+    path: Path, parameters: Parameters, optimizer_state: Any
+) -> tuple[Parameters, Any]:
+    """Return (parameters, optimizer state) of a checkpoint, structured as those given. Raise
+    ValueError naming what does not fit."""
     stored = load_file(path)
-    expected = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(optimizer_state)
+    expected = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(
+        optimizer_state
+    )
     for name, leaf in expected.items():
         if name not in stored or stored[name].shape != leaf.shape:
             shape = stored[name].shape if name in stored else "nothing"
             raise ValueError(
-                f"checkpoint {str(path)!r}, tensor {name!r}: expected shape {leaf.shape}, found {shape}; was the model changed?"
+                f"checkpoint {str(path)!r}, tensor {name!r}: expected shape {leaf.shape}, found"
+                f" {shape}; was the model changed?"
             )
     restored = {name: jnp.asarray(stored[f"parameters/{name}"]) for name in parameters}
     leaves, treedef = jax.tree_util.tree_flatten_with_path(optimizer_state)
-    return restored, jax.tree_util.tree_unflatten(treedef, [jnp.asarray(stored[f"optimizer/{_name(path)}"]) for path, _ in leaves])
+    return restored, jax.tree_util.tree_unflatten(
+        treedef, [jnp.asarray(stored[f"optimizer/{_name(path)}"]) for path, _ in leaves]
+    )
 
 
 def checkpoint_notes(path: Path) -> tuple[int, dict[str, Any]]:
@@ -97,7 +115,10 @@ def checkpoint_notes(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _labels(parameters: Parameters) -> dict[str, str]:
-    return {name: "hidden_matrix" if leaf.ndim == 2 and "embed" not in name else "other" for name, leaf in parameters.items()}
+    return {
+        name: "hidden_matrix" if leaf.ndim == 2 and "embed" not in name else "other"
+        for name, leaf in parameters.items()
+    }
 
 
 def _state_tensors(optimizer_state: Any) -> dict[str, jax.Array]:

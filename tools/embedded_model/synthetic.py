@@ -5,8 +5,9 @@ needles   real text with several "special magic number for WORD" in it, some ask
 records   many "WORD: VALUE" lines, then some of the keys again
 repeat    random or shuffled tokens, repeated: what an induction head is for
 
-The facts themselves are noise and carry no loss; answers carry a higher loss weight; the real text around them carries the usual one.
-Document lengths are log-uniform up to the row, so distances from fact to question range from a few tokens to the whole row.
+The facts themselves are noise and carry no loss; answers carry a higher loss weight; the real text
+around them carries the usual one. Document lengths are log-uniform up to the row, so distances from
+fact to question range from a few tokens to the whole row.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ PASSKEY_OPENING = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them."
     " I will quiz you about the important information there.\n"
 )
-DULL_TEXT = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+DULL_TEXT = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+)
 NEEDLE_FACT = "\nOne of the special magic numbers for {word} is: {value}.\n"
-NEEDLE_PROMPT = "\nWhat is the special magic number for {word}? The special magic number for {word} is: "
+NEEDLE_PROMPT = (
+    "\nWhat is the special magic number for {word}? The special magic number for {word} is: "
+)
 ANSWER_WEIGHT = 5.0
 SHORTEST_DOCUMENT = 96
 KIND_SHARES = (0.35, 0.25, 0.25, 0.15)  # passkey, needles, records, repeat
@@ -58,7 +63,8 @@ class SyntheticRows:
     stream: np.ndarray
 
     def row(self, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens [length + 1], weights [length] fp32): whole documents, then real text up to the length."""
+        """Return (tokens [length + 1], weights [length] fp32): whole documents, then real text up
+        to the length."""
         row = Draft()
         while (room := length - len(row) - 1) >= SHORTEST_DOCUMENT:
             budget = int(np.exp(rng.uniform(np.log(SHORTEST_DOCUMENT), np.log(room + 1))))
@@ -72,13 +78,22 @@ class SyntheticRows:
 
     def document(self, budget: int, rng: np.random.Generator) -> Draft:
         """Return one document of at most `budget` tokens."""
-        kinds: list[Callable[[int, np.random.Generator], Draft]] = [self.passkey, self.needles, self.records, self.repeat]
+        kinds: list[Callable[[int, np.random.Generator], Draft]] = [
+            self.passkey,
+            self.needles,
+            self.records,
+            self.repeat,
+        ]
         return kinds[rng.choice(len(kinds), p=KIND_SHARES)](budget, rng)
 
     def passkey(self, budget: int, rng: np.random.Generator) -> Draft:
         key = _digits(rng, 5)
         fact, prompt = self._encode(PASSKEY_FACT.format(key=key)), self._encode(PASSKEY_PROMPT)
-        opening = self._encode(PASSKEY_OPENING) if rng.random() < 0.4 and budget > 2 * SHORTEST_DOCUMENT else []
+        opening = (
+            self._encode(PASSKEY_OPENING)
+            if rng.random() < 0.4 and budget > 2 * SHORTEST_DOCUMENT
+            else []
+        )
         answer = self._encode(key)
         room = max(0, budget - len(fact) - len(prompt) - len(answer) - len(opening))
         filler = self._dull_text(room) if rng.random() < 0.2 else self._real_text(room, rng)
@@ -97,11 +112,20 @@ class SyntheticRows:
         pairs = [(self._word(rng), _digits(rng, int(rng.integers(4, 8)))) for _ in range(count)]
         facts = [self._encode(NEEDLE_FACT.format(word=word, value=value)) for word, value in pairs]
         asked = [pairs[i] for i in rng.permutation(count)[: max(1, count // 2)]]
-        questions = [(self._encode(NEEDLE_PROMPT.format(word=word)), self._encode(value)) for word, value in asked]
-        room = budget - sum(map(len, facts)) - sum(len(prompt) + len(answer) for prompt, answer in questions)
+        questions = [
+            (self._encode(NEEDLE_PROMPT.format(word=word)), self._encode(value))
+            for word, value in asked
+        ]
+        room = (
+            budget
+            - sum(map(len, facts))
+            - sum(len(prompt) + len(answer) for prompt, answer in questions)
+        )
         filler = self._real_text(max(0, room), rng)
         draft, done = Draft(), 0
-        for fact, place in zip(facts, np.sort(rng.integers(0, len(filler) + 1, count)), strict=True):
+        for fact, place in zip(
+            facts, np.sort(rng.integers(0, len(filler) + 1, count)), strict=True
+        ):
             draft.add(filler[done:place], 1.0)
             draft.add(fact, 0.0)
             done = int(place)
@@ -132,7 +156,11 @@ class SyntheticRows:
 
     def repeat(self, budget: int, rng: np.random.Generator) -> Draft:
         length = int(np.exp(rng.uniform(np.log(8), np.log(budget // 2))))
-        tokens = rng.integers(1, self.tokenizer.get_vocab_size(), length) if rng.random() < 0.5 else self._real_text(length, rng)
+        tokens = (
+            rng.integers(1, self.tokenizer.get_vocab_size(), length)
+            if rng.random() < 0.5
+            else self._real_text(length, rng)
+        )
         segment = [int(token) for token in rng.permutation(tokens)]
         draft = Draft()
         draft.add(segment, 0.0)

@@ -1,7 +1,8 @@
 """Byte-level BPE: trained on the documents, saved as a Hugging Face tokenizer.
 
-Digits are tokens of their own: a number that was never seen can be copied digit by digit, and "is 4" and "is " + "4" are the same tokens.
-One special token, `<|endoftext|>`, opens every encoded text (a position-0 sink, as in Llama) and separates documents.
+Digits are tokens of their own: a number that was never seen can be copied digit by digit, and "is
+4" and "is " + "4" are the same tokens. One special token, `<|endoftext|>`, opens every encoded text
+(a position-0 sink, as in Llama) and separates documents.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ END_ID = 0  # the trainer numbers special tokens first
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn `vocab_size` byte-level BPE tokens; END_OF_TEXT is END_ID, the next 256 are the single bytes, so any text has an encoding."""
+    """Learn `vocab_size` byte-level BPE tokens; END_OF_TEXT is END_ID, the next 256 are the single
+    bytes, so any text has an encoding."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -33,7 +38,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, END_ID)]
+        single=f"{END_OF_TEXT} $A",
+        pair=f"{END_OF_TEXT} $A $B",
+        special_tokens=[(END_OF_TEXT, END_ID)],
     )
     return tokenizer
 

@@ -1,4 +1,5 @@
-"""What papers compare with and engines ship: GEAR and ZipCache beside KIVI and SQuat, rotations, TurboQuant and small floats."""
+"""What papers compare with and engines ship: GEAR and ZipCache beside KIVI and SQuat, rotations,
+TurboQuant and small floats."""
 
 from __future__ import annotations
 
@@ -11,20 +12,34 @@ WINDOW = "sink=16,recent=64,block=32"
 
 
 def squat_baselines() -> Suite:
-    """Return the methods of SQuat's Tables 1 and 2, with the settings of its appendix E.2, and the same in one window for all."""
+    """Return the methods of SQuat's Tables 1 and 2, with the settings of its appendix E.2, and the
+    same in one window for all."""
     return Suite(
         "The baselines of SQuat's Tables 1 and 2",
         (
-            listed("SQuat's Tables 1 and 2: 2 bits, each method's own windows", _of_squat(2, SQUAT, "sink=0,recent=0,block=64"), "KIVI"),
-            listed("2 bits, the same windows", _of_squat(2, "sink=0,recent=64,block=64", "sink=0,recent=64,block=64"), "KIVI"),
-            listed("4 bits, the same windows", _of_squat(4, "sink=0,recent=64,block=64", "sink=0,recent=64,block=64"), "KIVI"),
+            listed(
+                "SQuat's Tables 1 and 2: 2 bits, each method's own windows",
+                _of_squat(2, SQUAT, "sink=0,recent=0,block=64"),
+                "KIVI",
+            ),
+            listed(
+                "2 bits, the same windows",
+                _of_squat(2, "sink=0,recent=64,block=64", "sink=0,recent=64,block=64"),
+                "KIVI",
+            ),
+            listed(
+                "4 bits, the same windows",
+                _of_squat(4, "sink=0,recent=64,block=64", "sink=0,recent=64,block=64"),
+                "KIVI",
+            ),
             listed("GEAR by its parts, 2 bits", _parts_of_gear(), "KIVI, groups of 64"),
         ),
     )
 
 
 def _of_squat(bits: int, window: str, of_gear: str) -> Iterator[tuple[str, str]]:
-    """Yield the rows of SQuat's tables. GEAR as there: rank 2, 3 iterations; ZipCache: 4 and 2 bits."""
+    """Yield the rows of SQuat's tables. GEAR as there: rank 2, 3 iterations; ZipCache: 4 and 2
+    bits."""
     yield "exact", f"dense:{window}"
     yield "KIVI", f"kivi:bits={bits},group_size=32,{window}"
     yield "GEAR-L", f"gear:bits={bits},outliers=0,{of_gear}"
@@ -50,7 +65,8 @@ def _parts_of_gear() -> Iterator[tuple[str, str]]:
 
 
 def anchors() -> Suite:
-    """Return tables for about 2.25, 3.25, 4.25 and 8 stored bits of an element; scales and zero points count, windows are the same."""
+    """Return tables for about 2.25, 3.25, 4.25 and 8 stored bits of an element; scales and zero
+    points count, windows are the same."""
     budgets = {
         "2.25 to 3": (
             "kivi:bits=2",
@@ -86,12 +102,23 @@ def anchors() -> Suite:
             "nf4",
             "nf4:rotate=true",
         ),
-        "8": ("int8", "int8:rotate=true", "fp8", "fp8:scale=head", "fp8:scale=none", "fp8:rotate=true"),
+        "8": (
+            "int8",
+            "int8:rotate=true",
+            "fp8",
+            "fp8:scale=head",
+            "fp8:scale=none",
+            "fp8:rotate=true",
+        ),
     }
     return Suite(
         "Rotation, TurboQuant and the formats that engines ship",
         tuple(
-            listed(f"About {bits} stored bits", ((cache, _windowed(cache)) for cache in ("dense", *caches)), caches[0])
+            listed(
+                f"About {bits} stored bits",
+                ((cache, _windowed(cache)) for cache in ("dense", *caches)),
+                caches[0],
+            )
             for bits, caches in budgets.items()
         ),
     )

@@ -8,7 +8,8 @@ WINDOW, WIDE = "sink=32,recent=96,block=32", "sink=32,recent=96,block=64"
 
 
 def equal_bits() -> Suite:
-    """Return a table for about 3, 3.5, 4 and 5 stored bits of an element; scales, zero points and outliers count."""
+    """Return a table for about 3, 3.5, 4 and 5 stored bits of an element; scales, zero points and
+    outliers count."""
     budgets = {
         "3": (
             f"kivi:bits=2,{WINDOW}",
@@ -51,5 +52,8 @@ def equal_bits() -> Suite:
     }
     return Suite(
         "Methods at equal stored bits",
-        tuple(listed(f"About {bits} stored bits", ((cache, cache) for cache in caches), caches[0]) for bits, caches in budgets.items()),
+        tuple(
+            listed(f"About {bits} stored bits", ((cache, cache) for cache in caches), caches[0])
+            for bits, caches in budgets.items()
+        ),
     )

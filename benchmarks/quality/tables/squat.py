@@ -11,8 +11,12 @@ WINDOW = "sink=0,recent=0,block=32"  # the paper's R = 32: what fills a block is
 
 
 def squat() -> Suite:
-    """Return appendix E.3, where lambda = 0 is KIVI, and the methods side by side at the paper's window and at KIVI's."""
-    columns = (("KIVI", f"kivi:{WINDOW}"), *((f"lambda={lam}", f"squat:lam={lam},{WINDOW}") for lam in LAMBDAS))
+    """Return appendix E.3, where lambda = 0 is KIVI, and the methods side by side at the paper's
+    window and at KIVI's."""
+    columns = (
+        ("KIVI", f"kivi:{WINDOW}"),
+        *((f"lambda={lam}", f"squat:lam={lam},{WINDOW}") for lam in LAMBDAS),
+    )
     lines = (
         (f"r={rank}", ((name, f"{cache},rank={rank}" if "lam" in cache else cache) for name, cache in columns))
         for rank in RANKS
@@ -30,10 +34,17 @@ def squat() -> Suite:
 
 
 def _methods(bits: int, window: str) -> Iterator[tuple[str, str]]:
-    """Yield SQuat and its base line on keys before and after RoPE. Stored bits of both are equal but for the subspace."""
+    """Yield SQuat and its base line on keys before and after RoPE. Stored bits of both are equal
+    but for the subspace."""
     yield "exact", f"dense:{window}"
-    for where, squat, kivi in (("after", "squat", "kivi:"), ("before", "squat_pre", "kivi:pre_rope=true,")):
+    for where, squat, kivi in (
+        ("after", "squat", "kivi:"),
+        ("before", "squat_pre", "kivi:pre_rope=true,"),
+    ):
         yield f"KIVI, {where} RoPE", f"{kivi}bits={bits},{window}"
         for rank in (5, 60):
             yield f"SQuat, {where} RoPE, rank {rank}", f"{squat}:bits={bits},rank={rank},{window}"
-    yield "SQuat, after RoPE, rank 60, queries turned ahead by 256", f"squat:bits={bits},rank=60,ahead=256,{window}"
+    yield (
+        "SQuat, after RoPE, rank 60, queries turned ahead by 256",
+        f"squat:bits={bits},rank=60,ahead=256,{window}",
+    )

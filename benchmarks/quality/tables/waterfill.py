@@ -1,4 +1,5 @@
-"""Waterfill beside every other method of the registry, from 1.5 to 5 stored bits, with the same windows; and plans beside the nearest."""
+"""Waterfill beside every other method of the registry, from 1.5 to 5 stored bits, with the same
+windows; and plans beside the nearest."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ KIVI = f"kivi:bits=2,{WINDOW}"
 
 
 def waterfill() -> Suite:
-    """Return two tables: waterfill at every budget, and the methods of the registry at stored bits from about 1.5 to 5."""
+    """Return two tables: waterfill at every budget, and the methods of the registry at stored bits
+    from about 1.5 to 5."""
     ours = [f"waterfill:bits={bits:g},{WINDOW}" for bits in BUDGETS]
     others = (
         KIVI,
@@ -61,8 +63,8 @@ def waterfill() -> Suite:
 
 
 def plans() -> Suite:
-    """Return one table: waterfill with the widths that `kvq plan` finds for SmolLM2 at each budget, and the nearest other caches, one of
-    which is the plan where it has less KL."""
+    """Return one table: waterfill with the widths that `kvq plan` finds for SmolLM2 at each budget,
+    and the nearest other caches, one of which is the plan where it has less KL."""
     file = pathlib.Path(__file__).with_name("plans_smollm2.json")
     found = json.loads(file.read_text(encoding="utf-8"))["plans"]
     ours = [(f"plan, {bits} bits", f"{spec},{WINDOW}") for bits, spec in found.items()]
@@ -76,4 +78,7 @@ def plans() -> Suite:
         f"turboquant:bits=2,{WINDOW}",
         KIVI,
     )
-    return Suite("Plans of `kvq plan` for SmolLM2", (listed("Plans at each budget", (*ours, *((cache, cache) for cache in others)), KIVI),))
+    return Suite(
+        "Plans of `kvq plan` for SmolLM2",
+        (listed("Plans at each budget", (*ours, *((cache, cache) for cache in others)), KIVI),),
+    )

@@ -18,7 +18,8 @@ from kvq_jax.types.array_types import Axis, CachedRows, LayerInputs, ModelDims, 
 
 @dataclasses.dataclass(frozen=True)
 class DenseCodec(Codec):
-    """x^ = x: rows are stored as `dtype`, without quantization. Exact where the model has that dtype."""
+    """x^ = x: rows are stored as `dtype`, without quantization. Exact where the model has that
+    dtype."""
 
     side: Side
     channels: int
@@ -28,7 +29,12 @@ class DenseCodec(Codec):
         return side_rows(inputs, self.side)
 
     def body(self, batch: int, heads: int, tokens: int) -> BodySpec:
-        axes = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens), Axis("channels", self.channels)
+        axes = (
+            Axis("batch", batch),
+            Axis("kv_heads", heads),
+            Axis("tokens", tokens),
+            Axis("channels", self.channels),
+        )
         return BodySpec(axes, self.dtype)
 
     def outlier_slots(self, heads: int) -> int:
@@ -60,7 +66,9 @@ class Dense(Method):
     """Keys and values in the model's dtype, without options or windows."""
 
     name: ClassVar[str] = "dense"
-    summary: ClassVar[str] = "keys and values in full precision, in the model's dtype (the baseline)"
+    summary: ClassVar[str] = (
+        "keys and values in full precision, in the model's dtype (the baseline)"
+    )
     source: ClassVar[str] = "-"
     exact: ClassVar[bool] = True
     can_rotate: ClassVar[bool] = False

@@ -1,4 +1,5 @@
-"""The codec of small floats: elements, scales of blocks, and perhaps one scale of a whole sequence. Equations: README.md beside this file.
+"""The codec of small floats: elements, scales of blocks, and perhaps one scale of a whole sequence.
+Equations: README.md beside this file.
 
 The scale of a sequence multiplies neither keys nor values, but the query and the weighted sum:
 
@@ -22,7 +23,9 @@ from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 from kvq_jax.types.rope import Rope
 
-HEADROOM = 2.0  # how much larger than the prompt's largest entry a later one can be before it saturates
+HEADROOM = (
+    2.0  # how much larger than the prompt's largest entry a later one can be before it saturates
+)
 
 SequenceScale = Literal["tensor", "head", "none"]
 
@@ -31,8 +34,9 @@ SequenceScale = Literal["tensor", "head", "none"]
 class FloatCodec(OneSideCodec):
     """x^ = number(code) * scale of a block * scale of the sequence.
 
-    sequence: "tensor", one scale for all heads of the side of a layer, "head", one for each, both from the prompt; or "none". The
-    statistics are these scales, [B, K, 1, 1] fp32, 1 for rows without a prompt.
+    sequence: "tensor", one scale for all heads of the side of a layer, "head", one for each, both
+    from the prompt; or "none". The statistics are these scales, [B, K, 1, 1] fp32, 1 for rows
+    without a prompt.
     """
 
     side: Side
@@ -47,7 +51,8 @@ class FloatCodec(OneSideCodec):
         return 0
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt; 1 where these are all 0."""
+        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt; 1
+        where these are all 0."""
         if self.sequence == "none":
             return ()
         rows = self.rows(params, inputs).astype(jnp.float32)
@@ -61,19 +66,32 @@ class FloatCodec(OneSideCodec):
     def statistics_spec(self, batch: int, heads: int) -> Tree:
         if self.sequence == "none":
             return ()
-        return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), Axis("none", 1), Axis("none", 1)), "float32")
+        return ArraySpec(
+            (Axis("batch", batch), Axis("kv_heads", heads), Axis("none", 1), Axis("none", 1)),
+            "float32",
+        )
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> FloatArray:
-        return float_array.quantize(self._scaled(rows.astype(jnp.float32), stats, divide=True), self.format)
+        return float_array.quantize(
+            self._scaled(rows.astype(jnp.float32), stats, divide=True), self.format
+        )
 
     def dequantize(self, params: Tree, stats: Tree, body: FloatArray) -> CachedRows:
         return self._scaled(float_array.dequantize(body), stats)
 
-    def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+    def query(
+        self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]
+    ) -> Float[Array, "B K R H"]:
         return self._scaled(q.astype(jnp.float32), stats)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: FloatArray, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        query: Tree,
+        body: FloatArray,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
         return dot_rows(query, self.vectors(params, float_array.dequantize(body), positions, rope))
 

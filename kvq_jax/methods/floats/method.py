@@ -1,4 +1,5 @@
-"""The number formats that inference engines ship for KV caches: fp8, mxfp4, nvfp4. Equations and deviations: README.md beside this file."""
+"""The number formats that inference engines ship for KV caches: fp8, mxfp4, nvfp4. Equations and
+deviations: README.md beside this file."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from kvq_jax.methods.floats.codec import FloatCodec, SequenceScale
 from kvq_jax.types.array_types import ModelDims
 
 SCALES = ("tensor", "head", "none")
-SCALE_HELP = "scale of a sequence, from its prompt: one for all heads of keys or values of a layer, one for each head, or none"
+SCALE_HELP = (
+    "scale of a sequence, from its prompt: one for all heads of keys or values of a layer, one for"
+    " each head, or none"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +39,13 @@ class _Floats(Method):
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         if self.block_channels and dims.head_dim % self.block_channels:
-            raise ValueError(f"{self.name} has blocks of {self.block_channels} channels, which do not divide head_dim {dims.head_dim}")
-        format = FloatFormat(self.element, dims.head_dim, block, self.block_scale, self.block_channels)
+            raise ValueError(
+                f"{self.name} has blocks of {self.block_channels} channels, which do not divide"
+                f" head_dim {dims.head_dim}"
+            )
+        format = FloatFormat(
+            self.element, dims.head_dim, block, self.block_scale, self.block_channels
+        )
         return FloatCodec(side, format, self.sequence_scale, self.pre_rope and side == "k")
 
 
@@ -56,7 +65,10 @@ class FP8(_ScaledBySequence):
     """E4M3 numbers, scaled by one number for a sequence."""
 
     name: ClassVar[str] = "fp8"
-    summary: ClassVar[str] = "8-bit floats (E4M3), scaled by one number for each sequence: what inference engines call an fp8 KV cache"
+    summary: ClassVar[str] = (
+        "8-bit floats (E4M3), scaled by one number for each sequence: what inference engines call"
+        " an fp8 KV cache"
+    )
     source: ClassVar[str] = "OCP 8-bit Floating Point Specification 1.0 (2023)"
     element: ClassVar[Minifloat] = E4M3
 
@@ -66,7 +78,9 @@ class MXFP4(_Floats):
     """E2M1 numbers in blocks of 32 channels that share a power of two."""
 
     name: ClassVar[str] = "mxfp4"
-    summary: ClassVar[str] = "4-bit floats (E2M1), blocks of 32 channels of a token share a power of two"
+    summary: ClassVar[str] = (
+        "4-bit floats (E2M1), blocks of 32 channels of a token share a power of two"
+    )
     source: ClassVar[str] = "OCP Microscaling Formats (MX) Specification 1.0 (2023)"
     element: ClassVar[Minifloat] = E2M1
     block_scale: ClassVar[ScaleKind] = "e8m0"
@@ -75,10 +89,14 @@ class MXFP4(_Floats):
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4(_ScaledBySequence):
-    """E2M1 numbers in blocks of 16 channels that share an E4M3 scale, and one fp32 scale for a sequence."""
+    """E2M1 numbers in blocks of 16 channels that share an E4M3 scale, and one fp32 scale for a
+    sequence."""
 
     name: ClassVar[str] = "nvfp4"
-    summary: ClassVar[str] = "4-bit floats (E2M1), blocks of 16 channels of a token share an E4M3 scale, and a sequence an fp32 one"
+    summary: ClassVar[str] = (
+        "4-bit floats (E2M1), blocks of 16 channels of a token share an E4M3 scale, and a sequence"
+        " an fp32 one"
+    )
     source: ClassVar[str] = "NVFP4 (NVIDIA 2025, Blackwell's 4-bit format)"
     element: ClassVar[Minifloat] = E2M1
     block_scale: ClassVar[ScaleKind] = "e4m3"

@@ -1,4 +1,5 @@
-"""Plain number formats, int2 to int8 and nf2 to nf4, with a range for each token or group of its channels.
+"""Plain number formats, int2 to int8 and nf2 to nf4, with a range for each token or group of its
+channels.
 
 Equations and deviations: README.md beside this file.
 """
@@ -26,20 +27,27 @@ LEVELS: dict[Levels, str] = {"int": "integers", "nf": "NormalFloat levels"}
 class TokenFormat(Method):
     """Codes of `bits` bits over the range of a token, or of a group of its channels.
 
-    levels: "int", asymmetric integers with an unrounded zero point, or "nf", a codebook of quantiles of a normal distribution (Dettmers et
-    al., QLoRA). `levels` and `bits` are not options but part of the method's name, such as int4 or nf4.
+    levels: "int", asymmetric integers with an unrounded zero point, or "nf", a codebook of
+    quantiles of a normal distribution (Dettmers et al., QLoRA). `levels` and `bits` are not options
+    but part of the method's name, such as int4 or nf4.
     """
 
     source: ClassVar[str] = "baselines of KVQuant (Hooper et al. 2024), arXiv:2401.18079"
 
     levels: Levels
     bits: int
-    group_size: int = option(0, "channels that share a range (0: a token's whole KV width; ATOM uses 128, FlexGen 64)")
+    group_size: int = option(
+        0, "channels that share a range (0: a token's whole KV width; ATOM uses 128, FlexGen 64)"
+    )
     pre_rope: bool = option(False, "cache keys before RoPE")
-    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option(
+        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
+    )
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # one class serves seven names
+    def name(
+        self,
+    ) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # one class serves seven names
         return f"{self.levels}{self.bits}"
 
     @property
@@ -50,9 +58,23 @@ class TokenFormat(Method):
         return Windows(sink=0, recent=0, block=32)
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        group, before_rope = channel_group(self.group_size, dims.num_key_value_heads, dims.head_dim), self.pre_rope and side == "k"
+        group, before_rope = (
+            channel_group(self.group_size, dims.num_key_value_heads, dims.head_dim),
+            self.pre_rope and side == "k",
+        )
         if self.levels == "nf":
-            levels = CodebookFormat(self.bits, dims.head_dim, block, group, scale_dtype=self.scale_dtype)
+            levels = CodebookFormat(
+                self.bits, dims.head_dim, block, group, scale_dtype=self.scale_dtype
+            )
             return CodebookCodec(side, levels, normal_float_levels(self.bits), before_rope)
-        integers = GroupFormat(self.bits, "asym", "channels", group.channels, dims.head_dim, block, self.scale_dtype, group.heads)
+        integers = GroupFormat(
+            self.bits,
+            "asym",
+            "channels",
+            group.channels,
+            dims.head_dim,
+            block,
+            self.scale_dtype,
+            group.heads,
+        )
         return GroupedCodec(side, integers, before_rope)

@@ -1,4 +1,5 @@
-"""GEAR's codec: uniform groups, and what they miss as a low-rank product and as outliers. Equations: README.md beside this file."""
+"""GEAR's codec: uniform groups, and what they miss as a low-rank product and as outliers.
+Equations: README.md beside this file."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ FACTOR_DTYPE = "float16"
 @pytree
 @dataclasses.dataclass(frozen=True)
 class GearArray:
-    """dense: uniform codes. left [B, K, S, r] and right [B, K, S/block, H r]: the factors of each block, or None. outliers, or None."""
+    """dense: uniform codes. left [B, K, S, r] and right [B, K, S/block, H r]: the factors of each
+    block, or None. outliers, or None."""
 
     dense: GroupedArray
     left: Float[Array, "B K S r"] | None
@@ -39,8 +41,9 @@ class GearArray:
 class GearCodec(OneSideCodec):
     """x^ = code * scale + zero + L R^T + outliers.
 
-    rank, turns: of the low-rank part of each block and head (`low_rank.factors`). per_side: the outliers on each side of a channel's run of
-    `pool.tokens` tokens (keys), or of a token's KV width (values); pool is None without any.
+    rank, turns: of the low-rank part of each block and head (`low_rank.factors`). per_side: the
+    outliers on each side of a channel's run of `pool.tokens` tokens (keys), or of a token's KV
+    width (values); pool is None without any.
     """
 
     side: Side
@@ -57,7 +60,9 @@ class GearCodec(OneSideCodec):
         if self.rank:
             left = BodySpec((*axes, Axis("tokens", tokens), Axis("none", self.rank)), FACTOR_DTYPE)
             blocks = Axis("tokens", tokens, per=format.block)
-            right = BodySpec((*axes, blocks, Axis("channels", format.channels, each=self.rank)), FACTOR_DTYPE)
+            right = BodySpec(
+                (*axes, blocks, Axis("channels", format.channels, each=self.rank)), FACTOR_DTYPE
+            )
         if self.pool:
             outliers = sparse_outliers.specs(batch, heads, tokens, self.pool, FACTOR_DTYPE)
         dense = grouped_array.specs(format, batch, heads, tokens)
@@ -71,14 +76,17 @@ class GearCodec(OneSideCodec):
         return OutlierCounts(*sparse_outliers.counts(body.outliers))
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GearArray:
-        """Quantize rows without their outliers, then approximate what the codes miss, then store the outliers against both.
+        """Quantize rows without their outliers, then approximate what the codes miss, then store
+        the outliers against both.
 
         NaN counts as 0; infinities saturate as large numbers do.
         """
         limit = saturation_limit(self.format.scale_dtype)
         x = jnp.clip(jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -limit, limit)
         mask = self._outliers(x) if self.pool else jnp.zeros(x.shape, bool)
-        dense = grouped_array.quantize(jnp.where(mask, self._means(x), x) if self.pool else x, self.format)
+        dense = grouped_array.quantize(
+            jnp.where(mask, self._means(x), x) if self.pool else x, self.format
+        )
         missed = x - grouped_array.dequantize(dense)
         left = right = outliers = None
         if self.rank:
@@ -108,7 +116,9 @@ class GearCodec(OneSideCodec):
     def channel_group_bits(self) -> int | None:
         return self.format.code_bits if self.format.axis == "channels" else None
 
-    def _factors(self, missed: RowsBKTH) -> tuple[Float[Array, "B K T r"], Float[Array, "B K blocks Hr"]]:
+    def _factors(
+        self, missed: RowsBKTH
+    ) -> tuple[Float[Array, "B K T r"], Float[Array, "B K blocks Hr"]]:
         batch, heads, tokens, channels = missed.shape
         blocks = missed.reshape(batch, heads, -1, self.format.block, channels)
         start = jnp.asarray(start_matrix(channels, self.rank))[None, None, None]
@@ -118,15 +128,22 @@ class GearCodec(OneSideCodec):
         left = left.reshape(batch, heads, tokens, self.rank).astype(jnp.dtype(FACTOR_DTYPE))
         return left, stored.reshape(batch, heads, blocks.shape[2], channels * self.rank)
 
-    def _product(self, left: Float[Array, "B K T r"], right: Float[Array, "B K blocks Hr"]) -> RowsBKTH:
+    def _product(
+        self, left: Float[Array, "B K T r"], right: Float[Array, "B K blocks Hr"]
+    ) -> RowsBKTH:
         batch, heads, blocks, _ = right.shape
-        factors = right.astype(jnp.float32).reshape(batch, heads, blocks, self.format.channels, self.rank)
+        factors = right.astype(jnp.float32).reshape(
+            batch, heads, blocks, self.format.channels, self.rank
+        )
         by_block = left.astype(jnp.float32).reshape(batch, heads, blocks, -1, self.rank)
-        product = jnp.einsum("bkntr,bknhr->bknth", by_block, factors, precision=lax.Precision.HIGHEST)
+        product = jnp.einsum(
+            "bkntr,bknhr->bknth", by_block, factors, precision=lax.Precision.HIGHEST
+        )
         return product.reshape(batch, heads, -1, self.format.channels)
 
     def _outliers(self, x: RowsBKTH) -> Bool[Array, "B K T H"]:
-        """Return the mask of the `per_side` smallest and largest entries of each run of a channel (keys), or of each token (values)."""
+        """Return the mask of the `per_side` smallest and largest entries of each run of a channel
+        (keys), or of each token (values)."""
         flat = self._laid_out(x)
         order = jnp.argsort(jnp.argsort(flat, axis=-1), axis=-1)
         chosen = (order < self.per_side) | (order >= flat.shape[-1] - self.per_side)
@@ -134,7 +151,9 @@ class GearCodec(OneSideCodec):
 
     def _means(self, x: RowsBKTH) -> RowsBKTH:
         flat = self._laid_out(x)
-        return self._put_back(jnp.broadcast_to(jnp.mean(flat, axis=-1, keepdims=True), flat.shape), x.shape)
+        return self._put_back(
+            jnp.broadcast_to(jnp.mean(flat, axis=-1, keepdims=True), flat.shape), x.shape
+        )
 
     def _laid_out(self, x: Array) -> Array:
         """Return the entries among which outliers are chosen along the last axis."""
@@ -154,6 +173,7 @@ class GearCodec(OneSideCodec):
 
 @functools.cache
 def start_matrix(channels: int, rank: int) -> Float[np.ndarray, "H r"]:
-    """Return where the iteration starts, the same for every block: cosines of different frequencies (those of the DCT), fp32."""
+    """Return where the iteration starts, the same for every block: cosines of different frequencies
+    (those of the DCT), fp32."""
     grid = np.outer(np.arange(channels) + 0.5, np.arange(rank) + 1)
     return np.cos(np.pi * grid / channels).astype(np.float32)

@@ -16,33 +16,51 @@ from kvq_jax.methods.gear.codec import GearCodec
 from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4, 8)
-GROUP = 64  # tokens of a block, and elements of a group: the public code's streaming gap and group size
+GROUP = (
+    64  # tokens of a block, and elements of a group: the public code's streaming gap and group size
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gear(Method):
-    """Uniform codes, a low-rank approximation of their error in each block, and outliers in full precision.
+    """Uniform codes, a low-rank approximation of their error in each block, and outliers in full
+    precision.
 
     Source: Kang et al., GEAR, section 3.
     """
 
     name: ClassVar[str] = "gear"
-    summary: ClassVar[str] = "uniform codes, a low-rank approximation of their error, and outliers (outliers=0: GEAR-L)"
+    summary: ClassVar[str] = (
+        "uniform codes, a low-rank approximation of their error, and outliers (outliers=0: GEAR-L)"
+    )
     source: ClassVar[str] = "GEAR (Kang et al. 2024), arXiv:2403.05527"
-    presets: ClassVar[Mapping[str, str]] = {"gear-l": "outliers=0", "kcvt": "backbone=kcvt,bits=4,block=20,sink=0,recent=0"}
+    presets: ClassVar[Mapping[str, str]] = {
+        "gear-l": "outliers=0",
+        "kcvt": "backbone=kcvt,bits=4,block=20,sink=0,recent=0",
+    }
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    k_bits: int | PerLayer = option(
+        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
+    v_bits: int | PerLayer = option(
+        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
     group_size: int = option(0, "elements that share a scale (0: 64, or the largest divisor below)")
     backbone: Literal["kivi", "kcvt"] = option(
-        "kivi", "groups: kivi's, or kcvt's, one for each channel of a block and one for each token", choices=("kivi", "kcvt")
+        "kivi",
+        "groups: kivi's, or kcvt's, one for each channel of a block and one for each token",
+        choices=("kivi", "kcvt"),
     )
     rank: int = option(2, "rank of the approximation in each block and head (0: none)")
     turns: int = option(3, "power iterations that find it")
-    outliers: float = option(0.02, "fraction of entries in full precision, half of them on each side; 0 is GEAR-L")
+    outliers: float = option(
+        0.02, "fraction of entries in full precision, half of them on each side; 0 is GEAR-L"
+    )
     pre_rope: bool = option(False, "cache keys before RoPE")
-    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option(
+        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
+    )
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=self.group_size or GROUP)
@@ -53,36 +71,65 @@ class Gear(Method):
         heads, channels = dims.num_key_value_heads, dims.head_dim
         per_side, pool = self._outliers(side, heads, channels, block)
         format = self._format(side, own or at_layer(self.bits, layer), heads, channels, block)
-        return GearCodec(side, format, self.rank, self.turns, per_side, pool, self.pre_rope and side == "k")
+        return GearCodec(
+            side, format, self.rank, self.turns, per_side, pool, self.pre_rope and side == "k"
+        )
 
     def _format(self, side: Side, bits: int, heads: int, channels: int, block: int) -> GroupFormat:
         if side == "k":
-            group = block if self.backbone == "kcvt" else resolve_group(self.group_size, block, "the block of tokens", GROUP)
+            group = (
+                block
+                if self.backbone == "kcvt"
+                else resolve_group(self.group_size, block, "the block of tokens", GROUP)
+            )
             return GroupFormat(bits, "asym", "tokens", group, channels, block, self.scale_dtype)
         if self.backbone == "kcvt":
             token = channel_group(0, heads, channels)
-            return GroupFormat(bits, "asym", "channels", token.channels, channels, block, self.scale_dtype, token.heads)
+            return GroupFormat(
+                bits,
+                "asym",
+                "channels",
+                token.channels,
+                channels,
+                block,
+                self.scale_dtype,
+                token.heads,
+            )
         group = resolve_group(self.group_size, channels, "head_dim", GROUP)
         return GroupFormat(bits, "asym", "channels", group, channels, block, self.scale_dtype)
 
-    def _outliers(self, side: Side, heads: int, channels: int, block: int) -> tuple[int, Pool | None]:
-        """Return the outliers on each side of what they are chosen from, at least one, and their slots."""
+    def _outliers(
+        self, side: Side, heads: int, channels: int, block: int
+    ) -> tuple[int, Pool | None]:
+        """Return the outliers on each side of what they are chosen from, at least one, and their
+        slots."""
         if not self.outliers:
             return 0, None
-        run = max(n for n in range(1, LONGEST_POOL + 1) if block % n == 0 and n * channels <= MOST_PLACES)
+        run = max(
+            n for n in range(1, LONGEST_POOL + 1) if block % n == 0 and n * channels <= MOST_PLACES
+        )
         together = run if side == "k" else heads * channels
         per_side = max(1, math.floor(together * self.outliers / 2))
         if 2 * per_side >= together:
-            raise ValueError(f"outliers={self.outliers:g} leaves nothing of {together} entries: a smaller fraction, or a larger block")
+            raise ValueError(
+                f"outliers={self.outliers:g} leaves nothing of {together} entries: a smaller"
+                " fraction, or a larger block"
+            )
         of_run = 2 * per_side * (heads * channels if side == "k" else run)
         return per_side, Pool(run, of_run, overflows=False)
 
     def _check(self, dims: ModelDims, block: int) -> None:
         if self.backbone == "kcvt" and self.group_size:
-            raise ValueError(f"group_size={self.group_size} has no meaning with backbone=kcvt: a group is a channel of a block, or a token")
+            raise ValueError(
+                f"group_size={self.group_size} has no meaning with backbone=kcvt: a group is a"
+                " channel of a block, or a token"
+            )
         if not 0 <= self.outliers < 0.5:
             raise ValueError(f"outliers={self.outliers:g} must be 0, or a fraction below 0.5")
         if self.rank > min(block, dims.head_dim):
-            raise ValueError(f"rank={self.rank} must not be above the block ({block}) or head_dim ({dims.head_dim})")
+            raise ValueError(
+                f"rank={self.rank} must not be above the block ({block}) or head_dim"
+                f" ({dims.head_dim})"
+            )
         if not self.turns:
             raise ValueError("turns=0 finds no approximation: take at least 1")

@@ -1,4 +1,5 @@
-"""InnerQ's codec, and the same with the paper's storage. Equations and deviations: README.md beside this file."""
+"""InnerQ's codec, and the same with the paper's storage. Equations and deviations: README.md beside
+this file."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ SCALE_BITS, MODE_BITS = 16, 1  # for a hybrid group in the paper's layout
 
 @dataclasses.dataclass(frozen=True)
 class InnerQCodec(GroupedCodec):
-    """Groups over the inner dimension. With `normalize`, keys are divided by a norm of each channel of the prompt, and queries are
-    multiplied by it."""
+    """Groups over the inner dimension. With `normalize`, keys are divided by a norm of each channel
+    of the prompt, and queries are multiplied by it."""
 
-    hybrid_decode: bool = True  # False: groups of generated tokens are symmetric (mode=hybrid_prefill)
+    hybrid_decode: bool = (
+        True  # False: groups of generated tokens are symmetric (mode=hybrid_prefill)
+    )
     normalize: bool = False
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
@@ -42,7 +45,9 @@ class InnerQCodec(GroupedCodec):
             return ()
         keys = self.rows(params, inputs).astype(jnp.float32)
         counted = inputs.valid[:, None, :, None]
-        largest = jnp.max(jnp.where(counted & jnp.isfinite(keys), jnp.abs(keys), 0), axis=2, keepdims=True)
+        largest = jnp.max(
+            jnp.where(counted & jnp.isfinite(keys), jnp.abs(keys), 0), axis=2, keepdims=True
+        )
         norm = jnp.maximum(jnp.sqrt(largest), NORM_FLOOR)
         return jnp.where(jnp.any(counted, axis=2, keepdims=True), norm, 1.0)
 
@@ -53,7 +58,9 @@ class InnerQCodec(GroupedCodec):
         return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *norm), "float32")
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
-        return self._encoded(rows.astype(jnp.float32) / stats if self.normalize else rows, self._scheme(prefill))
+        return self._encoded(
+            rows.astype(jnp.float32) / stats if self.normalize else rows, self._scheme(prefill)
+        )
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         return KernelJob(self.format, self._scheme(prefill), stats if self.normalize else None)
@@ -76,7 +83,13 @@ class InnerQCodec(GroupedCodec):
         return super().query(params, stats, q.astype(jnp.float32) * stats if self.normalize else q)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        query: Tree,
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
         return dot_rows(query, self._decoded(body))  # the query holds the norm already
 
@@ -85,19 +98,24 @@ class InnerQCodec(GroupedCodec):
         return self.normalize
 
     def paper_bytes(self, elements: int) -> int | None:
-        """Return the bytes of the paper's hybrid groups; None for other schemes, whose layout is the one stored here.
+        """Return the bytes of the paper's hybrid groups; None for other schemes, whose layout is
+        the one stored here.
 
-        A group takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero point), an fp16 scale and one bit for the mode.
+        A group takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero point), an
+        fp16 scale and one bit for the mode.
         """
         if self.format.scheme != "hybrid":
             return None
         groups = elements // self.format.group_size
-        return -(-(elements * self.format.bits + groups * (SLOT_BITS + SCALE_BITS + MODE_BITS)) // 8)
+        return -(
+            -(elements * self.format.bits + groups * (SLOT_BITS + SCALE_BITS + MODE_BITS)) // 8
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotCodec(InnerQCodec):
-    """The same hybrid groups, stored as the paper stores them: signs or a zero point in one 32-bit slot (arrays/slot_array.py)."""
+    """The same hybrid groups, stored as the paper stores them: signs or a zero point in one 32-bit
+    slot (arrays/slot_array.py)."""
 
     def body(self, batch: int, heads: int, tokens: int) -> SlotArray:
         return slot_array.specs(self.format, batch, heads, tokens)

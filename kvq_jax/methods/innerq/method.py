@@ -20,29 +20,46 @@ Storage = Literal["planes", "slot"]
 
 @dataclasses.dataclass(frozen=True)
 class InnerQ(Method):
-    """Keys per token over groups of channels, values per channel over groups of tokens. Source: Tayaranian et al., InnerQ, section 4."""
+    """Keys per token over groups of channels, values per channel over groups of tokens. Source:
+    Tayaranian et al., InnerQ, section 4."""
 
     name: ClassVar[str] = "innerq"
-    summary: ClassVar[str] = "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalized per channel"
+    summary: ClassVar[str] = (
+        "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalized per"
+        " channel"
+    )
     source: ClassVar[str] = "InnerQ (Tayaranian et al. 2026), arXiv:2602.23200"
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {"total_bits": ("bits", "k_bits", "v_bits")}
 
     bits: int | PerLayer = option(
-        2, "magnitude bits, the paper's count: the sign of symmetric groups is extra", choices=BITS, per_layer=True
+        2,
+        "magnitude bits, the paper's count: the sign of symmetric groups is extra",
+        choices=BITS,
+        per_layer=True,
     )
-    k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    k_bits: int | PerLayer = option(
+        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
+    v_bits: int | PerLayer = option(
+        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
     total_bits: int = option(
-        0, "bits, the sign included (0: use bits); 3 here is the paper's 2 unless mode=asym", choices=(0, 2, 3, 4, 5, 8, 9)
+        0,
+        "bits, the sign included (0: use bits); 3 here is the paper's 2 unless mode=asym",
+        choices=(0, 2, 3, 4, 5, 8, 9),
     )
-    mode: Mode = option("hybrid", "how a group is quantized", choices=("hybrid", "sym", "asym", "hybrid_prefill"))
+    mode: Mode = option(
+        "hybrid", "how a group is quantized", choices=("hybrid", "sym", "asym", "hybrid_prefill")
+    )
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     normalize: bool = option(True, "divide keys by a norm of each channel of the prompt")
-    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option(
+        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
+    )
     storage: Storage = option(
         "planes",
-        "of hybrid groups. planes: signs in a bit plane, and a zero point; slot: the paper's word of signs or an fp32 zero point, smaller, "
-        "without a kernel",
+        "of hybrid groups. planes: signs in a bit plane, and a zero point; slot: the paper's word"
+        " of signs or an fp32 zero point, smaller, without a kernel",
         choices=("planes", "slot"),
     )
 
@@ -63,10 +80,21 @@ class InnerQ(Method):
         if self.storage == "slot":
             self._check_slot(group)
         codec = SlotCodec if self.storage == "slot" else InnerQCodec
-        return codec(side, format, hybrid_decode=self.mode != "hybrid_prefill", normalize=self.normalize and side == "k")
+        return codec(
+            side,
+            format,
+            hybrid_decode=self.mode != "hybrid_prefill",
+            normalize=self.normalize and side == "k",
+        )
 
     def _check_slot(self, group: int) -> None:
         if self.mode in ("sym", "asym"):
-            raise ValueError(f"storage=slot is for hybrid groups, whose signs and zero points share a word, not for mode={self.mode}")
+            raise ValueError(
+                "storage=slot is for hybrid groups, whose signs and zero points share a word, not"
+                f" for mode={self.mode}"
+            )
         if group > SLOT_BITS:
-            raise ValueError(f"storage=slot has {SLOT_BITS} bits for the signs of a group, and group_size={group} is larger")
+            raise ValueError(
+                f"storage=slot has {SLOT_BITS} bits for the signs of a group, and"
+                f" group_size={group} is larger"
+            )

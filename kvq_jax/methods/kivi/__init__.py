@@ -1,4 +1,5 @@
-"""KIVI: keys quantized per channel over groups of tokens, values per token over groups of channels."""
+"""KIVI: keys quantized per channel over groups of tokens, values per token over groups of
+channels."""
 
 from kvq_jax.methods.kivi.method import Kivi
 

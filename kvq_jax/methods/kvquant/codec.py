@@ -29,7 +29,9 @@ from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
 
-Description = TypeVar("Description", Reader, Body)  # of the stored arrays, as GPU or CPU kernels take them
+Description = TypeVar(
+    "Description", Reader, Body
+)  # of the stored arrays, as GPU or CPU kernels take them
 Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
 
@@ -40,10 +42,11 @@ RANGES = ("scale", "zero", "lower", "upper")  # of a channel
 class KVQuantCodec(OneSideCodec):
     """x^ = values[code] * scale + zero, and outliers in full precision.
 
-    `format.group` is None where ranges belong to channels (calibrated, so known before a token arrives), and spans the whole KV width where
-    they belong to tokens. per_side: the outliers among a token's largest entries, and among its smallest, for thresholds of tokens.
-    outliers: their fraction; 0 where each token has thresholds of its own and the option, then `unmet_outliers`, is less than one of its
-    entries.
+    `format.group` is None where ranges belong to channels (calibrated, so known before a token
+    arrives), and spans the whole KV width where they belong to tokens. per_side: the outliers among
+    a token's largest entries, and among its smallest, for thresholds of tokens. outliers: their
+    fraction; 0 where each token has thresholds of its own and the option, then `unmet_outliers`, is
+    less than one of its entries.
     Parameters, by name:
 
         levels [2^bits]       the codebook that codes are chosen from (datatype nuq)
@@ -51,8 +54,9 @@ class KVQuantCodec(OneSideCodec):
         scale, zero [K, H]    half a channel's range, and its middle (ranges of channels)
         lower, upper          thresholds of outliers: [K, H] (ranges of channels), or [] (ranges of tokens, thresholds of the whole layer)
 
-    online: ranges and thresholds of channels are those of each sequence's prompt. Those of the calibration serve in their place where there
-    was no prompt, and in channels that are constant in it.
+    online: ranges and thresholds of channels are those of each sequence's prompt. Those of the
+    calibration serve in their place where there was no prompt, and in channels that are constant in
+    it.
     """
 
     unprompted: ClassVar[float] = 0.0
@@ -78,30 +82,45 @@ class KVQuantCodec(OneSideCodec):
         if self.datatype == "nuq":
             axes |= {"levels": (Axis("none", 2**self.format.bits),), "qnorm": (Axis("none", 2),)}
         if self.per_channel:
-            axes |= dict.fromkeys(RANGES, (Axis("kv_heads", heads), Axis("channels", self.format.channels)))
+            axes |= dict.fromkeys(
+                RANGES, (Axis("kv_heads", heads), Axis("channels", self.format.channels))
+            )
         elif self.per_matrix and self.format.pool:
             axes |= {"lower": (), "upper": ()}
         return {name: ArraySpec(own, "float32") for name, own in axes.items()}
 
     def derived_parameters(self, heads: int) -> dict[str, ArraySpec]:
-        """Describe ranges of channels in the dtype in which kernels scale the rows of keys that they rotate."""
+        """Describe ranges of channels in the dtype in which kernels scale the rows of keys that
+        they rotate."""
         if not self.per_channel or not self.pre_rope or self.online:
             return {}
         described = self.parameters(heads)
-        return {f"kernel_{name}": dataclasses.replace(described[name], dtype=kernel_readers.SCALE_DTYPE) for name in ("scale", "zero")}
+        return {
+            f"kernel_{name}": dataclasses.replace(described[name], dtype=kernel_readers.SCALE_DTYPE)
+            for name in ("scale", "zero")
+        }
 
     def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
         return {
             name: calibrated[name.removeprefix("kernel_")].astype(described.dtype)
-            for name, described in self.derived_parameters(len(calibrated["scale"]) if self.per_channel else 0).items()
+            for name, described in self.derived_parameters(
+                len(calibrated["scale"]) if self.per_channel else 0
+            ).items()
         }
 
     def calibration_key(self) -> str:
         ranges = "channel" if self.per_channel else "token"
         thresholds = "matrix" if self.per_matrix else "vector"
-        options = [f"bits={self.format.bits}", f"outliers={self.outliers:g}", f"datatype={self.datatype}", f"ranges={ranges}"]
+        options = [
+            f"bits={self.format.bits}",
+            f"outliers={self.outliers:g}",
+            f"datatype={self.datatype}",
+            f"ranges={ranges}",
+        ]
         options += [f"weighting={self.weighting}", f"thresholds={thresholds}"]
-        return ",".join(options + ([f"pre_rope={str(self.pre_rope).lower()}"] if self.side == "k" else []))
+        return ",".join(
+            options + ([f"pre_rope={str(self.pre_rope).lower()}"] if self.side == "k" else [])
+        )
 
     def calibrate(
         self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
@@ -119,14 +138,15 @@ class KVQuantCodec(OneSideCodec):
         return {name: fitted[name] for name in self.parameters(rows.shape[1])}
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return scale, zero, lower and upper of each channel, [B, K, 4, H] fp32, as a calibration on the prompt alone would find them; ()
-        where ranges are not the prompt's.
+        """Return scale, zero, lower and upper of each channel, [B, K, 4, H] fp32, as a calibration
+        on the prompt alone would find them; () where ranges are not the prompt's.
 
             lower, upper = the linearly interpolated quantiles f/2 and 1 - f/2 over the prompt's valid, finite rows but the first
             scale, zero  = half the range and the middle of the rows within them
 
-        The first token is left out because models use it as an attention sink, whose keys are unlike the others (the paper's section 3.5).
-        All four are 0 for a row without such tokens. Source: Hooper et al., KVQuant, Table 14 (online).
+        The first token is left out because models use it as an attention sink, whose keys are
+        unlike the others (the paper's section 3.5). All four are 0 for a row without such tokens.
+        Source: Hooper et al., KVQuant, Table 14 (online).
         """
         if not self.online:
             return ()
@@ -142,7 +162,12 @@ class KVQuantCodec(OneSideCodec):
     def statistics_spec(self, batch: int, heads: int) -> Tree:
         if not self.online:
             return ()
-        axes = Axis("batch", batch), Axis("kv_heads", heads), Axis("none", len(RANGES)), Axis("channels", self.format.channels)
+        axes = (
+            Axis("batch", batch),
+            Axis("kv_heads", heads),
+            Axis("none", len(RANGES)),
+            Axis("channels", self.format.channels),
+        )
         return ArraySpec(axes, "float32")
 
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
@@ -158,18 +183,26 @@ class KVQuantCodec(OneSideCodec):
         width, rows = heads * self.format.channels, {"k": "keys", "v": "values"}[self.side]
         least = sparse_outliers.smallest_fraction(width)
         return (
-            f"{rows} have no outliers in full precision: outliers={self.unmet_outliers:g} is less than one of a token's {width} entries; "
-            f"from outliers={least:g} on they do"
+            f"{rows} have no outliers in full precision: outliers={self.unmet_outliers:g} is less"
+            f" than one of a token's {width} entries; from outliers={least:g} on they do"
         )
 
     def outlier_counts(self, body: CodebookArray) -> OutlierCounts:
         assert body.outliers is not None, "a format with slots stores outliers"
         return OutlierCounts(*sparse_outliers.counts(body.outliers))
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
+    def quantize(
+        self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool
+    ) -> CodebookArray:
         rows = rows.astype(jnp.float32)
-        clean, scale, zero, exact = self._by_channel(params, stats, rows) if self.per_channel else self._by_token(params, rows)
-        return codebook_array.quantize(clean, self.format, self._levels(params), self._values(params), scale, zero, exact)
+        clean, scale, zero, exact = (
+            self._by_channel(params, stats, rows)
+            if self.per_channel
+            else self._by_token(params, rows)
+        )
+        return codebook_array.quantize(
+            clean, self.format, self._levels(params), self._values(params), scale, zero, exact
+        )
 
     def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         if not self.per_channel:
@@ -198,14 +231,22 @@ class KVQuantCodec(OneSideCodec):
 
     def _described(self, describe: Callable[..., Description | str]) -> Description | str:
         if self.online:
-            return "each sequence has its own ranges of channels; kernels read those of a calibration"
+            return (
+                "each sequence has its own ranges of channels; kernels read those of a calibration"
+            )
         f = self.format
         pool = f.pool.tokens if f.pool else 0
-        return describe(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
+        return describe(
+            f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope
+        )
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
-        sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual, body.outliers.ends]
+        sparse = (
+            []
+            if body.outliers is None
+            else [body.outliers.index, body.outliers.residual, body.outliers.ends]
+        )
         return [*body.words, self._values(params), *affine, *sparse]
 
     def fused_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
@@ -224,29 +265,46 @@ class KVQuantCodec(OneSideCodec):
         return None if self.per_channel else self.format.bits
 
     def paper_bits(self, width: int, context: int, *, pointers: bool) -> float:
-        """Return b + 32 / width (ranges of tokens) or b + 32 / context (of channels), + 32 * fraction for outliers + half a pointer.
+        """Return b + 32 / width (ranges of tokens) or b + 32 / context (of channels), + 32 *
+        fraction for outliers + half a pointer.
 
         Source: Hooper et al., KVQuant, Appendix M.
         """
         pointer = 32 / width / 2 if pointers and self.outliers else 0
-        return self.format.bits + 32 / (context if self.per_channel else width) + 32 * self.outliers + pointer
+        return (
+            self.format.bits
+            + 32 / (context if self.per_channel else width)
+            + 32 * self.outliers
+            + pointer
+        )
 
-    def _by_channel(self, params: Tree, stats: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
+    def _by_channel(
+        self, params: Tree, stats: Tree, rows: RowsBKTH
+    ) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
         """Return (finite rows, scale, zero, mask of outliers) for ranges of channels."""
         scale, zero, lower, upper = self._ranges(params, stats)
         low, high = zero - scale, zero + scale
-        clean = jnp.where(jnp.isfinite(rows), rows, jnp.where(jnp.isnan(rows), jnp.clip(0, low, high), jnp.where(rows > 0, high, low)))
+        clean = jnp.where(
+            jnp.isfinite(rows),
+            rows,
+            jnp.where(jnp.isnan(rows), jnp.clip(0, low, high), jnp.where(rows > 0, high, low)),
+        )
         return clean, scale, zero, (clean < lower) | (clean > upper)
 
-    def _by_token(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"] | None]:
-        """Return the same for ranges of tokens, which run from the smallest to the largest entry that is not an outlier."""
+    def _by_token(
+        self, params: Tree, rows: RowsBKTH
+    ) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"] | None]:
+        """Return the same for ranges of tokens, which run from the smallest to the largest entry
+        that is not an outlier."""
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "ranges of tokens have a group"
         cut, low, high = finite_range(group.cut(rows), ChannelGroup.AXES, saturation_limit(dtype))
         clean, exact = cut.reshape(rows.shape), None
         if self.format.pool:
             if self.per_matrix:
-                bounds = tuple(self._parameter(params, name).reshape(1, 1, 1, 1) for name in ("lower", "upper"))
+                bounds = tuple(
+                    self._parameter(params, name).reshape(1, 1, 1, 1) for name in ("lower", "upper")
+                )
             else:
                 bounds = _innermost(clean, self.per_side)
             exact = (clean < bounds[0]) | (clean > bounds[1])
@@ -276,28 +334,41 @@ class KVQuantCodec(OneSideCodec):
         if not self.online:
             return calibrated
         of_prompt = jnp.split(stats, len(RANGES), axis=2)
-        return [jnp.where(of_prompt[0] > 0, own, other) for own, other in zip(of_prompt, calibrated, strict=True)]
+        return [
+            jnp.where(of_prompt[0] > 0, own, other)
+            for own, other in zip(of_prompt, calibrated, strict=True)
+        ]
 
     def _parameter(self, params: Tree, name: str) -> Array:
         if not params:
-            raise ValueError(f"kvquant needs calibrated {name} of {self.side}: kvq.prepare_layer or kvq_models.prepare attaches them")
+            raise ValueError(
+                f"kvquant needs calibrated {name} of {self.side}: kvq.prepare_layer or"
+                " kvq_models.prepare attaches them"
+            )
         return params[name]
 
 
-def _quantiles(rows: RowsBKTH, counted: Bool[Array, "B K T H"], order: float) -> list[Float[Array, "B K 1 H"]]:
-    """Return the linearly interpolated quantiles `order` and 1 - order of each channel's counted rows, as np.quantile does."""
+def _quantiles(
+    rows: RowsBKTH, counted: Bool[Array, "B K T H"], order: float
+) -> list[Float[Array, "B K 1 H"]]:
+    """Return the linearly interpolated quantiles `order` and 1 - order of each channel's counted
+    rows, as np.quantile does."""
     ordered = jnp.sort(jnp.where(counted, rows, jnp.inf), axis=2)
     last = jnp.maximum(jnp.sum(counted, axis=2, keepdims=True) - 1, 0)
     found = []
     for at in (order * last.astype(jnp.float32), (1 - order) * last.astype(jnp.float32)):
         below = jnp.floor(at)
-        a, b = (jnp.take_along_axis(ordered, jnp.minimum(below.astype(jnp.int32) + i, last), axis=2) for i in (0, 1))
+        a, b = (
+            jnp.take_along_axis(ordered, jnp.minimum(below.astype(jnp.int32) + i, last), axis=2)
+            for i in (0, 1)
+        )
         found.append(jnp.where(at > below, a + (b - a) * (at - below), a))
     return found
 
 
 def _innermost(rows: RowsBKTH, beyond: int) -> tuple[Array, Array]:
-    """Return (low, high), [B, 1, T, 1]: in each token's KV width, `beyond` entries lie below low and as many above high."""
+    """Return (low, high), [B, 1, T, 1]: in each token's KV width, `beyond` entries lie below low
+    and as many above high."""
     batch, _, tokens, _ = rows.shape
     flat = jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)
     high, low = (sign * lax.top_k(sign * flat, beyond + 1)[0][..., -1] for sign in (1, -1))

@@ -1,11 +1,14 @@
-"""Weighted k-means in one dimension: an exact solution on a coarse histogram, then Lloyd's iterations on a fine one.
+"""Weighted k-means in one dimension: an exact solution on a coarse histogram, then Lloyd's
+iterations on a fine one.
 
     minimize sum_i w_i min_j (y_i - level_j)^2
 
-In one dimension the optimum cuts the sorted numbers into runs, and dynamic programming finds it (Wang and Song, Ckmeans.1d.dp). Nothing is
-random, so the same data give the same levels. The histogram keeps sums, so levels are means of the numbers and not of bins.
+In one dimension the optimum cuts the sorted numbers into runs, and dynamic programming finds it
+(Wang and Song, Ckmeans.1d.dp). Nothing is random, so the same data give the same levels. The
+histogram keeps sums, so levels are means of the numbers and not of bins.
 
-`weighted_levels_of_rows` does the same for many short rows at once, on their sorted numbers in place of a histogram.
+`weighted_levels_of_rows` does the same for many short rows at once, on their sorted numbers in
+place of a histogram.
 """
 
 from __future__ import annotations
@@ -21,13 +24,18 @@ ITERATIONS = 1000
 RUNS = 96  # of a row's numbers, in which its first solution is exact
 
 
-def nearest(y: Float[np.ndarray, " n"], levels: Float[np.ndarray, " entries"]) -> Int[np.ndarray, " n"]:
+def nearest(
+    y: Float[np.ndarray, " n"], levels: Float[np.ndarray, " entries"]
+) -> Int[np.ndarray, " n"]:
     """Return the index of the nearest of the sorted levels; on a tie, that of the lower one."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, y, side="left")
 
 
-def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"] | None, entries: int) -> Float[np.ndarray, " entries"]:
-    """Return `entries` sorted levels for numbers in [-1, 1]. Fewer distinct numbers than entries leave some levels equal.
+def weighted_levels(
+    y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"] | None, entries: int
+) -> Float[np.ndarray, " entries"]:
+    """Return `entries` sorted levels for numbers in [-1, 1]. Fewer distinct numbers than entries
+    leave some levels equal.
 
     Raises ValueError where there are no numbers.
     """
@@ -41,7 +49,9 @@ def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"]
     for _ in range(ITERATIONS):
         code = nearest(position, levels)
         total = np.bincount(code, mass, entries)
-        moved = np.sort(np.divide(np.bincount(code, first, entries), total, out=levels.copy(), where=total > 0))
+        moved = np.sort(
+            np.divide(np.bincount(code, first, entries), total, out=levels.copy(), where=total > 0)
+        )
         if np.array_equal(moved, levels):
             break
         levels = moved
@@ -50,13 +60,19 @@ def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"]
 
 def _histogram(y: np.ndarray, weights: np.ndarray | None) -> list[np.ndarray]:
     """Return (sum w, sum w y, sum w y^2) for each of FINE_BINS equal bins over [-1, 1]."""
-    index = np.clip(((y.astype(np.float64) + 1) * (FINE_BINS / 2)).astype(np.int64), 0, FINE_BINS - 1)
+    index = np.clip(
+        ((y.astype(np.float64) + 1) * (FINE_BINS / 2)).astype(np.int64), 0, FINE_BINS - 1
+    )
     one = np.ones(1) if weights is None else weights.astype(np.float64)
-    return [np.bincount(index, np.broadcast_to(one * y.astype(np.float64) ** power, y.shape), FINE_BINS) for power in range(3)]
+    return [
+        np.bincount(index, np.broadcast_to(one * y.astype(np.float64) ** power, y.shape), FINE_BINS)
+        for power in range(3)
+    ]
 
 
 def _coarse(*sums: np.ndarray) -> list[np.ndarray]:
-    """Return the sums of at most COARSE_BINS runs of bins: half of their borders equally spaced, half at equal shares of the mass."""
+    """Return the sums of at most COARSE_BINS runs of bins: half of their borders equally spaced,
+    half at equal shares of the mass."""
     share = np.cumsum(sums[0]) / sums[0].sum()
     even = np.linspace(0, 1, FINE_BINS)
     steps = np.floor((share + even) / 2 * COARSE_BINS).astype(np.int64)
@@ -65,14 +81,17 @@ def _coarse(*sums: np.ndarray) -> list[np.ndarray]:
 
 
 def _optimal(sums: list[np.ndarray], entries: int) -> np.ndarray:
-    """Return the means of the best cut of bins, given by sum w, sum w y and sum w y^2, into `entries` runs."""
+    """Return the means of the best cut of bins, given by sum w, sum w y and sum w y^2, into
+    `entries` runs."""
     used = sums[0] > 0
     mass, first, second = (np.concatenate([[0.0], np.cumsum(s[used])]) for s in sums)
     size = len(mass) - 1
     weight, moment = mass[None] - mass[:, None], first[None] - first[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         cost = second[None] - second[:, None] - np.square(moment) / weight
-    cost = np.where(weight > 0, np.maximum(cost, 0), np.inf)  # cost[i, j]: bins i .. j - 1 as one run
+    cost = np.where(
+        weight > 0, np.maximum(cost, 0), np.inf
+    )  # cost[i, j]: bins i .. j - 1 as one run
     best, cuts = cost[0], []
     for _ in range(1, min(entries, size)):
         through = best[:, None] + cost
@@ -89,10 +108,12 @@ def _optimal(sums: list[np.ndarray], entries: int) -> np.ndarray:
 def weighted_levels_of_rows(
     y: Float[np.ndarray, "rows n"], weights: Float[np.ndarray, "rows n"], entries: int
 ) -> Float[np.ndarray, "rows entries"]:
-    """Return `entries` sorted levels for each row: `weighted_levels` of rows of some thousand numbers, which may be of any size.
+    """Return `entries` sorted levels for each row: `weighted_levels` of rows of some thousand
+    numbers, which may be of any size.
 
-    The first solution is exact on at most RUNS runs of a row's sorted numbers, as dense as the best levels would lie (w^1/3 gap^2/3: Panter
-    and Dite 1951) and cut on both sides of a number, so that one of much weight is a run. Every row must have a weight above 0.
+    The first solution is exact on at most RUNS runs of a row's sorted numbers, as dense as the best
+    levels would lie (w^1/3 gap^2/3: Panter and Dite 1951) and cut on both sides of a number, so
+    that one of much weight is a run. Every row must have a weight above 0.
     """
     order = np.argsort(y, axis=1)
     y = np.take_along_axis(y, order, axis=1).astype(np.float64)
@@ -117,7 +138,9 @@ def weighted_levels_of_rows(
     return levels * size + middle
 
 
-def _at_runs(y: np.ndarray, weights: np.ndarray, sums: Float[np.ndarray, "3 rows ends"]) -> list[Float[np.ndarray, "rows runs"]]:
+def _at_runs(
+    y: np.ndarray, weights: np.ndarray, sums: Float[np.ndarray, "3 rows ends"]
+) -> list[Float[np.ndarray, "rows runs"]]:
     """Return cumulative sums at the borders of at most RUNS runs of each row."""
     numbers = sums.shape[-1] - 1
     if numbers <= RUNS:
@@ -126,14 +149,21 @@ def _at_runs(y: np.ndarray, weights: np.ndarray, sums: Float[np.ndarray, "3 rows
     np.cumsum(np.cbrt(weights * np.square(np.gradient(y, axis=1))), axis=1, out=share[:, 1:])
     share /= np.maximum(share[:, -1:], np.finfo(np.float64).tiny)
     wanted = np.arange(1, RUNS // 2) / (RUNS // 2)
-    after = np.clip(_searched(share, np.broadcast_to(wanted, (len(share), wanted.size))), 1, numbers)
+    after = np.clip(
+        _searched(share, np.broadcast_to(wanted, (len(share), wanted.size))), 1, numbers
+    )
     edge = np.zeros((len(share), 1), after.dtype)
-    ends = np.concatenate([edge, np.sort(np.concatenate([after - 1, after], axis=1), axis=1), edge + numbers], axis=1)
+    ends = np.concatenate(
+        [edge, np.sort(np.concatenate([after - 1, after], axis=1), axis=1), edge + numbers], axis=1
+    )
     return [np.take_along_axis(own, ends, axis=1) for own in sums]
 
 
-def _optimal_cuts(mass: np.ndarray, first: np.ndarray, second: np.ndarray, entries: int) -> Float[np.ndarray, "rows entries"]:
-    """Return the means of the best cut of each row's runs, given by cumulative sums, into at most `entries` parts."""
+def _optimal_cuts(
+    mass: np.ndarray, first: np.ndarray, second: np.ndarray, entries: int
+) -> Float[np.ndarray, "rows entries"]:
+    """Return the means of the best cut of each row's runs, given by cumulative sums, into at most
+    `entries` parts."""
 
     def between(ends: np.ndarray) -> np.ndarray:
         return ends[:, None, :] - ends[:, :, None]
@@ -142,7 +172,9 @@ def _optimal_cuts(mass: np.ndarray, first: np.ndarray, second: np.ndarray, entri
     with np.errstate(divide="ignore", invalid="ignore"):
         cost = np.where(weight > 0, np.maximum(between(second) - np.square(moment) / weight, 0), 0)
     backwards = np.tri(mass.shape[1], k=-1, dtype=bool)
-    cost = np.where(backwards, np.inf, cost)  # cost[:, i, j]: runs i .. j - 1 as one part, which may be empty
+    cost = np.where(
+        backwards, np.inf, cost
+    )  # cost[:, i, j]: runs i .. j - 1 as one part, which may be empty
     best, cuts = cost[:, 0], []
     for _ in range(1, entries):
         through = best[:, :, None] + cost
@@ -155,25 +187,45 @@ def _optimal_cuts(mass: np.ndarray, first: np.ndarray, second: np.ndarray, entri
     return _means(mass, first, np.stack([np.zeros_like(ends[0]), *ends], axis=1))
 
 
-def _lloyd_step(y: np.ndarray, sums: np.ndarray, levels: np.ndarray) -> Float[np.ndarray, "rows entries"]:
+def _lloyd_step(
+    y: np.ndarray, sums: np.ndarray, levels: np.ndarray
+) -> Float[np.ndarray, "rows entries"]:
     inner = _searched(y, (levels[:, 1:] + levels[:, :-1]) / 2)
     edge = np.zeros((len(y), 1), inner.dtype)
     ends = np.concatenate([edge, inner, edge + y.shape[1]], axis=1)
     return _means(sums[0], sums[1], ends, levels)
 
 
-def _means(mass: np.ndarray, first: np.ndarray, ends: Int[np.ndarray, "rows borders"], otherwise: np.ndarray | None = None) -> np.ndarray:
-    """Return the sorted means of the parts between borders. A part without weight has the value `otherwise`, or the mean before it."""
-    weight, moment = (np.diff(np.take_along_axis(own, ends, axis=1), axis=1) for own in (mass, first))
-    means = np.divide(moment, weight, out=np.full_like(moment, np.nan) if otherwise is None else otherwise.copy(), where=weight > 0)
+def _means(
+    mass: np.ndarray,
+    first: np.ndarray,
+    ends: Int[np.ndarray, "rows borders"],
+    otherwise: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the sorted means of the parts between borders. A part without weight has the value
+    `otherwise`, or the mean before it."""
+    weight, moment = (
+        np.diff(np.take_along_axis(own, ends, axis=1), axis=1) for own in (mass, first)
+    )
+    means = np.divide(
+        moment,
+        weight,
+        out=np.full_like(moment, np.nan) if otherwise is None else otherwise.copy(),
+        where=weight > 0,
+    )
     if otherwise is None:
         means = np.where(np.isnan(means), np.fmax.accumulate(means, axis=1), means)
         means = np.where(np.isnan(means), np.nanmin(means, axis=1, keepdims=True), means)
     return np.sort(means, axis=1)
 
 
-def _searched(rows: Float[np.ndarray, "rows n"], values: Float[np.ndarray, "rows m"]) -> Int[np.ndarray, "rows m"]:
-    """Return, for each row by itself, where its values belong among its sorted numbers, all of them in [-1, 1]."""
+def _searched(
+    rows: Float[np.ndarray, "rows n"], values: Float[np.ndarray, "rows m"]
+) -> Int[np.ndarray, "rows m"]:
+    """Return, for each row by itself, where its values belong among its sorted numbers, all of them
+    in [-1, 1]."""
     apart = 4.0 * np.arange(len(rows))[:, None]
-    found = np.searchsorted((rows + apart).ravel(), (values + apart).ravel(), side="right").reshape(values.shape)
+    found = np.searchsorted((rows + apart).ravel(), (values + apart).ravel(), side="right").reshape(
+        values.shape
+    )
     return found - rows.shape[1] * np.arange(len(rows))[:, None]

@@ -18,41 +18,71 @@ BITS = (2, 3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class KVQuant(Method):
-    """Keys before RoPE with calibrated ranges of channels, values with ranges of tokens, calibrated codebooks, outliers in full precision.
+    """Keys before RoPE with calibrated ranges of channels, values with ranges of tokens, calibrated
+    codebooks, outliers in full precision.
 
     Source: Hooper et al., KVQuant, section 3.
     """
 
     name: ClassVar[str] = "kvquant"
     summary: ClassVar[str] = (
-        "calibrated codebooks, full-precision outliers; keys per channel before RoPE, values per token (needs kvq calibrate)"
+        "calibrated codebooks, full-precision outliers; keys per channel before RoPE, values per"
+        " token (needs kvq calibrate)"
     )
     source: ClassVar[str] = "KVQuant (Hooper et al. 2024), arXiv:2401.18079"
 
     bits: int | PerLayer = option(4, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    outliers: float = option(0.01, "fraction of each token's KV width kept in full precision, rounded up to whole values on both sides")
-    datatype: Datatype = option("nuq", "codebook: calibrated, NormalFloat or equally spaced", choices=("nuq", "nf", "int"))
+    k_bits: int | PerLayer = option(
+        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
+    v_bits: int | PerLayer = option(
+        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
+    outliers: float = option(
+        0.01,
+        "fraction of each token's KV width kept in full precision, rounded up to whole values on"
+        " both sides",
+    )
+    datatype: Datatype = option(
+        "nuq", "codebook: calibrated, NormalFloat or equally spaced", choices=("nuq", "nf", "int")
+    )
     weighting: Weighting = option(
         "fisher_scale",
-        "weight of an element when codebooks are calibrated: Fisher x scale^2 (Appendix E), Fisher, or none",
+        "weight of an element when codebooks are calibrated: Fisher x scale^2 (Appendix E), Fisher,"
+        " or none",
         choices=("fisher_scale", "fisher", "none"),
     )
-    qnorm: bool = option(False, "shift and stretch the codebook so that mean and standard deviation survive (needs datatype=nuq)")
+    qnorm: bool = option(
+        False,
+        "shift and stretch the codebook so that mean and standard deviation survive (needs"
+        " datatype=nuq)",
+    )
     pre_rope: bool = option(True, "cache keys before RoPE")
-    k_axis: Literal["channel", "token"] = option("channel", "what shares a range among keys", choices=("channel", "token"))
-    v_axis: Literal["channel", "token"] = option("token", "what shares a range among values", choices=("channel", "token"))
+    k_axis: Literal["channel", "token"] = option(
+        "channel", "what shares a range among keys", choices=("channel", "token")
+    )
+    v_axis: Literal["channel", "token"] = option(
+        "token", "what shares a range among values", choices=("channel", "token")
+    )
     thresholds: Literal["vector", "matrix"] = option(
-        "vector", "where outliers are looked for: in each channel or token, or in the whole layer", choices=("vector", "matrix")
+        "vector",
+        "where outliers are looked for: in each channel or token, or in the whole layer",
+        choices=("vector", "matrix"),
     )
     channel_ranges: Literal["calibrated", "prompt"] = option(
         "calibrated",
-        "whose ranges and thresholds channels have: the calibration text's, or those of each sequence's own prompt (Table 14's online)",
+        "whose ranges and thresholds channels have: the calibration text's, or those of each"
+        " sequence's own prompt (Table 14's online)",
         choices=("calibrated", "prompt"),
     )
-    slots: float = option(2.25, "slots for outliers by calibrated thresholds, as a multiple of the number that `outliers` gives")
-    scale_dtype: str = option("float16", "dtype of the scales and zero points of tokens", choices=("float16", "float32"))
+    slots: float = option(
+        2.25,
+        "slots for outliers by calibrated thresholds, as a multiple of the number that `outliers`"
+        " gives",
+    )
+    scale_dtype: str = option(
+        "float16", "dtype of the scales and zero points of tokens", choices=("float16", "float32")
+    )
 
     @property
     def online(self) -> bool:
@@ -65,18 +95,27 @@ class KVQuant(Method):
         if self.qnorm and self.datatype != "nuq":
             raise ValueError(f"qnorm=true needs datatype=nuq, not {self.datatype}")
         if self.online and self.thresholds == "matrix":
-            raise ValueError("channel_ranges=prompt needs thresholds=vector: a prompt's thresholds are found by channel")
+            raise ValueError(
+                "channel_ranges=prompt needs thresholds=vector: a prompt's thresholds are found by"
+                " channel"
+            )
         if not self.slots:
             raise ValueError("slots=0 leaves no place for outliers: outliers=0 turns them off")
         heads, head_dim = dims.num_key_value_heads, dims.head_dim
-        bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer) or at_layer(self.bits, layer)
+        bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer) or at_layer(
+            self.bits, layer
+        )
         axis = self.k_axis if side == "k" else self.v_axis
         group = channel_group(0, heads, head_dim) if axis == "token" else None
         width = heads * head_dim
         per_side = outliers_per_side(self.outliers, width)
-        static = axis == "channel" or self.thresholds == "matrix"  # so the data decide how many outliers a token has
+        static = (
+            axis == "channel" or self.thresholds == "matrix"
+        )  # so the data decide how many outliers a token has
         outliers = self.outliers if static or per_side else 0.0
-        of_paper = 2 * per_side or outliers * width  # tokens that share slots can have less than one each
+        of_paper = (
+            2 * per_side or outliers * width
+        )  # tokens that share slots can have less than one each
         per_token = min(of_paper * (self.slots if static else 1), width)
         pool = pool_of(block, per_token, head_dim, static) if outliers else None
         return KVQuantCodec(

@@ -31,7 +31,8 @@ GROUP = 128  # as in the paper's m4n4
 
 @dataclasses.dataclass(frozen=True)
 class PolarCodec(Codec):
-    """Keys after RoPE in polar form. With grid=global the prompt fixes the step of each pair's radii."""
+    """Keys after RoPE in polar form. With grid=global the prompt fixes the step of each pair's
+    radii."""
 
     format: PolarFormat
 
@@ -49,7 +50,8 @@ class PolarCodec(Codec):
         return self.format.layout
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return the step of each pair's radii, [B, K, 1, H/2] fp32; () where each group of radii has a step of its own.
+        """Return the step of each pair's radii, [B, K, 1, H/2] fp32; () where each group of radii
+        has a step of its own.
 
             step_i = max_t r_ti / (2^radius_bits - 1)        over all valid, finite pairs of the prompt
 
@@ -57,7 +59,9 @@ class PolarCodec(Codec):
         """
         if self.format.grid == "grouped":
             return ()
-        radius, _, finite = polar_array.to_polar(self.rows(params, inputs), saturation_limit(self.format.scale_dtype))
+        radius, _, finite = polar_array.to_polar(
+            self.rows(params, inputs), saturation_limit(self.format.scale_dtype)
+        )
         counted = inputs.valid[:, None, :, None] & finite
         largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
         return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
@@ -69,18 +73,26 @@ class PolarCodec(Codec):
         return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *step), "float32")
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> PolarArray:
-        return polar_array.quantize(rows, self.format, stats if self.format.grid == "global" else None)
+        return polar_array.quantize(
+            rows, self.format, stats if self.format.grid == "global" else None
+        )
 
     def dequantize(self, params: Tree, stats: Tree, body: PolarArray) -> CachedRows:
         return polar_array.dequantize(body, stats if self.format.grid == "global" else None)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: PolarArray, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        query: Float[Array, "B K R H"],
+        body: PolarArray,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
         """Return q . k for a chunk of the body, fp32.
 
-        A single query row looks up its products with the angles. Several rows share dequantized keys, in two halves, because XLA is slow to
-        join them (docs/decisions.md).
+        A single query row looks up its products with the angles. Several rows share dequantized
+        keys, in two halves, because XLA is slow to join them (docs/decisions.md).
         """
         step = stats if self.format.grid == "global" else None
         if query.shape[2] == 1:
@@ -92,7 +104,9 @@ class PolarCodec(Codec):
         f = self.format
         if f.radius_scale != "linear":
             return "square roots of radii; kernels read radii"
-        return kernel_readers.polar(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")
+        return kernel_readers.polar(
+            f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped"
+        )
 
     def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
         return None if isinstance(self.kernel_reader(), str) else kernel_writers.polar(self.format)
@@ -100,7 +114,9 @@ class PolarCodec(Codec):
     def native_body(self) -> Body | str:
         f = self.format
         grouped, root = f.grid == "grouped", f.radius_scale == "sqrt"
-        return native_bodies.polar(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=grouped, root=root)
+        return native_bodies.polar(
+            f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=grouped, root=root
+        )
 
     @property
     def _most(self) -> int:
@@ -109,11 +125,13 @@ class PolarCodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class PolarQuant(Method):
-    """Keys as the angle and radius of each RoPE pair; values in full precision. Source: Wu et al., PolarQuant, section 3."""
+    """Keys as the angle and radius of each RoPE pair; values in full precision. Source: Wu et al.,
+    PolarQuant, section 3."""
 
     name: ClassVar[str] = "polarquant"
     summary: ClassVar[str] = (
-        "keys as angle and radius of each RoPE pair; values in full precision, or another method's (k=polarquant+v=...)"
+        "keys as angle and radius of each RoPE pair; values in full precision, or another method's"
+        " (k=polarquant+v=...)"
     )
     source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
     keys_only: ClassVar[bool] = True
@@ -126,19 +144,31 @@ class PolarQuant(Method):
 
     angle_bits: int = option(4, "bits for an angle", choices=BITS)
     radius_bits: int = option(4, "bits for a radius", choices=BITS)
-    group_size: int = option(GROUP, f"tokens that share the steps of a pair's radii and angles (0: {GROUP}, or the largest divisor below)")
+    group_size: int = option(
+        GROUP,
+        f"tokens that share the steps of a pair's radii and angles (0: {GROUP}, or the largest"
+        " divisor below)",
+    )
     grid: Grid = option(
         "grouped",
-        "grouped: ranges by group; global: angles over the full circle, one step of the radii per sequence (the paper's first version)",
+        "grouped: ranges by group; global: angles over the full circle, one step of the radii per"
+        " sequence (the paper's first version)",
         choices=("grouped", "global"),
     )
-    cut: Cut = option("gap", "where a group's circle of angles is opened: in its largest gap, or at angle 0", choices=("gap", "fixed"))
+    cut: Cut = option(
+        "gap",
+        "where a group's circle of angles is opened: in its largest gap, or at angle 0",
+        choices=("gap", "fixed"),
+    )
     radius_scale: RadiusScale = option(
         "linear",
-        "what has equal steps within a group: radii, or their square roots, which suits a few large radii",
+        "what has equal steps within a group: radii, or their square roots, which suits a few large"
+        " radii",
         choices=("linear", "sqrt"),
     )
-    scale_dtype: str = option("float16", "dtype of steps and minima", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option(
+        "float16", "dtype of steps and minima", choices=("float16", "bfloat16", "float32")
+    )
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=self.group_size or GROUP)
@@ -149,8 +179,24 @@ class PolarQuant(Method):
         if dims.head_dim % 2:
             raise ValueError(f"head_dim {dims.head_dim} has no pairs: PolarQuant needs an even one")
         if self.grid == "global" and self.radius_scale != "linear":
-            raise ValueError(f"radius_scale={self.radius_scale} is for grid=grouped: the steps of a global grid are those of the radii")
-        group = resolve_group(self.group_size, block, "the block of tokens", GROUP) if self.grid == "grouped" else block
+            raise ValueError(
+                f"radius_scale={self.radius_scale} is for grid=grouped: the steps of a global grid"
+                " are those of the radii"
+            )
+        group = (
+            resolve_group(self.group_size, block, "the block of tokens", GROUP)
+            if self.grid == "grouped"
+            else block
+        )
         bits = self.angle_bits, self.radius_bits
-        format = PolarFormat(*bits, dims.head_dim, block, group, self.grid, self.cut, self.scale_dtype, self.radius_scale)
+        format = PolarFormat(
+            *bits,
+            dims.head_dim,
+            block,
+            group,
+            self.grid,
+            self.cut,
+            self.scale_dtype,
+            self.radius_scale,
+        )
         return PolarCodec(format)

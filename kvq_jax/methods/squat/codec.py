@@ -1,4 +1,5 @@
-"""SQuat's key codec: KIVI's groups, but channels are quantized block after block, and the rest is corrected in between (subspace.py)."""
+"""SQuat's key codec: KIVI's groups, but channels are quantized block after block, and the rest is
+corrected in between (subspace.py)."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, 
 class SquatCodec(GroupedCodec):
     """Keys per channel over groups of tokens, stored and read as KIVI's.
 
-    The prompt statistics of a batch row are the matrices that correct its keys, [B, K, H - block, H - last block] fp32, zeros for a row
-    without a prompt. query_rope: the subspace is that of queries after RoPE. ahead: if not 0, it is that of queries before RoPE, rotated to
-    each of the `ahead` positions after the prompt. normalize: S^2 is divided by the prompt's length. shared: all rows of a batch take the
-    matrices of the first one that has a prompt.
+    The prompt statistics of a batch row are the matrices that correct its keys, [B, K, H - block, H
+    - last block] fp32, zeros for a row without a prompt. query_rope: the subspace is that of
+    queries after RoPE. ahead: if not 0, it is that of queries before RoPE, rotated to each of the
+    `ahead` positions after the prompt. normalize: S^2 is divided by the prompt's length. shared:
+    all rows of a batch take the matrices of the first one that has a prompt.
     """
 
     unprompted: ClassVar[float] = 0.0
@@ -46,13 +48,20 @@ class SquatCodec(GroupedCodec):
         """Return the matrices B_t H_t, made from the queries of all valid tokens."""
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
         if queries is None or (self.ahead and inputs.rope is None):
-            option = f"ahead={self.ahead} needs q_pre and the model's rope" if self.ahead else "queries=before_rope needs q_pre"
+            option = (
+                f"ahead={self.ahead} needs q_pre and the model's rope"
+                if self.ahead
+                else "queries=before_rope needs q_pre"
+            )
             raise ValueError(f"{option}, not None")
         counted = inputs.valid
         if self.shared:
             row = jnp.argmax(counted[:, 0] & (inputs.positions[:, 0] == 0))
             queries, counted = (lax.dynamic_slice_in_dim(a, row, 1, 0) for a in (queries, counted))
-        matrix, length = subspace.gram(queries, counted, inputs.k_rot.shape[1]), jnp.sum(counted, axis=1)
+        matrix, length = (
+            subspace.gram(queries, counted, inputs.k_rot.shape[1]),
+            jnp.sum(counted, axis=1),
+        )
         if self.ahead and inputs.rope is not None:
             matrix = subspace.turned(matrix, length, self.ahead, inputs.rope)
         if self.normalize:
@@ -66,8 +75,11 @@ class SquatCodec(GroupedCodec):
         matrix = Axis("none", channels - block), Axis("none", (blocks - 1) * block)
         return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *matrix), "float32")
 
-    def quantize(self, params: Tree, stats: Array, rows: CachedRows, *, prefill: bool) -> GroupedArray:
-        """Quantize blocks of channels in turn; the ranges of each are taken after the corrections for the blocks before it.
+    def quantize(
+        self, params: Tree, stats: Array, rows: CachedRows, *, prefill: bool
+    ) -> GroupedArray:
+        """Quantize blocks of channels in turn; the ranges of each are taken after the corrections
+        for the blocks before it.
 
         An entry that is not finite corrects nothing.
         """
@@ -82,9 +94,18 @@ class SquatCodec(GroupedCodec):
             if start + width < channels:
                 error = jnp.where(jnp.isfinite(now), uniform.dequantize(group) - now, 0)
                 matrix = stats[:, :, start:, start : start + width]
-                grouped = grouped + jnp.einsum("bkntc,bkrc->bkntr", error, matrix, precision=lax.Precision.HIGHEST)
-        codes, scale, zero = (jnp.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True))
-        return GroupedArray(pack(codes.reshape(rows.shape), format.layout), jnp.squeeze(scale, 3), jnp.squeeze(zero, 3), format)
+                grouped = grouped + jnp.einsum(
+                    "bkntc,bkrc->bkntr", error, matrix, precision=lax.Precision.HIGHEST
+                )
+        codes, scale, zero = (
+            jnp.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True)
+        )
+        return GroupedArray(
+            pack(codes.reshape(rows.shape), format.layout),
+            jnp.squeeze(scale, 3),
+            jnp.squeeze(zero, 3),
+            format,
+        )
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         """Return None: no kernel corrects keys. Those that read KIVI's keys read these too."""

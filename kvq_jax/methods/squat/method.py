@@ -14,14 +14,16 @@ from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4)
-# Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which here are recent=0, block=32.
+# Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which here are
+# recent=0, block=32.
 WINDOWS = "group_size=32,sink=0,recent=0,block=32"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Squat(Method):
-    """Keys per channel as in KIVI, but each block of channels is corrected for the errors of those before it, so that the whole error is
-    nearly orthogonal to the prompt's queries; values as in KIVI.
+    """Keys per channel as in KIVI, but each block of channels is corrected for the errors of those
+    before it, so that the whole error is nearly orthogonal to the prompt's queries; values as in
+    KIVI.
 
     Source: Wang et al., SQuat, section 3.
     """
@@ -31,18 +33,34 @@ class _Squat(Method):
     pre_rope: ClassVar[bool]
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    k_bits: int | PerLayer = option(
+        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
+    v_bits: int | PerLayer = option(
+        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     rank: int = option(5, "dimensions of the query subspace, r")
     lam: float = option(0.001, "lambda, the weight of errors inside the subspace; 0 is KIVI")
-    block_channels: int = option(0, "channels that are quantized between two corrections, g (0: half the head dim)")
-    normalize: bool = option(False, "divide the squared singular values by the prompt's length, with which they grow")
-    shared_subspace: bool = option(False, "the paper's sharing: all sequences of a batch take the subspace of the first (an experiment)")
-    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
+    block_channels: int = option(
+        0, "channels that are quantized between two corrections, g (0: half the head dim)"
+    )
+    normalize: bool = option(
+        False, "divide the squared singular values by the prompt's length, with which they grow"
+    )
+    shared_subspace: bool = option(
+        False,
+        "the paper's sharing: all sequences of a batch take the subspace of the first (an"
+        " experiment)",
+    )
+    scale_dtype: str = option(
+        "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
+    )
 
     def _kivi(self) -> Kivi:
-        return Kivi(self.bits, self.k_bits, self.v_bits, self.group_size, self.pre_rope, self.scale_dtype)
+        return Kivi(
+            self.bits, self.k_bits, self.v_bits, self.group_size, self.pre_rope, self.scale_dtype
+        )
 
     def windows(self) -> Windows:
         return self._kivi().windows()
@@ -55,7 +73,10 @@ class _Squat(Method):
         if not 0 <= self.lam < float("inf"):
             raise ValueError(f"lam={self.lam:g} must be finite and not negative")
         if width >= channels:
-            raise ValueError(f"block_channels={width} leaves no channel to correct at head_dim {channels}: take less, or kivi")
+            raise ValueError(
+                f"block_channels={width} leaves no channel to correct at head_dim {channels}: take"
+                " less, or kivi"
+            )
         if side == "v" or self.lam == 0:
             return plain
         codec = SquatCodec(
@@ -89,13 +110,20 @@ class Squat(_Squat):
         "mistral-7b-v0.3-longbench": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
     }
 
-    ahead: int = option(0, "positions after the prompt to which its queries are rotated before they span the subspace (0: their own)")
+    ahead: int = option(
+        0,
+        "positions after the prompt to which its queries are rotated before they span the subspace"
+        " (0: their own)",
+    )
 
     def _with_queries(self, codec: SquatCodec) -> SquatCodec:
         if self.ahead < 0:
             raise ValueError(f"ahead={self.ahead} must not be negative")
         if self.ahead and self.rotate:
-            raise ValueError(f"ahead={self.ahead} turns queries by RoPE, which rotate=true does not leave in pairs: give one of them")
+            raise ValueError(
+                f"ahead={self.ahead} turns queries by RoPE, which rotate=true does not leave in"
+                " pairs: give one of them"
+            )
         return dataclasses.replace(codec, ahead=self.ahead)
 
 

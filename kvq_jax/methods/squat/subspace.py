@@ -1,19 +1,24 @@
-"""SQuat's matrices, which are made from a prompt's queries and correct the channels that are not quantized yet.
+"""SQuat's matrices, which are made from a prompt's queries and correct the channels that are not
+quantized yet.
 
-With the queries of one KV head as the rows of Q, its r largest singular values S and right singular vectors V [r, H]:
+With the queries of one KV head as the rows of Q, its r largest singular values S and right singular
+vectors V [r, H]:
 
     Q^ = diag(S) V,    P = I + lam Q^^T Q^,    P^-1 = I - V^T diag(lam S^2 / (1 + lam S^2)) V                 (Woodbury)
 
-Once channels tg .. (t+1)g - 1 have taken the error d, the others move by the d' that minimizes |(d, d')|_P (Proposition 1, Lemma 2):
+Once channels tg .. (t+1)g - 1 have taken the error d, the others move by the d' that minimizes |(d,
+d')|_P (Proposition 1, Lemma 2):
 
-    d' = B_t H_t d,    A_t, B_t the upper and lower left blocks of P^-1, H_t the last g columns of A_t^-1
+    d' = B_t H_t d,    A_t, B_t the upper and lower left blocks of P^-1, H_t the last g columns of
+                       A_t^-1
 
 With the Cholesky factor P^-1 = L L^T and the blocks of g channels that L falls into,
 
     B_t H_t = L[after t, t] L[t, t]^-1
 
-because A_t = L_A L_A^T and B_t = L_B L_A^T, so B_t A_t^-1 = L_B L_A^-1, whose last g columns see only the last block of L_A. So one
-factorization gives what Lemma 3 finds step by step, in O(H^3). Source: Wang et al., SQuat, section 3.3 and Appendix B.
+because A_t = L_A L_A^T and B_t = L_B L_A^T, so B_t A_t^-1 = L_B L_A^-1, whose last g columns see
+only the last block of L_A. So one factorization gives what Lemma 3 finds step by step, in O(H^3).
+Source: Wang et al., SQuat, section 3.3 and Appendix B.
 """
 
 from __future__ import annotations
@@ -26,33 +31,54 @@ from kvq_jax.types.array_types import LengthsB
 from kvq_jax.types.rope import Rope, cosines_and_sines
 
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
-LARGEST_WEIGHT = 1e5  # of lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be factored in fp32
+# of lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be
+# factored in fp32
+LARGEST_WEIGHT = 1e5
 
 
-def gram(queries: Float[Array, "B N T H"], counted: Bool[Array, "B T"], heads: int) -> Float[Array, "B K H H"]:
-    """Return Q^T Q, fp32, over the counted tokens and the N / K query heads of a KV head. Entries that are not finite count as 0."""
+def gram(
+    queries: Float[Array, "B N T H"], counted: Bool[Array, "B T"], heads: int
+) -> Float[Array, "B K H H"]:
+    """Return Q^T Q, fp32, over the counted tokens and the N / K query heads of a KV head. Entries
+    that are not finite count as 0."""
     batch, all_heads, tokens, head_dim = queries.shape
     rows = queries.reshape(batch, heads, all_heads // heads, tokens, head_dim)
     chunk = min(tokens, QUERY_CHUNK)
 
     def add(i: Array, total: Array) -> Array:
-        at = jnp.minimum(i * chunk, tokens - chunk)  # the last chunk starts early, and does not count what was counted
+        at = jnp.minimum(
+            i * chunk, tokens - chunk
+        )  # the last chunk starts early, and does not count what was counted
         part = lax.dynamic_slice_in_dim(rows, at, chunk, 3).astype(jnp.float32)
-        use = lax.dynamic_slice_in_dim(counted, at, chunk, 1) & (at + jnp.arange(chunk) >= i * chunk)[None]
+        use = (
+            lax.dynamic_slice_in_dim(counted, at, chunk, 1)
+            & (at + jnp.arange(chunk) >= i * chunk)[None]
+        )
         part = jnp.where(use[:, None, None, :, None] & jnp.isfinite(part), part, 0)
         return total + jnp.einsum("bkgth,bkgti->bkhi", part, part, precision=lax.Precision.HIGHEST)
 
-    return lax.fori_loop(0, -(-tokens // chunk), add, jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32))
+    return lax.fori_loop(
+        0, -(-tokens // chunk), add, jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32)
+    )
 
 
-def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: Rope) -> Float[Array, "B K H H"]:
-    """Return the mean of R(p) Q^T Q R(p)^T over the positions p = first .. first + ahead - 1, where Q holds queries before RoPE.
+def turned(
+    matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: Rope
+) -> Float[Array, "B K H H"]:
+    """Return the mean of R(p) Q^T Q R(p)^T over the positions p = first .. first + ahead - 1, where
+    Q holds queries before RoPE.
 
-    With z_i = q_i + i q_{i+H/2}, RoPE is z_i e^{i p w_i}. So sum z_i conj(z_j) and sum z_i z_j, which hold the same numbers as Q^T Q, are
-    multiplied by the means of e^{i p (w_i - w_j)} and of e^{i p (w_i + w_j)}.
+    With z_i = q_i + i q_{i+H/2}, RoPE is z_i e^{i p w_i}. So sum z_i conj(z_j) and sum z_i z_j,
+    which hold the same numbers as Q^T Q, are multiplied by the means of e^{i p (w_i - w_j)} and of
+    e^{i p (w_i + w_j)}.
     """
-    turns = lax.complex(*cosines_and_sines(first[:, None] + jnp.arange(ahead)[None], rope))  # [B, ahead, H/2]
-    less, more = (_product("bpi,bpj->bij", turns, other)[:, None] / ahead for other in (jnp.conj(turns), turns))
+    turns = lax.complex(
+        *cosines_and_sines(first[:, None] + jnp.arange(ahead)[None], rope)
+    )  # [B, ahead, H/2]
+    less, more = (
+        _product("bpi,bpj->bij", turns, other)[:, None] / ahead
+        for other in (jnp.conj(turns), turns)
+    )
     half = matrix.shape[-1] // 2
     xx, xy, yx, yy = (matrix[..., i : i + half, j : j + half] for i in (0, half) for j in (0, half))
     difference, total = less * lax.complex(xx + yy, yx - xy), more * lax.complex(xx - yy, yx + xy)
@@ -61,11 +87,14 @@ def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: R
     return jnp.concatenate([upper, lower], axis=-2) / 2
 
 
-def corrections(matrix: Float[Array, "B K H H"], rank: int, lam: float, block: int) -> Float[Array, "B K later earlier"]:
+def corrections(
+    matrix: Float[Array, "B K H H"], rank: int, lam: float, block: int
+) -> Float[Array, "B K later earlier"]:
     """Return all matrices B_t H_t (`updates`) for the `rank` largest directions of Q^T Q.
 
-    On CPUs they are computed for one batch row and head after the other: JAX 0.10 hands the matrices of a batch to the very threads that
-    wait for them, and prefills of several rows and layers never returned (docs/decisions.md).
+    On CPUs they are computed for one batch row and head after the other: JAX 0.10 hands the
+    matrices of a batch to the very threads that wait for them, and prefills of several rows and
+    layers never returned (docs/decisions.md).
     """
 
     def of(matrix: Array) -> Array:
@@ -78,20 +107,26 @@ def corrections(matrix: Float[Array, "B K H H"], rank: int, lam: float, block: i
     return lax.platform_dependent(matrix, cpu=one_by_one, default=of)
 
 
-def directions(matrix: Float[Array, "B K H H"], rank: int) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
-    """Return (S^2 in descending order, V^T): the largest eigenvalues of Q^T Q and their eigenvectors, which are Q's squared singular values
-    and right singular vectors. Exact up to fp32, whatever the spectrum: all eigenvectors are computed (docs/decisions.md).
+def directions(
+    matrix: Float[Array, "B K H H"], rank: int
+) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
+    """Return (S^2 in descending order, V^T): the largest eigenvalues of Q^T Q and their
+    eigenvectors, which are Q's squared singular values and right singular vectors. Exact up to
+    fp32, whatever the spectrum: all eigenvectors are computed (docs/decisions.md).
     """
     values, vectors = jnp.linalg.eigh(matrix)
     return jnp.maximum(values[..., : -rank - 1 : -1], 0), vectors[..., : -rank - 1 : -1]
 
 
-def updates(values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int) -> Float[Array, "B K later earlier"]:
+def updates(
+    values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int
+) -> Float[Array, "B K later earlier"]:
     """Return all B_t H_t in one array, fp32.
 
-    Entry [h - block, c] is what an error of channel c adds to channel h of a later block; it is 0 where h is in the same block or an
-    earlier one. The columns are the channels of all blocks but the last. All entries are 0, so nothing is corrected, where the matrices
-    cannot be computed in fp32.
+    Entry [h - block, c] is what an error of channel c adds to channel h of a later block; it is 0
+    where h is in the same block or an earlier one. The columns are the channels of all blocks but
+    the last. All entries are 0, so nothing is corrected, where the matrices cannot be computed in
+    fp32.
     """
     head_dim = vectors.shape[-2]
     weights = jnp.minimum(lam * values, LARGEST_WEIGHT)

@@ -1,4 +1,5 @@
-"""TurboQuant's codec of rows that were rotated already (codecs/rotating.py): a norm for each vector, and a code for each coordinate."""
+"""TurboQuant's codec of rows that were rotated already (codecs/rotating.py): a norm for each
+vector, and a code for each coordinate."""
 
 from __future__ import annotations
 
@@ -15,10 +16,14 @@ from kvq_jax.types.array_types import CachedRows, Tree
 
 @dataclasses.dataclass(frozen=True)
 class SphereCodec(CodebookCodec):
-    """x^ = levels[code] * |x| for each token and head. `format.group` is the head, and the format stores no zero points."""
+    """x^ = levels[code] * |x| for each token and head. `format.group` is the head, and the format
+    stores no zero points."""
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
-        """Quantize rows against their norms as stored. What is not finite counts as 0; norms saturate in the stored dtype."""
+    def quantize(
+        self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool
+    ) -> CodebookArray:
+        """Quantize rows against their norms as stored. What is not finite counts as 0; norms
+        saturate in the stored dtype."""
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "a norm belongs to a head of a token"
         x = jnp.where(jnp.isfinite(rows), rows, 0).astype(jnp.float32)
@@ -30,7 +35,12 @@ class SphereCodec(CodebookCodec):
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         """Return what kernels read of a codebook: they add a zero point, which is 0."""
         assert body.scale is not None, "norms are stored"
-        return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, jnp.zeros_like(body.scale)]
+        return [
+            *body.words,
+            jnp.asarray(self.levels, jnp.float32),
+            body.scale,
+            jnp.zeros_like(body.scale),
+        ]
 
     def paper_bits(self, width: int, context: int, *, pointers: bool) -> float:
         """Return b + 16 / H: a 16-bit norm."""

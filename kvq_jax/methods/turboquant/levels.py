@@ -1,11 +1,13 @@
-"""The levels of TurboQuant: the scalar quantizer of least mean squared error for one coordinate of a random unit vector.
+"""The levels of TurboQuant: the scalar quantizer of least mean squared error for one coordinate of
+a random unit vector.
 
     f(t) = c (1 - t^2)^((d - 3) / 2),  -1 <= t <= 1                        the density of a coordinate in d dimensions (a Beta density)
     level_i = E[t | t between the midpoints around level_i]                Lloyd and Max's conditions
 
-A conditional mean is a first moment over a mass. The first has a closed form, -c (1 - t^2)^((d - 1) / 2) / (d - 1); the second is summed on
-a grid. Lloyd's iteration from quantiles converges to the one optimum, since f is log-concave for d >= 3. Source: Zandieh et al.,
-TurboQuant, Lemma 1 and section 3.1; Max (1960), Lloyd (1982).
+A conditional mean is a first moment over a mass. The first has a closed form, -c (1 - t^2)^((d - 1)
+/ 2) / (d - 1); the second is summed on a grid. Lloyd's iteration from quantiles converges to the
+one optimum, since f is log-concave for d >= 3. Source: Zandieh et al., TurboQuant, Lemma 1 and
+section 3.1; Max (1960), Lloyd (1982).
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ MOST_TURNS = 20_000
 
 @functools.cache
 def sphere_levels(bits: int, channels: int) -> tuple[float, ...]:
-    """Return 2^bits sorted levels in (-1, 1), symmetric around 0. Raises ValueError for fewer than 3 channels."""
+    """Return 2^bits sorted levels in (-1, 1), symmetric around 0. Raises ValueError for fewer than
+    3 channels."""
     if channels < 3:
-        raise ValueError(f"head_dim {channels}: a coordinate of a random unit vector has this density from 3 channels on")
+        raise ValueError(
+            f"head_dim {channels}: a coordinate of a random unit vector has this density from 3"
+            " channels on"
+        )
     t = np.linspace(-1, 1, GRID + 1)
     density = (1 - t**2) ** ((channels - 3) / 2)
     mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)]) * (t[1] - t[0])

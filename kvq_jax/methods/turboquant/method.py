@@ -19,21 +19,31 @@ BITS = (1, 2, 3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class TurboQuant(Method):
-    """A random rotation of each key and value, its norm, and Lloyd-Max levels of a unit vector's coordinates: the MSE variant.
+    """A random rotation of each key and value, its norm, and Lloyd-Max levels of a unit vector's
+    coordinates: the MSE variant.
 
     Source: Zandieh et al., TurboQuant, section 3.1 and Algorithm 1.
     """
 
     name: ClassVar[str] = "turboquant"
-    summary: ClassVar[str] = "keys and values rotated at random, the norm of each, and levels that suit a unit vector's coordinates"
+    summary: ClassVar[str] = (
+        "keys and values rotated at random, the norm of each, and levels that suit a unit vector's"
+        " coordinates"
+    )
     source: ClassVar[str] = "TurboQuant (Zandieh et al. 2025), arXiv:2504.19874"
     can_rotate: ClassVar[bool] = False  # it always does
 
     bits: int | PerLayer = option(3, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    k_bits: int | PerLayer = option(
+        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
+    v_bits: int | PerLayer = option(
+        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+    )
     pre_rope: bool = option(False, "cache keys before RoPE")
-    scale_dtype: str = option("float16", "dtype of norms", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option(
+        "float16", "dtype of norms", choices=("float16", "bfloat16", "float32")
+    )
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=32)
@@ -41,5 +51,14 @@ class TurboQuant(Method):
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         own = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
         bits, channels = own or at_layer(self.bits, layer), dims.head_dim
-        format = CodebookFormat(bits, channels, block, ChannelGroup(1, channels), scale_dtype=self.scale_dtype, stores_zero=False)
-        return rotated(SphereCodec(side, format, sphere_levels(bits, channels), self.pre_rope and side == "k"))
+        format = CodebookFormat(
+            bits,
+            channels,
+            block,
+            ChannelGroup(1, channels),
+            scale_dtype=self.scale_dtype,
+            stores_zero=False,
+        )
+        return rotated(
+            SphereCodec(side, format, sphere_levels(bits, channels), self.pre_rope and side == "k")
+        )

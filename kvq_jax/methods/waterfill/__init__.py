@@ -1,4 +1,5 @@
-"""Waterfill: bits shared out over calibrated channels by reverse water-filling, of keys before RoPE and of values in an eigenbasis."""
+"""Waterfill: bits shared out over calibrated channels by reverse water-filling, of keys before RoPE
+and of values in an eigenbasis."""
 
 from kvq_jax.methods.waterfill.method import Waterfill
 

@@ -1,4 +1,5 @@
-"""Waterfill's codecs: rows in a calibrated order of channels, in chunks of one width each. Equations: README.md beside this file."""
+"""Waterfill's codecs: rows in a calibrated order of channels, in chunks of one width each.
+Equations: README.md beside this file."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from kvq_jax.types.rope import Rope
 class KeyCodec(RunsCodec):
     """Keys before RoPE, minus their mean, divided by the deviation of their pair.
 
-    Parameters: mean, scale [K, H] in the model's order; place [K, H], where each channel stands among the sorted ones; energies [K, H/2].
-    The mean's share of the scores is exact: whole keys are rotated.
+    Parameters: mean, scale [K, H] in the model's order; place [K, H], where each channel stands
+    among the sorted ones; energies [K, H/2]. The mean's share of the scores is exact: whole keys
+    are rotated.
     """
 
     side: Side = "k"
@@ -33,7 +35,10 @@ class KeyCodec(RunsCodec):
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
-        flat, pairs = ArraySpec(rows, "float32"), ArraySpec((rows[0], Axis("pairs", self.format.channels // 2)), "float32")
+        flat, pairs = (
+            ArraySpec(rows, "float32"),
+            ArraySpec((rows[0], Axis("pairs", self.format.channels // 2)), "float32"),
+        )
         return {"mean": flat, "scale": flat, "place": ArraySpec(rows, "int32"), "energies": pairs}
 
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
@@ -47,15 +52,20 @@ class KeyCodec(RunsCodec):
         params = calibrated(params)
         u = run_array.levels(body) * run_array.factor(body.scale)
         u = jnp.pad(u, [(0, 0)] * 3 + [(0, self.format.channels - self.format.stored_channels)])
-        return _gathered(u, params["place"]) * params["scale"][None, :, None] + params["mean"][None, :, None]
+        return (
+            _gathered(u, params["place"]) * params["scale"][None, :, None]
+            + params["mean"][None, :, None]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueCodec(RunsCodec):
-    """Values minus their mean, in the eigenbasis in which errors of equal energy cost the loss the same.
+    """Values minus their mean, in the eigenbasis in which errors of equal energy cost the loss the
+    same.
 
-    Parameters: mean [K, H]; analysis and synthesis [K, H, H], inverses of each other; energies [K, H]. A weighted sum is taken over
-    normalized channels and meets `synthesis` once for a chunk of tokens.
+    Parameters: mean [K, H]; analysis and synthesis [K, H, H], inverses of each other; energies [K,
+    H]. A weighted sum is taken over normalized channels and meets `synthesis` once for a chunk of
+    tokens.
     """
 
     side: Side = "v"
@@ -64,28 +74,49 @@ class ValueCodec(RunsCodec):
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
-        flat, matrix = ArraySpec(rows, "float32"), ArraySpec((*rows, Axis("none", self.format.channels)), "float32")
+        flat, matrix = (
+            ArraySpec(rows, "float32"),
+            ArraySpec((*rows, Axis("none", self.format.channels)), "float32"),
+        )
         return {"mean": flat, "analysis": matrix, "synthesis": matrix, "energies": flat}
 
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
         return fit.values(rows, gradients)
 
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
-        finite = jnp.where(jnp.isfinite(rows), rows, 0)  # one entry that is not would enter every channel
+        finite = jnp.where(
+            jnp.isfinite(rows), rows, 0
+        )  # one entry that is not would enter every channel
         return _turned(finite - params["mean"][None, :, None], params["analysis"])
 
     def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
         params = calibrated(params)
-        return self._synthesized(params, run_array.levels(body) * run_array.factor(body.scale)) + params["mean"][None, :, None]
+        return (
+            self._synthesized(params, run_array.levels(body) * run_array.factor(body.scale))
+            + params["mean"][None, :, None]
+        )
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        weights: Float[Array, "B K R C"],
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
         params = calibrated(params)
-        sums = weigh_rows(weights * jnp.swapaxes(run_array.factor(body.scale), -1, -2), run_array.levels(body))
-        return self._synthesized(params, sums) + jnp.sum(weights, axis=-1, keepdims=True) * params["mean"][None, :, None]
+        sums = weigh_rows(
+            weights * jnp.swapaxes(run_array.factor(body.scale), -1, -2), run_array.levels(body)
+        )
+        return (
+            self._synthesized(params, sums)
+            + jnp.sum(weights, axis=-1, keepdims=True) * params["mean"][None, :, None]
+        )
 
-    def _synthesized(self, params: Tree, u: Float[Array, "B K T stored"]) -> Float[Array, "B K T H"]:
+    def _synthesized(
+        self, params: Tree, u: Float[Array, "B K T stored"]
+    ) -> Float[Array, "B K T H"]:
         return _turned(u, params["synthesis"][:, : self.format.stored_channels])
 
 
@@ -93,5 +124,7 @@ def _gathered(rows: Float[Array, "B K T H"], index: Int[Array, "K H"]) -> Float[
     return jnp.take_along_axis(rows, index[None, :, None], axis=-1)
 
 
-def _turned(rows: Float[Array, "B K T C"], matrices: Float[Array, "K C E"]) -> Float[Array, "B K T E"]:
+def _turned(
+    rows: Float[Array, "B K T C"], matrices: Float[Array, "K C E"]
+) -> Float[Array, "B K T E"]:
     return jnp.einsum("bktc,kce->bkte", rows, matrices, preferred_element_type=jnp.float32)

@@ -1,6 +1,8 @@
-"""Waterfill's calibration: which channels matter, and by how much, for one side of one layer. NumPy, the same rows give the same arrays.
+"""Waterfill's calibration: which channels matter, and by how much, for one side of one layer.
+NumPy, the same rows give the same arrays.
 
-With rows x and gradients g of the loss with respect to them, as (mean) E over the tokens of a text, for each KV head:
+With rows x and gradients g of the loss with respect to them, as (mean) E over the tokens of a text,
+for each KV head:
 
     keys, for each RoPE pair i = (h, h + H/2)
         mu = E x,   s_i^2 = E |x_i - mu_i|^2 / 2,   f_i = E |g_i|^2 / 2,   energy_i = f_i s_i^2
@@ -8,8 +10,9 @@ With rows x and gradients g of the loss with respect to them, as (mean) E over t
         mu = E x,   C = cov(x),   M = E g g^T + 1e-3 tr(.)/H I,   M^1/2 C M^1/2 = B diag(energy) B^T
         analysis = M^1/2 B diag(energy)^-1/2,   synthesis = diag(energy)^1/2 B^T M^-1/2
 
-So a squared error d of a normalized channel changes the loss by about energy * d to second order, which is the loss's Fisher information;
-and a channel's own variance is 1. Channels are sorted by energy.
+So a squared error d of a normalized channel changes the loss by about energy * d to second order,
+which is the loss's Fisher information; and a channel's own variance is 1. Channels are sorted by
+energy.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ FLOOR = 1e-8  # of the largest energy: a direction that is constant in the text 
 
 
 def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
-    """Return mean and scale [K, H] in the model's order, place [K, H] (where a channel stands in the order of energies, the two of a pair
-    side by side), and the pairs' energies [K, H/2], sorted."""
+    """Return mean and scale [K, H] in the model's order, place [K, H] (where a channel stands in
+    the order of energies, the two of a pair side by side), and the pairs' energies [K, H/2],
+    sorted."""
     check_rows(rows, gradients, weighted=True)
     mean = rows.mean(axis=0, dtype=np.float64)
     spread, slope = _pair_energy(rows - mean), _pair_energy(gradients)
@@ -42,23 +46,34 @@ def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
 
 
 def values(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
-    """Return mean [K, H], analysis and synthesis [K, H, H] (rows are multiplied from the left), and the sorted energies [K, H]."""
+    """Return mean [K, H], analysis and synthesis [K, H, H] (rows are multiplied from the left), and
+    the sorted energies [K, H]."""
     check_rows(rows, gradients, weighted=True)
     mean = rows.mean(axis=0, dtype=np.float64)
-    centred, slopes = (np.moveaxis(array.astype(np.float64), 1, 0) for array in (rows - mean, gradients))
-    covariance, metric = (np.swapaxes(array, 1, 2) @ array / len(rows) for array in (centred, slopes))
+    centred, slopes = (
+        np.moveaxis(array.astype(np.float64), 1, 0) for array in (rows - mean, gradients)
+    )
+    covariance, metric = (
+        np.swapaxes(array, 1, 2) @ array / len(rows) for array in (centred, slopes)
+    )
     width = rows.shape[-1]
-    metric = metric + (RIDGE * np.trace(metric, axis1=1, axis2=2) / width + 1e-30)[:, None, None] * np.eye(width)
+    metric = metric + (RIDGE * np.trace(metric, axis1=1, axis2=2) / width + 1e-30)[
+        :, None, None
+    ] * np.eye(width)
     root, inverse = square_roots(metric)
     energies, basis = np.linalg.eigh(root @ covariance @ root)
     energies, basis = energies[:, ::-1], basis[:, :, ::-1]
-    basis = basis * np.where(np.take_along_axis(basis, np.abs(basis).argmax(axis=1)[:, None], axis=1) < 0, -1, 1)
+    basis = basis * np.where(
+        np.take_along_axis(basis, np.abs(basis).argmax(axis=1)[:, None], axis=1) < 0, -1, 1
+    )
     energies = np.maximum(energies, FLOOR * np.maximum(energies[:, :1], 1e-30))
     deviation = np.sqrt(energies)
     return {
         "mean": mean.astype(np.float32),
         "analysis": (root @ basis / deviation[:, None]).astype(np.float32),
-        "synthesis": (deviation[:, :, None] * np.swapaxes(basis, 1, 2) @ inverse).astype(np.float32),
+        "synthesis": (
+            (deviation[:, :, None] * np.swapaxes(basis, 1, 2) @ inverse).astype(np.float32)
+        ),
         "energies": energies.astype(np.float32),
     }
 

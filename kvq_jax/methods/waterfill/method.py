@@ -13,7 +13,13 @@ from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, per_layer
 from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
-from kvq_jax.methods.waterfill.widths import chunk_energies, read, template, template_chunks, written
+from kvq_jax.methods.waterfill.widths import (
+    chunk_energies,
+    read,
+    template,
+    template_chunks,
+    written,
+)
 from kvq_jax.types.array_types import ModelDims
 
 PROFILES = 4  # different widths in a model, at most (docs/decisions.md)
@@ -21,51 +27,89 @@ PROFILES = 4  # different widths in a model, at most (docs/decisions.md)
 
 @dataclasses.dataclass(frozen=True)
 class Waterfill(Method):
-    """Channels in a calibrated order, more bits for those that matter more; one 8-bit scale for each token and head."""
+    """Channels in a calibrated order, more bits for those that matter more; one 8-bit scale for
+    each token and head."""
 
     name: ClassVar[str] = "waterfill"
-    summary: ClassVar[str] = "bits shared out over calibrated channels: keys before RoPE, values in an eigenbasis (needs kvq calibrate)"
+    summary: ClassVar[str] = (
+        "bits shared out over calibrated channels: keys before RoPE, values in an eigenbasis (needs"
+        " kvq calibrate)"
+    )
     source: ClassVar[str] = "this project; reverse water-filling (Cover and Thomas, section 10.3.3)"
 
-    bits: float = option(2.5, "stored bits of an element, scales included: layers without widths of their own take those of a template")
+    bits: float = option(
+        2.5,
+        "stored bits of an element, scales included: layers without widths of their own take those"
+        " of a template",
+    )
     k_widths: int | PerLayer = option(
-        0, "bits of the chunks of a head's sorted key channels, a digit for each, such as 43322110 (0: by bits)", per_layer=True
+        0,
+        "bits of the chunks of a head's sorted key channels, a digit for each, such as 43322110 (0:"
+        " by bits)",
+        per_layer=True,
     )
     v_widths: int | PerLayer = option(0, "the same for values", per_layer=True)
 
     def windows(self) -> Windows:
         return Windows(sink=32, recent=96, block=32)
 
-    def fitted(self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims) -> Method:
-        """Return the method with widths for each layer: each side of each layer shares out the same number of bits by its own energies."""
+    def fitted(
+        self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
+    ) -> Method:
+        """Return the method with widths for each layer: each side of each layer shares out the same
+        number of bits by its own energies."""
         if self.k_widths or self.v_widths:
             return self
         count = template_chunks(dims.head_dim)
         budgets = [sum(template(self.bits, dims.head_dim)[side == "v"]) for side in calibrated]
         layers = list(zip(*calibrated.values(), strict=True))
-        known = [layer for layer, sides in enumerate(layers) if all(sides)]  # the others stay in full precision, whatever their widths
-        chunks = [[chunk_energies(own["energies"], count) for own in layers[layer]] for layer in known]
+        known = [
+            layer for layer, sides in enumerate(layers) if all(sides)
+        ]  # the others stay in full precision, whatever their widths
+        chunks = [
+            [chunk_energies(own["energies"], count) for own in layers[layer]] for layer in known
+        ]
         found = dict(zip(known, layer_widths(chunks, budgets, PROFILES), strict=True))
         filled = [found.get(layer, found[known[0]]) for layer in range(len(layers))]
         sides = zip(calibrated, zip(*filled, strict=True), strict=True)
-        return dataclasses.replace(self, **{f"{side}_widths": per_layer([written(one) for one in widths]) for side, widths in sides})
+        return dataclasses.replace(
+            self,
+            **{
+                f"{side}_widths": per_layer([written(one) for one in widths])
+                for side, widths in sides
+            },
+        )
 
-    def predicted_divergence(self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims) -> float | None:
-        """Return 1/2 sum E g_i^2 E (x_i - x^_i)^2 over all channels: errors of independent normal channels, no token in a window."""
+    def predicted_divergence(
+        self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
+    ) -> float | None:
+        """Return 1/2 sum E g_i^2 E (x_i - x^_i)^2 over all channels: errors of independent normal
+        channels, no token in a window."""
         total = 0.0
         for side, layers in calibrated.items():
             for layer, own in enumerate(layers):
                 if own:
                     widths = self.widths(side, layer, dims)
                     channels = 2 if side == "k" else 1  # of an energy
-                    total += channels * expected_error(chunk_energies(own["energies"], len(widths)), widths) / 2
+                    total += (
+                        channels
+                        * expected_error(chunk_energies(own["energies"], len(widths)), widths)
+                        / 2
+                    )
         return total
 
     def widths(self, side: Side, layer: int, dims: ModelDims) -> tuple[int, ...]:
-        """Return the widths of the chunks of one side of one layer: its own, or those of the template."""
+        """Return the widths of the chunks of one side of one layer: its own, or those of the
+        template."""
         name = f"{side}_widths"
         own = at_layer(getattr(self, name), layer)
-        return read(name, own, dims.head_dim) if own else template(self.bits, dims.head_dim)[side == "v"]
+        return (
+            read(name, own, dims.head_dim)
+            if own
+            else template(self.bits, dims.head_dim)[side == "v"]
+        )
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        return (KeyCodec if side == "k" else ValueCodec)(RunFormat(dims.head_dim, block, self.widths(side, layer, dims)))
+        return (KeyCodec if side == "k" else ValueCodec)(
+            RunFormat(dims.head_dim, block, self.widths(side, layer, dims))
+        )

@@ -1,6 +1,8 @@
-"""The widths of waterfill's chunks: a row's sorted channels are cut into chunks of equal size, of one width each.
+"""The widths of waterfill's chunks: a row's sorted channels are cut into chunks of equal size, of
+one width each.
 
-A spec writes them as the digits of one number, the widest first: 43322110 stands for eight chunks, the last of which is not stored.
+A spec writes them as the digits of one number, the widest first: 43322110 stands for eight chunks,
+the last of which is not stored.
 """
 
 from __future__ import annotations
@@ -29,31 +31,45 @@ def written(widths: Sequence[int] | Int[np.ndarray, " chunks"]) -> int:
 
 
 def read(name: str, number: int, head_dim: int) -> tuple[int, ...]:
-    """Return the widths that a number stands for. Raises ValueError, in one line, naming the option, where it fits no row of H channels."""
+    """Return the widths that a number stands for. Raises ValueError, in one line, naming the
+    option, where it fits no row of H channels."""
     widths = tuple(map(int, str(number)))
     if head_dim % (2 * len(widths)):
-        raise ValueError(f"{name}={number} cuts {head_dim} channels into {len(widths)} chunks, which are no whole RoPE pairs")
+        raise ValueError(
+            f"{name}={number} cuts {head_dim} channels into {len(widths)} chunks, which are no"
+            " whole RoPE pairs"
+        )
     if any(a < b for a, b in itertools.pairwise(widths)) or widths[0] > MOST:
-        raise ValueError(f"{name}={number} must be widths of at most {MOST} bits, the widest first: channels are sorted by energy")
+        raise ValueError(
+            f"{name}={number} must be widths of at most {MOST} bits, the widest first: channels are"
+            " sorted by energy"
+        )
     return widths
 
 
 def template_chunks(head_dim: int) -> int:
-    """Return the chunks of a row whose widths the spec leaves open: of 8 channels, of 16 from head dim 128 on, of 32 from 256."""
+    """Return the chunks of a row whose widths the spec leaves open: of 8 channels, of 16 from head
+    dim 128 on, of 32 from 256."""
     return head_dim // math.gcd(head_dim, CHUNK * max(1, head_dim // 64))
 
 
 def template(bits: float, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (widths of keys, widths of values) for `bits` stored bits of an element, the token's scale of 8 bits included.
+    """Return (widths of keys, widths of values) for `bits` stored bits of an element, the token's
+    scale of 8 bits included.
 
-    They are those of energies that fall by a factor of 2^(2 TEMPLATE_FALL) from the first channel to the last. Raises ValueError where no
-    bit is left for codes, or more than there can be.
+    They are those of energies that fall by a factor of 2^(2 TEMPLATE_FALL) from the first channel
+    to the last. Raises ValueError where no bit is left for codes, or more than there can be.
     """
     chunks = template_chunks(head_dim)
     budget = math.floor(2 * chunks * (bits - 8 / head_dim) + 1e-6)
     if not 2 <= budget <= 2 * chunks * MOST:
         least, most = 1 / chunks + 8 / head_dim, MOST + 8 / head_dim
-        raise ValueError(f"bits={bits:g} cannot be stored with heads of {head_dim} channels: between {least:g} and {most:g} can")
+        raise ValueError(
+            f"bits={bits:g} cannot be stored with heads of {head_dim} channels: between {least:g}"
+            f" and {most:g} can"
+        )
     energies = 4.0 ** (-TEMPLATE_FALL * (np.arange(chunks) + 0.5) / chunks)
-    keys, values = (tuple(map(int, allocate(energies, share))) for share in (-(-budget // 2), budget // 2))
+    keys, values = (
+        tuple(map(int, allocate(energies, share))) for share in (-(-budget // 2), budget // 2)
+    )
     return keys, values

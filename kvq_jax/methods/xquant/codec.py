@@ -1,7 +1,8 @@
-"""XQuant's codecs: rows are layer inputs or their latents, [B, 1, T, C]; keys and values are rebuilt from them, chunk by chunk.
+"""XQuant's codecs: rows are layer inputs or their latents, [B, 1, T, C]; keys and values are
+rebuilt from them, chunk by chunk.
 
-Another codec, `stored`, stores the rows: in uniform groups, or in full precision where the method runs without its quantization. The
-parameters of a layer, by name:
+Another codec, `stored`, stores the rows: in uniform groups, or in full precision where the method
+runs without its quantization. The parameters of a layer, by name:
 
     k, v        `projections.Projection` of each side; `kernel` takes cached rows, [C, K * H]
     basis       U [D, C], in the latent form
@@ -40,7 +41,8 @@ Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 
 @dataclasses.dataclass(frozen=True)
 class OutlierChannel(Codec):
-    """The codec `coded`, except that the first channel of each row is kept beside the codes, unquantized, as `dtype`.
+    """The codec `coded`, except that the first channel of each row is kept beside the codes,
+    unquantized, as `dtype`.
 
     Source: Tomar et al., XQuant, Appendix B.
     """
@@ -52,11 +54,18 @@ class OutlierChannel(Codec):
         return self.coded.rows(params, inputs)
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        exact = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens), Axis("none", 1)
+        exact = (
+            Axis("batch", batch),
+            Axis("kv_heads", heads),
+            Axis("tokens", tokens),
+            Axis("none", 1),
+        )
         return self.coded.body(batch, heads, tokens), BodySpec(exact, self.dtype)
 
     def outlier_slots(self, heads: int) -> float:
-        return self.coded.outlier_slots(heads)  # the first channel is no slot: it does not depend on the data
+        return self.coded.outlier_slots(
+            heads
+        )  # the first channel is no slot: it does not depend on the data
 
     def outlier_counts(self, body: Tree) -> OutlierCounts:
         return self.coded.outlier_counts(body[0])
@@ -71,7 +80,9 @@ class OutlierChannel(Codec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         rest = rows.at[..., 0].set(0)
-        return self.coded.quantize(params, stats, rest, prefill=prefill), rows[..., :1].astype(jnp.dtype(self.dtype))
+        return self.coded.quantize(params, stats, rest, prefill=prefill), rows[..., :1].astype(
+            jnp.dtype(self.dtype)
+        )
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         coded, exact = body
@@ -81,7 +92,8 @@ class OutlierChannel(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class _XRows(Codec):
-    """The part that XQuant and XQuant-CL share: rows x or x U, of `channels` channels, which `stored` quantizes. `heads` is K."""
+    """The part that XQuant and XQuant-CL share: rows x or x U, of `channels` channels, which
+    `stored` quantizes. `heads` is K."""
 
     side: Side
     stored: Codec
@@ -103,7 +115,9 @@ class _XRows(Codec):
         return _given(inputs.x, "x")
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        return jax.tree.map(lambda spec: spec.renamed("kv_heads", "none"), self.stored.body(batch, 1, tokens))
+        return jax.tree.map(
+            lambda spec: spec.renamed("kv_heads", "none"), self.stored.body(batch, 1, tokens)
+        )
 
     def outlier_slots(self, heads: int) -> float:
         return self.stored.outlier_slots(1)
@@ -128,14 +142,21 @@ class _XRows(Codec):
     def kernel_reader(self) -> Reader | str:
         return "keys are rebuilt from the layer's input by matrix products, which XLA does"
 
-    def rebuilt(self, own: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
+    def rebuilt(
+        self, own: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+    ) -> RowsBKTH:
         """Return keys after RoPE, or values, fp32."""
-        return rotated_keys(own, rows, self.heads, positions, rope) if self.side == "k" else project(own, rows, self.heads)
+        return (
+            rotated_keys(own, rows, self.heads, positions, rope)
+            if self.side == "k"
+            else project(own, rows, self.heads)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class XCodec(_XRows):
-    """XQuant: the layer's input x (C = D), one body for both sides; or the latents x U_k and x U_v (C = min(D, K H)), a body for each."""
+    """XQuant: the layer's input x (C = D), one body for both sides; or the latents x U_k and x U_v
+    (C = min(D, K H)), a body for each."""
 
     @property
     def joint(self) -> bool:
@@ -151,26 +172,40 @@ class XCodec(_XRows):
         basis, (kernel,) = factored(own["kernel"])
         return {"basis": basis, self.side: own | {"kernel": kernel}}
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-        return self.rebuilt(own_parameters(params)[self.side], rows, positions, rope).astype(rows.dtype)
+    def vectors(
+        self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+    ) -> RowsBKTH:
+        return self.rebuilt(own_parameters(params)[self.side], rows, positions, rope).astype(
+            rows.dtype
+        )
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        weights: Float[Array, "B K R C"],
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
-        return weighted_values(own_parameters(params)["v"], weights, self.dequantize(params, stats, body))
+        return weighted_values(
+            own_parameters(params)["v"], weights, self.dequantize(params, stats, body)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class XCrossLayerCodec(_XRows, CrossLayerCodec):
-    """XQuant-CL, from the base layer on. With the quantizer Q and the accumulator X^, which has D = `width` channels:
+    """XQuant-CL, from the base layer on. With the quantizer Q and the accumulator X^, which has D =
+    `width` channels:
 
         base          X^ = Q(X)
         x form        X^_i = X^_{i-1} + Q(X_i - X^_{i-1})
         latent form   X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U_i) U_i^T,      [W_k | W_v]_i = U_i S_i B_i^T
         keys, values  X^_i W_k,  X^_i W_v
 
-    Cached rows are X, or X U of min(D, 2 K H) channels: U is linear, so (X - X^) U = X U - X^ U does not need X itself. In the latent form
-    `input_kernel` [D, K * H] projects the accumulator. `reading` says what X is:
+    Cached rows are X, or X U of min(D, 2 K H) channels: U is linear, so (X - X^) U = X U - X^ U
+    does not need X itself. In the latent form `input_kernel` [D, K * H] projects the accumulator.
+    `reading` says what X is:
 
         post_norm        the layer's input x = w h / rms(h)
         unit_norm        h / rms(h), before the layer's own gains w; W_k and W_v take w X
@@ -191,7 +226,10 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
         return 2 * self.channels * self.width if self.latent else self.width
 
     def accumulator(self, batch: int, tokens: int) -> BodySpec:
-        return BodySpec((Axis("batch", batch), Axis("tokens", tokens), Axis("model", self.width)), self.accumulator_dtype)
+        return BodySpec(
+            (Axis("batch", batch), Axis("tokens", tokens), Axis("model", self.width)),
+            self.accumulator_dtype,
+        )
 
     def weights_key(self) -> str:
         return f"latent={str(self.latent).lower()},reading={self.reading}"
@@ -202,7 +240,10 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
         if self.latent:
             gains = weights.input_norm if self.reading == "unit_norm" else None
             basis, fused = factored(k["kernel"], v["kernel"], gains=gains)
-            k, v = ({**own, "kernel": part, "input_kernel": own["kernel"]} for own, part in zip((k, v), fused, strict=True))
+            k, v = (
+                {**own, "kernel": part, "input_kernel": own["kernel"]}
+                for own, part in zip((k, v), fused, strict=True)
+            )
             parameters = {"basis": basis, "k": k, "v": v}
         if self.reading != "post_norm":
             parameters |= {"input_norm": weights.input_norm, "input_eps": weights.norm_eps}
@@ -216,48 +257,83 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
         return (x @ own["basis"] if self.latent else x)[:, None]
 
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
-        return _given(inputs.residual, "residual") if self.reading == "residual_stream" else _given(inputs.x, "x")
+        return (
+            _given(inputs.residual, "residual")
+            if self.reading == "residual_stream"
+            else _given(inputs.x, "x")
+        )
 
     def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
         wide = accumulator.astype(jnp.float32)
-        return (jnp.einsum("btd,dc->btc", wide, self._basis(params)) if self.latent else wide)[:, None]
+        return (jnp.einsum("btd,dc->btc", wide, self._basis(params)) if self.latent else wide)[
+            :, None
+        ]
 
     def accumulated(
-        self, params: Tree, accumulator: Float[Array, "B T D"] | Float[Array, ""], differences: CachedRows
+        self,
+        params: Tree,
+        accumulator: Float[Array, "B T D"] | Float[Array, ""],
+        differences: CachedRows,
     ) -> Float[Array, "B T D"]:
         new = differences[:, 0].astype(jnp.float32)
-        return accumulator + (jnp.einsum("btc,dc->btd", new, self._basis(params)) if self.latent else new)
+        return accumulator + (
+            jnp.einsum("btc,dc->btd", new, self._basis(params)) if self.latent else new
+        )
 
     def _basis(self, params: Tree) -> Float[Array, "D C"]:
         return own_parameters(params)["basis"].astype(jnp.float32)
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(
+        self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+    ) -> RowsBKTH:
         own = own_parameters(params)
         wanted = rows if self.latent else self._projected(own, rows)
         return self.rebuilt(own[self.side], wanted, positions, rope).astype(rows.dtype)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        query: Tree,
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
-        return dot_rows(query, rotated_keys(*self._from_accumulator(params, body), self.heads, positions, rope))
+        return dot_rows(
+            query, rotated_keys(*self._from_accumulator(params, body), self.heads, positions, rope)
+        )
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
+        self,
+        params: Tree,
+        stats: Tree,
+        weights: Float[Array, "B K R C"],
+        body: Tree,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
         own, rows = self._from_accumulator(params, body)
         return weighted_values(own, weights, rows)
 
-    def _from_accumulator(self, params: Tree, accumulator: Float[Array, "B T D"]) -> tuple[Projection, CachedRows]:
+    def _from_accumulator(
+        self, params: Tree, accumulator: Float[Array, "B T D"]
+    ) -> tuple[Projection, CachedRows]:
         """Return this side's projection of the accumulator, and the rows that it projects."""
         own = own_parameters(params)
         mine = own[self.side]
-        return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._projected(own, accumulator[:, None])
+        return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._projected(
+            own, accumulator[:, None]
+        )
 
     def _projected(self, own: dict[str, Tree], x: CachedRows) -> CachedRows:
         """Return the rows that W_k and W_v are multiplied by, made from X."""
         if self.reading == "residual_stream":
             return normalized(x, own["input_norm"], own["input_eps"])
-        return x if self.reading == "post_norm" else x.astype(jnp.float32) * own["input_norm"].astype(jnp.float32)[None, None, None]
+        return (
+            x
+            if self.reading == "post_norm"
+            else x.astype(jnp.float32) * own["input_norm"].astype(jnp.float32)[None, None, None]
+        )
 
 
 def _given(rows: Float[Array, "B T D"] | None, name: str) -> Float[Array, "B T D"]:

@@ -1,10 +1,12 @@
-"""Keys and values rebuilt from cached layer inputs, and the matrices for that, made once from a layer's weights.
+"""Keys and values rebuilt from cached layer inputs, and the matrices for that, made once from a
+layer's weights.
 
     x form        K = x W_k + b_k,               V = x W_v + b_v               the model's own matrices
     latent form   K = (x U_k) (S_k B_k^T) + b_k,  W_k = U_k S_k B_k^T (thin SVD), W_v likewise
 
-K is then normalized per head where the model has QK-norm, and rotated. The latent form is exact up to rounding: the orthonormal columns of
-U span those of W, so U U^T W = W. Source: Tomar et al., XQuant, sections 3.1 and 3.3.
+K is then normalized per head where the model has QK-norm, and rotated. The latent form is exact up
+to rounding: the orthonormal columns of U span those of W, so U U^T W = W. Source: Tomar et al.,
+XQuant, sections 3.1 and 3.3.
 """
 
 from __future__ import annotations
@@ -26,16 +28,23 @@ Projection = Mapping[str, Array]
 def own_parameters(params: Tree) -> dict[str, Tree]:
     """Return `params`. Raise a ValueError that says how to make them where there are none."""
     if not params:
-        raise ValueError("xquant rebuilds keys and values from the layer's weights: kvq.prepare_layer or kvq_models.prepare attaches them")
+        raise ValueError(
+            "xquant rebuilds keys and values from the layer's weights: kvq.prepare_layer or"
+            " kvq_models.prepare attaches them"
+        )
     return params
 
 
 def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrSpec]:
-    """Return the arrays that turn the layer's input into one side, by name: the model's own, or their descriptions.
+    """Return the arrays that turn the layer's input into one side, by name: the model's own, or
+    their descriptions.
 
-    kernel [D, K * H]; bias [K * H], if the model has one; k_norm [H] and norm_eps [], for keys with QK-norm.
+    kernel [D, K * H]; bias [K * H], if the model has one; k_norm [H] and norm_eps [], for keys with
+    QK-norm.
     """
-    kernel, bias = (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
+    kernel, bias = (
+        (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
+    )
     arrays = {"kernel": kernel}
     if bias is not None:
         arrays["bias"] = bias
@@ -47,23 +56,33 @@ def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrSpec]:
 def factored(
     *kernels: Float[ArrayOrSpec, "D _"], gains: Float[ArrayOrSpec, " D"] | None = None
 ) -> tuple[ArrayOrSpec, tuple[ArrayOrSpec, ...]]:
-    """Return (U, parts of S B^T), from the thin SVD of projections side by side: [W_1 | W_2 | ...] = U S B^T.
+    """Return (U, parts of S B^T), from the thin SVD of projections side by side: [W_1 | W_2 | ...]
+    = U S B^T.
 
-    With gains, diag(gains) W is factored. U is [D, R], R = min(D, sum of widths), and each kernel has a part [R, E]; both have the kernels'
-    dtype and are computed in fp32. The sign of a column of U is such that its largest entry is positive, so the same weights give the same
-    factors. Structs and descriptions of kernels give structs and descriptions of factors.
+    With gains, diag(gains) W is factored. U is [D, R], R = min(D, sum of widths), and each kernel
+    has a part [R, E]; both have the kernels' dtype and are computed in fp32. The sign of a column
+    of U is such that its largest entry is positive, so the same weights give the same factors.
+    Structs and descriptions of kernels give structs and descriptions of factors.
     """
     dtype, widths = kernels[0].dtype, [kernel.shape[1] for kernel in kernels]
     if isinstance(kernels[0], ArraySpec):
         return _factor_specs(*(kernel for kernel in kernels if isinstance(kernel, ArraySpec)))
     if isinstance(kernels[0], jax.ShapeDtypeStruct):
-        specs = (ArraySpec((Axis("none", kernel.shape[0]), Axis("none", kernel.shape[1])), jnp.dtype(dtype).name) for kernel in kernels)
+        specs = (
+            ArraySpec(
+                (Axis("none", kernel.shape[0]), Axis("none", kernel.shape[1])),
+                jnp.dtype(dtype).name,
+            )
+            for kernel in kernels
+        )
         return jax.tree.map(lambda spec: spec.struct, _factor_specs(*specs))
     matrix = np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1)
     if gains is not None:
         matrix *= np.asarray(gains, np.float32)[:, None]
     u, s, bt = np.linalg.svd(matrix, full_matrices=False)
-    signs = np.where(u[np.abs(u).argmax(axis=0), np.arange(u.shape[1])] < 0, -1, 1).astype(np.float32)
+    signs = np.where(u[np.abs(u).argmax(axis=0), np.arange(u.shape[1])] < 0, -1, 1).astype(
+        np.float32
+    )
     fused = np.split((s * signs)[:, None] * bt, np.cumsum(widths)[:-1], axis=1)
     return jnp.asarray(u * signs, dtype), tuple(jnp.asarray(part, dtype) for part in fused)
 
@@ -72,20 +91,32 @@ def _factor_specs(*kernels: ArraySpec) -> tuple[ArraySpec, tuple[ArraySpec, ...]
     """Describe the factors of projections that are themselves only described."""
     depth, dtype = kernels[0].axes[0], kernels[0].dtype
     rank = Axis("none", min(depth.size, sum(kernel.axes[1].size for kernel in kernels)))
-    return ArraySpec((depth, rank), dtype), tuple(ArraySpec((rank, kernel.axes[1]), dtype) for kernel in kernels)
+    return ArraySpec((depth, rank), dtype), tuple(
+        ArraySpec((rank, kernel.axes[1]), dtype) for kernel in kernels
+    )
 
 
-def normalized(x: Float[Array, "... C"], scale: Float[Array, " C"] | None, eps: Float[Array, ""]) -> Float[Array, "... C"]:
-    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * scale, fp32; without the last factor where scale is None."""
+def normalized(
+    x: Float[Array, "... C"], scale: Float[Array, " C"] | None, eps: Float[Array, ""]
+) -> Float[Array, "... C"]:
+    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * scale, fp32; without the last factor where
+    scale is None."""
     wide = x.astype(jnp.float32)
     unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return unit if scale is None else unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+    return (
+        unit
+        if scale is None
+        else unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+    )
 
 
 def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float[Array, "B K T H"]:
-    """Return keys before RoPE, or values, fp32: rows W + b, then QK-norm where there is one. Operands of the product have W's dtype."""
+    """Return keys before RoPE, or values, fp32: rows W + b, then QK-norm where there is one.
+    Operands of the product have W's dtype."""
     kernel = own["kernel"]
-    flat = jnp.einsum("btc,ce->bte", rows[:, 0].astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
+    flat = jnp.einsum(
+        "btc,ce->bte", rows[:, 0].astype(kernel.dtype), kernel, preferred_element_type=jnp.float32
+    )
     if "bias" in own:
         flat = flat + own["bias"].astype(jnp.float32)[None, None]
     batch, tokens, width = flat.shape
@@ -93,29 +124,55 @@ def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float
     return normalized(split, own["k_norm"], own["norm_eps"]) if "k_norm" in own else split
 
 
-def rotated_keys(own: Projection, rows: Float[Array, "B 1 T C"], heads: int, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
+def rotated_keys(
+    own: Projection,
+    rows: Float[Array, "B 1 T C"],
+    heads: int,
+    positions: Int[Array, "#B T"],
+    rope: Rope | None,
+) -> RowsBKTH:
     """Return keys after RoPE, fp32. Raises ValueError without `rope`."""
     if rope is None:
-        raise ValueError("keys rebuilt from the layer's input need the model's rope to be rotated: it is None")
+        raise ValueError(
+            "keys rebuilt from the layer's input need the model's rope to be rotated: it is None"
+        )
     return rotate(project(own, rows, heads), positions, rope)
 
 
-def weighted_values(own: Projection, weights: Float[Array, "B K R T"], rows: Float[Array, "B 1 T C"]) -> Float[Array, "B K R H"]:
-    """Return weights . v, fp32. Values are linear in the rows, so for few query rows the weighted sum is taken first, then projected:
+def weighted_values(
+    own: Projection, weights: Float[Array, "B K R T"], rows: Float[Array, "B 1 T C"]
+) -> Float[Array, "B K R H"]:
+    """Return weights . v, fp32. Values are linear in the rows, so for few query rows the weighted
+    sum is taken first, then projected:
 
         sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + (sum_t p_t) b_v
 
-    That takes K R C multiplications for each token in place of the C K H that rebuild v. (The paper rebuilds V.)
+    That takes K R C multiplications for each token in place of the C K H that rebuild v. (The paper
+    rebuilds V.)
     """
     batch, heads, queries, tokens = weights.shape
     kernel = own["kernel"]
     head_dim = kernel.shape[1] // heads
     if queries >= head_dim:
-        return jnp.einsum("bkrt,bkth->bkrh", weights, project(own, rows, heads), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "bkrt,bkth->bkrh",
+            weights,
+            project(own, rows, heads),
+            preferred_element_type=jnp.float32,
+        )
     flat = weights.reshape(batch, heads * queries, tokens)
-    sums = jnp.einsum("bnt,btc->bnc", flat, rows[:, 0].astype(jnp.float32), preferred_element_type=jnp.float32)
+    sums = jnp.einsum(
+        "bnt,btc->bnc", flat, rows[:, 0].astype(jnp.float32), preferred_element_type=jnp.float32
+    )
     sums = sums.reshape(batch, heads, queries, -1).astype(kernel.dtype)
-    out = jnp.einsum("bkrc,ckh->bkrh", sums, kernel.reshape(-1, heads, head_dim), preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bkrc,ckh->bkrh",
+        sums,
+        kernel.reshape(-1, heads, head_dim),
+        preferred_element_type=jnp.float32,
+    )
     if "bias" in own:
-        out = out + jnp.sum(weights, axis=-1, keepdims=True) * own["bias"].astype(jnp.float32).reshape(1, heads, 1, head_dim)
+        out = out + jnp.sum(weights, axis=-1, keepdims=True) * own["bias"].astype(
+            jnp.float32
+        ).reshape(1, heads, 1, head_dim)
     return out

@@ -1,25 +1,31 @@
-"""The longest context at which rebuilding keys and values still hides behind memory traffic (XQuant, section 3.4).
+"""The longest context at which rebuilding keys and values still hides behind memory traffic
+(XQuant, section 3.4).
 
-A cache that keeps less than keys and values computes them again in every decode step. With l cached tokens, one layer of it
+A cache that keeps less than keys and values computes them again in every decode step. With l cached
+tokens, one layer of it
 
     computes   f l           FLOPs       f: FLOPs per token to rebuild what attention reads; a multiply-add counts as two
     reads      c l + w       bytes       c: bytes of the cache per token, w: bytes of weights, read once for all sequences of a batch
 
-and at best the two overlap. With P = peak FLOP/s / peak bandwidth, the ridge point, computing takes no longer than reading up to
+and at best the two overlap. With P = peak FLOP/s / peak bandwidth, the ridge point, computing takes
+no longer than reading up to
 
     f l = P (c l + w)        l = P w / (f - P c),  and any length where f <= P c
 
-The paper's equations (3) and (4) are this with its own f, c and w (`paper_cost`). It leaves out the rest of a step, the projections of the
-one new token and attention itself, and so do we. l counts the tokens of all sequences together: each of B equally long ones has l / B.
+The paper's equations (3) and (4) are this with its own f, c and w (`paper_cost`). It leaves out the
+rest of a step, the projections of the one new token and attention itself, and so do we. l counts
+the tokens of all sequences together: each of B equally long ones has l / B.
 
-What differs here: values are never rebuilt. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so the N query heads weigh cached rows, and only
-their sums are projected:
+What differs here: values are never rebuilt. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so the N
+query heads weigh cached rows, and only their sums are projected:
 
     f = 2 C_k K H + 2 N C_v                  C_k, C_v: widths of the cached rows that keys and values come from
 
-in place of the paper's 2 (C_k + C_v) K H. That is less wherever N < K H: in any model whose head dim exceeds its query heads per KV head.
+in place of the paper's 2 (C_k + C_v) K H. That is less wherever N < K H: in any model whose head
+dim exceeds its query heads per KV head.
 
-These are limits from data sheets, not measured times. Source: Tomar et al., XQuant, section 3.4; Williams et al., Roofline.
+These are limits from data sheets, not measured times. Source: Tomar et al., XQuant, section 3.4;
+Williams et al., Roofline.
 """
 
 from __future__ import annotations
@@ -73,25 +79,29 @@ PAPER_DEVICE = "h100-pcie"
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer in one decode step: f, c and w of the module's docstring. Zero FLOPs mean that nothing is rebuilt."""
+    """The cost of one layer in one decode step: f, c and w of the module's docstring. Zero FLOPs
+    mean that nothing is rebuilt."""
 
     flops_per_token: Number
     cache_bytes_per_token: Number
     weight_bytes: Number
 
     def longest_hidden(self, ridge: Number) -> float:
-        """Return l, the exact solution, in tokens of all sequences together; infinite where reading always takes longer."""
+        """Return l, the exact solution, in tokens of all sequences together; infinite where reading
+        always takes longer."""
         surplus = self.flops_per_token - ridge * self.cache_bytes_per_token
         return ridge * self.weight_bytes / surplus if surplus > 0 else math.inf
 
 
 def longest_hidden(layers: Iterable[LayerCost], ridge: Number) -> float:
-    """Return the smallest l of any layer: beyond it rebuilding costs time. Infinite where no layer rebuilds anything."""
+    """Return the smallest l of any layer: beyond it rebuilding costs time. Infinite where no layer
+    rebuilds anything."""
     return min((layer.longest_hidden(ridge) for layer in layers), default=math.inf)
 
 
 def device(text: str) -> Device:
-    """Return a device by its name in `DEVICES`, or from FLOPS:BYTES, its peak rates per second, such as 756e12:2e12.
+    """Return a device by its name in `DEVICES`, or from FLOPS:BYTES, its peak rates per second,
+    such as 756e12:2e12.
 
     Raises ValueError, which lists the names, for any other text.
     """
@@ -103,26 +113,33 @@ def device(text: str) -> Device:
     except ValueError:
         rates = (0.0, 0.0)
     if not separator or not all(math.isfinite(rate) and rate > 0 for rate in rates):
-        raise ValueError(f"device {text!r} is unknown: write one of {', '.join(DEVICES)}, or FLOPS:BYTES such as 756e12:2e12")
+        raise ValueError(
+            f"device {text!r} is unknown: write one of {', '.join(DEVICES)}, or FLOPS:BYTES such as"
+            " 756e12:2e12"
+        )
     return Device(text, *rates)
 
 
-# --- f ------------------------------------------------------------------------------------------------------------------------------------
+# --- f
+# ------------------------------------------------------------------------------------------------------------------------------------
 
 
 def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: int) -> int:
-    """Return 2 C_k K H + 2 N C_v, the FLOPs per cached token of rebuilding keys and weighing cached rows for the values of one query token.
+    """Return 2 C_k K H + 2 N C_v, the FLOPs per cached token of rebuilding keys and weighing cached
+    rows for the values of one query token.
 
     kv_width = K H.
     """
     return 2 * key_width * kv_width + 2 * query_heads * value_width
 
 
-# --- c and w ------------------------------------------------------------------------------------------------------------------------------
+# --- c and w
+# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def weight_bytes(config: LayerDims, bytes_per_weight: Number = 2) -> Number:
-    """Return the bytes of a layer's seven matrices: q, k, v, o, gate, up, down. Norms and biases, less than a thousandth, are left out."""
+    """Return the bytes of a layer's seven matrices: q, k, v, o, gate, up, down. Norms and biases,
+    less than a thousandth, are left out."""
     d, h = config.hidden_size, config.head_dim
     attention = 2 * d * h * (config.num_attention_heads + config.num_key_value_heads)
     return bytes_per_weight * (attention + 3 * d * config.intermediate_size)
@@ -138,24 +155,31 @@ def paper_cost(
     cross_layer: bool = False,
     base_bits: Number = 4,
 ) -> LayerCost:
-    """Return a layer's cost as the paper counts it, at width d = `width`, with d/g = `kv_width` key channels and e bits without scales.
+    """Return a layer's cost as the paper counts it, at width d = `width`, with d/g = `kv_width` key
+    channels and e bits without scales.
 
         x form      f = 4 d (d/g)      c = e/8 d        w = weights                    equation (3), where g = 1
         latents     f = 4 (d/g)^2      c = e/8 d/g      w = weights + 4 (d/g)^2        equation (4)
 
-    weights: bytes of a layer's matrices; the default is the paper's 2 * 12 d^2 (Llama-2-7B) or 2 * 13 d^2 (Llama-3.1-8B). Equation (4)
-    reads e/8 d/g for each token, and 40.6K tokens follow from that; the text above it counts both latents, 2 e/8 d/g, which gives 41.6K.
+    weights: bytes of a layer's matrices; the default is the paper's 2 * 12 d^2 (Llama-2-7B) or 2 *
+    13 d^2 (Llama-3.1-8B). Equation (4) reads e/8 d/g for each token, and 40.6K tokens follow from
+    that; the text above it counts both latents, 2 e/8 d/g, which gives 41.6K.
 
-    cross_layer: XQuant-CL, for which the paper has the terms but no equation. c grows by e_b/8 d bytes of the accumulator, and f by 2 d to
-    add to it. With latents, f = 8 d d/g (out of the accumulator for both sides, and into it), c counts both latents, and w counts U_kv,
-    4 d d/g bytes.
+    cross_layer: XQuant-CL, for which the paper has the terms but no equation. c grows by e_b/8 d
+    bytes of the accumulator, and f by 2 d to add to it. With latents, f = 8 d d/g (out of the
+    accumulator for both sides, and into it), c counts both latents, and w counts U_kv, 4 d d/g
+    bytes.
     """
     if weights is None:
         weights = 2 * (13 if latent else 12) * width**2
     if not latent:
         flops, read = 4 * width * kv_width, bits / 8 * width
     elif cross_layer:
-        flops, read, weights = 8 * width * kv_width, 2 * bits / 8 * kv_width, weights + 4 * width * kv_width
+        flops, read, weights = (
+            8 * width * kv_width,
+            2 * bits / 8 * kv_width,
+            weights + 4 * width * kv_width,
+        )
     else:
         flops, read, weights = 4 * kv_width**2, bits / 8 * kv_width, weights + 4 * kv_width**2
     if cross_layer:
@@ -163,17 +187,31 @@ def paper_cost(
     return LayerCost(flops, read, weights)
 
 
-def paper_cost_of(codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, config: ModelDims, weights: Number) -> LayerCost | None:
-    """Return `paper_cost` of a layer with these codecs of keys and values; None for codecs that the paper does not cover.
+def paper_cost_of(
+    codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, config: ModelDims, weights: Number
+) -> LayerCost | None:
+    """Return `paper_cost` of a layer with these codecs of keys and values; None for codecs that the
+    paper does not cover.
 
     base: the codec of the layer that starts the accumulator. weights: bytes of a layer's matrices.
     """
     k, v = codecs
     if not (isinstance(k, XCodec | XCrossLayerCodec) and isinstance(v, XCodec | XCrossLayerCodec)):
         return None
-    more = {"cross_layer": True, "base_bits": _bits(base)} if k.cross_layer and base and not k.cross_layer.starts else {}
+    more = (
+        {"cross_layer": True, "base_bits": _bits(base)}
+        if k.cross_layer and base and not k.cross_layer.starts
+        else {}
+    )
     kv_width = config.num_key_value_heads * config.head_dim
-    return paper_cost(config.hidden_size, kv_width, (_bits(k) + _bits(v)) / 2, latent=k.latent, weights=weights, **more)
+    return paper_cost(
+        config.hidden_size,
+        kv_width,
+        (_bits(k) + _bits(v)) / 2,
+        latent=k.latent,
+        weights=weights,
+        **more,
+    )
 
 
 def _bits(codec: Codec) -> int:

@@ -1,4 +1,5 @@
-"""ZipCache's codec: keys and values of a block's salient tokens in more bits than the others'. Equations: README.md beside this file."""
+"""ZipCache's codec: keys and values of a block's salient tokens in more bits than the others'.
+Equations: README.md beside this file."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ LEAST_NORM = 2.0**-14  # of a channel: float16's least normal number
 @pytree
 @dataclasses.dataclass(frozen=True)
 class ZipArray:
-    """mask [B, K, S/8]: which tokens are salient. norm [B, K, S/block, H]: of each channel of values. keys, values: the salient tokens of
-    each block in their order, then the others'."""
+    """mask [B, K, S/8]: which tokens are salient. norm [B, K, S/block, H]: of each channel of
+    values. keys, values: the salient tokens of each block in their order, then the others'."""
 
     mask: UInt8[Array, "B K bytes"]
     norm: Float[Array, "B K blocks H"]
@@ -39,7 +40,8 @@ class ZipArray:
 class ZipCodec(Codec):
     """One body for keys and values, whose rows are [k, v], because a token is salient for both.
 
-    bits: of salient tokens and of the others. salient: of a block of `block` tokens, for each head. Statistics: the prompt's probes.
+    bits: of salient tokens and of the others. salient: of a block of `block` tokens, for each head.
+    Statistics: the prompt's probes.
     """
 
     unprompted: ClassVar[float] = 0
@@ -63,20 +65,31 @@ class ZipCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return jnp.concatenate([inputs.k_rot, inputs.v.astype(inputs.k_rot.dtype)], axis=-1)
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(
+        self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+    ) -> RowsBKTH:
         return rows[..., : self.channels] if self.side == "k" else rows[..., self.channels :]
 
     def body(self, batch: int, heads: int, tokens: int) -> ZipArray:
         axes = Axis("batch", batch), Axis("kv_heads", heads)
         mask = BodySpec((*axes, Axis("tokens", tokens, per=MASK_BITS)), "uint8")
-        norm = BodySpec((*axes, Axis("tokens", tokens, per=self.block), Axis("channels", self.channels)), self.scale_dtype)
+        norm = BodySpec(
+            (*axes, Axis("tokens", tokens, per=self.block), Axis("channels", self.channels)),
+            self.scale_dtype,
+        )
 
         def along_tokens(of_block: BodySpec) -> BodySpec:
             entries = Axis("tokens", tokens, per=self.block, each=of_block["tokens"].size)
-            return dataclasses.replace(of_block, axes=tuple(entries if axis.name == "tokens" else axis for axis in of_block.axes))
+            return dataclasses.replace(
+                of_block,
+                axes=tuple(entries if axis.name == "tokens" else axis for axis in of_block.axes),
+            )
 
         def part(side: Side) -> tuple[GroupedArray, ...]:
-            of_block = (grouped_array.specs(format, batch, heads, format.block) for format in self._formats(side))
+            of_block = (
+                grouped_array.specs(format, batch, heads, format.block)
+                for format in self._formats(side)
+            )
             return tuple(jax.tree.map(along_tokens, specs) for specs in of_block)
 
         return describe(ZipArray, mask=mask, norm=norm, keys=part("k"), values=part("v"))
@@ -88,7 +101,11 @@ class ZipCodec(Codec):
         return probes_of(inputs, self.probes)
 
     def statistics_spec(self, batch: int, heads: int) -> dict[str, ArraySpec]:
-        several = Axis("batch", batch), Axis("kv_heads", heads, each=self.query_heads), Axis("none", self.probes)
+        several = (
+            Axis("batch", batch),
+            Axis("kv_heads", heads, each=self.query_heads),
+            Axis("none", self.probes),
+        )
         return {
             "queries": ArraySpec((*several, Axis("channels", self.channels)), DTYPE),
             "normalizers": ArraySpec(several, "float32"),
@@ -98,10 +115,20 @@ class ZipCodec(Codec):
     def quantize(self, params: Tree, stats: Probes, rows: CachedRows, *, prefill: bool) -> ZipArray:
         return self._quantized(stats, rows, None)
 
-    def quantize_at(self, params: Tree, stats: Probes, rows: CachedRows, positions: Int[Array, "B T"], *, prefill: bool) -> ZipArray:
+    def quantize_at(
+        self,
+        params: Tree,
+        stats: Probes,
+        rows: CachedRows,
+        positions: Int[Array, "B T"],
+        *,
+        prefill: bool,
+    ) -> ZipArray:
         return self._quantized(stats, rows, positions)
 
-    def _quantized(self, stats: Probes, rows: CachedRows, positions: Int[Array, "B T"] | None) -> ZipArray:
+    def _quantized(
+        self, stats: Probes, rows: CachedRows, positions: Int[Array, "B T"] | None
+    ) -> ZipArray:
         limit = saturation_limit(self.scale_dtype)
         finite = jnp.clip(jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -limit, limit)
         keys, values = jnp.split(finite, 2, axis=-1)
@@ -127,33 +154,56 @@ class ZipCodec(Codec):
         return "tokens of two widths in one block, which no CPU kernel reads"
 
     def _formats(self, side: Side) -> tuple[GroupFormat, ...]:
-        """Return the formats of salient tokens and of the others: keys in one group for each channel of a block, values of each token."""
+        """Return the formats of salient tokens and of the others: keys in one group for each
+        channel of a block, values of each token."""
         sizes = zip(self.bits, (self.salient, self.block - self.salient), strict=True)
         if side == "k":
-            return tuple(GroupFormat(bits, "asym", "tokens", size, self.channels, size, self.scale_dtype) for bits, size in sizes)
-        return tuple(GroupFormat(bits, "asym", "channels", self.channels, self.channels, size, self.scale_dtype) for bits, size in sizes)
+            return tuple(
+                GroupFormat(bits, "asym", "tokens", size, self.channels, size, self.scale_dtype)
+                for bits, size in sizes
+            )
+        return tuple(
+            GroupFormat(
+                bits, "asym", "channels", self.channels, self.channels, size, self.scale_dtype
+            )
+            for bits, size in sizes
+        )
 
     def _blocks(self, x: RowsBKTH) -> Float[Array, "B K n block H"]:
         return x.reshape(*x.shape[:2], -1, self.block, self.channels)
 
-    def _coded(self, side: Side, x: RowsBKTH, mask: Bool[Array, "B K n block"]) -> tuple[GroupedArray, GroupedArray]:
+    def _coded(
+        self, side: Side, x: RowsBKTH, mask: Bool[Array, "B K n block"]
+    ) -> tuple[GroupedArray, GroupedArray]:
         order = jnp.argsort(~mask, axis=-1, stable=True)  # salient tokens first
         sorted_rows = jnp.take_along_axis(self._blocks(x), order[..., None], axis=3)
         parts = jnp.split(sorted_rows, [self.salient], axis=3)
         flat = (part.reshape(*x.shape[:2], -1, self.channels) for part in parts)
-        salient, others = (grouped_array.quantize(rows, format) for rows, format in zip(flat, self._formats(side), strict=True))
+        salient, others = (
+            grouped_array.quantize(rows, format)
+            for rows, format in zip(flat, self._formats(side), strict=True)
+        )
         return salient, others
 
-    def _decoded(self, parts: tuple[GroupedArray, ...], mask: Bool[Array, "B K n block"]) -> RowsBKTH:
+    def _decoded(
+        self, parts: tuple[GroupedArray, ...], mask: Bool[Array, "B K n block"]
+    ) -> RowsBKTH:
         """Return the rows of all tokens in their order, [B, K, n * block, H]."""
         rows = [grouped_array.dequantize(part) for part in parts]
-        sorted_rows = jnp.concatenate([part.reshape(*mask.shape[:3], -1, self.channels) for part in rows], axis=3)
-        at = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, self.salient + jnp.cumsum(~mask, axis=-1) - 1)
-        return jnp.take_along_axis(sorted_rows, at[..., None], axis=3, mode="clip").reshape(*mask.shape[:2], -1, self.channels)
+        sorted_rows = jnp.concatenate(
+            [part.reshape(*mask.shape[:3], -1, self.channels) for part in rows], axis=3
+        )
+        at = jnp.where(
+            mask, jnp.cumsum(mask, axis=-1) - 1, self.salient + jnp.cumsum(~mask, axis=-1) - 1
+        )
+        return jnp.take_along_axis(sorted_rows, at[..., None], axis=3, mode="clip").reshape(
+            *mask.shape[:2], -1, self.channels
+        )
 
 
 def chosen(saliency: Float[Array, "B K T"], block: int, count: int) -> Bool[Array, "B K n block"]:
-    """Return the mask of the `count` most salient tokens of each block, the earlier ones on a tie."""
+    """Return the mask of the `count` most salient tokens of each block, the earlier ones on a
+    tie."""
     by_block = saliency.reshape(*saliency.shape[:2], -1, block)
     return jnp.argsort(jnp.argsort(-by_block, axis=-1, stable=True), axis=-1) < count
 

@@ -2,9 +2,10 @@
 
     saliency_i = sum over probes p >= i of softmax(q_p . K / sqrt(H))_i / number of probes p >= i          averaged over the query heads
 
-Half of the probes are the prompt's last tokens, half are spread over it. They are kept, each with the log of its softmax's denominator
-over the prompt, so that a key's saliency can be told when its block is quantized. A key behind all probes is met by all of them, as if it
-had been in the prompt. Source: He et al., ZipCache, section 4.2 and 4.3.
+Half of the probes are the prompt's last tokens, half are spread over it. They are kept, each with
+the log of its softmax's denominator over the prompt, so that a key's saliency can be told when its
+block is quantized. A key behind all probes is met by all of them, as if it had been in the prompt.
+Source: He et al., ZipCache, section 4.2 and 4.3.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ Probes = dict[str, Array]  # queries [B, N, P, H], normalizers [B, N, P], positi
 
 
 def probe_positions(lengths: LengthsB, count: int) -> Int[Array, "B P"]:
-    """Return the positions of the probes in prompts of these lengths: the last ones, and one in each of as many equal parts of the prompt.
-    A prompt that is too short has some of them twice."""
+    """Return the positions of the probes in prompts of these lengths: the last ones, and one in
+    each of as many equal parts of the prompt. A prompt that is too short has some of them twice."""
     recent = count - count // 2
     last = lengths[:, None] - 1 - jnp.arange(recent)[None]
     parts = np.arange(count // 2)
     spread = (parts + parts * GOLDEN_RATIO % 1) / max(1, count // 2)
-    anywhere = jnp.floor(lengths[:, None].astype(jnp.float32) * jnp.asarray(spread, jnp.float32)[None]).astype(lengths.dtype)
+    anywhere = jnp.floor(
+        lengths[:, None].astype(jnp.float32) * jnp.asarray(spread, jnp.float32)[None]
+    ).astype(lengths.dtype)
     return jnp.maximum(jnp.concatenate([last, anywhere], axis=1), 0)
 
 
@@ -39,14 +42,20 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
     """Return the probes of each prompt, from all its valid tokens."""
     heads, (batch, query_heads, tokens, _) = inputs.k_rot.shape[1], inputs.q_rot.shape
     positions = probe_positions(jnp.sum(inputs.valid, axis=1, dtype=jnp.int32), count)
-    queries = jnp.take_along_axis(inputs.q_rot, positions[:, None, :, None], axis=2, mode="clip").astype(jnp.float32)
+    queries = jnp.take_along_axis(
+        inputs.q_rot, positions[:, None, :, None], axis=2, mode="clip"
+    ).astype(jnp.float32)
     limit = float(jnp.finfo(DTYPE).max)
-    queries = jnp.clip(jnp.where(jnp.isnan(queries), 0, queries), -limit, limit).astype(jnp.dtype(DTYPE))
+    queries = jnp.clip(jnp.where(jnp.isnan(queries), 0, queries), -limit, limit).astype(
+        jnp.dtype(DTYPE)
+    )
     rows = _by_kv_head(queries, heads)
     chunk = min(tokens, KEY_CHUNK)
 
     def add(i: Array, total: Array) -> Array:
-        at = jnp.minimum(i * chunk, tokens - chunk)  # the last chunk starts early, and does not count what was counted
+        at = jnp.minimum(
+            i * chunk, tokens - chunk
+        )  # the last chunk starts early, and does not count what was counted
         keys = lax.dynamic_slice_in_dim(inputs.k_rot, at, chunk, 2).astype(jnp.float32)
         index = at + jnp.arange(chunk)
         real = lax.dynamic_slice_in_dim(inputs.valid, at, chunk, 1) & (index >= i * chunk)[None]
@@ -55,23 +64,38 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
         logits = jnp.where(seen[:, None, None], _logits(rows, finite), -jnp.inf)
         largest = jnp.maximum(jnp.max(logits, axis=-1), total)
         safe = jnp.where(jnp.isfinite(largest), largest, 0)
-        return safe + jnp.log(jnp.exp(total - safe) + jnp.sum(jnp.exp(logits - safe[..., None]), axis=-1))
+        return safe + jnp.log(
+            jnp.exp(total - safe) + jnp.sum(jnp.exp(logits - safe[..., None]), axis=-1)
+        )
 
     start = jnp.full((batch, heads, query_heads // heads, count), -jnp.inf, jnp.float32)
     normalizers = lax.fori_loop(0, -(-tokens // chunk), add, start)
-    normalizers = jnp.where(jnp.isfinite(normalizers), normalizers, 0).reshape(batch, query_heads, count)
+    normalizers = jnp.where(jnp.isfinite(normalizers), normalizers, 0).reshape(
+        batch, query_heads, count
+    )
     return {"queries": queries, "normalizers": normalizers, "positions": positions}
 
 
-def saliency(probes: Probes, keys: Float[Array, "B K T H"], positions: Int[Array, "B T"] | None) -> Float[Array, "B K T"]:
-    """Return the saliency of finite keys after RoPE at these positions; without positions, every probe counts."""
+def saliency(
+    probes: Probes, keys: Float[Array, "B K T H"], positions: Int[Array, "B T"] | None
+) -> Float[Array, "B K T"]:
+    """Return the saliency of finite keys after RoPE at these positions; without positions, every
+    probe counts."""
     heads = keys.shape[1]
-    normalizers = probes["normalizers"].reshape(keys.shape[0], heads, -1, probes["positions"].shape[1])
+    normalizers = probes["normalizers"].reshape(
+        keys.shape[0], heads, -1, probes["positions"].shape[1]
+    )
     logits = _logits(_by_kv_head(probes["queries"], heads), keys) - normalizers[..., None]
     weights = jnp.exp(jnp.minimum(logits, LARGEST_LOG))
-    seen = jnp.ones((1, 1, 1), bool) if positions is None else probes["positions"][:, :, None] >= positions[:, None]
+    seen = (
+        jnp.ones((1, 1, 1), bool)
+        if positions is None
+        else probes["positions"][:, :, None] >= positions[:, None]
+    )
     seen = seen | ~jnp.any(seen, axis=1, keepdims=True)
-    count = jnp.sum(jnp.broadcast_to(seen, (seen.shape[0], weights.shape[3], seen.shape[2])), axis=1)
+    count = jnp.sum(
+        jnp.broadcast_to(seen, (seen.shape[0], weights.shape[3], seen.shape[2])), axis=1
+    )
     total = jnp.sum(jnp.where(seen[:, None, None], weights, 0), axis=(2, 3)) / weights.shape[2]
     return total / count[:, None].astype(jnp.float32)
 
@@ -81,5 +105,10 @@ def _by_kv_head(queries: Float[Array, "B N P H"], heads: int) -> Float[Array, "B
     return queries.astype(jnp.float32).reshape(batch, heads, query_heads // heads, count, channels)
 
 
-def _logits(queries: Float[Array, "B K G P H"], keys: Float[Array, "B K T H"]) -> Float[Array, "B K G P T"]:
-    return jnp.einsum("bkgph,bkth->bkgpt", queries, keys, precision=lax.Precision.HIGHEST) * keys.shape[-1] ** -0.5
+def _logits(
+    queries: Float[Array, "B K G P H"], keys: Float[Array, "B K T H"]
+) -> Float[Array, "B K G P T"]:
+    return (
+        jnp.einsum("bkgph,bkth->bkgpt", queries, keys, precision=lax.Precision.HIGHEST)
+        * keys.shape[-1] ** -0.5
+    )

@@ -43,20 +43,51 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--text", metavar="FILE", required=True, help="a UTF-8 text to draw samples from")
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, required=True, help="the cache to calibrate")
-    parser.add_argument("--out", metavar="F", required=True, help="the file to write, for example wiki.safetensors")
-    parser.add_argument("--samples", metavar="N", type=inputs.positive, default=SAMPLES, help="random samples (default: %(default)s)")
+    parser.add_argument(
+        "--text", metavar="FILE", required=True, help="a UTF-8 text to draw samples from"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=inputs.cache_spec,
+        required=True,
+        help="the cache to calibrate",
+    )
+    parser.add_argument(
+        "--out", metavar="F", required=True, help="the file to write, for example wiki.safetensors"
+    )
+    parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=inputs.positive,
+        default=SAMPLES,
+        help="random samples (default: %(default)s)",
+    )
     parser.add_argument(
         "--length",
         metavar="W",
         type=inputs.positive,
-        help=f"tokens of a sample (default: {LENGTH}, or the model's max_position_embeddings if that is less)",
+        help=(
+            f"tokens of a sample (default: {LENGTH}, or the model's max_position_embeddings if that"
+            " is less)"
+        ),
     )
-    parser.add_argument("--seed", type=inputs.seed, default=0, help="of the samples: the same seed gives the same file (default: 0)")
-    parser.add_argument("--work", metavar="DIR", help="keep the samples here (default: OUT.work, deleted when the file is written)")
     parser.add_argument(
-        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and gradients (default: %(default)s)"
+        "--seed",
+        type=inputs.seed,
+        default=0,
+        help="of the samples: the same seed gives the same file (default: 0)",
+    )
+    parser.add_argument(
+        "--work",
+        metavar="DIR",
+        help="keep the samples here (default: OUT.work, deleted when the file is written)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=inputs.DTYPES,
+        default="bfloat16",
+        help="of weights, activations and gradients (default: %(default)s)",
     )
 
 
@@ -67,7 +98,10 @@ def run(options: argparse.Namespace) -> None:
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype)
     started = time.perf_counter()
-    with interruption.advised(f"the same command goes on from what is in {str(work)!r}"), input_errors():
+    with (
+        interruption.advised(f"the same command goes on from what is in {str(work)!r}"),
+        input_errors(),
+    ):
         calibration = fit.calibrate(
             llama,
             ids,
@@ -100,10 +134,15 @@ def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
     return ids, length
 
 
-def report(calibration: Calibration, options: argparse.Namespace, text_tokens: int, seconds: float) -> dict[str, Any]:
+def report(
+    calibration: Calibration, options: argparse.Namespace, text_tokens: int, seconds: float
+) -> dict[str, Any]:
     """Return the facts about the calibration that was made."""
     origin = calibration.origin
-    sides = [[calibration.keys.get(f"layers.{layer}.{side}") for side in ("k", "v")] for layer in range(calibration.dims.num_hidden_layers)]
+    sides = [
+        [calibration.keys.get(f"layers.{layer}.{side}") for side in ("k", "v")]
+        for layer in range(calibration.dims.num_hidden_layers)
+    ]
     return {
         "file": options.out,
         "bytes": Path(options.out).stat().st_size,
@@ -124,14 +163,24 @@ def report(calibration: Calibration, options: argparse.Namespace, text_tokens: i
 
 def _print(result: dict[str, Any]) -> None:
     rows = []
-    for (keys, values), group in groupby(result["layers"], key=lambda layer: (layer["k"], layer["v"])):
+    for (keys, values), group in groupby(
+        result["layers"], key=lambda layer: (layer["k"], layer["v"])
+    ):
         layers = [layer["layer"] for layer in group]
         label = layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         rows.append((label, keys or "need none", values or "need none"))
-    print_table(f"{result['file']}: parameters fitted for {result['cache']}", ("layers", "keys", "values"), rows)
-    print_line(
-        f"[{result['file']}: {format_bytes(result['bytes'])}; {result['samples']} samples of {result['length']} tokens out of "
-        f"{result['text_tokens']} of {result['text']}, seed {result['seed']}, {result['dtype']}; "
-        f"the model's loss on them {result['loss']:.3f} nats per token; {result['seconds']:.1f} s]"
+    print_table(
+        f"{result['file']}: parameters fitted for {result['cache']}",
+        ("layers", "keys", "values"),
+        rows,
     )
-    print_line(f"use it: kvq generate {result['model']} --prompt P --cache '{result['cache']}' --calibration {result['file']}")
+    print_line(
+        f"[{result['file']}: {format_bytes(result['bytes'])}; {result['samples']} samples of"
+        f" {result['length']} tokens out of {result['text_tokens']} of {result['text']}, seed"
+        f" {result['seed']}, {result['dtype']}; the model's loss on them {result['loss']:.3f} nats"
+        f" per token; {result['seconds']:.1f} s]"
+    )
+    print_line(
+        f"use it: kvq generate {result['model']} --prompt P --cache '{result['cache']}'"
+        f" --calibration {result['file']}"
+    )

@@ -18,7 +18,16 @@ from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import inputs, interruption, mesh
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+    progress,
+    warn,
+)
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.tables import print_line
@@ -52,15 +61,28 @@ in the conversation:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=inputs.cache_spec,
+        default="dense",
+        help="the cache (default: dense)",
+    )
     inputs.add_calibration(parser)
-    parser.add_argument("--system", metavar="TEXT", help="the system message (default: the chat template's own, if any)")
+    parser.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="the system message (default: the chat template's own, if any)",
+    )
     inputs.add_sampling(parser, max_new_tokens=256)
     parser.add_argument(
         "--capacity",
         metavar="S",
         type=inputs.positive,
-        help=f"tokens the cache can hold (default: {MOST_CAPACITY}, or the positions that the model was trained for if they are fewer)",
+        help=(
+            f"tokens the cache can hold (default: {MOST_CAPACITY}, or the positions that the model"
+            " was trained for if they are fewer)"
+        ),
     )
     mesh.add(parser)
 
@@ -71,12 +93,22 @@ def run(options: argparse.Namespace) -> None:
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
-    new_cache = functools.partial(inputs.new_cache, options.cache, llama.config, capacity, inputs.rows_dtype(options), placement)
+    new_cache = functools.partial(
+        inputs.new_cache,
+        options.cache,
+        llama.config,
+        capacity,
+        inputs.rows_dtype(options),
+        placement,
+    )
     conversation = Conversation(llama, tokenizer, new_cache, settings, options.system)
     terminal = sys.stdin.isatty()
     turns: list[dict[str, Any]] = []
     if terminal:
-        print(f"kvq: {options.model} with cache {options.cache}; /help lists what can be typed", file=sys.stderr)
+        print(
+            f"kvq: {options.model} with cache {options.cache}; /help lists what can be typed",
+            file=sys.stderr,
+        )
     for line in _lines(terminal):
         try:
             if line.startswith("/"):
@@ -89,7 +121,15 @@ def run(options: argparse.Namespace) -> None:
                 raise
             print(f"kvq: {error}", file=sys.stderr)
     if options.json:
-        print_json("chat", {"model": options.model, "cache": str(options.cache), "capacity": capacity, "turns": turns})
+        print_json(
+            "chat",
+            {
+                "model": options.model,
+                "cache": str(options.cache),
+                "capacity": capacity,
+                "turns": turns,
+            },
+        )
     check_finite([] if conversation.finite else [str(options.cache)])
 
 
@@ -97,18 +137,27 @@ def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq
     """Check all that needs no weights."""
     sampling = inputs.checked_sampling(options)
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    inputs.calibrations(
+        config, [options.cache], [options.calibration] if options.calibration else []
+    )
     tokenizer = inputs.need_tokenizer(options.model, "read what is said")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     inputs.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     capacity = options.capacity or min(MOST_CAPACITY, config.positions)
     inputs.warn_beyond(capacity, config)
-    placement = mesh.placement_of(options.mesh, [options.cache], config, 1, capacity, inputs.rows_dtype(options))
+    placement = mesh.placement_of(
+        options.mesh, [options.cache], config, 1, capacity, inputs.rows_dtype(options)
+    )
     layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options), placement)
     inputs.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    return AnswerSettings(options.max_new_tokens, sampling, options.seed, options.implementation), tokenizer, capacity, placement
+    return (
+        AnswerSettings(options.max_new_tokens, sampling, options.seed, options.implementation),
+        tokenizer,
+        capacity,
+        placement,
+    )
 
 
 def _lines(terminal: bool) -> Iterator[str]:
@@ -157,13 +206,20 @@ def _command(line: str, conversation: Conversation) -> bool:
     return False
 
 
-def _turn(conversation: Conversation, tokenizer: Any, message: str, *, show: bool) -> dict[str, Any]:
+def _turn(
+    conversation: Conversation, tokenizer: Any, message: str, *, show: bool
+) -> dict[str, Any]:
     """Answer a message; with `show`, print the answer as it comes, and the line about the cache."""
     turn = conversation.turn(message)
     again = len(conversation.ids) - turn.kept
     if again:
-        warn(f"the chat template rewrites what was said: the last {again} tokens of the cache are dropped and read again")
-    continuation = Continuation(tokenizer, [*conversation.ids[: turn.kept], *turn.tokens], conversation.end_ids)
+        warn(
+            f"the chat template rewrites what was said: the last {again} tokens of the cache are"
+            " dropped and read again"
+        )
+    continuation = Continuation(
+        tokenizer, [*conversation.ids[: turn.kept], *turn.tokens], conversation.end_ids
+    )
     ids: list[int] = []
     with _interruptible() as stopped:
         if conversation.needs_compiling(turn):
@@ -195,7 +251,8 @@ _NOTES = {
 
 
 def holds(conversation: Conversation) -> dict[str, Any]:
-    """Return what the cache holds: tokens, and the bytes that a cache of this spec and a bf16 cache need for them."""
+    """Return what the cache holds: tokens, and the bytes that a cache of this spec and a bf16 cache
+    need for them."""
     cache, tokens = conversation.cache, int(conversation.cache.lengths[0])
     exact = kvq.layout(cache.spec, cache.dims, 1, max(tokens, 1), cache.dtype)
     quantized = kvq.quantized_tokens(cache, tokens)
@@ -214,16 +271,17 @@ def holds(conversation: Conversation) -> dict[str, Any]:
 def cache_line(held: dict[str, Any]) -> str:
     """Return what the cache holds as one line."""
     return (
-        f"[cache {held['cache']}: {held['tokens']} of {held['capacity']} tokens, {held['full_precision_tokens']} in full precision, "
-        f"{held['quantized_tokens']} quantized; {format_bytes(held['bytes'])}, in bf16 {format_bytes(held['bf16_bytes'])}, "
-        f"ratio {held['bf16_bytes'] / held['bytes']:.2f}]"
+        f"[cache {held['cache']}: {held['tokens']} of {held['capacity']} tokens,"
+        f" {held['full_precision_tokens']} in full precision, {held['quantized_tokens']} quantized;"
+        f" {format_bytes(held['bytes'])}, in bf16 {format_bytes(held['bf16_bytes'])}, ratio"
+        f" {held['bf16_bytes'] / held['bytes']:.2f}]"
     )
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed: an answer stops between segments, with its cache whole. Pressed again, it
-    interrupts as usual."""
+    """Yield a function that tells whether Ctrl-C was pressed: an answer stops between segments,
+    with its cache whole. Pressed again, it interrupts as usual."""
     pressed = threading.Event()
 
     def press(*_: object) -> None:

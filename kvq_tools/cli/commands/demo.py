@@ -25,7 +25,15 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, check_finite, format_bytes, input_errors, print_json, printable, progress
+from kvq_tools.cli.console import (
+    UserError,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+    printable,
+    progress,
+)
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
@@ -53,19 +61,36 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--model", default=EMBEDDED, help=f"{inputs.MODEL_HELP} (default: %(default)s)")
-    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)")
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.named_cache, action="append", help="a cache; may be given several times")
+    parser.add_argument(
+        "--model", default=EMBEDDED, help=f"{inputs.MODEL_HELP} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=inputs.named_cache,
+        action="append",
+        help="a cache; may be given several times",
+    )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
         "--context",
         metavar="S",
         type=inputs.positive,
         default=CONTEXT,
-        help="use at most S tokens of the text, and never more than the model was trained for (default: %(default)s)",
+        help=(
+            "use at most S tokens of the text, and never more than the model was trained for"
+            " (default: %(default)s)"
+        ),
     )
     parser.add_argument(
-        "--new-tokens", metavar="N", type=inputs.positive, default=NEW_TOKENS, help="tokens to generate (default: %(default)s)"
+        "--new-tokens",
+        metavar="N",
+        type=inputs.positive,
+        default=NEW_TOKENS,
+        help="tokens to generate (default: %(default)s)",
     )
 
 
@@ -87,13 +112,20 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = inputs.need_tokenizer(options.model, "read the text")
     task = make_task(inputs.encode(tokenizer, text), config, options.context, options.new_tokens)
     for name, spec in caches:
-        inputs.warn_if_exact(name, kvq.layout(spec, config, 1, task.capacity), task.capacity - 1, f"in {task.capacity} tokens")
+        inputs.warn_if_exact(
+            name,
+            kvq.layout(spec, config, 1, task.capacity),
+            task.capacity - 1,
+            f"in {task.capacity} tokens",
+        )
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype="float32")
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):
-        rows = [Row(name, spec, model, task) for (name, spec), model in zip(caches, models, strict=True)]
+        rows = [
+            Row(name, spec, model, task) for (name, spec), model in zip(caches, models, strict=True)
+        ]
         generations = _in_threads(Row.compile, rows)
     compile_seconds = time.perf_counter() - started
     measured = []
@@ -122,10 +154,16 @@ def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int
     ids = ids[: min(context, config.positions)]
     inputs.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
-        raise UserError(f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, and has {len(ids)}")
+        raise UserError(
+            f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, and has"
+            f" {len(ids)}"
+        )
     prompt, rest = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     if new_tokens > len(rest):
-        raise UserError(f"--new-tokens {new_tokens} is more than the {len(rest)} tokens that follow the prompt within the context")
+        raise UserError(
+            f"--new-tokens {new_tokens} is more than the {len(rest)} tokens that follow the prompt"
+            " within the context"
+        )
     return DemoTask(prompt, rest, new_tokens, len(ids))
 
 
@@ -147,16 +185,22 @@ class Row:
 
     def compile(self) -> TimedGeneration:
         """Compile everything that `run` needs."""
-        rest, lengths = decoding.checked_tokens(self.llama, self.new_cache(), [self.task.rest], None)
+        rest, lengths = decoding.checked_tokens(
+            self.llama, self.new_cache(), [self.task.rest], None
+        )
         decoding.score_program.lower(self.llama, self.new_cache(), rest, lengths).compile()
-        return TimedGeneration(self.llama, self.new_cache(), self.task.prompt, max_new_tokens=self.task.new_tokens)
+        return TimedGeneration(
+            self.llama, self.new_cache(), self.task.prompt, max_new_tokens=self.task.new_tokens
+        )
 
     def run(self, generation: TimedGeneration, continuation: Continuation) -> dict[str, Any]:
         task = self.task
         tokens = np.asarray(generation.run().tokens)[0].tolist()
         _, cache = decoding.prefill(self.llama, self.new_cache(), np.array([task.prompt]))
         logprobs, cache = decoding.score(self.llama, cache, np.array([task.rest]))
-        perplexity = math.exp(-float(jnp.mean(logprobs[0, 1:])))  # the first token of the rest is only read
+        perplexity = math.exp(
+            -float(jnp.mean(logprobs[0, 1:]))
+        )  # the first token of the rest is only read
         stored = kvq.nbytes(cache)
         dense = kvq.dense_nbytes(self.llama.config, 1, task.capacity)
         return {
@@ -176,21 +220,30 @@ class Row:
         }
 
 
-def _in_threads(function: Callable[[Row], TimedGeneration], rows: list[Row]) -> list[TimedGeneration]:
+def _in_threads(
+    function: Callable[[Row], TimedGeneration], rows: list[Row]
+) -> list[TimedGeneration]:
     """Call `function` on every row, several at a time: XLA compiles without Python's lock."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
         return list(pool.map(function, rows))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for what is being compiled
+        pool.shutdown(
+            wait=False, cancel_futures=True
+        )  # Ctrl-C does not wait for what is being compiled
 
 
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the number of tokens that each row generates before it first differs from the dense cache; None where no row is dense."""
+    """Add the number of tokens that each row generates before it first differs from the dense
+    cache; None where no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
     for row in rows:
         pairs = enumerate(zip(row["tokens"], dense or [], strict=False))
-        row["tokens_as_dense"] = None if dense is None else next((i for i, (own, exact) in pairs if own != exact), len(dense))
+        row["tokens_as_dense"] = (
+            None
+            if dense is None
+            else next((i for i, (own, exact) in pairs if own != exact), len(dense))
+        )
     return rows
 
 
@@ -205,7 +258,11 @@ def _print(result: dict[str, Any]) -> None:
         (
             row["name"],
             "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
-            "-" if row["tokens_as_dense"] is None else f"{row['tokens_as_dense']} of {result['new_tokens']}",
+            (
+                "-"
+                if row["tokens_as_dense"] is None
+                else f"{row['tokens_as_dense']} of {result['new_tokens']}"
+            ),
             inputs.quantized_in_words(row["quantized_tokens"], result["capacity"] - 1),
             format_bytes(row["cache_bytes"]),
             f"{row['ratio']:.2f}",
@@ -227,12 +284,18 @@ def _print(result: dict[str, Any]) -> None:
         "read by",
     )
     title = (
-        f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes at {result['capacity']} tokens, "
-        f"windows included (bf16: {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took "
-        f"{result['compile_seconds']:.0f} s for all"
+        f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes"
+        f" at {result['capacity']} tokens, windows included (bf16:"
+        f" {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took"
+        f" {result['compile_seconds']:.0f} s for all"
     )
     print_table(title, columns, rows, numeric=columns[1:-1])
 
 
 def _paragraph(text: str) -> str:
-    return textwrap.fill(printable(" ".join(text.split())), width=100, initial_indent="    ", subsequent_indent="    ")
+    return textwrap.fill(
+        printable(" ".join(text.split())),
+        width=100,
+        initial_indent="    ",
+        subsequent_indent="    ",
+    )

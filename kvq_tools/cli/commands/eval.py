@@ -13,7 +13,14 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, mesh, text_evaluation
-from kvq_tools.cli.console import bar, check_finite, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import (
+    bar,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+    progress,
+)
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import Settings, evaluate_caches
@@ -34,8 +41,10 @@ first window that holds it: after the first window, with at least W - S tokens b
 overlap, and the first token of each is not scored.
 
 --mode decode   token after token through the cache, as generation reads it: the truth
-       chunked  prefill of --chunk tokens at a time: exact inside a chunk, everything before it through the cache
-       fake     one forward pass in which every token is quantized, the newest too, as papers simulate it
+       chunked  prefill of --chunk tokens at a time: exact inside a chunk, everything before it
+                through the cache
+       fake     one forward pass in which every token is quantized, the newest too, as papers
+                simulate it
 Some caches take statistics from a prompt (innerq's key norm, squat's subspace). If one of those given does, every window starts
 with a prompt of --prompt tokens in decode, the same for all caches, and the title says so; --prompt 0 is then refused. In
 chunked such statistics come from a window's first chunk, in fake from the whole window."""
@@ -54,23 +63,50 @@ def configure(parser: argparse.ArgumentParser) -> None:
     inputs.add_model(parser)
     text_evaluation.add_request(parser)
     mesh.add(parser)
-    parser.add_argument("--flips", action="store_true", help="with --json, also list where in the text each cache flips the top-1")
+    parser.add_argument(
+        "--flips",
+        action="store_true",
+        help="with --json, also list where in the text each cache flips the top-1",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     config, text, settings, files = text_evaluation.checked(options)
     window = min(settings.window, text.ids.size)
-    placement = mesh.placement_of(options.mesh, [spec for _, spec in options.cache], config, settings.batch, window, options.dtype)
+    placement = mesh.placement_of(
+        options.mesh,
+        [spec for _, spec in options.cache],
+        config,
+        settings.batch,
+        window,
+        options.dtype,
+    )
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype, mesh=placement)
-        models = [(prepare(llama, spec, file), spec) for (_, spec), file in zip(options.cache, files, strict=True)]
+        models = [
+            (prepare(llama, spec, file), spec)
+            for (_, spec), file in zip(options.cache, files, strict=True)
+        ]
     for name, spec in options.cache:
         text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, window), settings)
     started = time.perf_counter()
-    evaluations = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar, placement=placement)
+    evaluations = evaluate_caches(
+        models,
+        text.ids,
+        **settings._asdict(),
+        token_bytes=text.bytes,
+        progress=bar,
+        placement=placement,
+    )
     result = report(options, config, text, settings, evaluations, time.perf_counter() - started)
     print_json("eval", result) if options.json else _print(result)
-    check_finite([name for (name, _), evaluation in zip(options.cache, evaluations, strict=True) if not evaluation.finite])
+    check_finite(
+        [
+            name
+            for (name, _), evaluation in zip(options.cache, evaluations, strict=True)
+            if not evaluation.finite
+        ]
+    )
 
 
 def report(
@@ -106,13 +142,19 @@ def report(
             "by_position": {"nats": [finite(b.exact_nats) for b in parts]},
         },
         "caches": [
-            _cache_report(name, e, config, bf16, options, settings) for (name, _), e in zip(options.cache, evaluations, strict=True)
+            _cache_report(name, e, config, bf16, options, settings)
+            for (name, _), e in zip(options.cache, evaluations, strict=True)
         ],
     }
 
 
 def _cache_report(
-    name: str, evaluation: Evaluation, config: LlamaConfig, bf16: int, options: argparse.Namespace, settings: Settings
+    name: str,
+    evaluation: Evaluation,
+    config: LlamaConfig,
+    bf16: int,
+    options: argparse.Namespace,
+    settings: Settings,
 ) -> dict[str, Any]:
     spec, parts = evaluation.spec, evaluation.by_position(options.buckets)
     layout = kvq.layout(spec, config, 1, evaluation.window, CACHE_DTYPE)
@@ -181,8 +223,10 @@ def _print(result: dict[str, Any]) -> None:
             )
         )
     title = (
-        f"{result['model']} on {result['text']}: {result['scored_tokens']} of {result['text_tokens']} tokens scored in windows of "
-        f"{result['capacity']} by {result['stride']}, mode {result['mode']}{_detail(result)}, {result['dtype']}, {result['seconds']:.0f} s"
+        f"{result['model']} on {result['text']}: {result['scored_tokens']} of"
+        f" {result['text_tokens']} tokens scored in windows of {result['capacity']} by"
+        f" {result['stride']}, mode {result['mode']}{_detail(result)}, {result['dtype']},"
+        f" {result['seconds']:.0f} s"
     )
     print_table(title, columns, rows, numeric=columns[1:])
     _print_positions(result)
@@ -197,9 +241,15 @@ def _detail(result: dict[str, Any]) -> str:
 def _print_positions(result: dict[str, Any]) -> None:
     """Print the numbers by position, without the parts of a window in which nothing was scored."""
     held = [i for i, part in enumerate(result["positions"]) if part["tokens"]]
-    columns = ("by position in the window", "", *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in held)))
+    columns = (
+        "by position in the window",
+        "",
+        *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in held)),
+    )
 
-    def row(name: str, what: str, values: Sequence[float | int | None], digits: int) -> tuple[str, ...]:
+    def row(
+        name: str, what: str, values: Sequence[float | int | None], digits: int
+    ) -> tuple[str, ...]:
         return (name, what, *(_number(values[i], digits) for i in held))
 
     rows = [
@@ -208,7 +258,11 @@ def _print_positions(result: dict[str, Any]) -> None:
     ]
     for c in result["caches"]:
         by = c["by_position"]
-        rows += [row(c["name"], "nats", by["nats"], 4), row("", "KL", by["kl"], 5), row("", "flips", by["flips"], 0)]
+        rows += [
+            row(c["name"], "nats", by["nats"], 4),
+            row("", "KL", by["kl"], 5),
+            row("", "flips", by["flips"], 0),
+        ]
     print_table("", columns, rows, numeric=columns[2:])
 
 

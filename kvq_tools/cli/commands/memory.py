@@ -38,20 +38,40 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     parser.add_argument(
-        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=True, help="a cache; may be given several times"
+        "--cache",
+        metavar="SPEC",
+        type=inputs.named_cache,
+        action="append",
+        required=True,
+        help="a cache; may be given several times",
     )
     parser.add_argument(
         "--context",
         metavar="S",
         type=inputs.token_count,
-        help="capacity in tokens of each sequence, such as 4096, 128K or 10M (default: the model's max_position_embeddings)",
+        help=(
+            "capacity in tokens of each sequence, such as 4096, 128K or 10M (default: the model's"
+            " max_position_embeddings)"
+        ),
     )
-    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=1, help="sequences (default: %(default)s)")
     parser.add_argument(
-        "--budget", metavar="SIZE", type=inputs.byte_size, help="also print the largest context whose cache fits, for example 24GiB"
+        "--batch",
+        metavar="B",
+        type=inputs.positive,
+        default=1,
+        help="sequences (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of full-precision rows, the model's (default: %(default)s)"
+        "--budget",
+        metavar="SIZE",
+        type=inputs.byte_size,
+        help="also print the largest context whose cache fits, for example 24GiB",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=inputs.DTYPES,
+        default="bfloat16",
+        help="of full-precision rows, the model's (default: %(default)s)",
     )
     memory_roofline.add(parser)
     memory_mesh.add(parser)
@@ -59,13 +79,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if options.devices is not None and options.mesh is None:
-        raise UserError("--devices counts those of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T")
+        raise UserError(
+            "--devices counts those of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T"
+        )
     config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
     with progress("counting"):
         sizes = options.batch, context, options.dtype, options.budget
-        caches = [{"name": text} | describe(spec, config, *sizes, options.roofline) for text, spec in options.cache]
+        caches = [
+            {"name": text} | describe(spec, config, *sizes, options.roofline)
+            for text, spec in options.cache
+        ]
         for cache, (_, spec) in zip(caches, options.cache, strict=True):
             with inputs.input_errors():
                 cache["mesh"] = _on_mesh(options, spec, config, context)
@@ -77,7 +102,11 @@ def run(options: argparse.Namespace) -> None:
         "budget_bytes": options.budget,
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
-        "device": None if options.roofline is None else memory_roofline.describe_device(options.roofline, config),
+        "device": (
+            None
+            if options.roofline is None
+            else memory_roofline.describe_device(options.roofline, config)
+        ),
         "caches": caches,
     }
     if options.json:
@@ -87,7 +116,9 @@ def run(options: argparse.Namespace) -> None:
         memory_mesh.print_shares(caches, options.device)
 
 
-def _on_mesh(options: argparse.Namespace, spec: kvq.CacheSpec, config: LlamaConfig, context: int) -> dict[str, Any] | None:
+def _on_mesh(
+    options: argparse.Namespace, spec: kvq.CacheSpec, config: LlamaConfig, context: int
+) -> dict[str, Any] | None:
     if options.mesh is None:
         return None
     sizes = options.batch, context, options.dtype
@@ -103,7 +134,8 @@ def describe(
     budget: int | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
-    """Return the numbers of one cache, all counted from its layout; `roofline` only for a device."""
+    """Return the numbers of one cache, all counted from its layout; `roofline` only for a
+    device."""
     layout = kvq.layout(spec, config, batch, context, dtype)
     size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
     return {
@@ -119,13 +151,24 @@ def describe(
         "paper_layout_bytes": paper_layout_bytes(layout),
         "paper_bits_per_element": paper_bits(spec, config, context),
         "outlier_fraction": kvq.outlier_fraction(spec, config),
-        "largest_context": None if budget is None else largest_context(spec, config, batch, dtype, budget),
-        "roofline": None if device is None else memory_roofline.describe(layout, config, parameters, jnp.dtype(dtype).itemsize, device),
+        "largest_context": (
+            None if budget is None else largest_context(spec, config, batch, dtype, budget)
+        ),
+        "roofline": (
+            None
+            if device is None
+            else memory_roofline.describe(
+                layout, config, parameters, jnp.dtype(dtype).itemsize, device
+            )
+        ),
     }
 
 
-def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:
-    """Return the largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache never shrinks when its capacity grows."""
+def largest_context(
+    spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int
+) -> int:
+    """Return the largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache
+    never shrinks when its capacity grows."""
 
     def fits(capacity: int) -> bool:
         return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
@@ -142,20 +185,36 @@ def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype:
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
-    """Return the bytes of the cache if bodies were stored as their methods' papers count them (InnerQ's hybrid groups), everything else as
-    it is; None where that is how all are stored."""
+    """Return the bytes of the cache if bodies were stored as their methods' papers count them
+    (InnerQ's hybrid groups), everything else as it is; None where that is how all are stored."""
     saved = []
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         for codec, body in zip(plan.codecs, layer.body, strict=True):
-            elements = cache.batch * plan.regions.body_capacity * codec.row_width(plan.heads, plan.head_dim)
+            elements = (
+                cache.batch
+                * plan.regions.body_capacity
+                * codec.row_width(plan.heads, plan.head_dim)
+            )
             theirs = codec.paper_bytes(elements)
             saved += [] if theirs is None else [kvq.nbytes(body) - theirs]
     return kvq.nbytes(cache) - sum(saved) if saved else None
 
 
 def _print(result: dict[str, Any]) -> None:
-    title = f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16 {format_bytes(result['bf16_bytes'])}"
-    columns = ["cache", "bytes", "size", "ratio to bf16", "bits/element", "without windows", "of 16 bits", "quantized tokens"]
+    title = (
+        f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16"
+        f" {format_bytes(result['bf16_bytes'])}"
+    )
+    columns = [
+        "cache",
+        "bytes",
+        "size",
+        "ratio to bf16",
+        "bits/element",
+        "without windows",
+        "of 16 bits",
+        "quantized tokens",
+    ]
     if result["budget_bytes"] is not None:
         columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
     rows = []
@@ -169,7 +228,9 @@ def _print(result: dict[str, Any]) -> None:
             f"{c['body_bits_per_element'] / 16:.4f} ({16 / c['body_bits_per_element']:.2f}x)",
             inputs.quantized_in_words(c["quantized_tokens"]),
         ]
-        rows.append([c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])])
+        rows.append(
+            [c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])]
+        )
     print_table(title, columns, rows, numeric=columns[1:])
     parts = [
         (c["name"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"]))
@@ -177,7 +238,9 @@ def _print(result: dict[str, Any]) -> None:
         for p in c["components"]
         if p["bytes"]
     ]
-    print_table("components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size"))
+    print_table(
+        "components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size")
+    )
     beside = [
         (c["name"], label, c[key], format_bytes(c[key]))
         for c in result["caches"]
@@ -185,16 +248,29 @@ def _print(result: dict[str, Any]) -> None:
         if c[key]
     ]
     if beside:
-        print_table("beside the cache", ("cache", "part", "bytes", "size"), beside, numeric=("bytes", "size"))
+        print_table(
+            "beside the cache",
+            ("cache", "part", "bytes", "size"),
+            beside,
+            numeric=("bytes", "size"),
+        )
     for c in result["caches"]:
         if c["paper_layout_bytes"] is not None:
             here, theirs = (format_bytes(c[key]) for key in ("cache_bytes", "paper_layout_bytes"))
             print_line(f"{c['name']}: {here} as stored here, {theirs} in the paper's layout")
         if c["outlier_fraction"]:
-            print_line(f"{c['name']}: full-precision slots for {c['outlier_fraction']:.3%} of all elements")
+            print_line(
+                f"{c['name']}: full-precision slots for {c['outlier_fraction']:.3%} of all elements"
+            )
         if c["paper_bits_per_element"] is not None:
-            print_line(f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper counts them, without windows")
+            print_line(
+                f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper"
+                " counts them, without windows"
+            )
     if result["device"] is not None:
         memory_roofline.print_roofline(result["caches"], result["device"])
     if result["budget_bytes"] is not None:
-        print_line(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")
+        print_line(
+            "The budget is for the cache alone. The model was trained for"
+            f" {result['max_position_embeddings']} positions."
+        )

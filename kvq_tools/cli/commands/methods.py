@@ -14,8 +14,14 @@ from kvq_tools.cli.console import print_json
 from kvq_tools.cli.inputs import CACHE_GRAMMAR
 from kvq_tools.cli.tables import print_line, print_table
 
-REFERENCE_DIMS = CacheDims(  # Llama-3.1-8B; all layers, for a method may treat the first ones differently
-    num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096
+REFERENCE_DIMS = (
+    CacheDims(  # Llama-3.1-8B; all layers, for a method may treat the first ones differently
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        hidden_size=4096,
+    )
 )
 
 DESCRIPTION = """\
@@ -32,17 +38,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     described = [describe(method) for method in kvq.METHODS.values()]
     if options.json:
-        print_json("methods", {"methods": described, "cache_options": list(CACHE_OPTIONS), "head_dim": REFERENCE_DIMS.head_dim})
+        print_json(
+            "methods",
+            {
+                "methods": described,
+                "cache_options": list(CACHE_OPTIONS),
+                "head_dim": REFERENCE_DIMS.head_dim,
+            },
+        )
         return
     for method in described:
         _print_method(method)
     print_line(f"Options of the cache, for every method: {', '.join(CACHE_OPTIONS)}.")
-    print_line("subtract_bias=true is for models whose key projection has a bias, and for methods that cache keys.")
+    print_line(
+        "subtract_bias=true is for models whose key projection has a bias, and for methods that"
+        " cache keys."
+    )
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """Return what a method declares, and its average bits for each value of `bits` where it has such an option."""
-    bits = next((option.metadata["choices"] for option in method.options() if option.name == "bits"), ())
+    """Return what a method declares, and its average bits for each value of `bits` where it has
+    such an option."""
+    bits = next(
+        (option.metadata["choices"] for option in method.options() if option.name == "bits"), ()
+    )
     specs = [f"{method.name}:bits={b}" for b in bits] or [method.name]
     return {
         "name": method.name,
@@ -69,8 +88,13 @@ def _print_method(method: dict[str, Any]) -> None:
     windows, bits = method["windows"], method["average_bits"]
     print_line(f"{method['name']}: {method['summary']}")
     print_line(f"  source: {method['source']}")
-    print_line(f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}")
-    print_line(f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']}, block {windows['block']} tokens")
+    print_line(
+        f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}"
+    )
+    print_line(
+        f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']},"
+        f" block {windows['block']} tokens"
+    )
     for name, options in method["presets"].items():
         print_line(f"  preset={name}: {options}")
     rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]
@@ -87,5 +111,9 @@ def _allowed(option: dict[str, Any]) -> str:
     if option["choices"]:
         text = " | ".join(_shown(c) for c in option["choices"])
     else:
-        text = "true | false" if isinstance(option["default"], bool) else type(option["default"]).__name__
+        text = (
+            "true | false"
+            if isinstance(option["default"], bool)
+            else type(option["default"]).__name__
+        )
     return text + (", or by layer" if option["per_layer"] else "")

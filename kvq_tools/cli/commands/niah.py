@@ -16,7 +16,8 @@ the end, with the prompts and the score of RULER: for every cache, and by the te
 
 {"task":<12} {"haystack":<10} {"keys":<7} {"values":<9} {"facts":<7} asked for
 """ + "\n".join(
-    f"{name:<12} {kind.haystack:<10} {kind.keys:<7} {kind.values:<9} {kind.needles * kind.values_each:<7} {kind.asked * kind.values_each}"
+    f"{name:<12} {kind.haystack:<10} {kind.keys:<7} {kind.values:<9}"
+    f" {kind.needles * kind.values_each:<7} {kind.asked * kind.values_each}"
     for name, kind in niah.KINDS.items()
 )
 
@@ -32,14 +33,21 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     task_runs.add_arguments(parser, niah.MAX_NEW_TOKENS)
-    parser.add_argument("--task", choices=niah.KINDS, help="what is hidden in what (default: single_1)")
+    parser.add_argument(
+        "--task", choices=niah.KINDS, help="what is hidden in what (default: single_1)"
+    )
     parser.add_argument(
         "--suffix",
         metavar="S",
         default="",
-        help="put after the prompt's last word; the embedded model, which has seen other prompts, needs ': ' (default: nothing, as RULER)",
+        help=(
+            "put after the prompt's last word; the embedded model, which has seen other prompts,"
+            " needs ': ' (default: nothing, as RULER)"
+        ),
     )
-    task_runs.add_generator_arguments(parser, "a UTF-8 text to hide needles in, for tasks with the haystack 'text'")
+    task_runs.add_generator_arguments(
+        parser, "a UTF-8 text to hide needles in, for tasks with the haystack 'text'"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -48,10 +56,20 @@ def run(options: argparse.Namespace) -> None:
 
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
-            return niah.from_file(options.data, prompts, limit=options.limit, suffix=options.suffix, max_new_tokens=new)
+            return niah.from_file(
+                options.data,
+                prompts,
+                limit=options.limit,
+                suffix=options.suffix,
+                max_new_tokens=new,
+            )
         hiding = task_runs.hiding_settings(options)
         return task_runs.generated(
-            options, config, partial(niah.generated, prompts, kind, **hiding, suffix=options.suffix, max_new_tokens=new)
+            options,
+            config,
+            partial(
+                niah.generated, prompts, kind, **hiding, suffix=options.suffix, max_new_tokens=new
+            ),
         )
 
     settings = {
@@ -62,4 +80,7 @@ def run(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "max_new_tokens": new,
     }
-    task_runs.run_task(options, task_runs.TaskRun("niah", niah.TASK, niah.RULES, samples, ("length", "depth"), settings))
+    task_runs.run_task(
+        options,
+        task_runs.TaskRun("niah", niah.TASK, niah.RULES, samples, ("length", "depth"), settings),
+    )

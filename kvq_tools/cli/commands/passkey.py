@@ -27,7 +27,9 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     task_runs.add_arguments(parser, passkey.MAX_NEW_TOKENS)
-    task_runs.add_generator_arguments(parser, "a UTF-8 text to hide the key in (default: dull sentences, repeated)")
+    task_runs.add_generator_arguments(
+        parser, "a UTF-8 text to hide the key in (default: dull sentences, repeated)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -35,9 +37,26 @@ def run(options: argparse.Namespace) -> None:
 
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
-            return passkey.from_file(options.data, prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
-        make = partial(passkey.generated, prompts, **task_runs.hiding_settings(options), max_new_tokens=options.max_new_tokens)
+            return passkey.from_file(
+                options.data, prompts, limit=options.limit, max_new_tokens=options.max_new_tokens
+            )
+        make = partial(
+            passkey.generated,
+            prompts,
+            **task_runs.hiding_settings(options),
+            max_new_tokens=options.max_new_tokens,
+        )
         return task_runs.generated(options, config, make)
 
-    settings = {"data": options.data, "text": options.text, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
-    task_runs.run_task(options, task_runs.TaskRun("passkey", passkey.TASK, passkey.RULES, samples, ("length", "depth"), settings))
+    settings = {
+        "data": options.data,
+        "text": options.text,
+        "seed": options.seed,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    task_runs.run_task(
+        options,
+        task_runs.TaskRun(
+            "passkey", passkey.TASK, passkey.RULES, samples, ("length", "depth"), settings
+        ),
+    )

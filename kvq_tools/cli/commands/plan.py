@@ -1,4 +1,5 @@
-"""`kvq plan`: the best cache for a budget, from measurements on a text or from a calibration alone."""
+"""`kvq plan`: the best cache for a budget, from measurements on a text or from a calibration
+alone."""
 
 from __future__ import annotations
 
@@ -20,7 +21,19 @@ from kvq_tools.cli import inputs, interruption, plan_speed
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning import figure, kept
-from kvq_tools.planning.measuring import FACTOR, LENGTH, MEASURED, METHOD, SAMPLES, SCORED, WINDOW, WINDOWS, Checked, Planner, Request
+from kvq_tools.planning.measuring import (
+    FACTOR,
+    LENGTH,
+    MEASURED,
+    METHOD,
+    SAMPLES,
+    SCORED,
+    WINDOW,
+    WINDOWS,
+    Checked,
+    Planner,
+    Request,
+)
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the other lines of the table
 FEWEST_BITS, MOST_BITS = 1, 8
@@ -55,18 +68,66 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--budget", metavar="2.5bits|600MiB", type=budget, help="bits of an element, or a cache's memory")
-    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and to measure on")
-    parser.add_argument("--fast", action="store_true", help="with --text: only calibrate on it, and measure nothing")
-    parser.add_argument("--calibration", metavar="F", help="what kvq calibrate wrote for waterfill, with any budget (default: see above)")
-    parser.add_argument("--context", metavar="S", type=inputs.positive, help="tokens of a sequence (default: the model's positions)")
-    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=1, help="sequences (default: %(default)s)")
-    parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of full-precision rows (default: %(default)s)")
+    parser.add_argument(
+        "--budget",
+        metavar="2.5bits|600MiB",
+        type=budget,
+        help="bits of an element, or a cache's memory",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="a UTF-8 text to calibrate and to measure on"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="with --text: only calibrate on it, and measure nothing"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="F",
+        help="what kvq calibrate wrote for waterfill, with any budget (default: see above)",
+    )
+    parser.add_argument(
+        "--context",
+        metavar="S",
+        type=inputs.positive,
+        help="tokens of a sequence (default: the model's positions)",
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="B",
+        type=inputs.positive,
+        default=1,
+        help="sequences (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=inputs.DTYPES,
+        default="bfloat16",
+        help="of full-precision rows (default: %(default)s)",
+    )
     plan_speed.add(parser)
-    parser.add_argument("--window", metavar="W", type=inputs.positive, help=f"tokens of a measured window (default: at most {WINDOW})")
-    parser.add_argument("--windows", metavar="N", type=inputs.positive, default=WINDOWS, help="measured windows (default: %(default)s)")
-    parser.add_argument("--work", metavar="DIR", help="keep calibration and measurements here (default: in kvq's cache folder)")
-    parser.add_argument("--out", metavar="F.json", help="write the cache to a file that --cache takes, with its calibration's name")
+    parser.add_argument(
+        "--window",
+        metavar="W",
+        type=inputs.positive,
+        help=f"tokens of a measured window (default: at most {WINDOW})",
+    )
+    parser.add_argument(
+        "--windows",
+        metavar="N",
+        type=inputs.positive,
+        default=WINDOWS,
+        help="measured windows (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work",
+        metavar="DIR",
+        help="keep calibration and measurements here (default: in kvq's cache folder)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="F.json",
+        help="write the cache to a file that --cache takes, with its calibration's name",
+    )
     parser.add_argument("--picture", metavar="F.png", help="draw KL over bits (needs matplotlib)")
 
 
@@ -77,7 +138,9 @@ def budget(text: str) -> float | int:
     try:
         return inputs.byte_size(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a budget; write 2.5bits, 600MiB or a number of bytes") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a budget; write 2.5bits, 600MiB or a number of bytes"
+        ) from None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -91,7 +154,11 @@ def run(options: argparse.Namespace) -> None:
             raise UserError(f"{path!r} must be a file in a directory that exists")
     with input_errors():
         asked = plan_speed.budget(options, config)
-        bits = asked if isinstance(asked, float) else most_bits(asked, config, options.batch, context, options.dtype)
+        bits = (
+            asked
+            if isinstance(asked, float)
+            else most_bits(asked, config, options.batch, context, options.dtype)
+        )
     started = time.perf_counter()
     result = {
         "model": options.model,
@@ -100,20 +167,33 @@ def run(options: argparse.Namespace) -> None:
         "context": context,
         "batch": options.batch,
         "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
-        **(_fast(options, config, context, bits) if options.text is None or options.fast else _measured(options, config, context, bits)),
+        **(
+            _fast(options, config, context, bits)
+            if options.text is None or options.fast
+            else _measured(options, config, context, bits)
+        ),
         "seconds": time.perf_counter() - started,
     }
     if options.out:
         spec = kvq.parse(result["chosen"])
         with input_errors():
-            kept.write_plan(options.out, kept.Plan(spec, result["calibration"] if METHOD in result["chosen"] else None))
+            kept.write_plan(
+                options.out,
+                kept.Plan(spec, result["calibration"] if METHOD in result["chosen"] else None),
+            )
     if options.picture:
         with input_errors():
             figure.draw(result, Path(options.picture))
-    print_json("plan", result | {"out": options.out, "picture": options.picture}) if options.json else _print(result, options)
+    (
+        print_json("plan", result | {"out": options.out, "picture": options.picture})
+        if options.json
+        else _print(result, options)
+    )
 
 
-def _fast(options: argparse.Namespace, config: LlamaConfig, context: int, bits: float) -> dict[str, Any]:
+def _fast(
+    options: argparse.Namespace, config: LlamaConfig, context: int, bits: float
+) -> dict[str, Any]:
     """Return the plan that a calibration gives by itself."""
     file = options.calibration
     if options.text is not None:
@@ -122,16 +202,30 @@ def _fast(options: argparse.Namespace, config: LlamaConfig, context: int, bits: 
         with input_errors():
             file = str(kept.calibration_file(options.model))
         if not Path(file).is_file():
-            raise UserError(f"no plan of {options.model!r} was made yet: give --text FILE to measure, or --calibration F")
+            raise UserError(
+                f"no plan of {options.model!r} was made yet: give --text FILE to measure, or"
+                " --calibration F"
+            )
     with input_errors():
         calibration = check_calibration(kvq.parse(METHOD), config, file)
         assert calibration is not None, f"{METHOD} needs a calibration"
-        caches = [_predicted(own, calibration, config, context, options) for own in sorted({*SHOWN, bits})]
+        caches = [
+            _predicted(own, calibration, config, context, options) for own in sorted({*SHOWN, bits})
+        ]
     chosen = next(cache["name"] for cache in caches if cache["bits"] == bits)
-    return {"text": options.text, "calibration": file, "chosen": chosen, "caches": caches, "prediction": None, "sides": []}
+    return {
+        "text": options.text,
+        "calibration": file,
+        "chosen": chosen,
+        "caches": caches,
+        "prediction": None,
+        "sides": [],
+    }
 
 
-def _measured(options: argparse.Namespace, config: LlamaConfig, context: int, bits: float) -> dict[str, Any]:
+def _measured(
+    options: argparse.Namespace, config: LlamaConfig, context: int, bits: float
+) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
     planner = _planner(options, config)
     advice = f"the same command goes on from what is in {str(planner.work)!r}"
@@ -139,11 +233,17 @@ def _measured(options: argparse.Namespace, config: LlamaConfig, context: int, bi
         costs = planner.costs()
         checked = planner.check(costs, bits)
         others = {own: planner.planned(costs, own) for own in SHOWN if own != bits}
-    facts = {own: described(str(spec), own, config, options.batch, context, options.dtype) for own, (spec, _) in others.items()}
+    facts = {
+        own: described(str(spec), own, config, options.batch, context, options.dtype)
+        for own, (spec, _) in others.items()
+    }
     caches = [facts[own] | {"predicted_kl": others[own][1], "measured_kl": None} for own in others]
     caches += [
         described(str(one.spec), bits, config, options.batch, context, options.dtype)
-        | {"predicted_kl": one.predicted, "measured_kl": one.kl}
+        | {
+            "predicted_kl": one.predicted,
+            "measured_kl": one.kl,
+        }
         for one in checked
     ]
     return {
@@ -157,8 +257,13 @@ def _measured(options: argparse.Namespace, config: LlamaConfig, context: int, bi
 
 
 def prediction(checked: list[Checked]) -> dict[str, Any]:
-    """Return the largest factor between a prediction and what was measured, and whether it is small enough to be more than a rank."""
-    factors = [max(one.kl / one.predicted, one.predicted / one.kl) for one in checked if one.predicted and one.kl > 0]
+    """Return the largest factor between a prediction and what was measured, and whether it is small
+    enough to be more than a rank."""
+    factors = [
+        max(one.kl / one.predicted, one.predicted / one.kl)
+        for one in checked
+        if one.predicted and one.kl > 0
+    ]
     largest = max(factors, default=1.0)
     return {"factor": largest, "ranks_only": largest > FACTOR}
 
@@ -168,35 +273,49 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
     text = inputs.read_text(options.text)
     ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
     window = min(WINDOW, config.positions) if options.window is None else options.window
-    request = Request(np.asarray(ids, np.int32), window, options.windows, SAMPLES, min(LENGTH, config.positions))
+    request = Request(
+        np.asarray(ids, np.int32), window, options.windows, SAMPLES, min(LENGTH, config.positions)
+    )
     with input_errors():
         if window > config.positions or window <= SCORED:
-            raise ValueError(f"--window {window} must be above {SCORED} and at most the model's {config.positions} positions")
+            raise ValueError(
+                f"--window {window} must be above {SCORED} and at most the model's"
+                f" {config.positions} positions"
+            )
         request.check(config)
         work = Path(options.work) if options.work else kept.folder(options.model)
         work.mkdir(parents=True, exist_ok=True)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype="float32")
-    with interruption.advised(f"the same command goes on from what is in {str(work)!r}"), input_errors():
+    with (
+        interruption.advised(f"the same command goes on from what is in {str(work)!r}"),
+        input_errors(),
+    ):
         return Planner(llama, request, work, options.calibration, Path(options.text).name, bar)
 
 
 def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype: str) -> float:
-    """Return the most bits whose cache fits so many bytes, to 1/16. Raises ValueError, in one line, where not even the fewest do."""
+    """Return the most bits whose cache fits so many bytes, to 1/16. Raises ValueError, in one line,
+    where not even the fewest do."""
 
     def size(sixteenths: int) -> int:
-        return kvq.nbytes(kvq.layout(f"{METHOD}:bits={sixteenths / 16}", config, batch, context, dtype))
+        return kvq.nbytes(
+            kvq.layout(f"{METHOD}:bits={sixteenths / 16}", config, batch, context, dtype)
+        )
 
     choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
     fitting = bisect.bisect_right(choices, budget, key=size)
     if not fitting:
         raise ValueError(
-            f"no cache fits {format_bytes(budget)}: {batch} x {context} tokens take {format_bytes(size(choices[0]))} at the least"
+            f"no cache fits {format_bytes(budget)}: {batch} x {context} tokens take"
+            f" {format_bytes(size(choices[0]))} at the least"
         )
     return choices[fitting - 1] / 16
 
 
-def described(name: str, bits: float, config: LlamaConfig, batch: int, context: int, dtype: str) -> dict[str, Any]:
+def described(
+    name: str, bits: float, config: LlamaConfig, batch: int, context: int, dtype: str
+) -> dict[str, Any]:
     """Return the facts about a cache that its layout tells."""
     return {
         "name": name,
@@ -206,7 +325,13 @@ def described(name: str, bits: float, config: LlamaConfig, batch: int, context: 
     }
 
 
-def _predicted(bits: float, calibration: Calibration, config: LlamaConfig, context: int, options: argparse.Namespace) -> dict[str, Any]:
+def _predicted(
+    bits: float,
+    calibration: Calibration,
+    config: LlamaConfig,
+    context: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """Return the facts about waterfill with so many bits, as its calibration shares them out."""
     spec = resolved(f"{METHOD}:bits={bits}", calibration)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
@@ -226,14 +351,33 @@ def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
         )
         for cache in result["caches"]
     ]
-    columns = ("", "cache", "stored bits", "bytes", "smaller than bf16, times", "predicted KL", "measured KL")
-    print_table(f"{result['model']}, {result['batch']} x {result['context']} tokens", columns, rows, columns[2:])
+    columns = (
+        "",
+        "cache",
+        "stored bits",
+        "bytes",
+        "smaller than bf16, times",
+        "predicted KL",
+        "measured KL",
+    )
+    print_table(
+        f"{result['model']}, {result['batch']} x {result['context']} tokens",
+        columns,
+        rows,
+        columns[2:],
+    )
     told = result["prediction"]
     if told is None:
-        print_line("KL in nats per token, to second order, of tokens outside the windows: it ranks budgets; kvq eval measures one")
+        print_line(
+            "KL in nats per token, to second order, of tokens outside the windows: it ranks"
+            " budgets; kvq eval measures one"
+        )
     else:
         kind = "it ranks only" if told["ranks_only"] else f"within a factor of {FACTOR:g}"
-        print_line(f"KL in nats per token. Predictions add up what sides cost; the worst is {told['factor']:.2f} times off: {kind}")
+        print_line(
+            "KL in nats per token. Predictions add up what sides cost; the worst is"
+            f" {told['factor']:.2f} times off: {kind}"
+        )
     for path, what in ((options.out, "the cache"), (options.picture, "the picture")):
         if path:
             print_line(f"[{path}: {what}]")

@@ -1,4 +1,5 @@
-"""`kvq prefill`: read a prompt once, and write its cache to a file with which `kvq generate --from` goes on."""
+"""`kvq prefill`: read a prompt once, and write its cache to a file with which `kvq generate --from`
+goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import handover, inputs
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+    progress,
+)
 from kvq_tools.cli.one_prompt import add_prompt, read_prompt
 from kvq_tools.cli.tables import print_line
 
@@ -36,14 +45,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     add_prompt(parser, required=True)
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=inputs.cache_spec,
+        default="dense",
+        help="the cache (default: dense)",
+    )
     inputs.add_calibration(parser)
-    parser.add_argument("--out", metavar="F", required=True, help="the file to write, such as prompt.safetensors")
+    parser.add_argument(
+        "--out", metavar="F", required=True, help="the file to write, such as prompt.safetensors"
+    )
     parser.add_argument(
         "--capacity",
         metavar="S",
         type=inputs.positive,
-        help=f"tokens that the cache can hold, those included that will be generated (default: the prompt and {ROOM} more)",
+        help=(
+            "tokens that the cache can hold, those included that will be generated (default: the"
+            f" prompt and {ROOM} more)"
+        ),
     )
     inputs.add_implementation(parser)
     inputs.add_dtype(parser, rows="bfloat16 rows")
@@ -51,12 +71,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    inputs.calibrations(
+        config, [options.cache], [options.calibration] if options.calibration else []
+    )
     _, prompt = read_prompt(options, config)
     out = Path(options.out)
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f"--out {options.out!r} cannot be written: {'it is a folder' if out.is_dir() else 'its folder does not exist'}")
-    capacity = options.capacity or min(len(prompt) + ROOM, config.sliding_window or len(prompt) + ROOM)
+        raise UserError(
+            f"--out {options.out!r} cannot be written:"
+            f" {'it is a folder' if out.is_dir() else 'its folder does not exist'}"
+        )
+    capacity = options.capacity or min(
+        len(prompt) + ROOM, config.sliding_window or len(prompt) + ROOM
+    )
     if capacity < len(prompt):
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)
@@ -72,7 +99,9 @@ def run(options: argparse.Namespace) -> None:
         cache = inputs.new_cache(options.cache, llama.config, capacity, inputs.rows_dtype(options))
     started = time.perf_counter()
     with progress("reading the prompt"):
-        logits, cache = jax.block_until_ready(decoding.prefill(llama, cache, [prompt], implementation=options.implementation))
+        logits, cache = jax.block_until_ready(
+            decoding.prefill(llama, cache, [prompt], implementation=options.implementation)
+        )
     seconds = time.perf_counter() - started
     check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [str(cache.spec)])
     handover.save(out, llama, model_fingerprint, cache, prompt, logits)
@@ -94,6 +123,7 @@ def run(options: argparse.Namespace) -> None:
         print_json("prefill", told)
         return
     print_line(
-        f"[{out}: {format_bytes(told['bytes'])}, the cache {told['cache']} of {len(prompt)} prompt tokens, "
-        f"{told['quantized_tokens']} of them quantized, with room for {capacity}; read in {seconds:.3f} s, compilation included]"
+        f"[{out}: {format_bytes(told['bytes'])}, the cache {told['cache']} of {len(prompt)} prompt"
+        f" tokens, {told['quantized_tokens']} of them quantized, with room for {capacity}; read in"
+        f" {seconds:.3f} s, compilation included]"
     )

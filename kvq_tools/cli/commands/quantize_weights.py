@@ -42,23 +42,51 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits of a weight")
-    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write; it must be new or empty")
-    parser.add_argument("--sparse", metavar="F", type=float, default=0.0, help="fraction of the weights that stay (default: 0)")
-    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text for the gradients (default: a short passage)")
-    parser.add_argument("--samples", metavar="N", type=inputs.positive, default=SAMPLES, help="random samples of it (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="the directory to write; it must be new or empty",
+    )
+    parser.add_argument(
+        "--sparse",
+        metavar="F",
+        type=float,
+        default=0.0,
+        help="fraction of the weights that stay (default: 0)",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="a UTF-8 text for the gradients (default: a short passage)"
+    )
+    parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=inputs.positive,
+        default=SAMPLES,
+        help="random samples of it (default: %(default)s)",
+    )
     parser.add_argument(
         "--length",
         metavar="W",
         type=inputs.positive,
         help=f"tokens of a sample (default: {LENGTH}, or the model's positions if those are less)",
     )
-    parser.add_argument("--seed", type=inputs.seed, default=0, help="of the samples: the same seed gives the same weights (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=inputs.seed,
+        default=0,
+        help="of the samples: the same seed gives the same weights (default: 0)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
     inputs.output_directory(options.out, empty=True)
-    text = inputs.read_text(options.text) if options.text else (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text()
+    text = (
+        inputs.read_text(options.text)
+        if options.text
+        else (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text()
+    )
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
     ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
@@ -89,7 +117,9 @@ def run(options: argparse.Namespace) -> None:
     print_json("quantize-weights", result) if options.json else _print(result)
 
 
-def report(options: argparse.Namespace, count: WeightCount, dtype: str, length: int, seconds: float) -> dict[str, Any]:
+def report(
+    options: argparse.Namespace, count: WeightCount, dtype: str, length: int, seconds: float
+) -> dict[str, Any]:
     """Return the facts about the checkpoint that was written."""
     return {
         "model": options.model,
@@ -111,8 +141,9 @@ def report(options: argparse.Namespace, count: WeightCount, dtype: str, length: 
 
 def _print(done: dict[str, Any]) -> None:
     print_line(
-        f"[{done['out']}: {format_bytes(done['bytes'])} in {done['dtype']}, dequantized; {done['weights']} weights at the nearest of "
-        f"{2 ** done['bits']} values for each output channel, {done['bits_per_weight']:.2f} bits each if they were packed; their error is "
-        f"{done['weighted_error']:.1e} of them, weighted as in the fit; {done['seconds']:.0f} s]"
+        f"[{done['out']}: {format_bytes(done['bytes'])} in {done['dtype']}, dequantized;"
+        f" {done['weights']} weights at the nearest of {2 ** done['bits']} values for each output"
+        f" channel, {done['bits_per_weight']:.2f} bits each if they were packed; their error is"
+        f" {done['weighted_error']:.1e} of them, weighted as in the fit; {done['seconds']:.0f} s]"
     )
     print_line(f"use it: kvq eval {done['out']} --text F --cache dense --cache kivi:bits=4")

@@ -13,7 +13,15 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    check_finite,
+    format_bytes,
+    input_errors,
+    print_json,
+    progress,
+)
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.results import BUCKETS
 from kvq_tools.evaluation.run import BATCH, Settings
@@ -57,23 +65,44 @@ def contexts(text: str) -> tuple[int, ...]:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("model", metavar="MODEL", nargs="?", help=inputs.MODEL_HELP)
-    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write; files of an earlier report are replaced")
-    parser.add_argument("--from", metavar="JSON", dest="source", help="a report.json in place of MODEL, --text and --cache")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="the directory to write; files of an earlier report are replaced",
+    )
+    parser.add_argument(
+        "--from",
+        metavar="JSON",
+        dest="source",
+        help="a report.json in place of MODEL, --text and --cache",
+    )
     text_evaluation.add_request(parser, required=False)
     parser.add_argument(
         "--contexts",
         metavar="N,N,...",
         type=contexts,
-        help=f"tokens in the cache where decode steps are timed, or '{NO_CONTEXTS}' (default: those of "
-        f"{', '.join(map(str, CONTEXTS))} that the model was trained for, and its own limit)",
+        help=(
+            f"tokens in the cache where decode steps are timed, or '{NO_CONTEXTS}' (default: those"
+            f" of {', '.join(map(str, CONTEXTS))} that the model was trained for, and its own"
+            " limit)"
+        ),
     )
-    parser.add_argument("--steps", metavar="N", type=inputs.positive, default=times.STEPS, help="timed steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=inputs.positive,
+        default=times.STEPS,
+        help="timed steps (default: %(default)s)",
+    )
     parser.add_argument(
         "--sample",
         metavar="TOKENS",
         type=inputs.positive,
         default=maps.SAMPLE,
-        help="first tokens of the text whose magnitudes and errors are shown (default: %(default)s)",
+        help=(
+            "first tokens of the text whose magnitudes and errors are shown (default: %(default)s)"
+        ),
     )
 
 
@@ -89,14 +118,20 @@ def run(options: argparse.Namespace) -> None:
         print_json("report", summary(report, written))
     else:
         print_line(advice(report))
-        print(f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and {len(written) - 2} PNGs")
+        print(
+            f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and"
+            f" {len(written) - 2} PNGs"
+        )
     check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
 
 
 def _read(options: argparse.Namespace) -> schema.Report:
     given = [name for name in (*OWN, *SETTINGS) if getattr(options, name) is not None]
     if given:
-        raise UserError(f"--from makes a report again: leave out {' and '.join(_argument(name) for name in given)}")
+        raise UserError(
+            "--from makes a report again: leave out"
+            f" {' and '.join(_argument(name) for name in given)}"
+        )
     with input_errors():
         return schema.read(options.source)
 
@@ -104,7 +139,10 @@ def _read(options: argparse.Namespace) -> schema.Report:
 def _made(options: argparse.Namespace) -> schema.Report:
     missing = [name for name in OWN if not getattr(options, name)]
     if missing:
-        raise UserError(f"kvq report needs {' and '.join(_argument(name) for name in missing)}, or --from a report.json")
+        raise UserError(
+            f"kvq report needs {' and '.join(_argument(name) for name in missing)}, or --from a"
+            " report.json"
+        )
     names = [name for name, _ in options.cache]
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
@@ -115,11 +153,25 @@ def _made(options: argparse.Namespace) -> schema.Report:
     with progress(f"loading {options.model}"), input_errors():
         plain, _ = load_llama(options.model, dtype=options.dtype)
         prepared = zip(options.cache, files, strict=True)
-        candidates = [times.PreparedCache(name, spec, prepare(plain, spec, file)) for (name, spec), file in prepared]
+        candidates = [
+            times.PreparedCache(name, spec, prepare(plain, spec, file))
+            for (name, spec), file in prepared
+        ]
     for name, spec in options.cache:
-        text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
+        text_evaluation.warn_if_exact(
+            name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings
+        )
     sample = min(options.sample, text.ids.size, config.positions)
-    plan = Plan(options.model, options.text, command(options, settings, shown), settings, options.buckets, shown, options.steps, sample)
+    plan = Plan(
+        options.model,
+        options.text,
+        command(options, settings, shown),
+        settings,
+        options.buckets,
+        shown,
+        options.steps,
+        sample,
+    )
     return collect(plan, plain, candidates, text, bar)
 
 
@@ -133,7 +185,10 @@ def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ..
     if beyond:
         raise UserError(f"--contexts {beyond[0]} is beyond the {positions} positions of the model")
     if chosen and chosen[0] <= options.steps:
-        raise UserError(f"--contexts {chosen[0]} has no room for {options.steps + 1} steps; give more tokens, or fewer --steps")
+        raise UserError(
+            f"--contexts {chosen[0]} has no room for {options.steps + 1} steps; give more tokens,"
+            " or fewer --steps"
+        )
     return chosen
 
 
@@ -142,7 +197,8 @@ def _argument(name: str) -> str:
 
 
 def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, ...]) -> str:
-    """Return a command line that makes the same report, with the defaults that were chosen written out."""
+    """Return a command line that makes the same report, with the defaults that were chosen written
+    out."""
     parts: list[Any] = ["kvq", "report", options.model, "--text", options.text]
     for name, _ in options.cache:
         parts += ["--cache", name]
@@ -150,19 +206,38 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
         parts += ["--calibration", file]
     parts += ["--window", settings.window, "--stride", settings.stride]
     defaults = {"mode": "decode", "prompt": 0, "batch": BATCH}
-    defaults |= {"chunk": CHUNK} if settings.mode == "chunked" else {"step": STEP} if settings.mode == "decode" else {}
+    defaults |= (
+        {"chunk": CHUNK}
+        if settings.mode == "chunked"
+        else {"step": STEP}
+        if settings.mode == "decode"
+        else {}
+    )
     for name, default in defaults.items():
         if getattr(settings, name) != default:
             parts += [f"--{name}", getattr(settings, name)]
-    for name, default in (("limit", None), ("buckets", BUCKETS), ("steps", times.STEPS), ("sample", maps.SAMPLE)):
+    for name, default in (
+        ("limit", None),
+        ("buckets", BUCKETS),
+        ("steps", times.STEPS),
+        ("sample", maps.SAMPLE),
+    ):
         if getattr(options, name) != default:
             parts += [f"--{name}", getattr(options, name)]
-    parts += ["--contexts", ",".join(map(str, shown)) or NO_CONTEXTS, "--dtype", options.dtype, "--out", options.out]
+    parts += [
+        "--contexts",
+        ",".join(map(str, shown)) or NO_CONTEXTS,
+        "--dtype",
+        options.dtype,
+        "--out",
+        options.out,
+    ]
     return shlex.join(map(str, parts))
 
 
 def summary(report: schema.Report, written: list[Path]) -> dict[str, Any]:
-    """Return the written files and the main numbers of each cache, for --json; report.json has the rest."""
+    """Return the written files and the main numbers of each cache, for --json; report.json has the
+    rest."""
     on_front = zip(front_by(report, "kl"), front_by(report, "perplexity"), strict=True)
     return {
         "command": report.command,

@@ -30,7 +30,11 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    task_runs.add_arguments(parser, None, "RULER's: " + ", ".join(f"{name} {new}" for name, new in ruler.MAX_NEW_TOKENS.items()))
+    task_runs.add_arguments(
+        parser,
+        None,
+        "RULER's: " + ", ".join(f"{name} {new}" for name, new in ruler.MAX_NEW_TOKENS.items()),
+    )
     parser.add_argument("--task", choices=ruler.KINDS, help="what is asked (default: vt)")
     task_runs.add_generator_arguments(parser)
 
@@ -38,13 +42,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     task_runs.refuse_beside_data(options, "task", "lengths")
     kind = options.task or "vt"
-    new = options.max_new_tokens or (ruler.MAX_NEW_TOKENS[kind] if options.data is None else niah.MAX_NEW_TOKENS)
+    new = options.max_new_tokens or (
+        ruler.MAX_NEW_TOKENS[kind] if options.data is None else niah.MAX_NEW_TOKENS
+    )
 
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
             return niah.from_file(options.data, prompts, limit=options.limit, max_new_tokens=new)
-        return task_runs.generated(options, config, partial(ruler.generated, prompts, kind, max_new_tokens=new))
+        return task_runs.generated(
+            options, config, partial(ruler.generated, prompts, kind, max_new_tokens=new)
+        )
 
     rules = niah.FILE_RULES if options.data else ruler.RULES[kind] | ruler.SCORING
-    settings = {"kind": None if options.data else kind, "data": options.data, "seed": options.seed, "max_new_tokens": new}
-    task_runs.run_task(options, task_runs.TaskRun("ruler", niah.TASK, rules, samples, ("length",), settings))
+    settings = {
+        "kind": None if options.data else kind,
+        "data": options.data,
+        "seed": options.seed,
+        "max_new_tokens": new,
+    }
+    task_runs.run_task(
+        options, task_runs.TaskRun("ruler", niah.TASK, rules, samples, ("length",), settings)
+    )

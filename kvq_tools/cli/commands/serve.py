@@ -41,30 +41,72 @@ Which fields of a request are served: docs/serving.md.
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=inputs.cache_spec,
+        default="dense",
+        help="the cache (default: dense)",
+    )
     inputs.add_calibration(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s, this machine alone)")
-    parser.add_argument("--port", type=_port, default=8000, help="the port; 0 takes a free one (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", help="what clients must send as bearer token (default: $KVQ_API_KEY, else none)")
-    parser.add_argument("--name", help="the model's name for clients (default: MODEL, of a path its last part)")
-    parser.add_argument("--chat-template", metavar="F", help="a file with a chat template in Jinja, in place of the tokenizer's own")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="the address to listen on (default: %(default)s, this machine alone)",
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=8000,
+        help="the port; 0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send as bearer token (default: $KVQ_API_KEY, else none)",
+    )
+    parser.add_argument(
+        "--name", help="the model's name for clients (default: MODEL, of a path its last part)"
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="F",
+        help="a file with a chat template in Jinja, in place of the tokenizer's own",
+    )
     engines.add_size(parser)
     parser.add_argument(
-        "--queue", metavar="N", type=inputs.positive, default=QUEUE_LIMIT, help="requests that may wait (default: %(default)s)"
+        "--queue",
+        metavar="N",
+        type=inputs.positive,
+        default=QUEUE_LIMIT,
+        help="requests that may wait (default: %(default)s)",
     )
     parser.add_argument(
         "--prefix-memory",
         metavar="BYTES",
         type=inputs.byte_size,
-        help="host memory for prompts that were read, so that requests that begin alike reuse them; 0 keeps none (default: 512MiB; "
-        "none with --mesh)",
-    )
-    parser.add_argument("--prefix-dir", metavar="DIR", help="where they are kept on disk too, for the next server of this model and cache")
-    parser.add_argument(
-        "--prefix-disk", metavar="BYTES", type=inputs.byte_size, help="what they may take there, such as 20GiB (default: 4GiB)"
+        help=(
+            "host memory for prompts that were read, so that requests that begin alike reuse them;"
+            " 0 keeps none (default: 512MiB; none with --mesh)"
+        ),
     )
     parser.add_argument(
-        "--max-body", metavar="BYTES", type=inputs.byte_size, default=8 << 20, help="the largest request body, such as 8MiB (default: 8MiB)"
+        "--prefix-dir",
+        metavar="DIR",
+        help="where they are kept on disk too, for the next server of this model and cache",
+    )
+    parser.add_argument(
+        "--prefix-disk",
+        metavar="BYTES",
+        type=inputs.byte_size,
+        help="what they may take there, such as 20GiB (default: 4GiB)",
+    )
+    parser.add_argument(
+        "--max-body",
+        metavar="BYTES",
+        type=inputs.byte_size,
+        default=8 << 20,
+        help="the largest request body, such as 8MiB (default: 8MiB)",
     )
     mesh.add(parser)
     inputs.add_implementation(parser)
@@ -79,45 +121,78 @@ def run(options: argparse.Namespace) -> None:
         from kvq_tools.serving.service import Limits, Service
         from kvq_tools.serving.worker import Worker
     except ImportError as error:
-        raise UserError(f"kvq serve needs the extra serve ({error}): pip install 'kvq-jax[serve]'") from error
+        raise UserError(
+            f"kvq serve needs the extra serve ({error}): pip install 'kvq-jax[serve]'"
+        ) from error
     logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
     api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
     if api_key == "":
-        raise UserError("the API key is empty; leave --api-key and KVQ_API_KEY out to serve without one")
+        raise UserError(
+            "the API key is empty; leave --api-key and KVQ_API_KEY out to serve without one"
+        )
     if options.prefix_disk is not None and options.prefix_dir is None:
         raise UserError("--prefix-disk needs --prefix-dir, the folder that it is for")
     if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
-        raise UserError("prefixes are kept for a cache on one device: leave --prefix-memory and --prefix-dir out, or --mesh")
+        raise UserError(
+            "prefixes are kept for a cache on one device: leave --prefix-memory and --prefix-dir"
+            " out, or --mesh"
+        )
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    inputs.calibrations(
+        config, [options.cache], [options.calibration] if options.calibration else []
+    )
     tokenizer = inputs.need_tokenizer(options.model, "serve text")
     template = None if options.chat_template is None else inputs.read_text(options.chat_template)
     size = engines.size_of(options, config)
-    placement = mesh.placement_of(options.mesh, [options.cache], config, size.slots, size.capacity, inputs.rows_dtype(options))
+    placement = mesh.placement_of(
+        options.mesh, [options.cache], config, size.slots, size.capacity, inputs.rows_dtype(options)
+    )
     if options.prefix_memory is None:
         options.prefix_memory = PREFIX_MEMORY if placement is None else 0
     with input_errors():
         bound = bound_socket(options.host, options.port)
-        folder = None if options.prefix_dir is None else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
+        folder = (
+            None
+            if options.prefix_dir is None
+            else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
+        )
     store = PrefixStore(options.prefix_memory, folder) if options.prefix_memory or folder else None
-    engine = engines.loaded(options, size, options.queue, wait=False, prefixes=store, placement=placement)
+    engine = engines.loaded(
+        options, size, options.queue, wait=False, prefixes=store, placement=placement
+    )
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
     name = options.name or options.model.rstrip("/").rpartition("/")[2]
-    service = Service(worker, tokenizer, name, metrics, chat_template=template, limits=Limits(body=options.max_body))
+    service = Service(
+        worker,
+        tokenizer,
+        name,
+        metrics,
+        chat_template=template,
+        limits=Limits(body=options.max_body),
+    )
     told = _told(options, name, size, placement, bound)
     with interruption.spared():
         serve(create_app(service, api_key), worker, bound, lambda: _tell(options, told))
         if folder is not None:
             folder.close()
     if not options.json:
-        print_line(f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers; stopped]")
+        print_line(
+            f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers;"
+            " stopped]"
+        )
     if engine.compiling:
         interruption.leave(0)  # an interpreter that is torn down beside a compiler crashes
 
 
-def _told(options: argparse.Namespace, name: str, size: Budget, placement: kvq.Placement | None, bound: socket.socket) -> dict[str, Any]:
+def _told(
+    options: argparse.Namespace,
+    name: str,
+    size: Budget,
+    placement: kvq.Placement | None,
+    bound: socket.socket,
+) -> dict[str, Any]:
     host, port = bound.getsockname()[:2]
     return {
         "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
@@ -139,8 +214,10 @@ def _tell(options: argparse.Namespace, told: dict[str, Any]) -> None:
         print_json("serve", told)
         return
     print_line(
-        f"[serving {told['name']} at {told['url']}/v1: {told['slots']} slots of {told['capacity']} tokens with {told['cache']}, "
-        f"{format_bytes(told['cache_bytes'])}{' on a mesh of ' + told['mesh'] if told['mesh'] else ''}; up to {told['queue']} more wait]"
+        f"[serving {told['name']} at {told['url']}/v1: {told['slots']} slots of {told['capacity']}"
+        f" tokens with {told['cache']},"
+        f" {format_bytes(told['cache_bytes'])}{' on a mesh of ' + told['mesh'] if told['mesh'] else ''};"
+        f" up to {told['queue']} more wait]"
     )
 
 

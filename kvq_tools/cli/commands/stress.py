@@ -1,4 +1,5 @@
-"""`kvq stress`: write a checkpoint with the same dense outputs and a cache that is harder to quantize."""
+"""`kvq stress`: write a checkpoint with the same dense outputs and a cache that is harder to
+quantize."""
 
 from __future__ import annotations
 
@@ -27,20 +28,26 @@ Writes a Hugging Face checkpoint that computes what MODEL computes with a full-p
 quantize: what large models have and small ones lack. Compare `kvq` commands on MODEL and on DIR: whatever differs is the
 cache's doing.
 
-  --key-outliers 4x12    in every layer and KV head, 4 RoPE pairs of the keys are 12 times as large, and the same pairs of
-                         the queries 12 times smaller. Exact: a rotation acts inside a pair. With QK-norm (Qwen3) the
-                         factors go into the norms' weights, so all heads have the same pairs.
-  --one-dimension        those pairs are also turned until most of their keys, as the weights tell, lie in one of the two
-                         channels. Exact. More than a factor and a turn no pair can have: rotations by all positions come between.
-  --value-outliers 4x12  4 channels of the values are 12 times as large, and the rows of o_proj that read them smaller. Exact.
-  --input-outliers 4x12  4 channels of each layer's input are 12 times as large, and the rows of the projections that read them
-                         smaller. Exact. Keys and values stay as they are: only caches of the input (xquant) can be hurt.
-  --key-bias 100         k_proj.bias holds +-100 in some RoPE pairs, after the large key biases of Qwen2.5. Scores see a constant
-                         wherever the queries are not zero, and they are zero in no pair of a trained head; so heads become
-                         twice as wide: the old channels keep their frequencies and stand between new ones. Exact but for one
-                         factor, sqrt(2), which is rounded. Only caches in which old and new channels share a scale or a norm
-                         can be hurt. A family without such a bias is written as Llama with attention_bias; a model with
-                         QK-norm is refused. --key-bias 0 only widens the heads: compare with that one, not with MODEL.
+  --key-outliers 4x12    in every layer and KV head, 4 RoPE pairs of the keys are 12 times as large,
+                         and the same pairs of the queries 12 times smaller. Exact: a rotation acts
+                         inside a pair. With QK-norm (Qwen3) the factors go into the norms' weights,
+                         so all heads have the same pairs.
+  --one-dimension        those pairs are also turned until most of their keys, as the weights tell,
+                         lie in one of the two channels. Exact. More than a factor and a turn no
+                         pair can have: rotations by all positions come between.
+  --value-outliers 4x12  4 channels of the values are 12 times as large, and the rows of o_proj that
+                         read them smaller. Exact.
+  --input-outliers 4x12  4 channels of each layer's input are 12 times as large, and the rows of the
+                         projections that read them smaller. Exact. Keys and values stay as they
+                         are: only caches of the input (xquant) can be hurt.
+  --key-bias 100         k_proj.bias holds +-100 in some RoPE pairs, after the large key biases of
+                         Qwen2.5. Scores see a constant wherever the queries are not zero, and they
+                         are zero in no pair of a trained head; so heads become twice as wide: the
+                         old channels keep their frequencies and stand between new ones. Exact but
+                         for one factor, sqrt(2), which is rounded. Only caches in which old and new
+                         channels share a scale or a norm can be hurt. A family without such a bias
+                         is written as Llama with attention_bias; a model with QK-norm is refused.
+                         --key-bias 0 only widens the heads: compare with that one, not with MODEL.
                          The remedy is a cache with subtract_bias=true.
 
 They can be combined. Outliers hurt a cache whose scales serve other entries beside them; a scale of one channel or one pair takes the
@@ -61,27 +68,61 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write; it must be new or empty")
-    parser.add_argument("--key-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="RoPE pairs of each KV head, and their factor")
-    parser.add_argument("--key-bias", metavar="X", type=float, help="magnitude of the constant")
-    parser.add_argument("--value-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="channels of each KV head, and their factor")
     parser.add_argument(
-        "--input-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="channels of each layer's input, and their factor"
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="the directory to write; it must be new or empty",
     )
-    parser.add_argument("--one-dimension", action="store_true", help="turn the pairs of --key-outliers towards one of their two channels")
-    parser.add_argument("--seed", type=inputs.seed, default=0, help="draws channels and signs (default: 0)")
+    parser.add_argument(
+        "--key-outliers",
+        metavar="CHANNELSxFACTOR",
+        type=outliers,
+        help="RoPE pairs of each KV head, and their factor",
+    )
+    parser.add_argument("--key-bias", metavar="X", type=float, help="magnitude of the constant")
+    parser.add_argument(
+        "--value-outliers",
+        metavar="CHANNELSxFACTOR",
+        type=outliers,
+        help="channels of each KV head, and their factor",
+    )
+    parser.add_argument(
+        "--input-outliers",
+        metavar="CHANNELSxFACTOR",
+        type=outliers,
+        help="channels of each layer's input, and their factor",
+    )
+    parser.add_argument(
+        "--one-dimension",
+        action="store_true",
+        help="turn the pairs of --key-outliers towards one of their two channels",
+    )
+    parser.add_argument(
+        "--seed", type=inputs.seed, default=0, help="draws channels and signs (default: 0)"
+    )
 
 
 def outliers(text: str) -> Outliers:
     """Parse the value of --key-outliers, --value-outliers and --input-outliers, such as 4x12."""
     match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not CHANNELSxFACTOR; write 4x12 for 4 channels 12 times as large")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not CHANNELSxFACTOR; write 4x12 for 4 channels 12 times as large"
+        )
     return Outliers(int(match[1]), float(match[2]))
 
 
 def run(options: argparse.Namespace) -> None:
-    out, asked = Path(options.out), (options.key_outliers, options.value_outliers, options.key_bias, options.seed)
+    out, asked = (
+        Path(options.out),
+        (
+            options.key_outliers,
+            options.value_outliers,
+            options.key_bias,
+            options.seed,
+        ),
+    )
     stress = Stress(*asked, options.input_outliers, options.one_dimension)
     config = inputs.read_config(options.model)
     with input_errors():
@@ -95,9 +136,14 @@ def run(options: argparse.Namespace) -> None:
     with progress("comparing dense outputs"):
         change, largest = compared(llama, harder)
     if not math.isfinite(largest):
-        raise UserError(f"the logits of {options.model!r} are not finite before any change; nothing is written")
+        raise UserError(
+            f"the logits of {options.model!r} are not finite before any change; nothing is written"
+        )
     if not math.isfinite(change):
-        raise UserError("the changed model's logits are not finite; nothing is written: ask for smaller factors or a smaller bias")
+        raise UserError(
+            "the changed model's logits are not finite; nothing is written: ask for smaller factors"
+            " or a smaller bias"
+        )
     harder = in_stored_dtype(harder, source)
     with progress(f"writing {options.out}"), input_errors():
         checkpoint.save_checkpoint(harder, out, source.write_tokenizer)
@@ -106,15 +152,19 @@ def run(options: argparse.Namespace) -> None:
 
 
 def compared(before: Llama, after: Llama) -> tuple[float, float]:
-    """Return (the largest difference of a logit, the largest logit) with exact attention on random tokens."""
+    """Return (the largest difference of a logit, the largest logit) with exact attention on random
+    tokens."""
     length = min(PROBE_TOKENS, before.config.positions)
-    tokens = np.random.default_rng(0).integers(0, before.config.vocab_size, (1, length)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0).integers(0, before.config.vocab_size, (1, length)).astype(np.int32)
+    )
     logits = [np.asarray(jax.jit(forward)(llama, tokens)) for llama in (before, after)]
     return float(np.abs(logits[1] - logits[0]).max()), float(np.abs(logits[0]).max())
 
 
 def in_stored_dtype(llama: Llama, source: checkpoint.Checkpoint) -> Llama:
-    """Return the float32 model in the dtype of the checkpoint `source`, if it has one and no weight loses anything by it."""
+    """Return the float32 model in the dtype of the checkpoint `source`, if it has one and no weight
+    loses anything by it."""
     stored = {header.dtype for header in source.tensors.values()}
     dtype = STORED_DTYPES.get(stored.pop()) if len(stored) == 1 else None
     if dtype is None:
@@ -150,15 +200,22 @@ def _line(done: dict[str, Any]) -> str:
     parts = [
         f"{kind['channels']} {places} times {kind['factor']:g}"
         for kind, places in (
-            (done["key_outliers"], "RoPE pairs of keys per KV head" + (", turned towards one channel," if done["one_dimension"] else "")),
+            (
+                done["key_outliers"],
+                "RoPE pairs of keys per KV head"
+                + (", turned towards one channel," if done["one_dimension"] else ""),
+            ),
             (done["value_outliers"], "channels of values per KV head"),
             (done["input_outliers"], "channels of each layer's input"),
         )
         if kind is not None
     ]
     if done["key_bias"] is not None:
-        parts.append(f"heads widened to {done['head_dim']} channels with a key bias of {done['key_bias']:g}")
+        parts.append(
+            f"heads widened to {done['head_dim']} channels with a key bias of {done['key_bias']:g}"
+        )
     return (
-        f"[{done['out']}: {done['model_type']}, {done['dtype']}, {format_bytes(done['bytes'])}; {'; '.join(parts)}; seed {done['seed']}; "
-        f"largest change of a logit with exact attention {done['largest_logit_change']:.1e}, largest logit {done['largest_logit']:.1f}]"
+        f"[{done['out']}: {done['model_type']}, {done['dtype']}, {format_bytes(done['bytes'])};"
+        f" {'; '.join(parts)}; seed {done['seed']}; largest change of a logit with exact attention"
+        f" {done['largest_logit_change']:.1e}, largest logit {done['largest_logit']:.1f}]"
     )

@@ -1,4 +1,5 @@
-"""Tasks that a model answers by generating through its cache: pass keys, and RULER's. docs/evaluation.md runs others with lm-eval.
+"""Tasks that a model answers by generating through its cache: pass keys, and RULER's.
+docs/evaluation.md runs others with lm-eval.
 
 sample.py   a task, its samples and its files
 runner.py   generate the answers

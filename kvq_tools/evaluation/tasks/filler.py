@@ -15,12 +15,15 @@ class NoRoomError(ValueError):
     """Raised where a prompt is too long even without filler. lacking: the tokens by which it is."""
 
     def __init__(self, tokens: int, budget: int):
-        super().__init__(f"a prompt without filler has {tokens} tokens already, and {budget} are left for it")
+        super().__init__(
+            f"a prompt without filler has {tokens} tokens already, and {budget} are left for it"
+        )
         self.lacking = tokens - budget
 
 
 def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[int]:
-    """Return build(n), the tokens of a prompt with n units of filler, for about the largest n <= most that gives at most `budget` tokens.
+    """Return build(n), the tokens of a prompt with n units of filler, for about the largest n <=
+    most that gives at most `budget` tokens.
 
     Searched with guesses by proportion. NoRoomError where even n = 0 is too long.
     """
@@ -40,7 +43,8 @@ def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[in
 
 
 def generator(seed: int, length: int, depth: float, index: int) -> np.random.Generator:
-    """Return the generator of one sample: another for each length, depth and index, the same whatever else is asked for."""
+    """Return the generator of one sample: another for each length, depth and index, the same
+    whatever else is asked for."""
     if seed < 0:
         raise ValueError(f"a seed must be at least 0, got {seed}")
     return np.random.default_rng([seed, length, round(1e6 * depth), index])
@@ -62,6 +66,7 @@ def excerpt(units: Sequence[str], most: int, rng: np.random.Generator) -> Sequen
 
 
 def depth_of(hidden: str, text: str) -> float | None:
-    """Return the depth of the first mention of what is hidden, to the nearest quarter; None where there is none."""
+    """Return the depth of the first mention of what is hidden, to the nearest quarter; None where
+    there is none."""
     at = text.find(hidden)
     return None if at < 0 or not text else round(4 * at / len(text)) / 4

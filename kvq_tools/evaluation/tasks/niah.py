@@ -1,7 +1,9 @@
-"""Needles in a haystack: facts hidden in a long text, some of them asked for at the end. The eight tasks of RULER (Hsieh et al. 2024).
+"""Needles in a haystack: facts hidden in a long text, some of them asked for at the end. The eight
+tasks of RULER (Hsieh et al. 2024).
 
-Prompt, needles, haystacks and score are RULER's; its keys come from a word list that does not travel with kvq (here: two short lists), its
-essays are the user's text, and it draws depths at random, where here the needle that is asked for stands at a given depth.
+Prompt, needles, haystacks and score are RULER's; its keys come from a word list that does not
+travel with kvq (here: two short lists), its essays are the user's text, and it draws depths at
+random, where here the needle that is asked for stands at a given depth.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, g
 from kvq_tools.evaluation.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
 
 OPENING = (
-    "{Some} special magic {things} {are} hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {things} afterwards."
+    "{Some} special magic {things} {are} hidden within the following text. Make sure to memorize"
+    " it. I will quiz you about the {things} afterwards."
 )
 NEEDLE = "One of the special magic {things} for {key} is: {value}."
 QUESTION = "What {are_all} the special magic {things} for {keys} mentioned in the provided text?"
-FIELDS = Fields({"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs"))
+FIELDS = Fields(
+    {"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs")
+)
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
 MAX_NEW_TOKENS = 128
 NEEDLE_TOKENS = 8  # at least so many in a needle
@@ -33,7 +37,8 @@ NEEDLE_TOKENS = 8  # at least so many in a needle
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One of RULER's tasks: what surrounds the needles, what keys and values are, and how many of each."""
+    """One of RULER's tasks: what surrounds the needles, what keys and values are, and how many of
+    each."""
 
     haystack: str  # noise, text, needles
     keys: str = "words"
@@ -65,26 +70,41 @@ PLURAL = {"Some": "Some", "are": "are", "are_all": "are all"}
 def _form(number: dict[str, str], things: str, keys: str, context: str) -> tuple[str, str]:
     """Return (the prompt up to the question, the beginning of the answer)."""
     words = number | {"things": things, "keys": keys}
-    return "\n".join((OPENING.format(**words), context, QUESTION.format(**words))), ANSWER_PREFIX.format(**words)
+    return "\n".join(
+        (OPENING.format(**words), context, QUESTION.format(**words))
+    ), ANSWER_PREFIX.format(**words)
 
 
 RULES = {
     "prompt": "".join(_form(SINGULAR, "number", "{key}", "{haystack}")),
-    "prompt for several values": "".join(_form(PLURAL, "numbers", "{key}, and {key}", "{haystack}")),
+    "prompt for several values": "".join(
+        _form(PLURAL, "numbers", "{key}, and {key}", "{haystack}")
+    ),
     "needle": NEEDLE.replace("{things}", "numbers"),
-    "haystack": f"noise: lines of {DULL!r}; text: sentences from a random place; needles: others, one a line",
-    "depth": "share of the haystack before the needle that is asked for; all others stand anywhere, and all where several are asked for",
-    "length": "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing is cut",
+    "haystack": (
+        f"noise: lines of {DULL!r}; text: sentences from a random place; needles: others, one a"
+        " line"
+    ),
+    "depth": (
+        "share of the haystack before the needle that is asked for; all others stand anywhere, and"
+        " all where several are asked for"
+    ),
+    "length": (
+        "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing"
+        " is cut"
+    ),
     "score": "share of the values that the answer contains, in upper or lower case",
 }
 FILE_RULES = {"prompt": "of the file", "length": RULES["length"], "score": RULES["score"]}
 
 
 def score(sample: Sample, text: str) -> Scores:
-    """Return `accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text, without case (RULER's
-    string_match_all)."""
+    """Return `accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text,
+    without case (RULER's string_match_all)."""
     text = text.lower()
-    return {"accuracy": sum(value.lower() in text for value in sample.answers) / len(sample.answers)}
+    return {
+        "accuracy": sum(value.lower() in text for value in sample.answers) / len(sample.answers)
+    }
 
 
 def finished(sample: Sample, text: str) -> bool:
@@ -107,16 +127,27 @@ def generated(
     suffix: str = "",
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """Make `count` samples for each length and depth (for each length, where several values are asked for); the same arguments give the
-    same ones. kind: a name in KINDS. text: the haystack of those that hide needles in one. suffix: put after the prompt's last word.
+    """Make `count` samples for each length and depth (for each length, where several values are
+    asked for); the same arguments give the same ones. kind: a name in KINDS. text: the haystack of
+    those that hide needles in one. suffix: put after the prompt's last word.
 
-    ValueError where the kind needs a text and there is none, a length has no room for the needles, or the text is too short to fill it.
+    ValueError where the kind needs a text and there is none, a length has no room for the needles,
+    or the text is too short to fill it.
     """
     if KINDS[kind].haystack == "text" and text is None:
         raise ValueError(f"{kind} hides needles in a text: give one (--text FILE)")
     pieces = sentences(text) if text is not None else []
     return [
-        _sample(prompts, KINDS[kind], length, depth, generator(seed, length, depth or 0, i), pieces, suffix, max_new_tokens)
+        _sample(
+            prompts,
+            KINDS[kind],
+            length,
+            depth,
+            generator(seed, length, depth or 0, i),
+            pieces,
+            suffix,
+            max_new_tokens,
+        )
         for length in lengths
         for depth in (depths if KINDS[kind].single else (None,))
         for i in range(count)
@@ -144,14 +175,20 @@ class Hidden:
         context = (" " if self.kind.haystack == "text" else "\n").join(lines)
         if self.kind.single:
             return _form(SINGULAR, self.kind.values.removesuffix("s"), keys[0], context)
-        return _form(PLURAL, self.kind.values, keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}", context)
+        return _form(
+            PLURAL,
+            self.kind.values,
+            keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}",
+            context,
+        )
 
     def needles(self) -> list[str]:
         return [_needle(self.kind, key, value) for key, value in self.pairs]
 
 
 def hidden(kind: Kind, depth: float | None, rng: np.random.Generator) -> Hidden:
-    """Draw needles with different keys; the first at `depth`, the others, or all where it is None, anywhere."""
+    """Draw needles with different keys; the first at `depth`, the others, or all where it is None,
+    anywhere."""
     keys: list[str] = []
     while len(keys) < kind.needles:
         key = _drawn(kind.keys, rng)
@@ -181,12 +218,19 @@ def _sample(
 
     ids = fitted(build, len(haystack), budget)
     if len(ids) < 0.8 * budget and kind.haystack == "text":
-        raise ValueError(f"the text has {len(pieces)} sentences, too few to fill {length} tokens: give a longer one, or shorter lengths")
+        raise ValueError(
+            f"the text has {len(pieces)} sentences, too few to fill {length} tokens: give a longer"
+            " one, or shorter lengths"
+        )
     facts = {"needles": needles.needles()}
-    return Sample(tuple(ids), needles.answers, max_new_tokens, {"length": length, "depth": depth}, facts)
+    return Sample(
+        tuple(ids), needles.answers, max_new_tokens, {"length": length, "depth": depth}, facts
+    )
 
 
-def _haystack(kind: Kind, pieces: Sequence[str], budget: int, rng: np.random.Generator, taken: set[str]) -> Sequence[str]:
+def _haystack(
+    kind: Kind, pieces: Sequence[str], budget: int, rng: np.random.Generator, taken: set[str]
+) -> Sequence[str]:
     """Return enough units to fill `budget` tokens; other needles have keys that are not `taken`."""
     match kind.haystack:
         case "noise":
@@ -194,7 +238,10 @@ def _haystack(kind: Kind, pieces: Sequence[str], budget: int, rng: np.random.Gen
         case "text":
             return excerpt(pieces, budget // 2, rng)
         case _:
-            others = ((_drawn(kind.keys, rng), _drawn(kind.values, rng)) for _ in range(budget // NEEDLE_TOKENS))
+            others = (
+                (_drawn(kind.keys, rng), _drawn(kind.values, rng))
+                for _ in range(budget // NEEDLE_TOKENS)
+            )
             return [_needle(kind, key, value) for key, value in others if key not in taken]
 
 
@@ -220,13 +267,22 @@ def word_lists() -> dict[str, list[str]]:
 
 
 def from_file(
-    path: str | Path, prompts: Prompts, *, limit: int | None = None, suffix: str = "", max_new_tokens: int = MAX_NEW_TOKENS
+    path: str | Path,
+    prompts: Prompts,
+    *,
+    limit: int | None = None,
+    suffix: str = "",
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """Read samples from a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to `answer_prefix`) and `outputs`."""
+    """Read samples from a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to
+    `answer_prefix`) and `outputs`."""
     samples = []
     for row in read_rows(path, FIELDS, limit):
         prefix = row.get("answer_prefix") or ""
         ids = prompts.ids(row["input"].removesuffix(prefix), prefix + suffix)
-        labels = {"length": len(ids) + max_new_tokens, "depth": depth_of(row["outputs"][0], row["input"])}
+        labels = {
+            "length": len(ids) + max_new_tokens,
+            "depth": depth_of(row["outputs"][0], row["input"]),
+        }
         samples.append(Sample(tuple(ids), tuple(row["outputs"]), max_new_tokens, labels))
     return samples

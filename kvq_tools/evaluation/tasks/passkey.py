@@ -1,7 +1,8 @@
 """Pass keys: a five-digit number is stated once in a long text and asked for at the end.
 
-The prompt is that of Mohtashami & Jaggi 2023 (Landmark Attention), in five lines, with the space after the question's last word that
-KIVI's examples have: the digits come next. An answer is right when the first number in it is the key.
+The prompt is that of Mohtashami & Jaggi 2023 (Landmark Attention), in five lines, with the space
+after the question's last word that KIVI's examples have: the digits come next. An answer is right
+when the first number in it is the key.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ RULES = {
     "prompt": f"{OPENING}\n[filler]\n{FACT}\n[filler]\n{QUESTION}{ANSWER_PREFIX}",
     "filler": f"words of a text from a random place, or, repeated: {DULL}",
     "depth": "share of the filler's words that stand before the key",
-    "length": "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing is cut",
+    "length": (
+        "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing"
+        " is cut"
+    ),
     "score": "1 where the first number in the answer is the key, else 0",
 }
 
@@ -58,8 +62,8 @@ def generated(
     text: str | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """Make `count` samples for each length and depth; the same arguments give the same ones. `text`: the filler (default: the dull
-    sentences).
+    """Make `count` samples for each length and depth; the same arguments give the same ones.
+    `text`: the filler (default: the dull sentences).
 
     ValueError where a length has no room for the question, or the text is too short to fill it.
     """
@@ -74,24 +78,60 @@ def generated(
 def question(key: str, filler: Sequence[str], depth: float) -> str:
     """Return the prompt up to the question."""
     place = round(depth * len(filler))
-    return "\n".join((OPENING, " ".join(filler[:place]), FACT.format(key=key), " ".join(filler[place:]), QUESTION))
+    return "\n".join(
+        (
+            OPENING,
+            " ".join(filler[:place]),
+            FACT.format(key=key),
+            " ".join(filler[place:]),
+            QUESTION,
+        )
+    )
 
 
-def _sample(prompts: Prompts, length: int, depth: float, rng: np.random.Generator, text: str | None, max_new_tokens: int) -> Sample:
+def _sample(
+    prompts: Prompts,
+    length: int,
+    depth: float,
+    rng: np.random.Generator,
+    text: str | None,
+    max_new_tokens: int,
+) -> Sample:
     key, budget = str(rng.integers(10_000, 100_000)), length - max_new_tokens
     dull = words(DULL)
-    filler = dull * (budget // len(dull) + 1) if text is None else excerpt(words(text), max(budget, 0), rng)
-    ids = fitted(lambda n: prompts.ids(question(key, filler[:n], depth), ANSWER_PREFIX), len(filler), budget)
+    filler = (
+        dull * (budget // len(dull) + 1)
+        if text is None
+        else excerpt(words(text), max(budget, 0), rng)
+    )
+    ids = fitted(
+        lambda n: prompts.ids(question(key, filler[:n], depth), ANSWER_PREFIX), len(filler), budget
+    )
     if len(ids) < 0.9 * budget:
-        raise ValueError(f"the text has {len(filler)} words, too few to fill {length} tokens: give a longer one, or shorter lengths")
-    return Sample(tuple(ids), (key,), max_new_tokens, {"length": length, "depth": depth}, {"key": key})
+        raise ValueError(
+            f"the text has {len(filler)} words, too few to fill {length} tokens: give a longer one,"
+            " or shorter lengths"
+        )
+    return Sample(
+        tuple(ids), (key,), max_new_tokens, {"length": length, "depth": depth}, {"key": key}
+    )
 
 
-def from_file(path: str | Path, prompts: Prompts, *, limit: int | None = None, max_new_tokens: int = MAX_NEW_TOKENS) -> list[Sample]:
-    """Read samples from a JSON-lines file with fields `input` (the text before the question) and `target` (the key), as KIVI's."""
+def from_file(
+    path: str | Path,
+    prompts: Prompts,
+    *,
+    limit: int | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> list[Sample]:
+    """Read samples from a JSON-lines file with fields `input` (the text before the question) and
+    `target` (the key), as KIVI's."""
     samples = []
     for row in read_rows(path, FIELDS, limit):
         ids = prompts.ids(row["input"] + QUESTION, ANSWER_PREFIX)
-        labels = {"length": len(ids) + max_new_tokens, "depth": depth_of(row["target"], row["input"])}
+        labels = {
+            "length": len(ids) + max_new_tokens,
+            "depth": depth_of(row["target"], row["input"]),
+        }
         samples.append(Sample(tuple(ids), (row["target"],), max_new_tokens, labels))
     return samples

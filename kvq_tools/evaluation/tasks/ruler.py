@@ -1,8 +1,10 @@
-"""Variable tracking, common words and frequent words: RULER's tasks beside the needles that need no data (Hsieh et al. 2024, 3.2 and 3.3).
+"""Variable tracking, common words and frequent words: RULER's tasks beside the needles that need no
+data (Hsieh et al. 2024, 3.2 and 3.3).
 
-Prompts (Table 8) and settings are RULER's: a chain of four hops; ten common words, all asked for; words from a Zeta distribution with
-alpha = 2, three of them asked for. Its word list does not travel with kvq (here: about 600 words), and the example before variable tracking
-hides its chain in fewer lines than RULER's, so that a prompt of 1,024 tokens is not half example.
+Prompts (Table 8) and settings are RULER's: a chain of four hops; ten common words, all asked for;
+words from a Zeta distribution with alpha = 2, three of them asked for. Its word list does not
+travel with kvq (here: about 600 words), and the example before variable tracking hides its chain in
+fewer lines than RULER's, so that a prompt of 1,024 tokens is not half example.
 """
 
 from __future__ import annotations
@@ -26,46 +28,68 @@ ALPHA, ZETA = 2.0, np.pi**2 / 6  # the distribution of coded words, and its sum 
 CODED = 3  # coded words that are asked for, the most frequent but for the noise
 CODED_LETTERS = 6
 DOTS = "..."
-LEAST_WORDS = 64  # of a coded text: below it, the word that comes fourth may be as frequent as the third
+LEAST_WORDS = (
+    64  # of a coded text: below it, the word that comes fourth may be as frequent as the third
+)
 
 VT = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
-    "Question: Find all variables that are assigned the value {value} in the text above."
+    "Memorize and track the chain(s) of variable assignment hidden in the following"
+    " text.\n\n{context}\nQuestion: Find all variables that are assigned the value {value} in the"
+    " text above."
 )
 VT_PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, "
     "{count} variables are assigned the value {value}, they are:"
 )
 CWE = (
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n"
-    "{context}\nQuestion: What are the {count} most common words in the above list?"
+    "Below is a numbered list of words. In these words, some appear more often than others."
+    " Memorize the ones that appear most often.\n{context}\nQuestion: What are the {count} most"
+    " common words in the above list?"
 )
 CWE_PREFIX = " Answer: The top {count} words that appear most often in the list are:"
 FWE = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. "
-    "{context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
-    "What are the three most frequently appeared words in the above coded text?"
+    "Read the following coded text and track the frequency of each coded word. Find the three most"
+    " frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please"
+    " ignore the dots '....'. What are the three most frequently appeared words in the above coded"
+    " text?"
 )
-FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
+FWE_PREFIX = (
+    " Answer: According to the coded text above, the three most frequently appeared words are:"
+)
 
 RULES = {
     "vt": {
         "prompt": VT + VT_PREFIX.format(count=HOPS + 1, value="{value}"),
-        "example": f"one with its answer stands before the prompt, with names of three letters and {EXAMPLE_LINES} lines of noise",
-        "context": f"lines of {DULL!r}, and, in order and anywhere between them, VAR A = value, VAR B = VAR A, ...: {HOPS} hops",
+        "example": (
+            "one with its answer stands before the prompt, with names of three letters and"
+            f" {EXAMPLE_LINES} lines of noise"
+        ),
+        "context": (
+            f"lines of {DULL!r}, and, in order and anywhere between them, VAR A = value, VAR B ="
+            f" VAR A, ...: {HOPS} hops"
+        ),
     },
     "cwe": {
         "prompt": (CWE + CWE_PREFIX).format(count=COMMON, context="{context}"),
         "example": "one with its answer stands before the prompt: a shorter list of other words",
-        "context": f"{COMMON} words 30 times each and others 3 times, in any order; below 4096 tokens 6 times and once",
+        "context": (
+            f"{COMMON} words 30 times each and others 3 times, in any order; below 4096 tokens 6"
+            " times and once"
+        ),
     },
     "fwe": {
         "prompt": FWE + FWE_PREFIX,
-        "context": f"the word of rank k takes k^-{ALPHA:g} / zeta({ALPHA:g}) of all places, in any order; rank 1 is {DOTS!r}",
+        "context": (
+            f"the word of rank k takes k^-{ALPHA:g} / zeta({ALPHA:g}) of all places, in any order;"
+            f" rank 1 is {DOTS!r}"
+        ),
     },
 }
 SCORING = {
-    "length": "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing is cut",
+    "length": (
+        "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing"
+        " is cut"
+    ),
     "score": "share of the words asked for that the answer contains, in upper or lower case",
 }
 
@@ -87,27 +111,42 @@ class Puzzle:
 
 
 def generated(
-    prompts: Prompts, kind: str, *, lengths: Sequence[int], count: int, seed: int = 0, max_new_tokens: int | None = None
+    prompts: Prompts,
+    kind: str,
+    *,
+    lengths: Sequence[int],
+    count: int,
+    seed: int = 0,
+    max_new_tokens: int | None = None,
 ) -> list[Sample]:
-    """Make `count` samples for each length; the same arguments give the same ones. kind: a name in KINDS, with RULER's max_new_tokens where
-    none are given.
+    """Make `count` samples for each length; the same arguments give the same ones. kind: a name in
+    KINDS, with RULER's max_new_tokens where none are given.
 
     ValueError where a length has no room for the question, or there are too few words to fill it.
     """
     new = max_new_tokens or MAX_NEW_TOKENS[kind]
-    return [_sample(prompts, kind, length, generator(seed, length, 0, i), new) for length in lengths for i in range(count)]
+    return [
+        _sample(prompts, kind, length, generator(seed, length, 0, i), new)
+        for length in lengths
+        for i in range(count)
+    ]
 
 
-def _sample(prompts: Prompts, kind: str, length: int, rng: np.random.Generator, max_new_tokens: int) -> Sample:
+def _sample(
+    prompts: Prompts, kind: str, length: int, rng: np.random.Generator, max_new_tokens: int
+) -> Sample:
     budget = length - max_new_tokens
     puzzle = KINDS[kind](length, rng)
     ids = fitted(lambda n: prompts.ids(puzzle.question(n), puzzle.prefix), puzzle.most, budget)
     if len(ids) < 0.8 * budget:
-        raise ValueError(f"{kind} has too few different words to fill {length} tokens: give shorter lengths")
+        raise ValueError(
+            f"{kind} has too few different words to fill {length} tokens: give shorter lengths"
+        )
     return Sample(tuple(ids), puzzle.answers, max_new_tokens, {"length": length})
 
 
-# --- variable tracking --------------------------------------------------------------------------------------------------------------------
+# --- variable tracking
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def variable_tracking(length: int, rng: np.random.Generator) -> Puzzle:
@@ -116,7 +155,12 @@ def variable_tracking(length: int, rng: np.random.Generator) -> Puzzle:
     while asked.value == example.value:
         asked = _Chain.drawn(5, rng)
     shown = f"{example.question(EXAMPLE_LINES)}{example.prefix} {' '.join(example.names)}\n\n"
-    return Puzzle(lambda lines: shown + asked.question(lines), asked.prefix, asked.names, length // len(DULL.split()) + 1)
+    return Puzzle(
+        lambda lines: shown + asked.question(lines),
+        asked.prefix,
+        asked.names,
+        length // len(DULL.split()) + 1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +174,11 @@ class _Chain:
     @staticmethod
     def drawn(letters: int, rng: np.random.Generator) -> _Chain:
         names = _different(HOPS + 1, lambda: _letters(string.ascii_uppercase, letters, rng))
-        return _Chain(names, str(rng.integers(10_000, 100_000)), tuple(sorted(rng.random(len(names)).tolist())))
+        return _Chain(
+            names,
+            str(rng.integers(10_000, 100_000)),
+            tuple(sorted(rng.random(len(names)).tolist())),
+        )
 
     @property
     def prefix(self) -> str:
@@ -139,17 +187,21 @@ class _Chain:
     def question(self, noise: int) -> str:
         lines = [DULL] * noise
         values = (self.value, *(f"VAR {name}" for name in self.names))
-        for depth, name, value in reversed(list(zip(self.depths, self.names, values[:-1], strict=True))):
+        for depth, name, value in reversed(
+            list(zip(self.depths, self.names, values[:-1], strict=True))
+        ):
             lines.insert(round(depth * noise), f"VAR {name} = {value}")
         return VT.format(context="\n".join(lines), value=self.value)
 
 
-# --- common words -------------------------------------------------------------------------------------------------------------------------
+# --- common words
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Frequencies:
-    """How often common words and others stand in a list, and in the example, which has so many others."""
+    """How often common words and others stand in a list, and in the example, which has so many
+    others."""
 
     common: int
     other: int
@@ -163,15 +215,18 @@ LONG_FROM = 4096  # tokens
 
 
 def common_words(length: int, rng: np.random.Generator) -> Puzzle:
-    """Draw a list with common words, and a shorter one of other words for the example; a unit is a word that is not common. Where all words
-    stand in the list, the next units repeat them, as long as the common ones are more frequent."""
+    """Draw a list with common words, and a shorter one of other words for the example; a unit is a
+    word that is not common. Where all words stand in the list, the next units repeat them, as long
+    as the common ones are more frequent."""
     often = SHORT if length < LONG_FROM else LONG
     words = [str(word) for word in rng.permutation(list(itertools.chain(*word_lists().values())))]
     answers: list[str] = []
     while len(answers) < COMMON:
         word = words.pop()
         answers += [] if any(word in other or other in word for other in answers) else [word]
-    words = [word for word in words if not any(answer in word for answer in answers)]  # an answer is part of no other word
+    words = [
+        word for word in words if not any(answer in word for answer in answers)
+    ]  # an answer is part of no other word
     example, rest = words[: COMMON + often.example_others], words[COMMON + often.example_others :]
     prefix = CWE_PREFIX.format(count=COMMON)
     most = len(rest) * ((often.common - 1) // often.other)
@@ -181,7 +236,10 @@ def common_words(length: int, rng: np.random.Generator) -> Puzzle:
         return CWE.format(context=_numbered(_shuffled(entries, places)), count=COMMON)
 
     def question(others: int) -> str:
-        return shown + asked(answers * often.common + list(itertools.islice(itertools.cycle(rest), others)) * often.other)
+        return shown + asked(
+            answers * often.common
+            + list(itertools.islice(itertools.cycle(rest), others)) * often.other
+        )
 
     listed = example[:COMMON] * often.example_common + example[COMMON:] * often.example_other
     shown = f"{asked(listed)}{prefix} {_numbered(example[:COMMON])}\n\n"
@@ -192,12 +250,20 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-# --- frequent words -----------------------------------------------------------------------------------------------------------------------
+# --- frequent words
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def frequent_words(length: int, rng: np.random.Generator) -> Puzzle:
-    """Draw coded words, one for every 50 tokens as RULER, the first of them dots; a unit is a place in the text."""
-    words = (DOTS, *_different(max(length // 50, 2 * CODED), lambda: _letters(string.ascii_lowercase, CODED_LETTERS, rng)))
+    """Draw coded words, one for every 50 tokens as RULER, the first of them dots; a unit is a place
+    in the text."""
+    words = (
+        DOTS,
+        *_different(
+            max(length // 50, 2 * CODED),
+            lambda: _letters(string.ascii_lowercase, CODED_LETTERS, rng),
+        ),
+    )
     places = rng.random(LEAST_WORDS + length)
 
     def question(more: int) -> str:
@@ -208,7 +274,8 @@ def frequent_words(length: int, rng: np.random.Generator) -> Puzzle:
 
 
 def _shuffled(words: Sequence[str], places: Float[np.ndarray, " most"]) -> list[str]:
-    """Order words by the places of the first, the second, ...: the same words in the same order whatever else is drawn."""
+    """Order words by the places of the first, the second, ...: the same words in the same order
+    whatever else is drawn."""
     order: list[int] = np.argsort(places[: len(words)]).tolist()
     return [words[i] for i in order]
 

@@ -25,7 +25,8 @@ SHORTEST = 64  # tokens of a cache, at least
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The text that was generated for the sample of this index, and its scores. finite: as in `Generated`."""
+    """The text that was generated for the sample of this index, and its scores. finite: as in
+    `Generated`."""
 
     index: int
     text: str
@@ -35,24 +36,30 @@ class Answer:
 
 
 def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
-    """Raise ValueError, in one line, where a sample is empty, has a token that the model does not know, or does not fit its positions."""
+    """Raise ValueError, in one line, where a sample is empty, has a token that the model does not
+    know, or does not fit its positions."""
     for index, sample in enumerate(samples):
         if not sample.prompt:
             raise ValueError(f"sample {index} has an empty prompt")
         outside = [token for token in sample.prompt if not 0 <= token < config.vocab_size]
         if outside:
-            raise ValueError(f"sample {index} has token id {outside[0]}, outside the model's vocabulary of {config.vocab_size}")
+            raise ValueError(
+                f"sample {index} has token id {outside[0]}, outside the model's vocabulary of"
+                f" {config.vocab_size}"
+            )
         need = len(sample.prompt) + sample.max_new_tokens
         if need > config.positions:
             raise ValueError(
-                f"sample {index} needs {need} tokens ({len(sample.prompt)} prompt + {sample.max_new_tokens} new), and the model was "
-                f"trained for {config.positions} positions: take a shorter one, or fewer new tokens"
+                f"sample {index} needs {need} tokens ({len(sample.prompt)} prompt +"
+                f" {sample.max_new_tokens} new), and the model was trained for {config.positions}"
+                " positions: take a shorter one, or fewer new tokens"
             )
 
 
 def capacity(sample: Sample, config: LlamaConfig) -> int:
-    """Return the capacity of a sample's cache: at most a quarter more than it needs, and few different ones, since each is a program
-    to compile; within the model's positions, on which dynamic RoPE depends."""
+    """Return the capacity of a sample's cache: at most a quarter more than it needs, and few
+    different ones, since each is a program to compile; within the model's positions, on which
+    dynamic RoPE depends."""
     need = len(sample.prompt) + sample.max_new_tokens
     step = max(SHORTEST, 2 ** (max(need - 1, 1).bit_length() - 1) // 4)
     return min(-(-need // step) * step, config.positions)
@@ -69,12 +76,13 @@ def run(
     progress: Progress[Any] | None = None,
     message: str = "running",
 ) -> Iterator[Answer]:
-    """Answer samples greedily, in no particular order. `llama` carries what the cache needs (`kvq_models.prepare`); full-precision rows
-    have its dtype.
+    """Answer samples greedily, in no particular order. `llama` carries what the cache needs
+    (`kvq_models.prepare`); full-precision rows have its dtype.
 
-    batch: the most prompts that run together; the scores do not depend on it (but for the rounding of sums). Generation ends at the
-    model's end-of-sequence tokens, at a sample's max_new_tokens, or where the task is finished with all texts of a batch. Samples
-    fit the model (`check_samples`).
+    batch: the most prompts that run together; the scores do not depend on it (but for the rounding
+    of sums). Generation ends at the model's end-of-sequence tokens, at a sample's max_new_tokens,
+    or where the task is finished with all texts of a batch. Samples fit the model
+    (`check_samples`).
     """
     rows = list(batches(samples, llama.config, batch))
     for indices in rows if progress is None else progress(rows, message):
@@ -92,72 +100,114 @@ def run_together(
     batch: int,
     go_on: Callable[[Sequence[Answer]], bool],
 ) -> tuple[list[Answer], ...]:
-    """Answer samples through several caches, which have the pass over a prompt in common: the answers of each, as from `run`.
+    """Answer samples through several caches, which have the pass over a prompt in common: the
+    answers of each, as from `run`.
 
-    candidates: models that differ only in what each cache needs. The first is asked first; the others are asked in a batch only where
-    `go_on` of all answers of the first so far is true, so theirs may be missing.
+    candidates: models that differ only in what each cache needs. The first is asked first; the
+    others are asked in a batch only where `go_on` of all answers of the first so far is true, so
+    theirs may be missing.
     """
     found: tuple[list[Answer], ...] = tuple([] for _ in candidates)
     for indices in batches(samples, candidates[0][0].config, batch):
         chosen = [samples[i] for i in indices]
-        for own, answers in zip(found, _generated_together(candidates, task, chosen, prompts), strict=False):
+        for own, answers in zip(
+            found, _generated_together(candidates, task, chosen, prompts), strict=False
+        ):
             texts = dict(zip(indices, answers, strict=True))
-            own += [Answer(i, text, tokens, task.score(samples[i], text), finite) for i, (text, tokens, finite) in texts.items()]
+            own += [
+                Answer(i, text, tokens, task.score(samples[i], text), finite)
+                for i, (text, tokens, finite) in texts.items()
+            ]
             if own is found[0] and not go_on(own):
                 break
     return found
 
 
 def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
-    """Yield the indices of samples that run together, the longest first, so that memory runs out at once if it does. The last of several
-    batches repeats its last sample: a smaller batch would be another program to compile."""
+    """Yield the indices of samples that run together, the longest first, so that memory runs out at
+    once if it does. The last of several batches repeats its last sample: a smaller batch would be
+    another program to compile."""
 
     def shape(index: int) -> tuple[int, int]:
         return capacity(samples[index], config), samples[index].max_new_tokens
 
-    for _, group in itertools.groupby(sorted(range(len(samples)), key=shape, reverse=True), key=shape):
+    for _, group in itertools.groupby(
+        sorted(range(len(samples)), key=shape, reverse=True), key=shape
+    ):
         indices = list(group)
         for at in range(0, len(indices), batch):
             chunk = indices[at : at + batch]
             yield chunk + chunk[-1:] * (min(batch, len(indices)) - len(chunk))
 
 
-def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts) -> list[tuple[str, int, bool]]:
+def _generated(
+    llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts
+) -> list[tuple[str, int, bool]]:
     """Return (text, number of tokens, whether all logits were finite) for each sample."""
     room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
     tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
     cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
     ends = llama.config.eos_token_ids
-    segments = generate_stream(llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends)
+    segments = generate_stream(
+        llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends
+    )
     return _answers(segments, ends, task, samples, prompts)
 
 
 def _generated_together(
-    candidates: Sequence[tuple[Llama, CacheSpec]], task: Task, samples: list[Sample], prompts: Prompts
+    candidates: Sequence[tuple[Llama, CacheSpec]],
+    task: Task,
+    samples: list[Sample],
+    prompts: Prompts,
 ) -> Iterator[list[tuple[str, int, bool]]]:
-    """Yield what `_generated` returns for each candidate; a cache is given up before the next one is read."""
+    """Yield what `_generated` returns for each candidate; a cache is given up before the next one
+    is read."""
     config, new = candidates[0][0].config, samples[0].max_new_tokens
     room, ends = capacity(samples[0], config), config.eos_token_ids
     tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
-    tokens = np.pad(tokens, ((0, 0), (0, room - new - tokens.shape[1])))  # one width for all samples of this capacity
-    made = [init_cache(spec, config, len(samples), room, llama.embed[...].dtype) for llama, spec in candidates]
-    logits, filled = prefill_together([llama for llama, _ in candidates], made, jnp.asarray(tokens), jnp.asarray(lengths))
+    tokens = np.pad(
+        tokens, ((0, 0), (0, room - new - tokens.shape[1]))
+    )  # one width for all samples of this capacity
+    made = [
+        init_cache(spec, config, len(samples), room, llama.embed[...].dtype)
+        for llama, spec in candidates
+    ]
+    logits, filled = prefill_together(
+        [llama for llama, _ in candidates], made, jnp.asarray(tokens), jnp.asarray(lengths)
+    )
     del made
     caches = list(filled[::-1])
     del filled
     for llama, _ in candidates:
         state = begun(caches.pop(), logits + 0, new)  # a copy: the loop consumes its state
-        yield _answers(stream(llama, state, max_new_tokens=new, eos_ids=ends), ends, task, samples, prompts)
+        yield _answers(
+            stream(llama, state, max_new_tokens=new, eos_ids=ends), ends, task, samples, prompts
+        )
 
 
 def _answers(
-    segments: Iterable[Generated], ends: Sequence[int], task: Task, samples: list[Sample], prompts: Prompts
+    segments: Iterable[Generated],
+    ends: Sequence[int],
+    task: Task,
+    samples: list[Sample],
+    prompts: Prompts,
 ) -> list[tuple[str, int, bool]]:
     """Return the texts of a stream as far as the task needs them."""
     answers: list[tuple[str, int, bool]] = []
     for so_far in segments:
-        rows = [row[:count].tolist() for row, count in zip(np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True)]
-        answers = [(prompts.decode(row), len(row), bool(finite)) for row, finite in zip(rows, np.asarray(so_far.finite), strict=True)]
-        if all(row[-1] in ends or task.finished(sample, text) for row, sample, (text, *_) in zip(rows, samples, answers, strict=True)):
+        rows = [
+            row[:count].tolist()
+            for row, count in zip(
+                np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True
+            )
+        ]
+        answers = [
+            (prompts.decode(row), len(row), bool(finite))
+            for row, finite in zip(rows, np.asarray(so_far.finite), strict=True)
+        ]
+        if all(
+            row[-1] in ends or task.finished(sample, text)
+            for row, sample, (text, *_) in zip(rows, samples, answers, strict=True)
+        ):
             break
     return answers

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-Scores = dict[str, float]  # by metric, each between 0 and 1; the first is the one that the task is about
+Scores = dict[
+    str, float
+]  # by metric, each between 0 and 1; the first is the one that the task is about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Turn texts into prompts. `chat`, where given, encodes a text as a user's turn, up to where the answer begins."""
+    """Turn texts into prompts. `chat`, where given, encodes a text as a user's turn, up to where
+    the answer begins."""
 
     tokenizer: Any
     chat: Callable[[str], list[int]] | None = None
@@ -51,11 +54,17 @@ class Prompts:
     def ids(self, question: str, answer_prefix: str = "") -> list[int]:
         """Return the prompt's tokens; the answer's first words stand outside the user's turn."""
         if self.chat is None:
-            return list(self.tokenizer(question + answer_prefix, verbose=False).input_ids)  # quiet about lengths: those are checked later
-        return self.chat(question) + list(self.tokenizer(answer_prefix, add_special_tokens=False).input_ids)
+            return list(
+                self.tokenizer(question + answer_prefix, verbose=False).input_ids
+            )  # quiet about lengths: those are checked later
+        return self.chat(question) + list(
+            self.tokenizer(answer_prefix, add_special_tokens=False).input_ids
+        )
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +82,8 @@ class Fields:
 
 
 def read_rows(path: str | Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file, at most `limit`; ValueError names the line whose fields do not fit."""
+    """Return the objects of a JSON-lines file, at most `limit`; ValueError names the line whose
+    fields do not fit."""
     rows = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

@@ -4,9 +4,10 @@
     rows       k_l, v_l                                           of every layer, as the exact forward pass has them
     gradients  d loss / d dk_l,  d loss / d dv_l                  loss = -sum_t log p(y_t | x_<=t)
 
-The backward pass goes layer by layer and recomputes each layer from its input, so that besides the weights and the layers' inputs only
-one layer's activations exist; equal layers are compiled once. The sum of the losses is differentiated rather than their mean because it
-keeps float16 gradients, which would be of the order of 1e-7, away from the end of that format's range.
+The backward pass goes layer by layer and recomputes each layer from its input, so that besides the
+weights and the layers' inputs only one layer's activations exist; equal layers are compiled once.
+The sum of the losses is differentiated rather than their mean because it keeps float16 gradients,
+which would be of the order of 1e-7, away from the end of that format's range.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class _Scene(NamedTuple):
 def perturbed_layer(
     layer: Layer, hidden_BTD: HiddenBTD, dk_BKTH: RowsBKTH, dv_BKTH: RowsBKTH, scene: _Scene
 ) -> tuple[HiddenBTD, tuple[RowsBKTH, RowsBKTH]]:
-    """Run `layer_forward` with perturbations added to the keys before RoPE and to the values; also return those keys and values."""
+    """Run `layer_forward` with perturbations added to the keys before RoPE and to the values; also
+    return those keys and values."""
     inputs = layer.attention_inputs(hidden_BTD, scene.positions, scene.valid, scene.rope)
     k_BKTH, v_BKTH = side_rows(inputs, "k", pre_rope=True), inputs.v
     k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, scene.rope)
@@ -59,17 +61,29 @@ def perturbed_layer(
 
 
 @jax.jit
-def _forward(layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _Scene) -> tuple[HiddenBTD, tuple[Array, Array]]:
+def _forward(
+    layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _Scene
+) -> tuple[HiddenBTD, tuple[Array, Array]]:
     hidden_BTD, rows = perturbed_layer(layer, hidden_BTD, zeros_BKTH, zeros_BKTH, scene)
     return hidden_BTD, _by_token(rows)
 
 
 @jax.jit
 def _backward(
-    layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _Scene, cotangent_BTD: HiddenBTD
+    layer: Layer,
+    hidden_BTD: HiddenBTD,
+    zeros_BKTH: RowsBKTH,
+    scene: _Scene,
+    cotangent_BTD: HiddenBTD,
 ) -> tuple[HiddenBTD, tuple[Array, Array]]:
-    """Return the gradients in a layer's input and in its two perturbations from the gradient in its output."""
-    _, pull = jax.vjp(lambda h, dk, dv: perturbed_layer(layer, h, dk, dv, scene)[0], hidden_BTD, zeros_BKTH, zeros_BKTH)
+    """Return the gradients in a layer's input and in its two perturbations from the gradient in its
+    output."""
+    _, pull = jax.vjp(
+        lambda h, dk, dv: perturbed_layer(layer, h, dk, dv, scene)[0],
+        hidden_BTD,
+        zeros_BKTH,
+        zeros_BKTH,
+    )
     cotangent_BTD, *gradients = pull(cotangent_BTD)
     return cotangent_BTD, _by_token(tuple(gradients))
 
@@ -80,8 +94,11 @@ def _by_token(pair: tuple[Array, ...]) -> Any:
 
 
 @jax.jit
-def _loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> tuple[Float[Array, ""], HiddenBTD]:
-    """Return the summed losses of a chunk of tokens, and the gradient of that sum in the last layer's output."""
+def _loss(
+    llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]
+) -> tuple[Float[Array, ""], HiddenBTD]:
+    """Return the summed losses of a chunk of tokens, and the gradient of that sum in the last
+    layer's output."""
 
     def total(hidden_BTD: HiddenBTD) -> Float[Array, ""]:
         logprobs_BTV = jax.nn.log_softmax(llama.logits(hidden_BTD), axis=-1)
@@ -90,24 +107,39 @@ def _loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> 
     return jax.value_and_grad(total)(hidden_BTD)
 
 
-def gradient_of_the_loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> tuple[float, HiddenBTD]:
-    """Return the summed losses of the tokens to predict, in nats, and the gradient of that sum in the last layer's output."""
+def gradient_of_the_loss(
+    llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]
+) -> tuple[float, HiddenBTD]:
+    """Return the summed losses of the tokens to predict, in nats, and the gradient of that sum in
+    the last layer's output."""
     chunks = [slice(at, at + LOSS_CHUNK) for at in range(0, labels_BT.shape[1], LOSS_CHUNK)]
-    losses, cotangents = zip(*(_loss(llama, hidden_BTD[:, chunk], labels_BT[:, chunk]) for chunk in chunks), strict=True)
+    losses, cotangents = zip(
+        *(_loss(llama, hidden_BTD[:, chunk], labels_BT[:, chunk]) for chunk in chunks), strict=True
+    )
     return float(sum(losses)), jnp.concatenate(cotangents, axis=1)
 
 
-def record(llama: Llama, window: Int[np.ndarray, " tokens"], write: Callable[[Recorded], None]) -> float:
-    """Run one sample, pass every layer's rows and gradients to `write`, and return the mean loss in nats per token.
+def record(
+    llama: Llama, window: Int[np.ndarray, " tokens"], write: Callable[[Recorded], None]
+) -> float:
+    """Run one sample, pass every layer's rows and gradients to `write`, and return the mean loss in
+    nats per token.
 
-    window: T + 1 token ids; the first T are the inputs, at positions 0 to T - 1. Gradients are those of the sum of the T losses. Raises
-    ValueError, naming the first layer and side whose rows or gradients are not finite; what was written before is then of no use.
+    window: T + 1 token ids; the first T are the inputs, at positions 0 to T - 1. Gradients are
+    those of the sum of the T losses. Raises ValueError, naming the first layer and side whose rows
+    or gradients are not finite; what was written before is then of no use.
     """
     tokens_BT = jnp.asarray(window[None], jnp.int32)
     length = tokens_BT.shape[1] - 1
-    scene = _Scene(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), bool), rope_for(llama.config, length))
+    scene = _Scene(
+        jnp.arange(length, dtype=jnp.int32)[None],
+        jnp.ones((1, length), bool),
+        rope_for(llama.config, length),
+    )
     hidden_BTD = llama.embed_tokens(tokens_BT[:, :-1])
-    zeros_BKTH = jnp.zeros((1, llama.config.num_key_value_heads, length, llama.config.head_dim), hidden_BTD.dtype)
+    zeros_BKTH = jnp.zeros(
+        (1, llama.config.num_key_value_heads, length, llama.config.head_dim), hidden_BTD.dtype
+    )
 
     inputs = []
     for index, layer in enumerate(llama.layers):
@@ -129,5 +161,8 @@ def _sides(layer: int, what: str, pair: tuple[Array, Array]) -> Iterator[Recorde
         if not bool(jnp.isfinite(array).all()):
             kind = {"k": "keys", "v": "values"}[side]
             subject = kind if what == "rows" else f"gradients in the {kind}"
-            raise ValueError(f"layer {layer}, {side}: the {subject} of a sample are not finite in {array.dtype.name}")
+            raise ValueError(
+                f"layer {layer}, {side}: the {subject} of a sample are not finite in"
+                f" {array.dtype.name}"
+            )
         yield Recorded(layer, side, what, np.asarray(array))

@@ -4,8 +4,9 @@
     2. run the model over each: rows and gradients of every layer go to disk  (activations.py, store.py)
     3. fit one side of one layer at a time                                    (Codec.calibrate)
 
-Memory holds the weights and either one sample or the rows and gradients of one side of one layer. Both loops can be interrupted: the
-next call with the same work directory goes on where the last one ended, and gives the same bytes as one that was not interrupted.
+Memory holds the weights and either one sample or the rows and gradients of one side of one layer.
+Both loops can be interrupted: the next call with the same work directory goes on where the last one
+ended, and gives the same bytes as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -48,21 +49,27 @@ def calibrate(
     text: str = "",
     progress: Progress | None = None,
 ) -> Calibration:
-    """Fit the parameters that `spec` needs for this model to `samples` random windows of `length` tokens of a text.
+    """Fit the parameters that `spec` needs for this model to `samples` random windows of `length`
+    tokens of a text.
 
-    token_ids: the text's tokens. work: a directory for what the samples record, of the size that `Store` documents; it may be reused for
-    other specs, which then skip the recording, and belongs to one model, text, seed, sample count, length and dtype. text: the text's
-    name, for the file, whose spec is the `resolved` one. progress: wraps the two loops, as tqdm would. The first `spec.sink` tokens of
-    each sample are left out of the fit: a cache keeps them in full precision. The same arguments give the same bytes on the same machine.
+    token_ids: the text's tokens. work: a directory for what the samples record, of the size that
+    `Store` documents; it may be reused for other specs, which then skip the recording, and belongs
+    to one model, text, seed, sample count, length and dtype. text: the text's name, for the file,
+    whose spec is the `resolved` one. progress: wraps the two loops, as tqdm would. The first
+    `spec.sink` tokens of each sample are left out of the fit: a cache keeps them in full precision.
+    The same arguments give the same bytes on the same machine.
 
-    Raises ValueError, in one line, where the spec needs no calibration or does not fit the model, the text is too short, the work directory
-    is another run's, damaged, or in use by another process, or rows are not finite or refused by the method (then named by layer and side);
-    OSError where the disk lacks space.
+    Raises ValueError, in one line, where the spec needs no calibration or does not fit the model,
+    the text is too short, the work directory is another run's, damaged, or in use by another
+    process, or rows are not finite or refused by the method (then named by layer and side); OSError
+    where the disk lacks space.
     """
     spec, progress = parse(spec), progress or (lambda items, _: items)
     check_request(spec, llama.config, token_ids, samples, length)
     dtype = llama.embed[...].dtype.name
-    identity = Identity(fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype)
+    identity = Identity(
+        fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype
+    )
     windows = text_samples.draw(token_ids, samples, length, seed)
     needed = needs(spec, llama.config)
     rope = rope_for(llama.config, length)
@@ -74,22 +81,33 @@ def calibrate(
         for name in progress(list(needed), "fitting"):
             need = needed[name]
             bias = subtracted_bias(need.codec, llama.layers[need.layer])
-            tensors |= {f"{name}.{own}": array for own, array in _fitted(store, need, spec.sink, rope, bias).items()}
-    origin = Origin(text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses)))
+            tensors |= {
+                f"{name}.{own}": array
+                for own, array in _fitted(store, need, spec.sink, rope, bias).items()
+            }
+    origin = Origin(
+        text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses))
+    )
     keys = {name: need.options for name, need in needed.items()}
-    made = Calibration(str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors)
+    made = Calibration(
+        str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors
+    )
     return dataclasses.replace(made, spec=str(resolved(spec, made)))
 
 
-def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: Integers, samples: int, length: int) -> None:
-    """Raise ValueError, in one line, for everything in a request that can be refused without the weights."""
+def check_request(
+    spec: CacheSpec, config: LlamaConfig, token_ids: Integers, samples: int, length: int
+) -> None:
+    """Raise ValueError, in one line, for everything in a request that can be refused without the
+    weights."""
     if not needs(spec, config):
         raise ValueError(f"{str(spec)!r} needs no calibration: it can be used as it is")
     check_weights(spec, config)
     text_samples.check(token_ids, samples, length, config)
     if length <= spec.sink:
         raise ValueError(
-            f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the first {spec.sink} in full precision"
+            f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the"
+            f" first {spec.sink} in full precision"
         )
 
 
@@ -98,8 +116,11 @@ def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
     return codec.subtracted_bias(codec.from_weights(layer_weights(layer)), layer.config.head_dim)
 
 
-def _fitted(store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None) -> dict[str, np.ndarray]:
-    """Return the parameters of one side of one layer: those that an earlier call kept, or new ones."""
+def _fitted(
+    store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
+) -> dict[str, np.ndarray]:
+    """Return the parameters of one side of one layer: those that an earlier call kept, or new
+    ones."""
     options = f"{need.options} without the first {sink} tokens"
     kept = store.fitted(need.layer, need.side, options)
     if kept is not None and _agree(kept, need):
@@ -108,7 +129,9 @@ def _fitted(store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, 
         parameters = need.codec.calibrate(*_rows(store, need, sink, rope, bias))
     except ValueError as error:
         raise ValueError(f"layer {need.layer}, {need.side}: {error}") from error
-    assert _agree(parameters, need), f"{type(need.codec).__name__}.calibrate does not keep what its parameters() declares"
+    assert _agree(parameters, need), (
+        f"{type(need.codec).__name__}.calibrate does not keep what its parameters() declares"
+    )
     store.keep(need.layer, need.side, options, parameters)
     return parameters
 
@@ -121,14 +144,18 @@ def _agree(parameters: dict[str, np.ndarray], need: Need) -> bool:
 def _rows(
     store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
 ) -> tuple[Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]]:
-    """Return the rows that the codec caches, without each sample's first tokens, and the mean loss's gradient in them; fp32.
+    """Return the rows that the codec caches, without each sample's first tokens, and the mean
+    loss's gradient in them; fp32.
 
-    The recorded keys are those before RoPE, with their bias. Keys after it are k_rot = a R k, with the rotation R and the attention factor
-    a, so the gradient with respect to them is R g / a; a bias changes no gradient.
+    The recorded keys are those before RoPE, with their bias. Keys after it are k_rot = a R k, with
+    the rotation R and the attention factor a, so the gradient with respect to them is R g / a; a
+    bias changes no gradient.
     """
     recorded = store.read(need.layer, need.side)
     samples, length, heads, head_dim = recorded[0].shape
-    rows, gradients = (np.empty((samples, length - sink, heads, head_dim), np.float32) for _ in recorded)
+    rows, gradients = (
+        np.empty((samples, length - sink, heads, head_dim), np.float32) for _ in recorded
+    )
     rotates = need.side == "k" and not need.codec.before_rope
     for index in range(samples):
         row, gradient = (jnp.asarray(array[index]) for array in recorded)
@@ -136,7 +163,10 @@ def _rows(
         if bias is not None:
             row = row.astype(jnp.float32) - bias[None]
         if rotates:
-            row, gradient = _rotated(row, rope), _rotated(gradient, rope) / jnp.square(rope.attention_factor)
+            row, gradient = (
+                _rotated(row, rope),
+                _rotated(gradient, rope) / jnp.square(rope.attention_factor),
+            )
         rows[index], gradients[index] = row[sink:].astype(jnp.float32), gradient[sink:]
     return rows.reshape(-1, heads, head_dim), gradients.reshape(-1, heads, head_dim)
 

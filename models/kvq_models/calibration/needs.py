@@ -1,4 +1,5 @@
-"""The sides of a cache's layers that need calibrated parameters, and the fingerprint of the model they are for."""
+"""The sides of a cache's layers that need calibrated parameters, and the fingerprint of the model
+they are for."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from kvq_models.llama.model import Llama, abstract_llama
 
 
 class Need(NamedTuple):
-    """One side of one layer that needs parameters. `options` spells out everything they depend on: parameters made for equal options
-    serve it."""
+    """One side of one layer that needs parameters. `options` spells out everything they depend on:
+    parameters made for equal options serve it."""
 
     layer: int
     side: Side
@@ -34,24 +35,32 @@ class Need(NamedTuple):
 
 
 def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
-    """Return the needs of `spec` for this model as {"layers.0.k": Need, ...}; empty for methods without parameters.
+    """Return the needs of `spec` for this model as {"layers.0.k": Need, ...}; empty for methods
+    without parameters.
 
     Raises ValueError where the spec does not fit the model.
     """
     needed = {}
     dims = dims_of(config)
     for layer, plan in enumerate(parameter_plans(spec, dims)):
-        sides: tuple[tuple[Side, Method, Codec], ...] = (("k", spec.k, plan.k), ("v", spec.v, plan.v))
+        sides: tuple[tuple[Side, Method, Codec], ...] = (
+            ("k", spec.k, plan.k),
+            ("v", spec.v, plan.v),
+        )
         for side, method, codec in sides:
             parameters = codec.parameters(dims.num_key_value_heads)
             if parameters:
-                needed[f"layers.{layer}.{side}"] = Need(layer, side, codec, f"{method.name}:{codec.calibration_key()}", parameters)
+                needed[f"layers.{layer}.{side}"] = Need(
+                    layer, side, codec, f"{method.name}:{codec.calibration_key()}", parameters
+                )
     return needed
 
 
 def fingerprint(llama: Llama) -> str:
-    """Return a hash that tells models of one size apart, whatever dtype they were loaded in: the sha256, as 64 hex digits, of the RoPE
-    settings and of the bfloat16 values of every norm, the first layer's key projection and the last layer's value projection."""
+    """Return a hash that tells models of one size apart, whatever dtype they were loaded in: the
+    sha256, as 64 hex digits, of the RoPE settings and of the bfloat16 values of every norm, the
+    first layer's key projection and the last layer's value projection.
+    """
     weights = {weight.name: weight for weight in hf_names.weights(llama).values()}
 
     def read(name: str) -> np.ndarray:
@@ -62,11 +71,17 @@ def fingerprint(llama: Llama) -> str:
 
 
 def fingerprint_of(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> str:
-    """Return the `fingerprint` of the model whose tensors `read` gives by their Hugging Face names, in Hugging Face's orientation."""
+    """Return the `fingerprint` of the model whose tensors `read` gives by their Hugging Face names,
+    in Hugging Face's orientation."""
     digest = hashlib.sha256(repr(dataclasses.astuple(config.rope)).encode())
     last = config.num_hidden_layers - 1
-    projections = ("model.layers.0.self_attn.k_proj.weight", f"model.layers.{last}.self_attn.v_proj.weight")
+    projections = (
+        "model.layers.0.self_attn.k_proj.weight",
+        f"model.layers.{last}.self_attn.v_proj.weight",
+    )
     for name in (weight.name for weight in hf_names.weights(abstract_llama(config)).values()):
         if "norm" in name or name in projections:
-            digest.update(np.ascontiguousarray(read(name).astype(jnp.dtype("bfloat16"))).view(np.uint8).data)
+            digest.update(
+                np.ascontiguousarray(read(name).astype(jnp.dtype("bfloat16"))).view(np.uint8).data
+            )
     return digest.hexdigest()

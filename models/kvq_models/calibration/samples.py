@@ -11,10 +11,14 @@ from kvq_jax.types.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
 
 
-def draw(token_ids: Integers, samples: int, length: int, seed: int) -> Int[np.ndarray, "{samples} {length}+1"]:
-    """Draw `samples` windows of length + 1 tokens from anywhere in the text: `length` inputs, each with the token to predict after it.
+def draw(
+    token_ids: Integers, samples: int, length: int, seed: int
+) -> Int[np.ndarray, "{samples} {length}+1"]:
+    """Draw `samples` windows of length + 1 tokens from anywhere in the text: `length` inputs, each
+    with the token to predict after it.
 
-    The same seed draws the same windows; they may overlap. Raises ValueError where the text has no window of that length.
+    The same seed draws the same windows; they may overlap. Raises ValueError where the text has no
+    window of that length.
     """
     tokens = np.asarray(token_ids)
     starts = np.random.default_rng(seed).integers(0, tokens.size - length, samples)
@@ -22,18 +26,28 @@ def draw(token_ids: Integers, samples: int, length: int, seed: int) -> Int[np.nd
 
 
 def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -> None:
-    """Raise ValueError, in one line, where no samples can be drawn from these tokens for this model."""
+    """Raise ValueError, in one line, where no samples can be drawn from these tokens for this
+    model."""
     tokens = np.asarray(token_ids)
     if samples < 1 or length < 1:
-        raise ValueError(f"a calibration needs at least one sample of one token: {samples=}, {length=}")
+        raise ValueError(
+            f"a calibration needs at least one sample of one token: {samples=}, {length=}"
+        )
     if tokens.ndim != 1 or tokens.size < length + 1:
-        raise ValueError(f"samples of {length} tokens need a text of at least {length + 1} tokens, and this one has {tokens.size}")
+        raise ValueError(
+            f"samples of {length} tokens need a text of at least {length + 1} tokens, and this one"
+            f" has {tokens.size}"
+        )
     outside = (tokens < 0) | (tokens >= config.vocab_size)
     if outside.any():
         at = int(outside.argmax())
-        raise ValueError(f"token id {tokens[at]} at position {at} is outside the vocabulary of {config.vocab_size}")
+        raise ValueError(
+            f"token id {tokens[at]} at position {at} is outside the vocabulary of"
+            f" {config.vocab_size}"
+        )
 
 
 def sha256(token_ids: Integers) -> str:
-    """Return the sha256 of a text's token ids as little-endian int32, which tells texts apart whatever their files are called."""
+    """Return the sha256 of a text's token ids as little-endian int32, which tells texts apart
+    whatever their files are called."""
     return hashlib.sha256(np.asarray(token_ids).astype("<i4").tobytes()).hexdigest()

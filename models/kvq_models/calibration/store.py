@@ -1,4 +1,5 @@
-"""The work directory of a calibration: the arrays that its samples recorded, and the parameters fitted so far.
+"""The work directory of a calibration: the arrays that its samples recorded, and the parameters
+fitted so far.
 
     lock                        held by the process that works here
     state.json                  the run that the samples belong to (`Identity`), the loss of each complete sample and the sha256 of each of
@@ -7,10 +8,12 @@
     v.rows, v.gradients         backward pass have; gradients are those of the sum of a sample's losses
     fitted/*.safetensors        one for each layer, side and set of options, with a checksum
 
-Each layer and side is contiguous in its files, so fitting it reads nothing else. A sample counts once its loss is in state.json, and a
-fit once its file has its final name: an interrupted run loses only the step in progress. The samples do not depend on the cache they are
-for, so one directory serves several. state.json is the first file of all after the lock, and the directory is deleted as a whole; so a
-process that is killed at any moment leaves a directory that the same command goes on from.
+Each layer and side is contiguous in its files, so fitting it reads nothing else. A sample counts
+once its loss is in state.json, and a fit once its file has its final name: an interrupted run loses
+only the step in progress. The samples do not depend on the cache they are for, so one directory
+serves several. state.json is the first file of all after the lock, and the directory is deleted as
+a whole; so a process that is killed at any moment leaves a directory that the same command goes on
+from.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ DIGESTS, CHECKSUM = "sha256_of_arrays", "sha256"  # fields of state.json
 GIB = 2**30
 ATTEMPTS = 10  # to lock a directory that others delete at the same time
 
-Digests: TypeAlias = dict[str, list[str]]  # the sha256 of one sample's arrays: by file, one for each layer
+Digests: TypeAlias = dict[
+    str, list[str]
+]  # the sha256 of one sample's arrays: by file, one for each layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +65,32 @@ class Identity:
 
 
 class Store:
-    """A work directory, open while the `with` block lasts. `losses` holds one entry for each complete sample, in order."""
+    """A work directory, open while the `with` block lasts. `losses` holds one entry for each
+    complete sample, in order."""
 
     def __init__(self, directory: Path, identity: Identity, dims: CacheDims):
         self.directory, self.identity = directory, identity
         self.losses: list[float] = []
-        self._digests: list[Digests | None] = []  # of each complete sample; None for one of an older version
-        self._shape = (dims.num_hidden_layers, identity.samples, identity.length, dims.num_key_value_heads, dims.head_dim)
+        self._digests: list[
+            Digests | None
+        ] = []  # of each complete sample; None for one of an older version
+        self._shape = (
+            dims.num_hidden_layers,
+            identity.samples,
+            identity.length,
+            dims.num_key_value_heads,
+            dims.head_dim,
+        )
         self._dtype = jnp.dtype(identity.dtype)
         self._lock = _lock(directory)
 
     def __enter__(self) -> Store:
-        """Resume the run of this identity that the directory holds, or begin one in a new or empty directory.
+        """Resume the run of this identity that the directory holds, or begin one in a new or empty
+        directory.
 
-        Raises ValueError, in one line, where the directory holds something else, is damaged, or belongs to a process that runs right now;
-        OSError where the disk has no space for the samples to come. Then nothing is changed.
+        Raises ValueError, in one line, where the directory holds something else, is damaged, or
+        belongs to a process that runs right now; OSError where the disk has no space for the
+        samples to come. Then nothing is changed.
         """
         self._take_up()
         self._check_disk()
@@ -109,18 +125,22 @@ class Store:
         self._write_state()
 
     def read(self, layer: int, side: Side) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rows, gradients) of one side of one layer, mapped from their files: [samples, length, K, H] in the model's dtype.
+        """Return (rows, gradients) of one side of one layer, mapped from their files: [samples,
+        length, K, H] in the model's dtype.
 
         Raises ValueError, in one line, where they are not what was recorded.
         """
         return self._recorded(f"{side}.rows", layer), self._recorded(f"{side}.gradients", layer)
 
     def fitted(self, layer: int, side: Side, options: str) -> dict[str, np.ndarray] | None:
-        """Return the parameters fitted for a layer and side with these options; None where there are none, or none that are whole."""
+        """Return the parameters fitted for a layer and side with these options; None where there
+        are none, or none that are whole."""
         file = self._fitted_file(layer, side, options)
         try:
             with safe_open(file, framework="numpy") as stored:
-                if (stored.metadata() or {}).items() >= self._fitted_header(layer, side, options).items():
+                if (stored.metadata() or {}).items() >= self._fitted_header(
+                    layer, side, options
+                ).items():
                     return read_tensors(stored, repr(str(file)), required=True)
         except (OSError, SafetensorError, ValueError):
             pass  # damaged ones are fitted again, as missing ones are
@@ -128,36 +148,55 @@ class Store:
 
     def keep(self, layer: int, side: Side, options: str, parameters: dict[str, np.ndarray]) -> None:
         """Keep fitted parameters."""
-        save_tensors(self._fitted_file(layer, side, options), parameters, self._fitted_header(layer, side, options))
+        save_tensors(
+            self._fitted_file(layer, side, options),
+            parameters,
+            self._fitted_header(layer, side, options),
+        )
 
     @staticmethod
     def delete(directory: Path) -> None:
-        """Delete a work directory that a run has resumed or begun, with all its files; leave it to another process that has taken it up."""
+        """Delete a work directory that a run has resumed or begun, with all its files; leave it to
+        another process that has taken it up."""
         with suppress(filelock.Timeout), _lock(directory):
             delete_directory(directory)
 
     def _fitted_header(self, layer: int, side: Side, options: str) -> dict[str, str]:
         """Return the header of a file of fitted parameters: all that they depend on."""
-        return {"identity": json.dumps(dataclasses.asdict(self.identity)), "layer": str(layer), "side": side, "options": options}
+        return {
+            "identity": json.dumps(dataclasses.asdict(self.identity)),
+            "layer": str(layer),
+            "side": side,
+            "options": options,
+        }
 
     def _fitted_file(self, layer: int, side: Side, options: str) -> Path:
-        return self.directory / FITTED / f"{hashlib.sha256(options.encode()).hexdigest()[:16]}.{layer}.{side}.safetensors"
+        return (
+            self.directory
+            / FITTED
+            / f"{hashlib.sha256(options.encode()).hexdigest()[:16]}.{layer}.{side}.safetensors"
+        )
 
     def _take(self) -> None:
-        """Make the directory where it is missing, and lock it. Raise ValueError where another process holds it."""
+        """Make the directory where it is missing, and lock it. Raise ValueError where another
+        process holds it."""
         for _ in range(ATTEMPTS):
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock.acquire()
             except filelock.Timeout:
-                raise ValueError(f"another process is calibrating in {str(self.directory)!r} right now; wait for it") from None
+                raise ValueError(
+                    f"another process is calibrating in {str(self.directory)!r} right now; wait"
+                    " for it"
+                ) from None
             except FileNotFoundError:
                 continue  # it was deleted in between, by a process that had finished
             return
         raise ValueError(f"{str(self.directory)!r} cannot be locked: it disappears again and again")
 
     def _take_up(self) -> None:
-        """Read the state, if there is one. Raise ValueError where it is another run's, or where something else is in the directory."""
+        """Read the state, if there is one. Raise ValueError where it is another run's, or where
+        something else is in the directory."""
         file = self.directory / STATE
         if not file.exists():
             self._check_empty()
@@ -167,62 +206,104 @@ class Store:
             theirs, ours = getattr(state.identity, field.name), getattr(self.identity, field.name)
             if theirs != ours:
                 raise ValueError(
-                    f"{str(self.directory)!r} holds the samples of another run: {field.name} is {_short(theirs)} there and {_short(ours)} "
-                    "here; name another work directory, or delete this one"
+                    f"{str(self.directory)!r} holds the samples of another run: {field.name} is"
+                    f" {_short(theirs)} there and {_short(ours)} here; name another work directory,"
+                    " or delete this one"
                 )
         self.losses, self._digests = state.losses, state.digests
 
     def _check_empty(self) -> None:
-        ours = self.directory.is_dir() and all(path.name == LOCK or path.name.startswith(UNFINISHED) for path in self.directory.iterdir())
+        ours = self.directory.is_dir() and all(
+            path.name == LOCK or path.name.startswith(UNFINISHED)
+            for path in self.directory.iterdir()
+        )
         if self.directory.exists() and not ours:
-            raise ValueError(f"{str(self.directory)!r} is not the work directory of a calibration, and it is not empty; name another one")
+            raise ValueError(
+                f"{str(self.directory)!r} is not the work directory of a calibration, and it is not"
+                " empty; name another one"
+            )
 
     def _read_state(self, file: Path) -> _State:
         delete = f"delete {str(self.directory)!r}"
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))
-            known, identity, losses = fields["format"] == FORMAT, Identity(**fields["identity"]), [float(loss) for loss in fields["losses"]]
+            known, identity, losses = (
+                fields["format"] == FORMAT,
+                Identity(**fields["identity"]),
+                [float(loss) for loss in fields["losses"]],
+            )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{str(file)!r} cannot be read as the state of a calibration; {delete}") from error
+            raise ValueError(
+                f"{str(file)!r} cannot be read as the state of a calibration; {delete}"
+            ) from error
         if not known:
             raise ValueError(f"{str(file)!r} was written by another version of kvq; {delete}")
         if not fields.keys() & {DIGESTS, CHECKSUM}:
-            warnings.warn(f"{str(file)!r} was written before files had checksums: damage would not be seen", NoChecksum, stacklevel=2)
+            warnings.warn(
+                f"{str(file)!r} was written before files had checksums: damage would not be seen",
+                NoChecksum,
+                stacklevel=2,
+            )
             return _State(identity, losses, [None] * len(losses))
         if fields.pop(CHECKSUM, None) != _checksum(fields):
-            raise ValueError(f"{str(file)!r} is damaged: its content does not have the checksum that it states; {delete}")
+            raise ValueError(
+                f"{str(file)!r} is damaged: its content does not have the checksum that it states;"
+                f" {delete}"
+            )
         return _State(identity, losses, fields[DIGESTS])
 
     def _recorded(self, name: str, layer: int) -> np.ndarray:
-        """Return one layer of a file of arrays, mapped, after comparing it with the checksums of its samples."""
+        """Return one layer of a file of arrays, mapped, after comparing it with the checksums of
+        its samples."""
         file = self.directory / name
         size = int(np.prod(self._shape)) * self._dtype.itemsize
         if not file.is_file() or file.stat().st_size != size:
-            raise ValueError(f"{str(file)!r} is missing or has not the {size} bytes that were recorded; delete {str(self.directory)!r}")
+            raise ValueError(
+                f"{str(file)!r} is missing or has not the {size} bytes that were recorded; delete"
+                f" {str(self.directory)!r}"
+            )
         recorded = np.memmap(file, self._dtype, "r", shape=self._shape)[layer]
         for sample, digests in enumerate(self._digests):
             if digests is not None and sha256_of(recorded[sample]) != digests[name][layer]:
                 raise ValueError(
-                    f"{str(file)!r} is damaged: sample {sample} of layer {layer} does not have its checksum; delete {str(self.directory)!r}"
+                    f"{str(file)!r} is damaged: sample {sample} of layer {layer} does not have its"
+                    f" checksum; delete {str(self.directory)!r}"
                 )
         return recorded
 
     def _check_disk(self) -> None:
-        """Raise OSError where the samples to come do not fit the disk; those recorded before already have their place."""
+        """Raise OSError where the samples to come do not fit the disk; those recorded before
+        already have their place."""
         layers, samples, *sample = self._shape
-        need = len(FILES) * layers * (samples - len(self.losses)) * int(np.prod(sample)) * self._dtype.itemsize
-        existing = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+        need = (
+            len(FILES)
+            * layers
+            * (samples - len(self.losses))
+            * int(np.prod(sample))
+            * self._dtype.itemsize
+        )
+        existing = next(
+            path for path in (self.directory, *self.directory.absolute().parents) if path.exists()
+        )
         free = shutil.disk_usage(existing).free
         if need > free:
             raise OSError(
-                f"{samples - len(self.losses)} samples of {self.identity.length} tokens need {need / GIB:.2f} GiB in "
-                f"{str(self.directory)!r}, and {free / GIB:.2f} GiB are free there; take fewer or shorter samples, or another disk"
+                f"{samples - len(self.losses)} samples of {self.identity.length} tokens need"
+                f" {need / GIB:.2f} GiB in {str(self.directory)!r}, and {free / GIB:.2f} GiB are"
+                " free there; take fewer or shorter samples, or another disk"
             )
 
     def _write_state(self) -> None:
-        state = {"format": FORMAT, "identity": dataclasses.asdict(self.identity), "losses": self.losses, DIGESTS: self._digests}
+        state = {
+            "format": FORMAT,
+            "identity": dataclasses.asdict(self.identity),
+            "losses": self.losses,
+            DIGESTS: self._digests,
+        }
         with replacing(self.directory / STATE) as unfinished:
-            unfinished.write_text(json.dumps(state | {CHECKSUM: _checksum(state)}, indent=2) + "\n", encoding="utf-8")
+            unfinished.write_text(
+                json.dumps(state | {CHECKSUM: _checksum(state)}, indent=2) + "\n", encoding="utf-8"
+            )
 
 
 class _State(NamedTuple):
@@ -234,8 +315,8 @@ class _State(NamedTuple):
 
 
 class SampleWriter:
-    """Writer of one sample's arrays to their places in the files. `loss` is the sample's mean loss, set at its end; `digests` has the
-    sha256 of every array."""
+    """Writer of one sample's arrays to their places in the files. `loss` is the sample's mean loss,
+    set at its end; `digests` has the sha256 of every array."""
 
     def __init__(self, files: dict[str, BinaryIO], shape: tuple[int, ...], sample: int):
         self.loss: float | None = None

@@ -1,17 +1,20 @@
-"""Weights of a few bits: sensitivity-weighted levels for each output channel of the layers' projections.
+"""Weights of a few bits: sensitivity-weighted levels for each output channel of the layers'
+projections.
 
     minimize  sum_i F_i (w_i - nearest level)^2      over 2^bits levels for each row of W, one row for each output channel
     F = mean over samples of (d loss / d w)^2        loss: of a whole sample, in nats; the diagonal of the Fisher information
 
-The fit is the one of KVQuant's levels (kvq_jax/methods/kvquant/kmeans.py). A fraction of a matrix's weights may stay as they are and out of
-the fit: a ninth of them those with the largest F, the others the largest in magnitude. The embedding, the head, norms and biases are not
-touched.
+The fit is the one of KVQuant's levels (kvq_jax/methods/kvquant/kmeans.py). A fraction of a matrix's
+weights may stay as they are and out of the fit: a ninth of them those with the largest F, the
+others the largest in magnitude. The embedding, the head, norms and biases are not touched.
 
-The backward pass goes from the last layer to the first, all samples through one layer at a time, with the unquantized weights. Memory
-beside the model: the inputs of all layers for all samples, samples x length x width x layers in fp32 (0.6 GB for 16 x 512 tokens of
-SmolLM2, 8.6 GB for those of Llama 3.1 8B), and the quantized weights.
+The backward pass goes from the last layer to the first, all samples through one layer at a time,
+with the unquantized weights. Memory beside the model: the inputs of all layers for all samples,
+samples x length x width x layers in fp32 (0.6 GB for 16 x 512 tokens of SmolLM2, 8.6 GB for those
+of Llama 3.1 8B), and the quantized weights.
 
-Source: Kim et al., SqueezeLLM, sections 4.1 and 4.2, which KVQuant quantizes weights by (section 4.4, Table 5).
+Source: Kim et al., SqueezeLLM, sections 4.1 and 4.2, which KVQuant quantizes weights by (section
+4.4, Table 5).
 """
 
 from __future__ import annotations
@@ -47,16 +50,21 @@ ROWS = 256  # fitted at a time
 
 @dataclasses.dataclass(frozen=True)
 class WeightCount:
-    """What a quantized model would store: weights in the projections, bits of one of them on average (its code; its row's levels in 16 bits
-    each; 16 bits and a 16-bit column for a weight that stays), and the mean of F (w - w^)^2 over that of F w^2."""
+    """What a quantized model would store: weights in the projections, bits of one of them on
+    average (its code; its row's levels in 16 bits each; 16 bits and a 16-bit column for a weight
+    that stays), and the mean of F (w - w^)^2 over that of F w^2.
+    """
 
     weights: int
     bits: float
     weighted_error: float
 
 
-def check_request(config: LlamaConfig, token_ids: Integers, bits: int, sparse: float, samples: int, length: int) -> None:
-    """Raise ValueError, in one line, for everything in a request that can be refused without the weights."""
+def check_request(
+    config: LlamaConfig, token_ids: Integers, bits: int, sparse: float, samples: int, length: int
+) -> None:
+    """Raise ValueError, in one line, for everything in a request that can be refused without the
+    weights."""
     if bits not in BITS:
         raise ValueError(f"{bits=} is not supported; choose from {', '.join(map(str, BITS))}")
     if not 0 <= sparse <= MOST_SPARSE:
@@ -75,13 +83,15 @@ def quantize_weights(
     seed: int = 0,
     progress: Progress[Any] | None = None,
 ) -> tuple[Llama, WeightCount]:
-    """Return the model with each projection's weights replaced by the nearest of its row's levels, in the model's dtype, and what they
-    would take.
+    """Return the model with each projection's weights replaced by the nearest of its row's levels,
+    in the model's dtype, and what they would take.
 
-    token_ids: the tokens of a text, of which `samples` random windows of `length` tokens are read. sparse: the fraction of each matrix's
-    weights that stay. progress: wraps both loops, as tqdm would. The same arguments give the same weights on the same machine.
+    token_ids: the tokens of a text, of which `samples` random windows of `length` tokens are read.
+    sparse: the fraction of each matrix's weights that stay. progress: wraps both loops, as tqdm
+    would. The same arguments give the same weights on the same machine.
 
-    Raises ValueError, in one line, where the arguments cannot be met (`check_request`) or gradients are not finite.
+    Raises ValueError, in one line, where the arguments cannot be met (`check_request`) or gradients
+    are not finite.
     """
     progress = progress or (lambda items, _: items)
     check_request(llama.config, token_ids, bits, sparse, samples, length)
@@ -94,22 +104,35 @@ def quantize_weights(
             own.append(np.asarray(hidden))
             hidden = _forward(layer, hidden)
         inputs.append(own)
-        cotangents.append(gradient_of_the_loss(llama, hidden, jnp.asarray(window[None, 1:], jnp.int32))[1])
+        cotangents.append(
+            gradient_of_the_loss(llama, hidden, jnp.asarray(window[None, 1:], jnp.int32))[1]
+        )
     replaced: dict[str, jax.Array] = {}
     errors, sizes, counts = np.zeros(2), 0, 0
     for index in progress(list(reversed(range(len(llama.layers)))), "fitting layers"):
         layer, squares = llama.layers[index], None
         for sample in range(samples):
-            cotangents[sample], own = _backward(layer, jnp.asarray(inputs[sample].pop()), cotangents[sample])
+            cotangents[sample], own = _backward(
+                layer, jnp.asarray(inputs[sample].pop()), cotangents[sample]
+            )
             squares = own if squares is None else jax.tree.map(jnp.add, squares, own)
         assert squares is not None, "there is at least one sample"
         for name, leaf in _kernels(layer).items():
-            kernel, sensitivity = np.asarray(leaf, np.float32).T, np.asarray(squares[name]).T / samples
+            kernel, sensitivity = (
+                np.asarray(leaf, np.float32).T,
+                np.asarray(squares[name]).T / samples,
+            )
             if not np.isfinite(sensitivity).all():
-                raise ValueError(f"layer {index}, {name}: gradients of a sample are not finite in {leaf.dtype.name}")
+                raise ValueError(
+                    f"layer {index}, {name}: gradients of a sample are not finite in"
+                    f" {leaf.dtype.name}"
+                )
             quantized, kept = quantized_rows(kernel, sensitivity, bits, sparse)
             replaced[f"layers.{index}.{name}"] = jnp.asarray(quantized.T, leaf.dtype)
-            errors += [(sensitivity * np.square(kernel - quantized)).sum(), (sensitivity * np.square(kernel)).sum()]
+            errors += [
+                (sensitivity * np.square(kernel - quantized)).sum(),
+                (sensitivity * np.square(kernel)).sum(),
+            ]
             sizes += kernel.size
             counts += kernel.size * bits + len(kernel) * 16 * 2**bits + 32 * int(kept.sum())
     error = float(errors[0] / errors[1]) if errors[1] > 0 else 0.0
@@ -117,9 +140,13 @@ def quantize_weights(
 
 
 def quantized_rows(
-    weights: Float[np.ndarray, "out inputs"], sensitivity: Float[np.ndarray, "out inputs"], bits: int, sparse: float
+    weights: Float[np.ndarray, "out inputs"],
+    sensitivity: Float[np.ndarray, "out inputs"],
+    bits: int,
+    sparse: float,
 ) -> tuple[Float[np.ndarray, "out inputs"], Bool[np.ndarray, "out inputs"]]:
-    """Return the weights at the nearest of their row's levels, and which of them stay as they are."""
+    """Return the weights at the nearest of their row's levels, and which of them stay as they
+    are."""
     kept = staying(weights, sensitivity, sparse)
     mean = sensitivity.mean(axis=1, keepdims=True, dtype=np.float64)
     importance = np.where(kept, 0, sensitivity + np.where(mean > 0, FLOOR * mean, 1))
@@ -128,13 +155,18 @@ def quantized_rows(
     for at in range(0, len(weights), ROWS):
         part = slice(at, at + ROWS)
         levels = weighted_levels_of_rows(weights[part], importance[part], 2**bits)
-        for row, own, stays, known in zip(quantized[part], weights[part], kept[part], levels, strict=True):
+        for row, own, stays, known in zip(
+            quantized[part], weights[part], kept[part], levels, strict=True
+        ):
             row[~stays] = known[nearest(own[~stays], known)]
     return quantized, kept
 
 
-def staying(weights: np.ndarray, sensitivity: np.ndarray, sparse: float) -> Bool[np.ndarray, "out inputs"]:
-    """Return the weights that stay as they are: the most sensitive ones and, of the others, the largest."""
+def staying(
+    weights: np.ndarray, sensitivity: np.ndarray, sparse: float
+) -> Bool[np.ndarray, "out inputs"]:
+    """Return the weights that stay as they are: the most sensitive ones and, of the others, the
+    largest."""
     count = round(sparse * weights.size)
     sensitive = round(count * OF_SENSITIVITY)
     kept = np.zeros(weights.size, bool)
@@ -144,17 +176,29 @@ def staying(weights: np.ndarray, sensitivity: np.ndarray, sparse: float) -> Bool
 
 
 def _largest(values: np.ndarray, count: int) -> Int[np.ndarray, " count"]:
-    return np.argpartition(values, values.size - count)[values.size - count :] if count else np.zeros(0, int)
+    return (
+        np.argpartition(values, values.size - count)[values.size - count :]
+        if count
+        else np.zeros(0, int)
+    )
 
 
 @jax.jit
 def _forward(layer: Layer, hidden: HiddenBTD) -> HiddenBTD:
     length = hidden.shape[1]
-    return layer_forward(layer, hidden, jnp.arange(length)[None], jnp.ones((1, length), bool), rope_for(layer.config, length))
+    return layer_forward(
+        layer,
+        hidden,
+        jnp.arange(length)[None],
+        jnp.ones((1, length), bool),
+        rope_for(layer.config, length),
+    )
 
 
 @jax.jit
-def _backward(layer: Layer, hidden: HiddenBTD, cotangent: HiddenBTD) -> tuple[HiddenBTD, dict[str, jax.Array]]:
+def _backward(
+    layer: Layer, hidden: HiddenBTD, cotangent: HiddenBTD
+) -> tuple[HiddenBTD, dict[str, jax.Array]]:
     """Return the gradient in a layer's input, and the squared gradients in its kernels, fp32."""
 
     def run(hidden: HiddenBTD, kernels: dict[str, jax.Array]) -> HiddenBTD:
@@ -162,7 +206,9 @@ def _backward(layer: Layer, hidden: HiddenBTD, cotangent: HiddenBTD) -> tuple[Hi
 
     _, pull = jax.vjp(run, hidden, _kernels(layer))
     cotangent, gradients = pull(cotangent)
-    return cotangent, jax.tree.map(lambda gradient: jnp.square(gradient.astype(jnp.float32)), gradients)
+    return cotangent, jax.tree.map(
+        lambda gradient: jnp.square(gradient.astype(jnp.float32)), gradients
+    )
 
 
 def _kernels(layer: Layer) -> dict[str, jax.Array]:
@@ -171,9 +217,14 @@ def _kernels(layer: Layer) -> dict[str, jax.Array]:
 
 
 def _with_kernels(layer: Layer, kernels: dict[str, jax.Array]) -> Layer:
-    return jax.tree.unflatten(jax.tree.structure(layer), [kernels.get(name, leaf) for name, leaf in _named(layer)])
+    return jax.tree.unflatten(
+        jax.tree.structure(layer), [kernels.get(name, leaf) for name, leaf in _named(layer)]
+    )
 
 
 def _named(layer: Layer) -> list[tuple[str, jax.Array]]:
     """Return the leaves of a layer with their paths, as kvq_models.llama.hf_names writes them."""
-    return [(hf_names.path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(layer)]
+    return [
+        (hf_names.path_name(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(layer)
+    ]

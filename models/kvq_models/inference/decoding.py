@@ -1,10 +1,13 @@
-"""Run a Llama through a cache: prompt tokens in (`prefill`), generated tokens in (`decode_step`), log-probabilities out (`score`).
+"""Run a Llama through a cache: prompt tokens in (`prefill`), generated tokens in (`decode_step`),
+log-probabilities out (`score`).
 
-All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused:
-go on with the cache they return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
+All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache
+they are given (its buffers are reused: go on with the cache they return); `decode_step` is a pure
+function for the caller's own `jax.jit(..., donate_argnames="cache")`.
 
-A cache has its model's dtype unless `init_cache` is told otherwise. In another one, full-precision rows (all rows of `dense`) are rounded
-to the cache's dtype, and logits are not those that the model computes without a cache.
+A cache has its model's dtype unless `init_cache` is told otherwise. In another one, full-precision
+rows (all rows of `dense`) are rounded to the cache's dtype, and logits are not those that the model
+computes without a cache.
 """
 
 from __future__ import annotations
@@ -47,17 +50,20 @@ def prefill(
     logits: Literal["last", "all"] = "last",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Add prompts to a cache and return (logits, cache). Logits are fp32: [B, V] after the last token of each row, or [B, T, V] for "all".
+    """Add prompts to a cache and return (logits, cache). Logits are fp32: [B, V] after the last
+    token of each row, or [B, T, V] for "all".
 
-    tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention inside the prompt is exact; tokens that
-    the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits, and so does
-    padding. The given cache's buffers are consumed.
+    tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention
+    inside the prompt is exact; tokens that the cache held before are read from it, quantized or in
+    its windows. A row of length 0 stays as it is and gets nan logits, and so does padding. The
+    given cache's buffers are consumed.
 
-    Tokens are padded to one of few widths (padding.py), each of which compiles once; the results do not depend on how the caller padded.
-    Inside a caller's jit the given shape is kept.
+    Tokens are padded to one of few widths (padding.py), each of which compiles once; the results do
+    not depend on how the caller padded. Inside a caller's jit the given shape is kept.
 
-    One layer's keys and values for the whole prompt exist at a time. implementation: the one that quantizes them, see `decode_step`. Raises
-    ValueError where tokens do not fit the vocabulary or the capacity, or the model was prepared for another cache.
+    One layer's keys and values for the whole prompt exist at a time. implementation: the one that
+    quantizes them, see `decode_step`. Raises ValueError where tokens do not fit the vocabulary or
+    the capacity, or the model was prepared for another cache.
     """
     given = int32("tokens", tokens)
     tokens, lengths = checked_tokens(llama, cache, given, lengths)
@@ -67,15 +73,30 @@ def prefill(
     return (cropped(found, given.shape[1], fill=np.nan) if logits == "all" else found), cache
 
 
-@functools.partial(jax.jit, static_argnames=("all_logits", "implementation"), donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("all_logits", "implementation"), donate_argnames="cache"
+)
 def prefill_program(
-    llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool, implementation: Implementation = None
+    llama: Llama,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array,
+    all_logits: bool,
+    implementation: Implementation = None,
 ) -> tuple[Array, Cache]:
-    """Run the compiled part of `prefill`, without its checks; for callers that checked, or compile ahead of time."""
+    """Run the compiled part of `prefill`, without its checks; for callers that checked, or compile
+    ahead of time."""
     parameters = parameters_for(llama, cache.spec)
     with crossing(cache.placement) as own:
         llama, cache, tokens, lengths = own.taken((llama, cache, tokens, lengths))
-        step = begin(cache, tokens.shape[1], lengths, prefill=True, parameters=parameters, implementation=implementation)
+        step = begin(
+            cache,
+            tokens.shape[1],
+            lengths,
+            prefill=True,
+            parameters=parameters,
+            implementation=implementation,
+        )
         hidden, cache = run_layers(llama, step, tokens)
         if all_logits:
             return jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan), cache
@@ -92,11 +113,12 @@ def decode_step(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Add generated tokens and return (logits, cache): [B, V] for token [B]; [B, T, V] for token [B, T], equal to T single steps.
+    """Add generated tokens and return (logits, cache): [B, V] for token [B]; [B, T, V] for token
+    [B, T], equal to T single steps.
 
-    Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
-    implementation (static): the one that reads and writes the packed cache, "xla", "pallas" or "native"; None takes kernels where they can
-    run.
+    Rows that are not `active` (default: all are) and tokens past the capacity are not written, do
+    not count, and get nan logits. implementation (static): the one that reads and writes the packed
+    cache, "xla", "pallas" or "native"; None takes kernels where they can run.
     Raises ValueError, with the reason, where a named one cannot run, and for another model's cache.
     """
     check_dims(llama, cache)
@@ -106,30 +128,44 @@ def decode_step(
         llama, cache, token, active = own.taken((llama, cache, token, active))
         tokens = token if token.ndim == 2 else token[:, None]
         lengths = None if active is None else jnp.where(active, tokens.shape[1], 0)
-        step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters, implementation=implementation)
+        step = begin(
+            cache,
+            tokens.shape[1],
+            lengths,
+            prefill=False,
+            parameters=parameters,
+            implementation=implementation,
+        )
         hidden, cache = run_layers(llama, step, tokens)
         logits = jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan)
         return (logits if token.ndim == 2 else logits[:, 0]), cache
 
 
 def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
-    """Return the implementation that reads each layer in a decode step of one token: "xla", "pallas" or "native". Raise ValueError
-    where a named implementation cannot run."""
+    """Return the implementation that reads each layer in a decode step of one token: "xla",
+    "pallas" or "native". Raise ValueError where a named implementation cannot run."""
     heads = cache.dims.num_attention_heads
-    return tuple(dispatch.name_of(dispatch.choose(implementation, plan, heads, 1)) for plan in cache.plans)
+    return tuple(
+        dispatch.name_of(dispatch.choose(implementation, plan, heads, 1)) for plan in cache.plans
+    )
 
 
 def obstacles(cache: Cache) -> tuple[str | None, ...]:
-    """Return, for each layer, why no kernel for this device reads it in a decode step of one token; None where one does."""
-    return tuple(dispatch.obstacle(None, plan, cache.dims.num_attention_heads, 1) for plan in cache.plans)
+    """Return, for each layer, why no kernel for this device reads it in a decode step of one token;
+    None where one does."""
+    return tuple(
+        dispatch.obstacle(None, plan, cache.dims.num_attention_heads, 1) for plan in cache.plans
+    )
 
 
-def score(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None = None) -> tuple[Float[Array, "B T"], Cache]:
-    """Return (log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and tokens before t), as decoding one token at a
-    time would give it.
+def score(
+    llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None = None
+) -> tuple[Float[Array, "B T"], Cache]:
+    """Return (log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and
+    tokens before t), as decoding one token at a time would give it.
 
-    The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V] logits are never materialized. Same
-    arguments, errors and consumption of the cache as `prefill`.
+    The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V]
+    logits are never materialized. Same arguments, errors and consumption of the cache as `prefill`.
     """
     given = int32("tokens", tokens)
     tokens, lengths = checked_tokens(llama, cache, given, lengths)
@@ -143,13 +179,26 @@ def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> 
     with crossing(cache.placement) as own:
         llama, cache, tokens, lengths = own.taken((llama, cache, tokens, lengths))
         following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-        logprobs, cache = decode_scan(llama, cache, tokens, lengths, (following,), _logprobs, min(SCORE_CHUNK, tokens.shape[1]))
+        logprobs, cache = decode_scan(
+            llama,
+            cache,
+            tokens,
+            lengths,
+            (following,),
+            _logprobs,
+            min(SCORE_CHUNK, tokens.shape[1]),
+        )
         index = jnp.arange(tokens.shape[1])[None]
-        return jnp.pad(jnp.where(index + 1 < lengths[:, None], logprobs, 0)[:, :-1], ((0, 0), (1, 0))), cache
+        return (
+            jnp.pad(jnp.where(index + 1 < lengths[:, None], logprobs, 0)[:, :-1], ((0, 0), (1, 0))),
+            cache,
+        )
 
 
 def _logprobs(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), following[..., None], axis=-1)[..., 0]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), following[..., None], axis=-1)[
+        ..., 0
+    ]
 
 
 @functools.partial(jax.jit, static_argnames=("reduce", "step"), donate_argnames="cache")
@@ -164,8 +213,9 @@ def decode_scan(
 ) -> tuple[Any, Cache]:
     """Decode given tokens, `step` at a time, as `decode_step` would. Return (terms, cache).
 
-    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of arrays [B, step], joined to [B, T], so that
-    [B, T, V] logits never exist. Rows have lengths [B] of tokens; logits past them and past the capacity are nan, and nothing is written.
+    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of
+    arrays [B, step], joined to [B, T], so that [B, T, V] logits never exist. Rows have lengths [B]
+    of tokens; logits past them and past the capacity are nan, and nothing is written.
     """
     with crossing(cache.placement) as own:
         llama, cache, tokens, lengths, beside = own.taken((llama, cache, tokens, lengths, beside))
@@ -173,42 +223,74 @@ def decode_scan(
 
 
 def _scan_steps(
-    llama: Llama, cache: Cache, tokens: Array, lengths: LengthsB, beside: tuple[Array, ...], reduce: Callable[..., Any], step: int
+    llama: Llama,
+    cache: Cache,
+    tokens: Array,
+    lengths: LengthsB,
+    beside: tuple[Array, ...],
+    reduce: Callable[..., Any],
+    step: int,
 ) -> tuple[Any, Cache]:
     length = tokens.shape[1]
     steps = -(-length // step)
     parameters = parameters_for(llama, cache.spec)
-    padded = [jnp.pad(a, ((0, 0), (0, steps * step - length), *((0, 0),) * (a.ndim - 2))) for a in (tokens, *beside)]
+    padded = [
+        jnp.pad(a, ((0, 0), (0, steps * step - length), *((0, 0),) * (a.ndim - 2)))
+        for a in (tokens, *beside)
+    ]
 
     def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
         now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
         begun = begin(cache, step, lengths - i * step, prefill=False, parameters=parameters)
         hidden, cache = run_layers(llama, begun, now)
-        return cache, reduce(jnp.where(begun.valid[..., None], llama.logits(hidden), jnp.nan), *others)
+        return cache, reduce(
+            jnp.where(begun.valid[..., None], llama.logits(hidden), jnp.nan), *others
+        )
 
     cache, terms = lax.scan(one, cache, jnp.arange(steps))
-    return jax.tree.map(lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms), cache
+    return (
+        jax.tree.map(
+            lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms
+        ),
+        cache,
+    )
 
 
 def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
     """Run all layers over the tokens of a step."""
-    rope, split, placement = rope_for(llama.config, step.cache.capacity), residual_split(step.cache), step.cache.placement
+    rope, split, placement = (
+        rope_for(llama.config, step.cache.capacity),
+        residual_split(step.cache),
+        step.cache.placement,
+    )
     hidden, positions, valid = split(embedded(llama, tokens, placement)), step.positions, step.valid
     if twice := tokens.size == 1 and placement is None and _on_gpu(step):
-        hidden, positions, valid = lax.optimization_barrier(jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid)))
+        hidden, positions, valid = lax.optimization_barrier(
+            jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid))
+        )
     for layer in llama.layers:
         own = attention_inputs(layer, hidden, positions, valid, rope, placement)
         own = _first_row(own) if twice else own
         attention, step = append_and_attend(
-            step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
+            step,
+            own.q_rot,
+            own.k_rot,
+            own.v,
+            q_pre=own.q_pre,
+            k_pre=own.k_pre,
+            x=own.x,
+            residual=own.residual,
+            rope=rope,
         )
         hidden = split(finish_layer(layer, hidden, attention))
     return hidden[: len(tokens)], finish(step)
 
 
 def _on_gpu(step: Step) -> bool:
-    """Return True where a step is for a GPU. There a single row goes through the layers twice: XLA would make norms and projections of one
-    row from products and sums, which are launches of their own, and write all weights of k and v times x (docs/kernels.md)."""
+    """Return True where a step is for a GPU. There a single row goes through the layers twice: XLA
+    would make norms and projections of one row from products and sums, which are launches of their
+    own, and write all weights of k and v times x (docs/kernels.md).
+    """
     return isinstance(step.implementation, Launch) or jax.default_backend() == "gpu"
 
 
@@ -219,9 +301,14 @@ def _first_row(inputs: LayerInputs) -> LayerInputs:
 
 
 def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
-    """Return the identity on the residual stream, which every device of a cache's mesh has, but for rows that it does not serve."""
+    """Return the identity on the residual stream, which every device of a cache's mesh has, but for
+    rows that it does not serve."""
     placement = cache.placement
-    return (lambda hidden: hidden) if placement is None else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
+    return (
+        (lambda hidden: hidden)
+        if placement is None
+        else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
+    )
 
 
 # layers that are alike are traced and lowered once, here as in _layer_step
@@ -230,7 +317,8 @@ attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")
 
 @jax.jit
 def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N T H"]) -> HiddenBTD:
-    """Run layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a whole prompt."""
+    """Run layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a
+    whole prompt."""
     length = hidden.shape[1]
     chunks = -(-length // FINISH_CHUNK)
     if chunks == 1:
@@ -241,27 +329,40 @@ def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N 
 
     def one(i: Array) -> HiddenBTD:
         at = i * FINISH_CHUNK
-        return layer.finish(lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1), lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2))
+        return layer.finish(
+            lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1),
+            lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2),
+        )
 
     done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
     return done.reshape(hidden.shape)[:, :length]
 
 
-def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
-    """Return tokens [B, W] and lengths [B] as int32 arrays, padded to the width of a program. Raise ValueError, in one line, where they are
-    no integers, do not fit the cache, the vocabulary or the capacity, the cache was consumed, or the model's parameters are for another.
+def checked_tokens(
+    llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0
+) -> tuple[Array, Array]:
+    """Return tokens [B, W] and lengths [B] as int32 arrays, padded to the width of a program. Raise
+    ValueError, in one line, where they are no integers, do not fit the cache, the vocabulary or the
+    capacity, the cache was consumed, or the model's parameters are for another.
 
-    `new_tokens` are those that will be generated after them. Traced values cannot be inspected: inside a caller's jit only shapes and
-    dtypes are checked, and nothing is padded.
+    `new_tokens` are those that will be generated after them. Traced values cannot be inspected:
+    inside a caller's jit only shapes and dtypes are checked, and nothing is padded.
     """
     tokens = int32("tokens", tokens)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
-        raise ValueError(f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got shape {tokens.shape}")
+        raise ValueError(
+            f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got"
+            f" shape {tokens.shape}"
+        )
     check_dims(llama, cache)
     check_mesh(llama, cache)
     check_held(cache)
     parameters_for(llama, cache.spec)
-    lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32) if lengths is None else int32("lengths", lengths)
+    lengths = (
+        np.full(tokens.shape[:1], tokens.shape[1], np.int32)
+        if lengths is None
+        else int32("lengths", lengths)
+    )
     if lengths.shape != (cache.batch,):
         raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")
     if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
@@ -273,43 +374,70 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Intege
     outside = real & ((ids < 0) | (ids >= llama.config.vocab_size))
     if outside.any():
         row, at = (int(i) for i in np.argwhere(outside)[0])
-        raise ValueError(f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of {llama.config.vocab_size}")
+        raise ValueError(
+            f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of"
+            f" {llama.config.vocab_size}"
+        )
     need = held + new + new_tokens
     if need.max() > cache.capacity:
         row = int(need.argmax())
-        parts = f"{held[row]} cached + {new[row]} prompt" + (f" + {new_tokens} new" if new_tokens else "")
-        raise ValueError(f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is {cache.capacity}")
-    # A copy: device_put may take over the caller's memory, which the caller may change while the program still runs.
+        parts = f"{held[row]} cached + {new[row]} prompt" + (
+            f" + {new_tokens} new" if new_tokens else ""
+        )
+        raise ValueError(
+            f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is"
+            f" {cache.capacity}"
+        )
+    # A copy: device_put may take over the caller's memory, which the caller may change while the
+    # program still runs.
     return jax.device_put(
-        (padded(ids, new, cache.capacity), np.array(new)), None if cache.placement is None else cache.placement.everywhere
+        (padded(ids, new, cache.capacity), np.array(new)),
+        None if cache.placement is None else cache.placement.everywhere,
     )
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, where the cache was made for another model's dimensions. Only static values are compared."""
+    """Raise ValueError, in one line, where the cache was made for another model's dimensions. Only
+    static values are compared."""
     own, given = dims_of(llama.config), cache.dims
     names = [field.name for field in dataclasses.fields(own)]
-    different = [f"{n}={getattr(given, n)} and not {getattr(own, n)}" for n in names if getattr(given, n) != getattr(own, n)]
+    different = [
+        f"{n}={getattr(given, n)} and not {getattr(own, n)}"
+        for n in names
+        if getattr(given, n) != getattr(own, n)
+    ]
     if different:
         raise ValueError(f"the cache was made for another model: it has {', '.join(different)}")
 
 
 def check_mesh(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, where model and cache do not lie on the same devices; inside a caller's jit nobody can tell."""
+    """Raise ValueError, in one line, where model and cache do not lie on the same devices; inside a
+    caller's jit nobody can tell."""
     own = getattr(llama.embed[...], "sharding", None)
     if isinstance(llama.embed[...], Tracer) or own is None:
         return
-    where, remedy = cache.placement, "kvq_models.shard_llama moves the model, kvq_jax.move the cache"
+    where, remedy = (
+        cache.placement,
+        "kvq_models.shard_llama moves the model, kvq_jax.move the cache",
+    )
     if where is None and len(own.device_set) > 1:
-        raise ValueError(f"the model lies on a mesh of {len(own.device_set)} devices, and the cache does not: {remedy}")
+        raise ValueError(
+            f"the model lies on a mesh of {len(own.device_set)} devices, and the cache does not:"
+            f" {remedy}"
+        )
     if where is not None and own.device_set != where.everywhere.device_set:
         if len(own.device_set) == 1:
-            raise ValueError(f"the cache lies on a mesh ({where}), and the model does not: {remedy}")
+            raise ValueError(
+                f"the cache lies on a mesh ({where}), and the model does not: {remedy}"
+            )
         raise ValueError(f"the model lies on another mesh than the cache ({where}): {remedy}")
 
 
-def right_padded(sequences: list[list[int]], pad: int = 0) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Pad token lists of different lengths on the right, as every function here expects; return (tokens, lengths)."""
+def right_padded(
+    sequences: list[list[int]], pad: int = 0
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+    """Pad token lists of different lengths on the right, as every function here expects; return
+    (tokens, lengths)."""
     lengths = np.array([len(s) for s in sequences], np.int32)
     tokens = np.full((len(sequences), max(int(lengths.max(initial=0)), 1)), pad, np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):

@@ -20,7 +20,12 @@ from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import int32
 from kvq_jax.types.pytree import pytree
-from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill_program
+from kvq_models.inference.decoding import (
+    checked_tokens,
+    decode_step,
+    implementations,
+    prefill_program,
+)
 from kvq_models.inference.padding import bucket, cropped
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
@@ -33,12 +38,14 @@ STREAM_STEPS = 8  # tokens in a segment of a stream
 class Generated:
     """Generated tokens and the cache after them.
 
-    tokens    [B, max_new_tokens] int32; the first `lengths` of a row count, its end-of-sequence token included, and the rest are 0
+    tokens    [B, max_new_tokens] int32; the first `lengths` of a row count, its end-of-sequence
+              token included, and the rest are 0
     lengths   [B] int32
     cache     holds the prompt and every token that counts, ready for the next turn
     logprobs  [B, max_new_tokens] fp32, under the model's unfiltered softmax
-    finite    [B] bool; False where logits that a token was drawn from held nan or inf: the row means nothing from there on. Where a cache's
-              dtype is too small for its rows, `kvq_jax.overflowed(cache)` names them
+    finite    [B] bool; False where logits that a token was drawn from held nan or inf: the row
+              means nothing from there on. Where a cache's dtype is too small for its rows,
+              `kvq_jax.overflowed(cache)` names them
     """
 
     tokens: Int[Array, "B new"]
@@ -54,13 +61,18 @@ class Generated:
         return display.table("Generated", self._facts())
 
     def _facts(self) -> dict[str, object]:
-        return {"tokens": display.values(self.lengths), "of at most": self.tokens.shape[-1], "cache": self.cache}
+        return {
+            "tokens": display.values(self.lengths),
+            "of at most": self.tokens.shape[-1],
+            "cache": self.cache,
+        }
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class GenerationState:
-    """The state of the loop: next logits, the tokens so far, the rows that have ended. W is max_new_tokens or more (padding.py)."""
+    """The state of the loop: next logits, the tokens so far, the rows that have ended. W is
+    max_new_tokens or more (padding.py)."""
 
     cache: Cache
     logits: Float[Array, "B V"]
@@ -84,15 +96,18 @@ def generate(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Generated:
-    """Continue prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens. The compiled loop stops when every row has met one of
-    `eos_ids`.
+    """Continue prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens. The compiled
+    loop stops when every row has met one of `eos_ids`.
 
-    Rows that have ended freeze: their cache does not change. The same key gives the same tokens. Raises ValueError, before any work, where
-    prompt and new tokens exceed the capacity, a prompt is empty, a token is not in the vocabulary, or a named implementation cannot run
-    (see `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
+    Rows that have ended freeze: their cache does not change. The same key gives the same tokens.
+    Raises ValueError, before any work, where prompt and new tokens exceed the capacity, a prompt is
+    empty, a token is not in the vocabulary, or a named implementation cannot run (see
+    `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
     """
     state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
-    state = advance(llama, state, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
+    state = advance(
+        llama, state, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation
+    )
     return generated(state, max_new_tokens)
 
 
@@ -108,13 +123,20 @@ def generate_stream(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Iterator[Generated]:
-    """Generate in segments of a few tokens, yielding all tokens so far after each. The tokens are those of `generate`.
+    """Generate in segments of a few tokens, yielding all tokens so far after each. The tokens are
+    those of `generate`.
 
     Each yielded value's cache is consumed by the next segment; keep only the last one.
     """
     state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
     yield from stream(
-        llama, state, max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids, key=key, implementation=implementation
+        llama,
+        state,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_ids=eos_ids,
+        key=key,
+        implementation=implementation,
     )
 
 
@@ -132,14 +154,20 @@ def stream(
     until = 0
     while until < max_new_tokens and not np.asarray(state.ended).all():
         until = min(until + STREAM_STEPS, max_new_tokens)
-        state = advance(llama, state, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation)
+        state = advance(
+            llama, state, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation
+        )
         yield generated(state, max_new_tokens)
 
 
 def generated(state: GenerationState, max_new_tokens: int) -> Generated:
     """Return what the state holds, without the columns that only round its width up."""
     return Generated(
-        cropped(state.tokens, max_new_tokens), state.lengths, state.cache, cropped(state.logprobs, max_new_tokens), state.finite
+        cropped(state.tokens, max_new_tokens),
+        state.lengths,
+        state.cache,
+        cropped(state.logprobs, max_new_tokens),
+        state.finite,
     )
 
 
@@ -156,14 +184,17 @@ def start(
     sampling: Sampling,
     implementation: Implementation = None,
 ) -> GenerationState:
-    """Check a request, add its prompts to the cache, and return the loop's first state. Raises as `generate`."""
+    """Check a request, add its prompts to the cache, and return the loop's first state. Raises as
+    `generate`."""
     sampling.check()
     if int32("max_new_tokens", max_new_tokens).ndim or max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     implementations(cache, implementation)
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
     if not isinstance(lengths, Tracer) and np.asarray(lengths).min() < 1:
-        raise ValueError(f"row {np.asarray(lengths).argmin()} has an empty prompt; give at least one token")
+        raise ValueError(
+            f"row {np.asarray(lengths).argmin()} has an empty prompt; give at least one token"
+        )
     logits, cache = prefill_program(llama, cache, tokens, lengths, False, implementation)
     return begun(cache, logits, max_new_tokens)
 
@@ -171,7 +202,8 @@ def start(
 def begun(cache: Cache, logits: Float[Array, "B V"], max_new_tokens: int) -> GenerationState:
     """Return the loop's first state: a cache that holds the prompts, and the logits after them."""
     batch, width = cache.batch, bucket(max_new_tokens)
-    # where the loop leaves them: lying elsewhere at first, they would have the first segment compiled apart
+    # where the loop leaves them: lying elsewhere at first, they would have the first segment
+    # compiled apart
     where = None if cache.placement is None else cache.placement.everywhere
     return GenerationState(
         cache,
@@ -185,7 +217,9 @@ def begun(cache: Cache, logits: Float[Array, "B V"], max_new_tokens: int) -> Gen
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="state"
+)
 def advance(
     llama: Llama,
     state: GenerationState,
@@ -195,7 +229,8 @@ def advance(
     eos_ids: tuple[int, ...],
     implementation: Implementation = None,
 ) -> GenerationState:
-    """Generate until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
+    """Generate until `until` tokens exist or every row has ended. One program for `generate`, its
+    stream and ahead-of-time compilation."""
 
     with crossing(state.cache.placement) as own:
         llama, state, key, until = own.taken((llama, state, key, until))
@@ -233,5 +268,16 @@ def _loop(
     last = lax.while_loop(go_on, one, state)
     if last.cache.placement is None:
         return last
-    read = last.tokens, last.logprobs, last.lengths, last.ended, last.step, last.finite  # by every host
-    return GenerationState(last.cache, last.logits, *lax.with_sharding_constraint(read, last.cache.placement.everywhere))
+    read = (
+        last.tokens,
+        last.logprobs,
+        last.lengths,
+        last.ended,
+        last.step,
+        last.finite,
+    )  # by every host
+    return GenerationState(
+        last.cache,
+        last.logits,
+        *lax.with_sharding_constraint(read, last.cache.placement.everywhere),
+    )

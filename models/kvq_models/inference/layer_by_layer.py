@@ -1,9 +1,10 @@
 """Run a model layer by layer from Python, where caches are compared and each is used once.
 
-A compiled program of a whole model holds the code of every layer again: for 30 layers that is a minute of compilation for each cache. Here
-the programs of a layer are compiled once and serve all layers that are alike, and those outside the cache serve every cache. In exchange,
-a step costs a dispatch for each layer, and a layer's cache is copied when it is updated. Results are those of `prefill` and `decode_step`
-to rounding.
+A compiled program of a whole model holds the code of every layer again: for 30 layers that is a
+minute of compilation for each cache. Here the programs of a layer are compiled once and serve all
+layers that are alike, and those outside the cache serve every cache. In exchange, a step costs a
+dispatch for each layer, and a layer's cache is copied when it is updated. Results are those of
+`prefill` and `decode_step` to rounding.
 """
 
 from __future__ import annotations
@@ -28,24 +29,39 @@ head = jax.jit(Llama.logits)
 
 
 def prefill_together(
-    llamas: Sequence[Llama], caches: Sequence[Cache], tokens: Int[Array, "B T"], lengths: LengthsB | None = None
+    llamas: Sequence[Llama],
+    caches: Sequence[Cache],
+    tokens: Int[Array, "B T"],
+    lengths: LengthsB | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Add the same prompts [B, T] to empty caches, and return (logits [B, V] fp32 after the last token, the caches).
+    """Add the same prompts [B, T] to empty caches, and return (logits [B, V] fp32 after the last
+    token, the caches).
 
-    Attention inside a prompt is exact for every method, so all caches are given the same keys and values: the model runs once, and each
-    cache only quantizes. The caches are those that `prefill` returns, to rounding.
+    Attention inside a prompt is exact for every method, so all caches are given the same keys and
+    values: the model runs once, and each cache only quantizes. The caches are those that `prefill`
+    returns, to rounding.
 
-    llamas: the model with what each cache needs (`prepare`); they differ in nothing else. lengths: the tokens of each row, at least 1
-    (default: T); the rest is padding on the right. Raises ValueError where a cache is not empty or
+    llamas: the model with what each cache needs (`prepare`); they differ in nothing else. lengths:
+    the tokens of each row, at least 1 (default: T); the rest is padding on the right. Raises
+    ValueError where a cache is not empty or
     was made for another model.
     """
     for llama, cache in zip(llamas, caches, strict=True):
         check_dims(llama, cache)
         if int(cache.lengths.max()):
-            raise ValueError(f"a cache holds {int(cache.lengths.max())} tokens; prompts that are shared go into empty caches")
+            raise ValueError(
+                f"a cache holds {int(cache.lengths.max())} tokens; prompts that are shared go into"
+                " empty caches"
+            )
     llama, rope = llamas[0], rope_for(llamas[0].config, caches[0].capacity)
     steps = [
-        begin(cache, tokens.shape[1], lengths, prefill=True, parameters=parameters_for(own, cache.spec))
+        begin(
+            cache,
+            tokens.shape[1],
+            lengths,
+            prefill=True,
+            parameters=parameters_for(own, cache.spec),
+        )
         for own, cache in zip(llamas, caches, strict=True)
     ]
     hidden = embed(llama, tokens)
@@ -54,26 +70,59 @@ def prefill_together(
         attention, first = attend(steps[0], inputs, rope)
         steps = [first, *(_append(step, inputs, rope) for step in steps[1:])]
         hidden = finish_layer(layer, hidden, attention)
-    last = hidden[:, -1:] if lengths is None else jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+    last = (
+        hidden[:, -1:]
+        if lengths is None
+        else jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+    )
     return head(llama, last)[:, 0], tuple(finish(step) for step in steps)
 
 
-def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: LengthsB) -> tuple[HiddenBTD, Bool[Array, "B T"], Cache]:
-    """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would. Return (the last layer's output [B, T, D],
-    which tokens were stored [B, T], the cache); the output of a token that was not stored is unspecified."""
+def decode(
+    llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: LengthsB
+) -> tuple[HiddenBTD, Bool[Array, "B T"], Cache]:
+    """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would. Return
+    (the last layer's output [B, T, D], which tokens were stored [B, T], the cache); the output of a
+    token that was not stored is unspecified.
+    """
     rope = rope_for(llama.config, cache.capacity)
-    step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters_for(llama, cache.spec))
+    step = begin(
+        cache, tokens.shape[1], lengths, prefill=False, parameters=parameters_for(llama, cache.spec)
+    )
     hidden = embed(llama, tokens)
     for layer in llama.layers:
-        attention, step = attend(step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope)
+        attention, step = attend(
+            step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope
+        )
         hidden = finish_layer(layer, hidden, attention)
     return hidden, step.valid, finish(step)
 
 
 def attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
-    """Return `append_and_attend` of the step's next layer with everything that a method may read."""
-    return append_and_attend(step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)
+    """Return `append_and_attend` of the step's next layer with everything that a method may
+    read."""
+    return append_and_attend(
+        step,
+        own.q_rot,
+        own.k_rot,
+        own.v,
+        q_pre=own.q_pre,
+        k_pre=own.k_pre,
+        x=own.x,
+        residual=own.residual,
+        rope=rope,
+    )
 
 
 def _append(step: Step, own: LayerInputs, rope: Rope) -> Step:
-    return append(step, own.k_rot, own.v, q=own.q_rot, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)
+    return append(
+        step,
+        own.k_rot,
+        own.v,
+        q=own.q_rot,
+        q_pre=own.q_pre,
+        k_pre=own.k_pre,
+        x=own.x,
+        residual=own.residual,
+        rope=rope,
+    )

@@ -1,6 +1,8 @@
-"""Method parameters: arrays that a cache method needs beside the codes, calibrated on a text or made from the weights.
+"""Method parameters: arrays that a cache method needs beside the codes, calibrated on a text or
+made from the weights.
 
-The model carries them together with the options they were made for, as static text: `parameters_for` refuses a cache that needs others.
+The model carries them together with the options they were made for, as static text:
+`parameters_for` refuses a cache that needs others.
 """
 
 from __future__ import annotations
@@ -31,15 +33,20 @@ from kvq_models.llama.model import Llama
 from kvq_models.llama.sharding import mesh_of_weights
 
 Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
-Purpose = tuple[tuple[str, str], ...]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
+Purpose = tuple[
+    tuple[str, str], ...
+]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
 
 
 class CacheParameters(tuple[tuple[Tree, Tree], ...]):
-    """Parameters (k, v) of every layer: a tree of arrays, or () for a side that needs none. A pytree node; `made_for` is static."""
+    """Parameters (k, v) of every layer: a tree of arrays, or () for a side that needs none. A
+    pytree node; `made_for` is static."""
 
     made_for: Purpose | None
 
-    def __new__(cls, layers: Iterable[tuple[Tree, Tree]], made_for: Purpose | None = None) -> CacheParameters:
+    def __new__(
+        cls, layers: Iterable[tuple[Tree, Tree]], made_for: Purpose | None = None
+    ) -> CacheParameters:
         made = super().__new__(cls, layers)
         made.made_for = made_for
         return made
@@ -47,21 +54,34 @@ class CacheParameters(tuple[tuple[Tree, Tree], ...]):
 
 jax.tree_util.register_pytree_with_keys(
     CacheParameters,
-    lambda node: ([(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(node)], node.made_for),
+    lambda node: (
+        [(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(node)],
+        node.made_for,
+    ),
     lambda made_for, layers: CacheParameters(layers, made_for),
 )
 
 
-def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = None, progress: Progress | None = None) -> Llama:
-    """Return the model with the parameters of `spec` in its `cache_parameters`. Methods without parameters leave it unchanged.
+def prepare(
+    llama: Llama,
+    spec: CacheSpec | str,
+    calibration: Given | None = None,
+    progress: Progress | None = None,
+) -> Llama:
+    """Return the model with the parameters of `spec` in its `cache_parameters`. Methods without
+    parameters leave it unchanged.
 
-    The weights are shared with the given model. `progress` wraps the loop over layers whose weights are factored (seconds a layer for large
-    models), as tqdm would. Raises ValueError, in one line, where the spec does not fit the model (or subtracts a bias that its keys do not
-    have), needs a calibration that is not given (the line says how to make one), or takes none, and where the calibration is not one for
-    this model and spec (`kvq_models.calibration.file.load_calibration`); FileNotFoundError where its file is missing.
+    The weights are shared with the given model. `progress` wraps the loop over layers whose weights
+    are factored (seconds a layer for large models), as tqdm would. Raises ValueError, in one line,
+    where the spec does not fit the model (or subtracts a bias that its keys do not have), needs a
+    calibration that is not given (the line says how to make one), or takes none, and where the
+    calibration is not one for this model and spec (`kvq_models.calibration.file.load_calibration`);
+    FileNotFoundError where its file is missing.
     """
     spec = parse(spec)
-    checked = check_calibration(spec, llama.config, calibration, None if calibration is None else fingerprint(llama))
+    checked = check_calibration(
+        spec, llama.config, calibration, None if calibration is None else fingerprint(llama)
+    )
     parameters = _parameters(llama, spec, checked, progress)
     if not parameters and not jax.tree.leaves(llama.cache_parameters):
         return llama
@@ -74,29 +94,40 @@ def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = Non
 
 
 def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
-    """Return the model's parameters for each layer of a cache of `spec`: a pair (k, v), or () where it carries none at all.
+    """Return the model's parameters for each layer of a cache of `spec`: a pair (k, v), or () where
+    it carries none at all.
 
-    Raises ValueError, naming the first side whose parameters were made for options other than the cache needs. Parameters that the cache
-    does not need are no error, nor are those put into the model by hand, whose options are unknown.
+    Raises ValueError, naming the first side whose parameters were made for options other than the
+    cache needs. Parameters that the cache does not need are no error, nor are those put into the
+    model by hand, whose options are unknown.
     """
     carried = llama.cache_parameters
     needed = [asked for layer in _purpose(spec, dims_of(llama.config)) for asked in layer if asked]
     if needed and not carried:
-        raise ValueError(f"the model carries no parameters, and the cache {str(spec)!r} needs those for {needed[0]!r}: prepare makes them")
+        raise ValueError(
+            f"the model carries no parameters, and the cache {str(spec)!r} needs those for"
+            f" {needed[0]!r}: prepare makes them"
+        )
     made_for = getattr(carried, "made_for", None)
     if made_for is not None:
-        for layer, (made, needed) in enumerate(zip(made_for, _purpose(spec, dims_of(llama.config)), strict=True)):
+        for layer, (made, needed) in enumerate(
+            zip(made_for, _purpose(spec, dims_of(llama.config)), strict=True)
+        ):
             for side, own, asked in zip(("keys", "values"), made, needed, strict=True):
                 if asked not in ("", own):
                     raise ValueError(
-                        f"the model's parameters for {side} of layer {layer} were made for {own or 'no method'!r}, and the cache "
-                        f"{str(spec)!r} needs those for {asked!r}: prepare(llama, {str(spec)!r}) makes them"
+                        f"the model's parameters for {side} of layer {layer} were made for"
+                        f" {own or 'no method'!r}, and the cache {str(spec)!r} needs those for"
+                        f" {asked!r}: prepare(llama, {str(spec)!r}) makes them"
                     )
     return carried or ((),) * len(llama.layers)
 
 
 def check_calibration(
-    spec: CacheSpec, config: LlamaConfig, calibration: Given | None, model_fingerprint: str | None = None
+    spec: CacheSpec,
+    config: LlamaConfig,
+    calibration: Given | None,
+    model_fingerprint: str | None = None,
 ) -> Calibration | None:
     """Return the checked calibration for `spec`, or None where it needs none. Raises as `prepare`.
 
@@ -113,15 +144,23 @@ def check_calibration(
 
 
 def calibration_hint(spec: CacheSpec) -> str:
-    return f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then give --calibration F.safetensors"
+    return (
+        f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then"
+        " give --calibration F.safetensors"
+    )
 
 
-def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None) -> CacheParameters | tuple[()]:
+def _parameters(
+    llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None
+) -> CacheParameters | tuple[()]:
     """Return the parameters of every layer; () where no side of any layer needs any."""
     calibrated: dict[int, dict[Side, dict[str, np.ndarray]]] = {}
     if calibration is not None:
         for name, need in needs(spec, llama.config).items():
-            own = {parameter: calibration.tensors[f"{name}.{parameter}"] for parameter in need.parameters}
+            own = {
+                parameter: calibration.tensors[f"{name}.{parameter}"]
+                for parameter in need.parameters
+            }
             calibrated.setdefault(need.layer, {})[need.side] = own
     dims = dims_of(llama.config)
     layers: list[tuple[Tree, Tree]] = [((), ())] * len(llama.layers)
@@ -130,7 +169,9 @@ def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, 
         weights = layer_weights(llama.layers[layer])
         if jax.process_count() > 1:  # each makes all of the parameters, from whole weights
             weights = jax.tree.map(lambda leaf: jnp.asarray(fetched(leaf)), weights)
-        layers[layer] = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated.get(layer))
+        layers[layer] = prepare_layer(
+            spec, dims, layer, weights=weights, calibrated=calibrated.get(layer)
+        )
     return CacheParameters(layers, _purpose(spec, dims)) if needed else ()
 
 
@@ -139,7 +180,13 @@ def _purpose(spec: CacheSpec, dims: CacheDims) -> Purpose:
     """Return the options that the parameters of a cache of `spec` depend on."""
 
     def side(method: Method, codec: Codec) -> str:
-        options = codec.calibration_key() if codec.parameters(dims.num_key_value_heads) else codec.weights_key()
+        options = (
+            codec.calibration_key()
+            if codec.parameters(dims.num_key_value_heads)
+            else codec.weights_key()
+        )
         return f"{method.name}:{options}" if options else ""
 
-    return tuple((side(spec.k, plan.k), side(spec.v, plan.v)) for plan in parameter_plans(spec, dims))
+    return tuple(
+        (side(spec.k, plan.k), side(spec.v, plan.v)) for plan in parameter_plans(spec, dims)
+    )

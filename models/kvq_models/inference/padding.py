@@ -2,8 +2,9 @@
 
     16, 24, 32, 48, 64, 96, 128, ...        powers of two and the halves between them, and the cache's capacity in place of what is above
 
-Lengths say which tokens are real; padding enters no window, no statistic and no block. Token ids at padding become 0 and the width follows
-the longest row, so however a caller pads a request, it meets one program with the same arguments and gives the same bits.
+Lengths say which tokens are real; padding enters no window, no statistic and no block. Token ids at
+padding become 0 and the width follows the longest row, so however a caller pads a request, it meets
+one program with the same arguments and gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ def bucket(tokens: int) -> int:
     return width * 3 // 4 if width > SHORTEST and tokens <= width * 3 // 4 else width
 
 
-def padded(tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, "B"], capacity: int) -> Int32[np.ndarray, "B W"]:
-    """Return the real tokens of each row in the width that serves the longest, at most `capacity`, with zeros at padding."""
+def padded(
+    tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, "B"], capacity: int
+) -> Int32[np.ndarray, "B W"]:
+    """Return the real tokens of each row in the width that serves the longest, at most `capacity`,
+    with zeros at padding."""
     longest = int(lengths.max(initial=0))
     wide = np.zeros((tokens.shape[0], min(bucket(longest), capacity)), np.int32)
     wide[:, :longest] = np.where(np.arange(longest) < lengths[:, None], tokens[:, :longest], 0)
     return wide
 
 
-def cropped(array: Shaped[Array, "B W ..."], width: int, fill: float = 0) -> Shaped[Array, "B T ..."]:
+def cropped(
+    array: Shaped[Array, "B W ..."], width: int, fill: float = 0
+) -> Shaped[Array, "B T ..."]:
     """Return the array with its second axis cut to `width`, or filled up to it.
 
-    On a CPU without a program, for one would be compiled for each width (by `jnp.asarray` of a NumPy array, too).
+    On a CPU without a program, for one would be compiled for each width (by `jnp.asarray` of a
+    NumPy array, too).
     """
     if array.shape[1] == width:
         return array

@@ -1,4 +1,5 @@
-"""Sampling where every row of a batch has a rule of its own, as arrays: requests come and go, and the program stays."""
+"""Sampling where every row of a batch has a rule of its own, as arrays: requests come and go, and
+the program stays."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ MOST_ALTERNATIVES = 20  # probable tokens that can be told beside the one that w
 @pytree
 @dataclasses.dataclass(frozen=True)
 class RowRules:
-    """`Sampling` (sampling.py) and the place in its stream of random numbers, for each row of a batch.
+    """`Sampling` (sampling.py) and the place in its stream of random numbers, for each row of a
+    batch.
 
-    A row draws its token number `step` with fold_in(fold_in(key(seed), choice), step): what row `choice` of `generate` draws with the key
-    of this seed. alternatives: True where the most probable tokens are wanted too.
+    A row draws its token number `step` with fold_in(fold_in(key(seed), choice), step): what row
+    `choice` of `generate` draws with the key of this seed. alternatives: True where the most
+    probable tokens are wanted too.
     """
 
     temperature: Float32[Given, "B"]
@@ -39,7 +42,8 @@ class RowRules:
 
 
 def row_rules(rows: Iterable[tuple[Sampling, int, int, int, bool]]) -> RowRules:
-    """Return the rules of rows given as (sampling, seed, choice, step, alternatives), in NumPy arrays: making them compiles nothing."""
+    """Return the rules of rows given as (sampling, seed, choice, step, alternatives), in NumPy
+    arrays: making them compiles nothing."""
     samplings, seeds, choices, steps, alternatives = zip(*rows, strict=True)
     return RowRules(
         temperature=np.array([sampling.temperature for sampling in samplings], np.float32),
@@ -60,8 +64,10 @@ class Drawn:
 
     token            [B] int32
     logprob          [B] fp32, of the token under the model's unfiltered softmax
-    finite           [B] bool; False where the row's logits held nan or inf, and its token means nothing
-    likely           [B, A] int32, the most probable tokens, the best first; zeros where no row asked for them
+    finite           [B] bool; False where the row's logits held nan or inf, and its token means
+                     nothing
+    likely           [B, A] int32, the most probable tokens, the best first; zeros where no row
+                     asked for them
     likely_logprobs  [B, A] fp32, theirs
     """
 
@@ -73,37 +79,52 @@ class Drawn:
 
 
 def draw(logits: Float[Array, "B V"], rules: RowRules) -> Drawn:
-    """Draw a token for each row by its own rule: that of `sample` for the same rule, seed, row and step.
+    """Draw a token for each row by its own rule: that of `sample` for the same rule, seed, row and
+    step.
 
-    What a row gets depends on that row alone, bit for bit. Sorting the vocabulary, drawing random numbers and finding alternatives are
-    skipped where no row needs them.
+    What a row gets depends on that row alone, bit for bit. Sorting the vocabulary, drawing random
+    numbers and finding alternatives are skipped where no row needs them.
     """
     samples = rules.temperature > 0
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    token = lax.cond(jnp.any(samples), lambda: jnp.where(samples, _random(logits, rules), best), lambda: best)
+    token = lax.cond(
+        jnp.any(samples), lambda: jnp.where(samples, _random(logits, rules), best), lambda: best
+    )
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
     likely, values = most_likely(logits, jnp.any(rules.alternatives))
-    return Drawn(token, logprob, jnp.all(jnp.isfinite(logits), axis=-1), likely, values - total[:, None])
+    return Drawn(
+        token, logprob, jnp.all(jnp.isfinite(logits), axis=-1), likely, values - total[:, None]
+    )
 
 
-def most_likely(logits: Float[Array, "*rows V"], wanted: Bool[Array, ""]) -> tuple[Int[Array, "*rows A"], Float[Array, "*rows A"]]:
-    """Return the most probable tokens and their logits, the best first; zeros where they are not `wanted`."""
+def most_likely(
+    logits: Float[Array, "*rows V"], wanted: Bool[Array, ""]
+) -> tuple[Int[Array, "*rows A"], Float[Array, "*rows A"]]:
+    """Return the most probable tokens and their logits, the best first; zeros where they are not
+    `wanted`."""
     count = min(MOST_ALTERNATIVES, logits.shape[-1])
 
     def nothing() -> tuple[Array, Array]:
-        return jnp.zeros((*logits.shape[:-1], count), logits.dtype), jnp.zeros((*logits.shape[:-1], count), jnp.int32)
+        return jnp.zeros((*logits.shape[:-1], count), logits.dtype), jnp.zeros(
+            (*logits.shape[:-1], count), jnp.int32
+        )
 
     values, tokens = lax.cond(wanted, lambda: tuple(lax.top_k(logits, count)), nothing)
     return tokens, values
 
 
 def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
-    """Return what `filter_logits` returns for each row's own rule: rows of temperature 0 count as rows of temperature 1."""
+    """Return what `filter_logits` returns for each row's own rule: rows of temperature 0 count as
+    rows of temperature 1."""
     logits = logits / jnp.where(rules.temperature > 0, rules.temperature, 1)[:, None]
     sorts = (rules.temperature > 0) & ((rules.top_k > 0) | (rules.top_p < 1))
-    least = lax.cond(jnp.any(sorts), lambda: _least_kept(logits, rules), lambda: jnp.full(len(logits), -jnp.inf))
-    least = jnp.maximum(least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p))  # log(0) is -inf: no bound
+    least = lax.cond(
+        jnp.any(sorts), lambda: _least_kept(logits, rules), lambda: jnp.full(len(logits), -jnp.inf)
+    )
+    least = jnp.maximum(
+        least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p)
+    )  # log(0) is -inf: no bound
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 
@@ -111,7 +132,9 @@ def _least_kept(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B
     """Return the smallest logit that top_k and top_p keep in each row, -inf where they keep all."""
     order = jnp.sort(logits, axis=-1, descending=True)
     last = jnp.clip(rules.top_k - 1, 0, logits.shape[-1] - 1)
-    by_count = jnp.where(rules.top_k > 0, jnp.take_along_axis(order, last[:, None], axis=-1)[:, 0], -jnp.inf)
+    by_count = jnp.where(
+        rules.top_k > 0, jnp.take_along_axis(order, last[:, None], axis=-1)[:, 0], -jnp.inf
+    )
     order = jnp.where(order >= by_count[:, None], order, -jnp.inf)
     probability = jax.nn.softmax(order, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability

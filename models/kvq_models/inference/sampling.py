@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 class Sampling:
     """The rule by which a token is drawn. Static and hashable. The default is greedy.
 
-    temperature: 0 takes the most probable token; otherwise logits are divided by it. Then, in this order, only these tokens stay: the
-    `top_k` most probable (0: all); the fewest whose probabilities add up to `top_p`; those at least `min_p` times as probable as the best.
+    temperature: 0 takes the most probable token; otherwise logits are divided by it. Then, in this
+    order, only these tokens stay: the `top_k` most probable (0: all); the fewest whose
+    probabilities add up to `top_p`; those at least `min_p` times as probable as the best.
     """
 
     temperature: float = 0.0
@@ -26,7 +27,9 @@ class Sampling:
     def check(self) -> None:
         """Raise ValueError, in one line, where a value is out of range."""
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy) and finite")
+            raise ValueError(
+                f"temperature={self.temperature} must be at least 0 (0 is greedy) and finite"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)")
         if not 0 < self.top_p <= 1:
@@ -36,7 +39,8 @@ class Sampling:
 
 
 def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Return logits divided by the temperature, with -inf for the tokens that top_k, top_p and min_p exclude. The best always stays."""
+    """Return logits divided by the temperature, with -inf for the tokens that top_k, top_p and
+    min_p exclude. The best always stays."""
     logits = logits / sampling.temperature
     if sampling.top_k and sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
@@ -56,8 +60,8 @@ def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
 def sample(
     logits: Float[Array, "B V"], sampling: Sampling, key: Array, step: Int[Array, ""]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Return (token [B] int32, its log-probability [B] under the unfiltered softmax). Row b at step s draws with its own key, so a seed
-    fixes the text."""
+    """Return (token [B] int32, its log-probability [B] under the unfiltered softmax). Row b at step
+    s draws with its own key, so a seed fixes the text."""
     if sampling.temperature == 0:
         token = jnp.argmax(logits, axis=-1)
     else:

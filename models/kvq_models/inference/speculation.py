@@ -1,11 +1,15 @@
-"""Prompt-lookup speculation: greedy decoding of several tokens in one step, drafted from what the row itself says earlier.
+"""Prompt-lookup speculation: greedy decoding of several tokens in one step, drafted from what the
+row itself says earlier.
 
-    drafts     what followed the row's last tokens where the same tokens stood before, the newest such place first
+    drafts     what followed the row's last tokens where the same tokens stood before, the newest
+               such place first
     step       decode [next token, drafts] at once, T = 1 + drafts
-    accepted   the drafts up to the first that is not the most probable token at its place; the cache is trimmed to them
+    accepted   the drafts up to the first that is not the most probable token at its place; the
+               cache is trimmed to them
 
-The tokens are those of `generate`, as far as a step of T tokens computes what T steps do. A block that has aged is quantized, and to take
-it back would leave its rounding in the window; so nothing is drafted past the next block's ageing, and `trim` takes back exact rows alone.
+The tokens are those of `generate`, as far as a step of T tokens computes what T steps do. A block
+that has aged is quantized, and to take it back would leave its rounding in the window; so nothing
+is drafted past the next block's ageing, and `trim` takes back exact rows alone.
 """
 
 from __future__ import annotations
@@ -54,15 +58,19 @@ def generate_drafted(
     eos_ids: tuple[int, ...] = (),
     implementation: Implementation = None,
 ) -> Generated:
-    """Generate greedily what `generate` does, with up to `drafts` tokens of each row drafted in a step.
+    """Generate greedily what `generate` does, with up to `drafts` tokens of each row drafted in a
+    step.
 
-    Rows advance each by its own. Raises as `generate`, and ValueError where `drafts` is less than 1 or the cache lies on a mesh.
+    Rows advance each by its own. Raises as `generate`, and ValueError where `drafts` is less than 1
+    or the cache lies on a mesh.
     """
     check(cache, drafts)
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
     state = start(llama, cache, tokens, lengths, max_new_tokens, Sampling(), implementation)
     history = begun_history(tokens, lengths, max_new_tokens)
-    state, _ = advance(llama, state, history, jnp.int32(max_new_tokens), drafts, tuple(eos_ids), implementation)
+    state, _ = advance(
+        llama, state, history, jnp.int32(max_new_tokens), drafts, tuple(eos_ids), implementation
+    )
     return generated(state, max_new_tokens)
 
 
@@ -71,14 +79,19 @@ def check(cache: Cache, drafts: int) -> None:
     if drafts < 1:
         raise ValueError(f"{drafts=} must be at least 1")
     if cache.placement is not None:
-        raise ValueError(f"tokens are drafted for caches on one device, and this one lies on a mesh ({cache.placement})")
+        raise ValueError(
+            "tokens are drafted for caches on one device, and this one lies on a mesh"
+            f" ({cache.placement})"
+        )
 
 
 def begun_history(tokens: Int[Array, "B T"], lengths: LengthsB, max_new_tokens: int) -> History:
     return History(jnp.pad(tokens, ((0, 0), (0, bucket(max_new_tokens)))), lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("drafts", "eos_ids", "implementation"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("drafts", "eos_ids", "implementation"), donate_argnames="state"
+)
 def advance(
     llama: Llama,
     state: GenerationState,
@@ -88,7 +101,8 @@ def advance(
     eos_ids: tuple[int, ...],
     implementation: Implementation = None,
 ) -> tuple[GenerationState, History]:
-    """Generate until every row has `until` tokens or has ended. state.step counts the steps of the model."""
+    """Generate until every row has `until` tokens or has ended. state.step counts the steps of the
+    model."""
 
     def live(now: GenerationState) -> Bool[Array, "B"]:
         return ~now.ended & (now.lengths < until)
@@ -112,11 +126,15 @@ def advance(
         logits = llama.logits(hidden)  # [B, T, V]
         ends = jnp.isin(asked, jnp.array(eos_ids, jnp.int32))
         right = (asked[:, 1:] == jnp.argmax(logits[:, :-1], axis=-1)) & ~ends[:, :-1]
-        taken = jnp.concatenate([jnp.ones_like(first, bool), right], axis=1) & (jnp.arange(1 + drafts)[None] < count[:, None])
+        taken = jnp.concatenate([jnp.ones_like(first, bool), right], axis=1) & (
+            jnp.arange(1 + drafts)[None] < count[:, None]
+        )
         taken = jnp.cumprod(taken, axis=1).astype(bool)
         new = jnp.sum(taken, axis=1, dtype=jnp.int32)
         drawn_from = jnp.concatenate([now.logits[:, None], logits[:, :-1]], axis=1)
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(drawn_from, axis=-1), asked[..., None], axis=-1)[..., 0]
+        logprobs = jnp.take_along_axis(
+            jax.nn.log_softmax(drawn_from, axis=-1), asked[..., None], axis=-1
+        )[..., 0]
         last = jnp.take_along_axis(logits, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
         state = GenerationState(
             trim(cache, now.cache.lengths + new, parameters_for(llama, cache.spec)),
@@ -134,25 +152,38 @@ def advance(
 
 
 def look_up(history: History, drafts: int) -> Int[Array, "B drafts"]:
-    """Return what is likely to follow each row: the tokens after the newest earlier place of its last tokens. Where fewer than `drafts`
-    stand there, the row repeats itself, and so does the draft. Rows that never said the like get their last token."""
-    return jax.vmap(lambda tokens, length: _of_row(tokens, length, drafts))(history.tokens, history.lengths)
+    """Return what is likely to follow each row: the tokens after the newest earlier place of its
+    last tokens. Where fewer than `drafts` stand there, the row repeats itself, and so does the
+    draft. Rows that never said the like get their last token.
+    """
+    return jax.vmap(lambda tokens, length: _of_row(tokens, length, drafts))(
+        history.tokens, history.lengths
+    )
 
 
 def _of_row(tokens: Int[Array, "W"], length: Int[Array, ""], drafts: int) -> Int[Array, "drafts"]:
     at, begins = jnp.arange(tokens.shape[0]), length - 1
     for size in reversed(NGRAMS):
-        same = jnp.all(jnp.stack([jnp.roll(tokens, -i) == tokens[length - size + i] for i in range(size)]), axis=0)
+        same = jnp.all(
+            jnp.stack([jnp.roll(tokens, -i) == tokens[length - size + i] for i in range(size)]),
+            axis=0,
+        )
         place = jnp.max(jnp.where(same & (at + size < length), at, -1))
         begins = jnp.where(place >= 0, place + size, begins)
     return tokens[begins + jnp.arange(drafts) % (length - begins)]
 
 
 def _until_ageing(cache: Cache) -> LengthsB:
-    """Return how many tokens each row can take after its next one before a block is quantized that is not quantized with that one."""
+    """Return how many tokens each row can take after its next one before a block is quantized that
+    is not quantized with that one."""
     after = cache.lengths + 1
     rooms = [
-        plan.regions.body(after) + plan.regions.sink + plan.regions.recent + plan.regions.block - 1 - after
+        plan.regions.body(after)
+        + plan.regions.sink
+        + plan.regions.recent
+        + plan.regions.block
+        - 1
+        - after
         for plan in cache.plans
         if plan.quantizes
     ]
@@ -161,7 +192,9 @@ def _until_ageing(cache: Cache) -> LengthsB:
 
 def _added(history: History, tokens: Int[Array, "B T"], taken: Bool[Array, "B T"]) -> History:
     added = jnp.sum(taken, axis=1, dtype=jnp.int32)
-    return History(_written(history.tokens, tokens, history.lengths, taken), history.lengths + added)
+    return History(
+        _written(history.tokens, tokens, history.lengths, taken), history.lengths + added
+    )
 
 
 def _written(rows: Array, new: Array, at: LengthsB, taken: Bool[Array, "B T"]) -> Array:

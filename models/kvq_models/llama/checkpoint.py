@@ -1,7 +1,9 @@
-"""Load and save checkpoints: Hugging Face directories, Hub ids and GGUF files. No pickle, and no code from the checkpoint.
+"""Load and save checkpoints: Hugging Face directories, Hub ids and GGUF files. No pickle, and no
+code from the checkpoint.
 
-Loading checks every name, shape and type from the files' headers first, then reads tensor by tensor: the host's peak is the model itself
-plus two copies of its largest tensor. Every problem is one line that names the file, tensor or field.
+Loading checks every name, shape and type from the files' headers first, then reads tensor by
+tensor: the host's peak is the model itself plus two copies of its largest tensor. Every problem is
+one line that names the file, tensor or field.
 """
 
 from __future__ import annotations
@@ -38,46 +40,64 @@ from kvq_models.named_models.names import located
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
-# One model's files: `config`, `fields` (the configuration as the file writes it), `tensors` (headers by their Hugging Face names),
-# `read(name)` (a tensor in Hugging Face's orientation) and `tokenizer()`. Nothing is read before it is asked for.
+# One model's files: `config`, `fields` (the configuration as the file writes it), `tensors`
+# (headers by their Hugging Face names), `read(name)` (a tensor in Hugging Face's orientation) and
+# `tokenizer()`. Nothing is read before it is asked for.
 Checkpoint: TypeAlias = HfDirectory | GgufFile
 
 
 def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") -> Checkpoint:
-    """Open a GGUF file, a local directory, a model with a name, or the local snapshot of a Hub checkpoint, of which only `part` is fetched.
+    """Open a GGUF file, a local directory, a model with a name, or the local snapshot of a Hub
+    checkpoint, of which only `part` is fetched.
 
-    Raises, in one line, CheckpointError where there is no checkpoint and FileNotFoundError for a name whose model is not here yet.
+    Raises, in one line, CheckpointError where there is no checkpoint and FileNotFoundError for a
+    name whose model is not here yet.
     """
     path_or_hub_id = located(path_or_hub_id)
     path = Path(path_or_hub_id)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise CheckpointError(f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf file")
+            raise CheckpointError(
+                f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf"
+                " file"
+            )
         return GgufFile(path)
     return HfDirectory(local_directory(path_or_hub_id, part))
 
 
 def load_llama(
-    path_or_hub_id: str | os.PathLike[str], *, dtype: DTypeLike = "bfloat16", mesh: AnyMesh | Placement | None = None
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike = "bfloat16",
+    mesh: AnyMesh | Placement | None = None,
 ) -> tuple[Llama, Any]:
     """Load a checkpoint as (llama, tokenizer); the tokenizer is None where the checkpoint has none.
 
-    path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a name: "embedded" for the model that ships with
-    kvq, "smollm2" once `kvq fetch smollm2` has brought it. Weights are cast to `dtype` (float32, bfloat16 or float16) one tensor at a time;
-    those of a GGUF file are dequantized first. A tied checkpoint that also stores a head keeps that head where it differs from the
-    embedding, as in transformers. mesh: the devices that share the weights (sharding.py); each process reads the parts that its devices
-    hold, so checksums of files are not verified.
-    Raises CheckpointError for files and tensors, values that are not finite included, FileNotFoundError for a name whose model is not here,
-    ValueError or NotImplementedError for fields of the configuration.
+    path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a name:
+    "embedded" for the model that ships with kvq, "smollm2" once `kvq fetch smollm2` has brought it.
+    Weights are cast to `dtype` (float32, bfloat16 or float16) one tensor at a time; those of a GGUF
+    file are dequantized first. A tied checkpoint that also stores a head keeps that head where it
+    differs from the embedding, as in transformers. mesh: the devices that share the weights
+    (sharding.py); each process reads the parts that its devices hold, so checksums of files are not
+    verified.
+    Raises CheckpointError for files and tensors, values that are not finite included,
+    FileNotFoundError for a name whose model is not here, ValueError or NotImplementedError for
+    fields of the configuration.
     """
     checkpoint = open_checkpoint(path_or_hub_id)
     return load_weights(checkpoint, dtype=dtype, mesh=mesh), checkpoint.tokenizer()
 
 
-def load_weights(checkpoint: Checkpoint, *, dtype: DTypeLike, mesh: AnyMesh | Placement | None = None) -> Llama:
-    """Return the model of an open checkpoint with its weights as `dtype`, on a mesh if one is given. Raises as `load_llama`."""
+def load_weights(
+    checkpoint: Checkpoint, *, dtype: DTypeLike, mesh: AnyMesh | Placement | None = None
+) -> Llama:
+    """Return the model of an open checkpoint with its weights as `dtype`, on a mesh if one is
+    given. Raises as `load_llama`."""
     if jnp.dtype(dtype).name not in MODEL_DTYPES:
-        raise ValueError(f"dtype={jnp.dtype(dtype).name!r} is not supported; supported: {', '.join(MODEL_DTYPES)}")
+        raise ValueError(
+            f"dtype={jnp.dtype(dtype).name!r} is not supported; supported:"
+            f" {', '.join(MODEL_DTYPES)}"
+        )
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     abstract = abstract_llama(config, dtype)
@@ -86,26 +106,37 @@ def load_weights(checkpoint: Checkpoint, *, dtype: DTypeLike, mesh: AnyMesh | Pl
 
 
 def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
-    """Return the configuration alone, without touching (or downloading) weights. Raises as `load_llama`."""
+    """Return the configuration alone, without touching (or downloading) weights. Raises as
+    `load_llama`."""
     return open_checkpoint(path_or_hub_id, "config").config
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files, which transformers' AutoModelForCausalLM loads.
+    """Write config.json, model.safetensors and the tokenizer's files, which transformers'
+    AutoModelForCausalLM loads.
 
-    Weights keep their dtype; parameters of cache methods are not part of a checkpoint and are not written. The host holds one more copy of
-    the model meanwhile. The directory appears with all its files at once or not at all. Where it exists, it is replaced at once too, by one
-    that holds its other files as well. Raises ValueError where `LlamaConfig.to_hf` does.
+    Weights keep their dtype; parameters of cache methods are not part of a checkpoint and are not
+    written. The host holds one more copy of the model meanwhile. The directory appears with all its
+    files at once or not at all. Where it exists, it is replaced at once too, by one that holds its
+    other files as well. Raises ValueError where `LlamaConfig.to_hf` does.
     """
     write = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
     save_checkpoint(llama, directory, write)
 
 
-def save_checkpoint(llama: Llama, directory: str | os.PathLike[str], write_tokenizer: Callable[[Path], object]) -> None:
-    """Do what `save_llama` does, with a function that writes the tokenizer's files into the directory that it is given."""
+def save_checkpoint(
+    llama: Llama, directory: str | os.PathLike[str], write_tokenizer: Callable[[Path], object]
+) -> None:
+    """Do what `save_llama` does, with a function that writes the tokenizer's files into the
+    directory that it is given."""
     directory = Path(directory)
-    fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}  # the key that old and new versions read
-    tensors = {w.name: np.asarray(w.leaf.T if w.transpose else w.leaf) for w in hf_names.weights(llama).values()}
+    fields = llama.config.to_hf() | {
+        "torch_dtype": llama.embed[...].dtype.name
+    }  # the key that old and new versions read
+    tensors = {
+        w.name: np.asarray(w.leaf.T if w.transpose else w.leaf)
+        for w in hf_names.weights(llama).values()
+    }
     with replacing_directory(directory) as unfinished:
         write_tensors(unfinished / "model.safetensors", tensors, {"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -115,36 +146,62 @@ def save_checkpoint(llama: Llama, directory: str | os.PathLike[str], write_token
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where the configuration has more layers than the files: 1000 need not be made to see that they are missing."""
+    """Raise CheckpointError where the configuration has more layers than the files: 1000 need not
+    be made to see that they are missing."""
     found = (re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.tensors)
-    stored, layers = 1 + max((int(match[1]) for match in found if match), default=-1), checkpoint.config.num_hidden_layers
+    stored, layers = (
+        1 + max((int(match[1]) for match in found if match), default=-1),
+        checkpoint.config.num_hidden_layers,
+    )
     if layers > stored:
         missing = f"model.layers.{stored}.input_layernorm.weight"
-        raise CheckpointError(f"the files lack tensor {missing!r} and more: they hold {stored} layers, and num_hidden_layers is {layers}")
+        raise CheckpointError(
+            f"the files lack tensor {missing!r} and more: they hold {stored} layers, and"
+            f" num_hidden_layers is {layers}"
+        )
 
 
 def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
-    """Return the config, untied where the files hold a head that differs from the embedding: such a model was trained untied."""
+    """Return the config, untied where the files hold a head that differs from the embedding: such a
+    model was trained untied."""
     config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
     stored = [checkpoint.tensors.get(name) for name in pair]
-    if not config.tie_word_embeddings or any(tensor is None or tensor.stored_as for tensor in stored):
+    if not config.tie_word_embeddings or any(
+        tensor is None or tensor.stored_as for tensor in stored
+    ):
         return config
     embed, head = map(checkpoint.read, pair)
-    return config if np.array_equal(embed, head) else dataclasses.replace(config, tie_word_embeddings=False)
+    return (
+        config
+        if np.array_equal(embed, head)
+        else dataclasses.replace(config, tie_word_embeddings=False)
+    )
 
 
-def _check_tensors(expected: Mapping[str, hf_names.Weight], stored: Mapping[str, StoredTensor], *, tied: bool) -> None:
+def _check_tensors(
+    expected: Mapping[str, hf_names.Weight], stored: Mapping[str, StoredTensor], *, tied: bool
+) -> None:
     shapes = {weight.name: weight.hf_shape for weight in expected.values()}
     accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {ROPE_FACTORS}
-    unmatched = [name for name in stored if name not in accounted and not hf_names.IGNORED.fullmatch(name)]
+    unmatched = [
+        name for name in stored if name not in accounted and not hf_names.IGNORED.fullmatch(name)
+    ]
     if unmatched:
-        raise CheckpointError(f"the files hold {_some(unmatched)}, for which the model of their configuration has no place")
+        raise CheckpointError(
+            f"the files hold {_some(unmatched)}, for which the model of their configuration has no"
+            " place"
+        )
     missing = [name for name in shapes if name not in stored]
     if missing:
-        raise CheckpointError(f"the files lack {_some(missing)}, which the model of their configuration needs")
+        raise CheckpointError(
+            f"the files lack {_some(missing)}, which the model of their configuration needs"
+        )
     for name, shape in shapes.items():
         if stored[name].shape != shape:
-            raise CheckpointError(f"tensor {name!r} has shape {stored[name].shape}, and the configuration asks for {shape}")
+            raise CheckpointError(
+                f"tensor {name!r} has shape {stored[name].shape}, and the configuration asks for"
+                f" {shape}"
+            )
 
 
 def _some(names: list[str]) -> str:
@@ -156,24 +213,34 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement 
     """Fill the abstract model tensor by tensor."""
     shardings = {} if placement is None else weight_shardings(abstract, placement)
     values: dict[str, jax.Array] = {}
-    finite: dict[str, jax.Array] = {}  # asked for at the end: the host does not wait for each tensor
+    finite: dict[
+        str, jax.Array
+    ] = {}  # asked for at the end: the host does not wait for each tensor
     expected = hf_names.weights(abstract).items()
-    for path, weight in tqdm(expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None):
+    for path, weight in tqdm(
+        expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None
+    ):
         if placement is None:
-            placed = _placed(checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype)
+            placed = _placed(
+                checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype
+            )
         else:
             placed = _placed_in_parts(checkpoint, weight, shardings[path], placement.everywhere)
         values[path], finite[weight.name] = placed
     broken = [name for name, of_tensor in finite.items() if not of_tensor]
     if broken:
-        named = f"{_some(broken)} holds nan, or values beyond {next(iter(values.values())).dtype.name}"
+        named = (
+            f"{_some(broken)} holds nan, or values beyond {next(iter(values.values())).dtype.name}"
+        )
         raise CheckpointError(f"{named}: the model would compute nan")
     return hf_names.replace_weights(abstract, values)
 
 
-def _cast(tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return the tensor on the device, transposed and cast there (strided copies on the host would take most of the loading time), and
-    whether all of it is finite."""
+def _cast(
+    tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tensor on the device, transposed and cast there (strided copies on the host would
+    take most of the loading time), and whether all of it is finite."""
     placed = (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
     return placed, jnp.all(jnp.isfinite(placed))
 
@@ -184,7 +251,8 @@ _placed = jax.jit(_cast, static_argnames=("transpose", "dtype"))
 def _placed_in_parts(
     checkpoint: Checkpoint, weight: hf_names.Weight, where: NamedSharding, everywhere: NamedSharding
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what `_placed` returns, on a mesh: each part is read once by each process that holds it."""
+    """Return what `_placed` returns, on a mesh: each part is read once by each process that holds
+    it."""
     axes = (*where.spec, *[None] * (len(weight.hf_shape) - len(where.spec)))
     stored = NamedSharding(where.mesh, PartitionSpec(*(axes[::-1] if weight.transpose else axes)))
     read, parts = checkpoint.parts(weight.name), dict[str, np.ndarray]()
@@ -200,5 +268,7 @@ def _placed_in_parts(
 
 
 @functools.cache
-def _placing(where: NamedSharding, everywhere: NamedSharding) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _placing(
+    where: NamedSharding, everywhere: NamedSharding
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return jax.jit(_cast, static_argnames=("transpose", "dtype"), out_shardings=(where, everywhere))

@@ -1,7 +1,9 @@
-"""The model's configuration: one frozen value with Hugging Face's names, read from and written to config.json.
+"""The model's configuration: one frozen value with Hugging Face's names, read from and written to
+config.json.
 
-`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and refuses by field name what this model would
-compute wrongly. `LlamaConfig.to_hf` writes one that old and new versions of transformers read.
+`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and
+refuses by field name what this model would compute wrongly. `LlamaConfig.to_hf` writes one that old
+and new versions of transformers read.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _ROPE_FIELDS = {
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
 
-MOST_LAYERS = 1024  # eight times those of the largest Llama; plans and weights are made layer by layer
+MOST_LAYERS = (
+    1024  # eight times those of the largest Llama; plans and weights are made layer by layer
+)
 _LIMIT = 2.0**128  # float32 ends below it
 
 
@@ -41,15 +45,25 @@ class _Family(NamedTuple):
     o_bias: bool | None
     mlp_bias: bool | None  # None: config.json's mlp_bias decides
     qk_norm: bool
-    head_dim: int | None  # used where config.json has none; None: hidden_size // num_attention_heads
+    head_dim: (
+        int | None
+    )  # used where config.json has none; None: hidden_size // num_attention_heads
     sliding_window: int | None  # used where config.json has none
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", None, None, None, qk_norm=False, head_dim=None, sliding_window=None),
-    "mistral": _Family("MistralForCausalLM", False, False, False, qk_norm=False, head_dim=None, sliding_window=4096),
-    "qwen2": _Family("Qwen2ForCausalLM", True, False, False, qk_norm=False, head_dim=None, sliding_window=4096),
-    "qwen3": _Family("Qwen3ForCausalLM", None, None, False, qk_norm=True, head_dim=128, sliding_window=4096),
+    "llama": _Family(
+        "LlamaForCausalLM", None, None, None, qk_norm=False, head_dim=None, sliding_window=None
+    ),
+    "mistral": _Family(
+        "MistralForCausalLM", False, False, False, qk_norm=False, head_dim=None, sliding_window=4096
+    ),
+    "qwen2": _Family(
+        "Qwen2ForCausalLM", True, False, False, qk_norm=False, head_dim=None, sliding_window=4096
+    ),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM", None, None, False, qk_norm=True, head_dim=128, sliding_window=4096
+    ),
 }
 
 
@@ -60,7 +74,8 @@ def _check_positive(name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Settings of the rotary frequencies (models/kvq_models/llama/rope.py). Fields that `rope_type` does not use stay at their defaults.
+    """Settings of the rotary frequencies (models/kvq_models/llama/rope.py). Fields that `rope_type`
+    does not use stay at their defaults.
 
     Raises NotImplementedError for another rope_type; ValueError for a value that gives no rotation.
     """
@@ -80,30 +95,51 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
-            raise NotImplementedError(f"config field rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise NotImplementedError(
+                f"config field rope_type={self.rope_type!r} is not supported; supported:"
+                f" {', '.join(ROPE_TYPES)}"
+            )
         if not 1 < self.theta < _LIMIT:
-            raise ValueError(f"config field rope_theta={self.theta} must be above 1 and finite in float32")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"):
+            raise ValueError(
+                f"config field rope_theta={self.theta} must be above 1 and finite in float32"
+            )
+        for name in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+        ):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         for name in ("mscale", "mscale_all_dim"):
             if getattr(self, name):  # 0 stands for none
                 _check_positive(name, getattr(self, name))
         if self.original_max_position_embeddings < 1:
-            raise ValueError(f"config field original_max_position_embeddings={self.original_max_position_embeddings} must be positive")
+            raise ValueError(
+                "config field"
+                f" original_max_position_embeddings={self.original_max_position_embeddings} must be"
+                " positive"
+            )
         if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(f"config field low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}")
+            raise ValueError(
+                f"config field low_freq_factor={self.low_freq_factor} must be below"
+                f" high_freq_factor={self.high_freq_factor}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and options of one model. Static and hashable: safe as metadata of a jitted function's arguments.
+    """Sizes and options of one model. Static and hashable: safe as metadata of a jitted function's
+    arguments.
 
-    sliding_window: the tokens that each token of the `windowed_layers` attends to, itself included; None where all layers attend to all.
-    It is not computed: up to so many tokens it changes nothing, and longer sequences are refused (`check_window`).
+    sliding_window: the tokens that each token of the `windowed_layers` attends to, itself included;
+    None where all layers attend to all. It is not computed: up to so many tokens it changes
+    nothing, and longer sequences are refused (`check_window`).
 
-    Raises NotImplementedError for another model_type; ValueError for values that are not positive or not finite, and for head counts
-    that do not divide.
+    Raises NotImplementedError for another model_type; ValueError for values that are not positive
+    or not finite, and for head counts that do not divide.
     """
 
     vocab_size: int
@@ -127,23 +163,35 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    dtype: str | None = dataclasses.field(default=None, compare=False)  # of the model that carries this; no property of the checkpoint
+    dtype: str | None = dataclasses.field(
+        default=None, compare=False
+    )  # of the model that carries this; no property of the checkpoint
 
     def __post_init__(self) -> None:
         if self.model_type not in _FAMILIES:
-            raise NotImplementedError(f"config field model_type={self.model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
+            raise NotImplementedError(
+                f"config field model_type={self.model_type!r} is not supported; supported:"
+                f" {', '.join(_FAMILIES)}"
+            )
         for name in _SIZES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {name}={value!r} must be a positive integer")
         if self.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(f"config field num_hidden_layers={self.num_hidden_layers} must be at most {MOST_LAYERS}")
+            raise ValueError(
+                f"config field num_hidden_layers={self.num_hidden_layers} must be at most"
+                f" {MOST_LAYERS}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"config field num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
+                f"config field num_key_value_heads={self.num_key_value_heads} must divide"
+                f" num_attention_heads={self.num_attention_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"config field head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
+            raise ValueError(
+                f"config field head_dim={self.head_dim} must be even: RoPE rotates pairs of"
+                " channels"
+            )
         if self.rope.rope_type == "dynamic" and self.head_dim == 2:
             raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
         _check_positive("rms_norm_eps", self.rms_norm_eps)
@@ -152,23 +200,29 @@ class LlamaConfig:
 
     @property
     def positions(self) -> int:
-        """Return the tokens up to which a sequence is computed as in training: max_position_embeddings, or a shorter sliding window."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """Return the tokens up to which a sequence is computed as in training:
+        max_position_embeddings, or a shorter sliding window."""
+        return min(
+            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
+        )
 
     def check_window(self, tokens: int) -> None:
-        """Raise ValueError where a sequence of so many tokens is longer than the sliding window, which is not computed."""
+        """Raise ValueError where a sequence of so many tokens is longer than the sliding window,
+        which is not computed."""
         if self.sliding_window is not None and tokens > self.sliding_window:
             raise ValueError(
-                f"{tokens} tokens are beyond the sliding window of {self.sliding_window} that layers of this model attend to, which is not "
-                f"computed: sequences of up to {self.sliding_window} tokens are served"
+                f"{tokens} tokens are beyond the sliding window of {self.sliding_window} that"
+                " layers of this model attend to, which is not computed: sequences of up to"
+                f" {self.sliding_window} tokens are served"
             )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
         """Return the configuration that the contents of a config.json describe.
 
-        Raises ValueError for a missing or malformed field; NotImplementedError for a model_type, architecture, RoPE type, activation,
-        quantization or kind of layer that this model does not compute.
+        Raises ValueError for a missing or malformed field; NotImplementedError for a model_type,
+        architecture, RoPE type, activation, quantization or kind of layer that this model does not
+        compute.
         """
         family = _family(hf)
         _refuse_unsupported(hf)
@@ -192,7 +246,11 @@ class LlamaConfig:
             tie_word_embeddings=_optional(hf, "tie_word_embeddings", bool, False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias if family.o_bias is None else family.o_bias,
-            mlp_bias=_optional(hf, "mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
+            mlp_bias=(
+                _optional(hf, "mlp_bias", bool, False)
+                if family.mlp_bias is None
+                else family.mlp_bias
+            ),
             qk_norm=family.qk_norm,
             rope=_rope_from_hf(hf),
             bos_token_id=_optional(hf, "bos_token_id", int, None),
@@ -203,8 +261,10 @@ class LlamaConfig:
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of a config.json; from_hf(to_hf()) gives this value back.
 
-        RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which old and new readers understand.
-        Raises ValueError where the family cannot say what this config holds (a Mistral with biases, a Llama with QK-norm).
+        RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which old and new
+        readers understand.
+        Raises ValueError where the family cannot say what this config holds (a Mistral with biases,
+        a Llama with QK-norm).
         """
         hf = {
             "architectures": [_FAMILIES[self.model_type].architecture],
@@ -224,16 +284,29 @@ class LlamaConfig:
         }
         read_back = LlamaConfig.from_hf(hf)
         names = [field.name for field in dataclasses.fields(self) if field.compare]
-        lost = [f"{name}={getattr(self, name)}" for name in names if getattr(read_back, name) != getattr(self, name)]
+        lost = [
+            f"{name}={getattr(self, name)}"
+            for name in names
+            if getattr(read_back, name) != getattr(self, name)
+        ]
         if lost:
-            raise ValueError(f"a config.json of model_type={self.model_type!r} cannot express {', '.join(lost)}")
+            raise ValueError(
+                f"a config.json of model_type={self.model_type!r} cannot express {', '.join(lost)}"
+            )
         return hf
 
     def _window_to_hf(self) -> dict[str, Any]:
         if self.sliding_window is None or self.model_type == "mistral":
             return {"sliding_window": self.sliding_window}
-        kinds = ["sliding_attention" if i in self.windowed_layers else "full_attention" for i in range(self.num_hidden_layers)]
-        return {"sliding_window": self.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+        kinds = [
+            "sliding_attention" if i in self.windowed_layers else "full_attention"
+            for i in range(self.num_hidden_layers)
+        ]
+        return {
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": True,
+            "layer_types": kinds,
+        }
 
 
 _SIZES = (
@@ -248,16 +321,21 @@ _SIZES = (
 )
 
 
-# --- reading fields -------------------------------------------------------------------------------------------------------------------
+# --- reading fields
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
-    """Return the value as `kind`; JSON writes whole floats as integers, so those widen, and nothing else converts."""
+    """Return the value as `kind`; JSON writes whole floats as integers, so those widen, and nothing
+    else converts."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
-            raise ValueError(f"config field {name} is an integer of {value.bit_length()} bits, which no float holds") from None
+            raise ValueError(
+                f"config field {name} is an integer of {value.bit_length()} bits, which no float"
+                " holds"
+            ) from None
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"config field {name}={value!r} must be of type {kind.__name__}")
     return value
@@ -289,16 +367,23 @@ def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
 def _family(hf: Mapping[str, Any]) -> _Family:
     model_type = _required(hf, "model_type", str)
     if model_type not in _FAMILIES:
-        raise NotImplementedError(f"config field model_type={model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
+        raise NotImplementedError(
+            f"config field model_type={model_type!r} is not supported; supported:"
+            f" {', '.join(_FAMILIES)}"
+        )
     family = _FAMILIES[model_type]
     architectures = hf.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
-        raise NotImplementedError(f"config field {architectures=} is not supported for {model_type=}; supported: {family.architecture}")
+        raise NotImplementedError(
+            f"config field {architectures=} is not supported for {model_type=}; supported:"
+            f" {family.architecture}"
+        )
     return family
 
 
 def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
-    """Return the number of KV heads. Llama configs from before grouped-query attention lack the field; other families always have it."""
+    """Return the number of KV heads. Llama configs from before grouped-query attention lack the
+    field; other families always have it."""
     if hf["model_type"] == "llama":
         return _optional(hf, "num_key_value_heads", int, heads)
     return _required(hf, "num_key_value_heads", int)
@@ -309,53 +394,85 @@ def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -
     if explicit is not None:
         return explicit
     if heads < 1 or hidden % heads:
-        raise ValueError(f"config field num_attention_heads={heads} must divide hidden_size={hidden} where head_dim is not given")
+        raise ValueError(
+            f"config field num_attention_heads={heads} must divide hidden_size={hidden} where"
+            " head_dim is not given"
+        )
     return hidden // heads
 
 
-# --- refusing what would be computed wrongly --------------------------------------------------------------------------------------------
+# --- refusing what would be computed wrongly
+# --------------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
         raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
     if hf.get("quantization_config") is not None:
-        raise NotImplementedError("config field quantization_config is present: only unquantized checkpoints are supported")
+        raise NotImplementedError(
+            "config field quantization_config is present: only unquantized checkpoints are"
+            " supported"
+        )
     if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise NotImplementedError(f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel rotates)")
+        raise NotImplementedError(
+            f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel"
+            " rotates)"
+        )
 
 
 def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window and the layers that have it; none where no layer uses it, or where it spans the model's context."""
-    layers, kinds = _required(hf, "num_hidden_layers", int), _optional(hf, "layer_types", list, None)
+    """Return the sliding window and the layers that have it; none where no layer uses it, or where
+    it spans the model's context."""
+    layers, kinds = (
+        _required(hf, "num_hidden_layers", int),
+        _optional(hf, "layer_types", list, None),
+    )
     unknown = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
     if unknown:
-        raise NotImplementedError(f"config field layer_types contains {', '.join(unknown)}; supported: full_attention, sliding_attention")
-    window = _optional(hf, "sliding_window", int, None) if "sliding_window" in hf else family.sliding_window
+        raise NotImplementedError(
+            f"config field layer_types contains {', '.join(unknown)}; supported: full_attention,"
+            " sliding_attention"
+        )
+    window = (
+        _optional(hf, "sliding_window", int, None)
+        if "sliding_window" in hf
+        else family.sliding_window
+    )
     windowed = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
     if hf["model_type"] == "mistral":
         windowed = tuple(range(layers)) if window is not None else windowed
     elif kinds is None and _optional(hf, "use_sliding_window", bool, False):
         windowed = tuple(range(_optional(hf, "max_window_layers", int, 28), layers))
     if windowed and window is None:
-        raise ValueError("config field sliding_window is missing, and layer_types names layers that have one")
-    inactive = not windowed or window is None or window >= _required(hf, "max_position_embeddings", int)
+        raise ValueError(
+            "config field sliding_window is missing, and layer_types names layers that have one"
+        )
+    inactive = (
+        not windowed or window is None or window >= _required(hf, "max_position_embeddings", int)
+    )
     return (None, ()) if inactive else (window, windowed)
 
 
-# --- RoPE, in both spellings --------------------------------------------------------------------------------------------------------------
+# --- RoPE, in both spellings
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
-    """Read either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key is `rope_type` or `type`."""
+    """Read either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key
+    is `rope_type` or `type`."""
     section = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     fields = hf.get(section) or {}
     if not isinstance(fields, Mapping):
         raise ValueError(f"config field {section}={fields!r} must be an object")
     if any(isinstance(value, Mapping) for value in fields.values()):
-        raise NotImplementedError(f"config field {section} differs between layer types; supported: one RoPE for all layers")
+        raise NotImplementedError(
+            f"config field {section} differs between layer types; supported: one RoPE for all"
+            " layers"
+        )
     if (partial_rotary_factor := fields.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise NotImplementedError(f"config field {section}.{partial_rotary_factor=} is not supported; supported: 1.0")
+        raise NotImplementedError(
+            f"config field {section}.{partial_rotary_factor=} is not supported; supported: 1.0"
+        )
     rope_type = fields.get("rope_type", fields.get("type", "default"))
     rope: dict[str, Any] = {
         "rope_type": rope_type,
@@ -365,18 +482,28 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
         rope |= {"factor": _required(fields, "factor", float)}
     if rope_type == "llama3":
         rope |= {"original_max_position_embeddings": _original_max_positions(hf, fields)}
-        rope |= {name: _required(fields, name, float) for name in ("low_freq_factor", "high_freq_factor")}
+        rope |= {
+            name: _required(fields, name, float) for name in ("low_freq_factor", "high_freq_factor")
+        }
     if rope_type == "yarn":
         rope |= _yarn_fields(hf, fields)
     return RopeConfig(**rope)
 
 
 def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
-    """Return the context length before it was extended; as in transformers, the top-level field has priority."""
-    inner = _optional(fields, "original_max_position_embeddings", int, _required(hf, "max_position_embeddings", int))
+    """Return the context length before it was extended; as in transformers, the top-level field has
+    priority."""
+    inner = _optional(
+        fields,
+        "original_max_position_embeddings",
+        int,
+        _required(hf, "max_position_embeddings", int),
+    )
     original = _optional(hf, "original_max_position_embeddings", int, inner)
     if original < 1:
-        raise ValueError(f"config field original_max_position_embeddings={original} must be positive")
+        raise ValueError(
+            f"config field original_max_position_embeddings={original} must be positive"
+        )
     return original
 
 
@@ -385,7 +512,9 @@ def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
     original = _original_max_positions(hf, fields)
     return {
         "original_max_position_embeddings": original,
-        "factor": _optional(fields, "factor", float, _required(hf, "max_position_embeddings", int) / original),
+        "factor": _optional(
+            fields, "factor", float, _required(hf, "max_position_embeddings", int) / original
+        ),
         "attention_factor": _optional(fields, "attention_factor", float, None),
         "beta_fast": _optional(fields, "beta_fast", float, 32.0),
         "beta_slow": _optional(fields, "beta_slow", float, 1.0),
@@ -396,8 +525,11 @@ def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
-    """Return the `rope_scaling` object with only the fields of its type, since readers warn about others."""
+    """Return the `rope_scaling` object with only the fields of its type, since readers warn about
+    others."""
     if rope.rope_type == "default":
         return None
     fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.rope_type]}
-    return {"rope_type": rope.rope_type} | {name: value for name, value in fields.items() if value is not None}
+    return {"rope_type": rope.rope_type} | {
+        name: value for name, value in fields.items() if value is not None
+    }

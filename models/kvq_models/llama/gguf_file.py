@@ -1,7 +1,8 @@
-"""Reader of GGUF files: one file with metadata, tokenizer and tensors, which are dequantized one at a time as they are read.
+"""Reader of GGUF files: one file with metadata, tokenizer and tensors, which are dequantized one at
+a time as they are read.
 
-The file is mapped, not read: the host holds the tensor at hand in float32. Values are the file's own: a 4-bit matrix loads as the
-numbers that its blocks stand for.
+The file is mapped, not read: the host holds the tensor at hand in float32. Values are the file's
+own: a 4-bit matrix loads as the numbers that its blocks stand for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class GgufFile:
     """One GGUF file, opened: its header is read and checked, its tensors are not."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raise CheckpointError, in one line, where it is cut off, is no GGUF file, or holds tensors of an unreadable type."""
+        """Open a file. Raise CheckpointError, in one line, where it is cut off, is no GGUF file, or
+        holds tensors of an unreadable type."""
         self.path = path
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -34,37 +36,50 @@ class GgufFile:
 
         with self._errors("is cut off, damaged, or holds what this reader does not know"):
             reader = GGUFReader(path)
-            self.fields: Mapping[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+            self.fields: Mapping[str, Any] = {
+                name: field.contents() for name, field in reader.fields.items()
+            }
             self._tensors = {gguf_metadata.hf_name(t.name) or t.name: t for t in reader.tensors}
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        return gguf_metadata.config_of(self.fields, shapes, lambda: self._dequantized(gguf_metadata.ROPE_FACTORS))
+        return gguf_metadata.config_of(
+            self.fields, shapes, lambda: self._dequantized(gguf_metadata.ROPE_FACTORS)
+        )
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors' headers by their Hugging Face names; a tensor that has none keeps its own."""
+        """Return the tensors' headers by their Hugging Face names; a tensor that has none keeps its
+        own."""
         return {
-            name: StoredTensor(self.path, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name) for name, t in self._tensors.items()
+            name: StoredTensor(
+                self.path, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name
+            )
+            for name, t in self._tensors.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor, by its Hugging Face name and in Hugging Face's orientation and order of rows, in float32."""
+        """Return a tensor, by its Hugging Face name and in Hugging Face's orientation and order of
+        rows, in float32."""
         tensor, heads = self._dequantized(name), gguf_metadata.has_swapped_rows(self.config, name)
         return gguf_metadata.unswapped(tensor, heads) if heads else tensor
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        """Return a function that gives parts of one tensor, which is read and dequantized as a whole."""
+        """Return a function that gives parts of one tensor, which is read and dequantized as a
+        whole."""
         whole = self.read(name)
         return lambda index: whole[index]
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer, or None where the file has none. CheckpointError where it is of a kind that is not supported."""
+        """Return the tokenizer, or None where the file has none. CheckpointError where it is of a
+        kind that is not supported."""
         try:
             return gguf_tokenizer.tokenizer_of(self.fields)
         except (ValueError, NotImplementedError) as error:
-            raise CheckpointError(f"the tokenizer in {str(self.path)!r} cannot be loaded: {first_line(error)}") from error
+            raise CheckpointError(
+                f"the tokenizer in {str(self.path)!r} cannot be loaded: {first_line(error)}"
+            ) from error
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write the tokenizer as the files that transformers reads."""
@@ -73,14 +88,17 @@ class GgufFile:
 
     def _dequantized(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
-        with self._errors(f"holds tensor {tensor.name!r} of type {tensor.tensor_type.name}, which cannot be read"):
+        with self._errors(
+            f"holds tensor {tensor.name!r} of type {tensor.tensor_type.name}, which cannot be read"
+        ):
             from gguf import dequantize
 
             return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
 
     @contextmanager
     def _errors(self, task: str) -> Iterator[None]:
-        """Turn whatever the library raises over a damaged file into a CheckpointError of one line."""
+        """Turn whatever the library raises over a damaged file into a CheckpointError of one
+        line."""
         try:
             yield
         except CheckpointError:

@@ -1,8 +1,9 @@
 """The configuration and the tensor names of a GGUF file, in this project's terms.
 
-GGUF (llama.cpp's format) writes sizes under its own keys, names tensors by block, stores rope scaling of Llama 3 as one factor for each
-frequency, and reorders the rows of the query and key projections of architecture `llama`, because its RoPE rotates neighbouring channels
-(2i, 2i + 1) where Hugging Face's rotates halves (i, i + H/2).
+GGUF (llama.cpp's format) writes sizes under its own keys, names tensors by block, stores rope
+scaling of Llama 3 as one factor for each frequency, and reorders the rows of the query and key
+projections of architecture `llama`, because its RoPE rotates neighbouring channels (2i, 2i + 1)
+where Hugging Face's rotates halves (i, i + H/2).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def hf_name(name: str) -> str | None:
 
 
 def has_swapped_rows(config: LlamaConfig, hf_tensor: str) -> int:
-    """Return the heads whose rows GGUF reorders in this tensor (by its Hugging Face name); 0 where it reorders none."""
+    """Return the heads whose rows GGUF reorders in this tensor (by its Hugging Face name); 0 where
+    it reorders none."""
     if config.model_type != "llama":
         return 0
     if ".self_attn.q_proj." in hf_tensor:
@@ -68,34 +70,56 @@ def has_swapped_rows(config: LlamaConfig, hf_tensor: str) -> int:
 
 
 def unswapped(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Return a projection [heads * H, ...] with the rows of each head in Hugging Face's order, from pairs (2i, 2i + 1) to halves."""
+    """Return a projection [heads * H, ...] with the rows of each head in Hugging Face's order, from
+    pairs (2i, 2i + 1) to halves."""
     rows = tensor.shape[0] // heads
-    return tensor.reshape(heads, rows // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    return (
+        tensor.reshape(heads, rows // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    )
 
 
-def config_of(fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factors: Callable[[], np.ndarray]) -> LlamaConfig:
+def config_of(
+    fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factors: Callable[[], np.ndarray]
+) -> LlamaConfig:
     """Return the model's configuration from the file's metadata.
 
-    shapes: those of the tensors, by their Hugging Face names. rope_factors reads the tensor of frequency factors where there is one.
-    Raises ValueError for a missing or malformed field, NotImplementedError for what this model does not compute; both name the field.
+    shapes: those of the tensors, by their Hugging Face names. rope_factors reads the tensor of
+    frequency factors where there is one. Raises ValueError for a missing or malformed field,
+    NotImplementedError for what this model does not compute; both name the field.
     """
     architecture = _text(fields, "general.architecture")
     if architecture not in ARCHITECTURES:
-        raise NotImplementedError(f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise NotImplementedError(
+            f"GGUF architecture {architecture!r} is not supported; supported:"
+            f" {', '.join(ARCHITECTURES)}"
+        )
     _refuse_unsupported(fields, architecture)
-    heads, hidden = _whole(fields, f"{architecture}.attention.head_count"), _whole(fields, f"{architecture}.embedding_length")
+    heads, hidden = (
+        _whole(fields, f"{architecture}.attention.head_count"),
+        _whole(fields, f"{architecture}.embedding_length"),
+    )
     if heads < 1 or hidden < 1:
-        raise ValueError(f"GGUF fields head_count={heads} and embedding_length={hidden} must be positive")
+        raise ValueError(
+            f"GGUF fields head_count={heads} and embedding_length={hidden} must be positive"
+        )
     head_dim = _whole(fields, f"{architecture}.attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (other := _whole(fields, f"{architecture}.{key}", head_dim)) != head_dim:
-            raise NotImplementedError(f"GGUF field {architecture}.{key}={other} is not supported; supported: the head dim {head_dim}")
+            raise NotImplementedError(
+                f"GGUF field {architecture}.{key}={other} is not supported; supported: the head dim"
+                f" {head_dim}"
+            )
     layers, context = "model.layers.0.", _whole(fields, f"{architecture}.context_length")
-    window, blocks = _whole(fields, f"{architecture}.attention.sliding_window", 0), _whole(fields, f"{architecture}.block_count")
+    window, blocks = (
+        _whole(fields, f"{architecture}.attention.sliding_window", 0),
+        _whole(fields, f"{architecture}.block_count"),
+    )
     windowed = 0 < window < context
     config = LlamaConfig(
         model_type=architecture,
-        vocab_size=shapes.get("model.embed_tokens.weight", (_whole(fields, f"{architecture}.vocab_size", 0),))[0],
+        vocab_size=shapes.get(
+            "model.embed_tokens.weight", (_whole(fields, f"{architecture}.vocab_size", 0),)
+        )[0],
         hidden_size=hidden,
         intermediate_size=_whole(fields, f"{architecture}.feed_forward_length"),
         num_hidden_layers=blocks,
@@ -113,16 +137,27 @@ def config_of(fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factor
         qk_norm=f"{layers}self_attn.k_norm.weight" in shapes,
         rope=_rope(fields, architecture),
         bos_token_id=_token(fields, "bos"),
-        eos_token_ids=tuple(dict.fromkeys(i for i in (_token(fields, "eos"), _token(fields, "eot")) if i is not None)),
+        eos_token_ids=tuple(
+            dict.fromkeys(
+                i for i in (_token(fields, "eos"), _token(fields, "eot")) if i is not None
+            )
+        ),
         pad_token_id=_token(fields, "padding"),
     )
     factors = rope_factors() if ROPE_FACTORS in shapes else None
-    return config if factors is None else dataclasses.replace(config, rope=_llama3_rope(config, factors))
+    return (
+        config
+        if factors is None
+        else dataclasses.replace(config, rope=_llama3_rope(config, factors))
+    )
 
 
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     if experts := _whole(fields, f"{architecture}.expert_count", 0):
-        raise NotImplementedError(f"GGUF field {architecture}.expert_count={experts} is not supported; supported: no mixture of experts")
+        raise NotImplementedError(
+            f"GGUF field {architecture}.expert_count={experts} is not supported; supported: no"
+            " mixture of experts"
+        )
 
 
 def _rope(fields: Fields, architecture: str) -> RopeConfig:
@@ -132,23 +167,46 @@ def _rope(fields: Fields, architecture: str) -> RopeConfig:
     if kind == "none":
         return RopeConfig(theta=theta)
     if kind not in ("linear", "yarn"):
-        raise NotImplementedError(f"GGUF field {scaling}.type={kind!r} is not supported; supported: none, linear, yarn")
+        raise NotImplementedError(
+            f"GGUF field {scaling}.type={kind!r} is not supported; supported: none, linear, yarn"
+        )
     factor = _number(fields, f"{scaling}.factor")
     if kind == "linear":
         return RopeConfig(rope_type="linear", theta=theta, factor=factor)
-    original = _whole(fields, f"{scaling}.original_context_length", round(_whole(fields, f"{architecture}.context_length") / factor))
-    fast, slow = _number(fields, f"{scaling}.yarn_beta_fast", 32.0), _number(fields, f"{scaling}.yarn_beta_slow", 1.0)
+    original = _whole(
+        fields,
+        f"{scaling}.original_context_length",
+        round(_whole(fields, f"{architecture}.context_length") / factor),
+    )
+    fast, slow = (
+        _number(fields, f"{scaling}.yarn_beta_fast", 32.0),
+        _number(fields, f"{scaling}.yarn_beta_slow", 1.0),
+    )
     return RopeConfig(
-        rope_type="yarn", theta=theta, factor=factor, original_max_position_embeddings=original, beta_fast=fast, beta_slow=slow
+        rope_type="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=fast,
+        beta_slow=slow,
     )
 
 
 def _llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
-    """Return Llama 3's rescaling from what the file keeps of it, the quotient of frequencies [H/2]. NotImplementedError for any other."""
+    """Return Llama 3's rescaling from what the file keeps of it, the quotient of frequencies [H/2].
+    NotImplementedError for any other."""
     largest = float(factors.max(initial=1.0))
-    if config.rope.rope_type != "default" or factors.shape != (config.head_dim // 2,) or not 1 < largest < 2**20:
-        raise NotImplementedError(f"GGUF tensor {ROPE_FACTORS!r} of shape {factors.shape} is not Llama 3's rescaling of RoPE")
-    rope = RopeConfig(  # the low and high factors and the original context are those of every published Llama 3.x
+    if (
+        config.rope.rope_type != "default"
+        or factors.shape != (config.head_dim // 2,)
+        or not 1 < largest < 2**20
+    ):
+        raise NotImplementedError(
+            f"GGUF tensor {ROPE_FACTORS!r} of shape {factors.shape} is not Llama 3's rescaling of"
+            " RoPE"
+        )
+    # the low and high factors and the original context are those of every published Llama 3.x
+    rope = RopeConfig(
         rope_type="llama3",
         theta=config.rope.theta,
         factor=round(largest, 3),
@@ -156,13 +214,19 @@ def _llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
         high_freq_factor=4.0,
         original_max_position_embeddings=8192,
     )
-    plain, rescaled = (np.asarray(rope_for(c, 1).inverse_frequencies) for c in (config, dataclasses.replace(config, rope=rope)))
+    plain, rescaled = (
+        np.asarray(rope_for(c, 1).inverse_frequencies)
+        for c in (config, dataclasses.replace(config, rope=rope))
+    )
     if not np.allclose(plain / rescaled, factors, rtol=1e-4, atol=0):
-        raise NotImplementedError(f"GGUF tensor {ROPE_FACTORS!r} is not Llama 3's rescaling of RoPE by {rope.factor:g}")
+        raise NotImplementedError(
+            f"GGUF tensor {ROPE_FACTORS!r} is not Llama 3's rescaling of RoPE by {rope.factor:g}"
+        )
     return rope
 
 
-# --- fields -------------------------------------------------------------------------------------------------------------------------------
+# --- fields
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def _value(fields: Fields, key: str, kinds: type | tuple[type, ...], default: Any) -> Any:

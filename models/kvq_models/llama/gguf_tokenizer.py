@@ -1,7 +1,9 @@
-"""The tokenizer of a GGUF file, as one of the tokenizers library behind transformers' interface, chat template included.
+"""The tokenizer of a GGUF file, as one of the tokenizers library behind transformers' interface,
+chat template included.
 
-Two kinds: byte-level BPE (`gpt2`), whose split of text before merging a file names but does not contain, and SentencePiece's BPE (`llama`),
-whose merges follow from its pieces' scores: the pair that makes the likeliest piece is merged first.
+Two kinds: byte-level BPE (`gpt2`), whose split of text before merging a file names but does not
+contain, and SentencePiece's BPE (`llama`), whose merges follow from its pieces' scores: the pair
+that makes the likeliest piece is merged first.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# Patterns that cut text before merging, by their names in the field tokenizer.ggml.pre. None is GPT-2's own; "digits" is GPT-2's with each
-# digit apart. Other names are refused: a wrong cut gives valid tokens that are wrong.
+# Patterns that cut text before merging, by their names in the field tokenizer.ggml.pre. None is
+# GPT-2's own; "digits" is GPT-2's with each digit apart. Other names are refused: a wrong cut gives
+# valid tokens that are wrong.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": "digits",
@@ -31,30 +34,45 @@ Fields = Mapping[str, Any]
 
 
 def tokenizer_of(fields: Fields) -> Any:
-    """Return the file's tokenizer (a transformers.PreTrainedTokenizerFast), or None where it has none.
+    """Return the file's tokenizer (a transformers.PreTrainedTokenizerFast), or None where it has
+    none.
 
-    Raises NotImplementedError, by name, for another kind of tokenizer or of pre-tokenizer; ValueError for lists that do not fit together.
+    Raises NotImplementedError, by name, for another kind of tokenizer or of pre-tokenizer;
+    ValueError for lists that do not fit together.
     """
     kind = fields.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return None
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it announces on import that it found no PyTorch
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it announces on import that it found no PyTorch
     from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
 
     if kind not in ("gpt2", "llama"):
-        raise NotImplementedError(f"GGUF field tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama")
+        raise NotImplementedError(
+            f"GGUF field tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama"
+        )
     tokens = _strings(fields, "tokens")
     core = _byte_level(fields, tokens) if kind == "gpt2" else _sentence_piece(fields, tokens)
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
-        raise ValueError(f"GGUF field tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
+        raise ValueError(
+            f"GGUF field tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)}"
+            " tokens"
+        )
     _add_special(core, tokens, kinds)
-    named = {name: _named(fields, own, tokens) for name, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}
+    named = {
+        name: _named(fields, own, tokens)
+        for name, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
     _add_template(core, fields, kind, named["bos"], named["eos"])
     template = fields.get("tokenizer.chat_template")
     special = {f"{name}_token": token for name, token in named.items() if token is not None}
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, chat_template=template if isinstance(template, str) else None, clean_up_tokenization_spaces=False, **special
+        tokenizer_object=core,
+        chat_template=template if isinstance(template, str) else None,
+        clean_up_tokenization_spaces=False,
+        **special,
     )
 
 
@@ -63,18 +81,32 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> Any:
 
     name = fields.get("tokenizer.ggml.pre", "gpt-2")
     if name not in PRE_TOKENIZERS:
-        raise NotImplementedError(f"GGUF field tokenizer.ggml.pre={name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
-    merges = [(first, second) for first, _, second in (merge.partition(" ") for merge in _strings(fields, "merges"))]
+        raise NotImplementedError(
+            f"GGUF field tokenizer.ggml.pre={name!r} is not supported; supported:"
+            f" {', '.join(PRE_TOKENIZERS)}"
+        )
+    merges = [
+        (first, second)
+        for first, _, second in (merge.partition(" ") for merge in _strings(fields, "merges"))
+    ]
     if not all(second for _, second in merges):
         raise ValueError("GGUF field tokenizer.ggml.merges holds an entry that is no pair")
-    core = Tokenizer(models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=name in WHOLE_WORDS))
+    core = Tokenizer(
+        models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=name in WHOLE_WORDS)
+    )
     pattern = PRE_TOKENIZERS[name]
     if pattern is None or pattern == "digits":
         own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        core.pre_tokenizer = own if pattern is None else pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), own])
+        core.pre_tokenizer = (
+            own
+            if pattern is None
+            else pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), own])
+        )
     else:
         split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        core.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     if name in COMPOSED:
         core.normalizer = normalizers.NFC()
     core.decoder = decoders.ByteLevel()
@@ -89,20 +121,37 @@ def _sentence_piece(fields: Fields, tokens: Sequence[str]) -> Any:
         raise ValueError("GGUF field tokenizer.ggml.scores does not have one entry for each token")
     vocabulary = _vocabulary(tokens)
     unknown = _named(fields, "unknown", tokens) or "<unk>"
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=_merges(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    core = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(vocabulary, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
     spaces = normalizers.Replace(" ", "▁")
     prefixed = fields.get("tokenizer.ggml.add_space_prefix", True)
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
+    core.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    core.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefixed else steps)
+    core.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(content=" ", left=1)] if prefixed else steps
+    )
     return core
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every split of a piece into two pieces: the likeliest piece first, and the splits of one piece by the ids of their parts."""
+    """Return every split of a piece into two pieces: the likeliest piece first, and the splits of
+    one piece by the ids of their parts."""
     scored = []
     for piece, number in vocabulary.items():
-        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece)) if piece[:i] in vocabulary and piece[i:] in vocabulary]
+        splits = [
+            (piece[:i], piece[i:])
+            for i in range(1, len(piece))
+            if piece[:i] in vocabulary and piece[i:] in vocabulary
+        ]
         splits.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         scored += [(scores[number], pair) for pair in splits]
     return [pair for _, pair in sorted(scored, key=lambda entry: entry[0], reverse=True)]
@@ -111,22 +160,42 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
 def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     from tokenizers import AddedToken
 
-    core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL])
-    core.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _USER_DEFINED])
+    core.add_special_tokens(
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t, k in zip(tokens, kinds, strict=True)
+            if k == _CONTROL
+        ]
+    )
+    core.add_tokens(
+        [
+            AddedToken(t, normalized=False)
+            for t, k in zip(tokens, kinds, strict=True)
+            if k == _USER_DEFINED
+        ]
+    )
 
 
 def _add_template(core: Any, fields: Fields, kind: str, bos: str | None, eos: str | None) -> None:
     """Put the first and last special tokens around a text, where the file asks for them."""
     from tokenizers import processors
 
-    first = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe")
+    first = fields.get(
+        "tokenizer.ggml.add_bos_token",
+        kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe",
+    )
     last = fields.get("tokenizer.ggml.add_eos_token", False)
     around = [token if wanted else None for token, wanted in ((bos, first), (eos, last))]
     if any(around):
         single = [token for token in (around[0], "$A:0", around[1]) if token]
         pair = [*single, *(token for token in (around[0], "$B:1", around[1]) if token)]
-        special = [(token, core.token_to_id(token)) for token in dict.fromkeys(token for token in around if token)]
-        core.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+        special = [
+            (token, core.token_to_id(token))
+            for token in dict.fromkeys(token for token in around if token)
+        ]
+        core.post_processor = processors.TemplateProcessing(
+            single=single, pair=pair, special_tokens=special
+        )
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
@@ -149,5 +218,8 @@ def _named(fields: Fields, name: str, tokens: Sequence[str]) -> str | None:
     if number is None:
         return None
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tokens):
-        raise ValueError(f"GGUF field tokenizer.ggml.{name}_token_id={number!r} is none of the {len(tokens)} tokens")
+        raise ValueError(
+            f"GGUF field tokenizer.ggml.{name}_token_id={number!r} is none of the {len(tokens)}"
+            " tokens"
+        )
     return tokens[number]

@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints: a directory with config.json, safetensors and a tokenizer, or the local snapshot of one on the Hub."""
+"""Hugging Face checkpoints: a directory with config.json, safetensors and a tokenizer, or the local
+snapshot of one on the Hub."""
 
 from __future__ import annotations
 
@@ -43,22 +44,33 @@ class HfDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._checksums: dict[Path, Checksum] = defaultdict(Checksum)  # of the tensors that were read, by their files
+        self._checksums: dict[Path, Checksum] = defaultdict(
+            Checksum
+        )  # of the tensors that were read, by their files
         self._check_files()
 
     def _check_files(self) -> None:
-        """Raise CheckpointError where a name of a checkpoint's file is something else: reading a pipe would wait for ever."""
+        """Raise CheckpointError where a name of a checkpoint's file is something else: reading a
+        pipe would wait for ever."""
         names = (*CONFIG_FILES, *TOKENIZER_FILES, *TOKENIZER_EXTRAS, "model.safetensors.index.json")
-        for path in (*(self.directory / name for name in names), *sorted(self.directory.glob("*.safetensors"))):
+        for path in (
+            *(self.directory / name for name in names),
+            *sorted(self.directory.glob("*.safetensors")),
+        ):
             if path.exists() and not path.is_file():
                 raise CheckpointError(f"{str(path)!r} is not a regular file")
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
-        """Return the model's configuration, with the end-of-sequence tokens of generation_config.json, if any, where generation stops."""
+        """Return the model's configuration, with the end-of-sequence tokens of
+        generation_config.json, if any, where generation stops."""
         config = LlamaConfig.from_hf(self.fields)
         generation_file = self.directory / "generation_config.json"
-        eos_token_ids = token_ids(read_json(generation_file), "eos_token_id") if generation_file.exists() else ()
+        eos_token_ids = (
+            token_ids(read_json(generation_file), "eos_token_id")
+            if generation_file.exists()
+            else ()
+        )
         return dataclasses.replace(config, eos_token_ids=eos_token_ids or config.eos_token_ids)
 
     @functools.cached_property
@@ -68,10 +80,12 @@ class HfDirectory:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors in the headers of all files. A truncated file fails here: a header's offsets must cover its file exactly.
+        """Return the tensors in the headers of all files. A truncated file fails here: a header's
+        offsets must cover its file exactly.
 
-        A tensor that weights share is stored once. `safetensors.torch.save_model` keeps one of its names, often lm_head.weight, and maps
-        the others to it in the metadata; a head that stands alone in a tied model is the embedding, as in transformers.
+        A tensor that weights share is stored once. `safetensors.torch.save_model` keeps one of its
+        names, often lm_head.weight, and maps the others to it in the metadata; a head that stands
+        alone in a tied model is the embedding, as in transformers.
         """
         stored: dict[str, StoredTensor] = {}
         shared: dict[str, str] = {}
@@ -80,18 +94,27 @@ class HfDirectory:
                 names = tensors.keys()
                 for name in names:
                     if name in stored:
-                        raise CheckpointError(f"tensor {name!r} is in both {stored[name].file.name!r} and {file.name!r}")
+                        raise CheckpointError(
+                            f"tensor {name!r} is in both {stored[name].file.name!r} and"
+                            f" {file.name!r}"
+                        )
                     header = tensors.get_slice(name)
                     stored[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
                 shared |= tensors.metadata() or {}
         if HEAD_NAME in stored and self.config.tie_word_embeddings:
             shared.setdefault(EMBED_NAME, HEAD_NAME)
-        aliases = {name: kept for name, kept in shared.items() if name not in stored and kept in stored}
-        return stored | {name: dataclasses.replace(stored[kept], stored_as=kept) for name, kept in aliases.items()}
+        aliases = {
+            name: kept for name, kept in shared.items() if name not in stored and kept in stored
+        }
+        return stored | {
+            name: dataclasses.replace(stored[kept], stored_as=kept)
+            for name, kept in aliases.items()
+        }
 
     @property
     def weight_files(self) -> list[Path]:
-        """Return the weight files: model.safetensors, or the shards that the index lists, or every *.safetensors."""
+        """Return the weight files: model.safetensors, or the shards that the index lists, or every
+        *.safetensors."""
         directory = self.directory
         if (directory / "model.safetensors").exists():
             return [directory / "model.safetensors"]
@@ -101,23 +124,36 @@ class HfDirectory:
         files = sorted(directory.glob("*.safetensors"))
         if files:
             return files
-        if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
+        if (
+            any(directory.glob("*.bin"))
+            or any(directory.glob("*.pt"))
+            or any(directory.glob("*.pth"))
+        ):
             raise CheckpointError(
-                f"{str(directory)!r} has pickled weights only, which can run code and are refused: convert to safetensors"
+                f"{str(directory)!r} has pickled weights only, which can run code and are refused:"
+                " convert to safetensors"
             )
         raise CheckpointError(f"no *.safetensors in {str(directory)!r}")
 
     def read(self, name: str) -> np.ndarray:
-        """Return a host copy of one tensor. Its file is opened for it alone, because the pages of an open mapping stay in memory.
+        """Return a host copy of one tensor. Its file is opened for it alone, because the pages of
+        an open mapping stay in memory.
 
-        A file with a checksum (`save_llama` writes one) is verified with the last of its tensors: CheckpointError where it is damaged.
+        A file with a checksum (`save_llama` writes one) is verified with the last of its tensors:
+        CheckpointError where it is damaged.
         """
         stored = self.tensors[name]
         if stored.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}")
+            raise CheckpointError(
+                f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
+            )
         with _opened(stored.file) as tensors:
             own = stored.stored_as or name
-            tensor, header, count = tensors.get_tensor(own), tensors.metadata() or {}, len(tensors.keys())
+            tensor, header, count = (
+                tensors.get_tensor(own),
+                tensors.metadata() or {},
+                len(tensors.keys()),
+            )
         if SHA256 in header:
             checksum = self._checksums[stored.file]
             checksum.add(own, tensor)
@@ -129,10 +165,13 @@ class HfDirectory:
         return tensor
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        """Return a function that reads a part of one tensor, and nothing else of it. No checksum tells whether a part is damaged."""
+        """Return a function that reads a part of one tensor, and nothing else of it. No checksum
+        tells whether a part is damaged."""
         stored = self.tensors[name]
         if stored.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}")
+            raise CheckpointError(
+                f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
+            )
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             with _opened(stored.file) as tensors:
@@ -152,7 +191,8 @@ class HfDirectory:
 
 
 def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
-    """Return the local directory, or the local snapshot of a Hub checkpoint, of which only `part` is fetched."""
+    """Return the local directory, or the local snapshot of a Hub checkpoint, of which only `part`
+    is fetched."""
     path = Path(path_or_hub_id)
     if path.is_dir():
         return path
@@ -166,11 +206,20 @@ def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     try:
         # Originals in another layout would double the download.
         ignored = ["consolidated*", "original/*"]
-        return Path(snapshot_download(path_or_hub_id, allow_patterns=list(patterns), ignore_patterns=ignored))
+        return Path(
+            snapshot_download(
+                path_or_hub_id, allow_patterns=list(patterns), ignore_patterns=ignored
+            )
+        )
     except LocalEntryNotFoundError as error:
-        raise CheckpointError(f"{path_or_hub_id!r} does not exist here, and the Hub could not be reached to look for it there") from error
+        raise CheckpointError(
+            f"{path_or_hub_id!r} does not exist here, and the Hub could not be reached to look for"
+            " it there"
+        ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path_or_hub_id!r} does not exist here, and the Hub answered: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{path_or_hub_id!r} does not exist here, and the Hub answered: {first_line(error)}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -182,7 +231,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} is not valid JSON: {first_line(error)}") from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(fields).__name__}")
+        raise CheckpointError(
+            f"{str(path)!r} must hold a JSON object, not a {type(fields).__name__}"
+        )
     return fields
 
 
@@ -193,9 +244,13 @@ def _indexed_files(index_file: Path) -> list[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"{index_file.name} lists {name!r}, which is not a file name in the same directory")
+            raise CheckpointError(
+                f"{index_file.name} lists {name!r}, which is not a file name in the same directory"
+            )
         if not (index_file.parent / name).is_file():
-            raise CheckpointError(f"{index_file.name} lists {name!r}, which is missing in {str(index_file.parent)!r}")
+            raise CheckpointError(
+                f"{index_file.name} lists {name!r}, which is missing in {str(index_file.parent)!r}"
+            )
     return [index_file.parent / name for name in names]
 
 
@@ -205,7 +260,9 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{str(file)!r} is not a whole safetensors file: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{str(file)!r} is not a whole safetensors file: {first_line(error)}"
+        ) from error
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -213,19 +270,34 @@ def load_tokenizer(directory: Path) -> Any:
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
     fast = any((directory / name).exists() for name in FAST_TOKENIZER_FILES)
-    if not fast and (directory / SENTENCEPIECE_FILE).exists() and importlib.util.find_spec("sentencepiece") is None:
+    if (
+        not fast
+        and (directory / SENTENCEPIECE_FILE).exists()
+        and importlib.util.find_spec("sentencepiece") is None
+    ):
         raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a tokenizer.json, and sentencepiece reads it: "
-            "pip install 'kvq-jax[sentencepiece]'"
+            f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a"
+            " tokenizer.json, and sentencepiece reads it: pip install 'kvq-jax[sentencepiece]'"
         )
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it announces on import that it found no PyTorch
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it announces on import that it found no PyTorch
     from transformers import AutoTokenizer  # imported late: it takes seconds
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the tokenizers library raises no narrower one for a broken file
-        raise CheckpointError(f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}") from error
-    longest = getattr(tokenizer, "model_max_length", None)  # transformers compares lengths with it, whatever it is
+        raise CheckpointError(
+            f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}"
+        ) from error
+    longest = getattr(
+        tokenizer, "model_max_length", None
+    )  # transformers compares lengths with it, whatever it is
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
-        raise CheckpointError(f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no number")
+        raise CheckpointError(
+            f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"
+            " number"
+        )
     return tokenizer

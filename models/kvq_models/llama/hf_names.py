@@ -1,7 +1,10 @@
-"""One table between Hugging Face's tensor names and this model's weights, for all families and in both directions.
+"""One table between Hugging Face's tensor names and this model's weights, for all families and in
+both directions.
 
-torch's Linear stores [out, in] and this model [in, out], so projections are transposed; the transpose is its own inverse.
-The config alone decides which rows of the table a checkpoint must have: a weight that the model lacks (a bias, a tied head) has no name.
+torch's Linear stores [out, in] and this model [in, out], so projections are transposed; the
+transpose is its own inverse.
+The config alone decides which rows of the table a checkpoint must have: a weight that the model
+lacks (a bias, a tied head) has no name.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ _BY_PATH = {path: (name, transpose) for name, path, transpose in TABLE}
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight of a model under its Hugging Face name; `leaf` and `spec` are in this model's orientation."""
+    """One weight of a model under its Hugging Face name; `leaf` and `spec` are in this model's
+    orientation."""
 
     name: str
     transpose: bool
@@ -68,7 +72,8 @@ class Weight:
 
 
 def weights(llama: Llama) -> dict[str, Weight]:
-    """Return the weights of a model (or of an abstract one) by path, in its pytree's order, without parameters of cache methods."""
+    """Return the weights of a model (or of an abstract one) by path, in its pytree's order, without
+    parameters of cache methods."""
     return {path: _weight(path, leaf, llama.config) for path, leaf in _leaves(llama)}
 
 
@@ -79,7 +84,9 @@ def describe(llama: Llama) -> Llama:
 
 def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
     """Return the same tree with these values at the paths of `weights(llama)`."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: values.get(path_name(path), leaf), llama)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: values.get(path_name(path), leaf), llama
+    )
 
 
 def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
@@ -97,5 +104,6 @@ def _leaves(llama: Llama) -> Iterator[tuple[str, Any]]:
 
 
 def path_name(path: jax.tree_util.KeyPath) -> str:
-    """Return a path such as `layers.0.q_proj.kernel`; the trailing key, which is dropped, is the one inside flax's Param."""
+    """Return a path such as `layers.0.q_proj.kernel`; the trailing key, which is dropped, is the
+    one inside flax's Param."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

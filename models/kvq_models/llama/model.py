@@ -1,4 +1,5 @@
-"""Llama in Flax NNX, top to bottom: RMSNorm, Linear, MLP, Layer, Llama, and an exact forward pass without a cache.
+"""Llama in Flax NNX, top to bottom: RMSNorm, Linear, MLP, Layer, Llama, and an exact forward pass
+without a cache.
 
     h_0     = embed[token]
     x       = norm_1(h),   q, k, v = heads(x Wq + bq), heads(x Wk + bk), heads(x Wv + bv)      (per-head RMSNorm of q and k for Qwen3)
@@ -6,10 +7,12 @@
     h_{l+1} = h' + (silu(y Wg) * (y Wu)) Wd,   y = norm_2(h')
     logits  = norm(h_L) head
 
-A layer stops where attention begins and goes on where it ends (`attention_inputs`, `finish`): what happens in between, exactly or through a
-quantized cache, is the caller's choice. Modules are jax pytrees with the config as static metadata, so plain `jax.jit`, `jax.grad` and
-`jax.tree.map` work on them. Weights are stored [in, out] in the model's dtype and activations have that dtype; norms, rotations,
-softmax and logits are fp32. Source: Touvron et al., LLaMA; Ainslie et al., GQA; names after Hugging Face's checkpoints.
+A layer stops where attention begins and goes on where it ends (`attention_inputs`, `finish`): what
+happens in between, exactly or through a quantized cache, is the caller's choice. Modules are jax
+pytrees with the config as static metadata, so plain `jax.jit`, `jax.grad` and `jax.tree.map` work
+on them. Weights are stored [in, out] in the model's dtype and activations have that dtype; norms,
+rotations, softmax and logits are fp32. Source: Touvron et al., LLaMA; Ainslie et al., GQA; names
+after Hugging Face's checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ HiddenBTD = Float[Array, "B T D"]
 
 
 class RMSNorm(nnx.Module):
-    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis, in fp32; the result has the dtype of x."""
+    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis, in fp32; the result has the dtype
+    of x."""
 
     def __init__(self, width: int, *, eps: float, dtype: DTypeLike):
         self.eps = eps
@@ -44,7 +48,9 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         wide = x.astype(jnp.float32)
-        normalized = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        normalized = wide * jax.lax.rsqrt(
+            jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps
+        )
         scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
         return (normalized * scale).astype(x.dtype)
 
@@ -52,8 +58,12 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """y = x kernel + bias; kernel [in, out], bias [out] or None."""
 
-    def __init__(self, width_in: int, width_out: int, *, use_bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(INITIAL_STDDEV * jax.random.normal(rngs.params(), (width_in, width_out), dtype))
+    def __init__(
+        self, width_in: int, width_out: int, *, use_bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        self.kernel = nnx.Param(
+            INITIAL_STDDEV * jax.random.normal(rngs.params(), (width_in, width_out), dtype)
+        )
         self.bias = nnx.Param(jnp.zeros(width_out, dtype)) if use_bias else None
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... E"]:
@@ -82,12 +92,28 @@ class Layer(nnx.Module):
         width_kv = config.num_key_value_heads * config.head_dim
         self.config = config
         self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.q_proj = Linear(config.hidden_size, width_q, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(config.hidden_size, width_kv, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(config.hidden_size, width_kv, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
-        self.o_proj = Linear(width_q, config.hidden_size, use_bias=config.o_bias, dtype=dtype, rngs=rngs)
+        self.q_proj = Linear(
+            config.hidden_size, width_q, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
+        )
+        self.k_proj = Linear(
+            config.hidden_size, width_kv, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
+        )
+        self.v_proj = Linear(
+            config.hidden_size, width_kv, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
+        )
+        self.q_norm = (
+            RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
+            if config.qk_norm
+            else None
+        )
+        self.k_norm = (
+            RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
+            if config.qk_norm
+            else None
+        )
+        self.o_proj = Linear(
+            width_q, config.hidden_size, use_bias=config.o_bias, dtype=dtype, rngs=rngs
+        )
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
@@ -111,14 +137,22 @@ class Layer(nnx.Module):
         return k_BKTH if self.k_norm is None else self.k_norm(k_BKTH)
 
     def attention_inputs(
-        self, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope, placement: Placement | None = None
+        self,
+        hidden_BTD: HiddenBTD,
+        positions_BT: PositionsBT,
+        valid_BT: ValidBT,
+        rope: Rope,
+        placement: Placement | None = None,
     ) -> LayerInputs:
-        """Return everything that attention and a cache method may need of T tokens; `x` is the normalized input.
+        """Return everything that attention and a cache method may need of T tokens; `x` is the
+        normalized input.
 
         placement (static): that of the cache, whose shards get the heads that they hold.
         """
         x_BTD = self.input_norm(hidden_BTD)
-        q_BTC, k_BTC, v_BTC = of_whole_heads([project(x_BTD) for project in (self.q_proj, self.k_proj, self.v_proj)], placement)
+        q_BTC, k_BTC, v_BTC = of_whole_heads(
+            [project(x_BTD) for project in (self.q_proj, self.k_proj, self.v_proj)], placement
+        )
         q_BNTH, k_BKTH = self._query_heads(q_BTC), self._key_heads(k_BTC)
         return LayerInputs(
             x=x_BTD,
@@ -134,7 +168,8 @@ class Layer(nnx.Module):
         )
 
     def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: Float[Array, "#B N T H"]) -> HiddenBTD:
-        """Add the output projection and the MLP to the residual stream. Attention may come in any float dtype, and once for all rows."""
+        """Add the output projection and the MLP to the residual stream. Attention may come in any
+        float dtype, and once for all rows."""
         hidden_BTD = hidden_BTD + self.o_proj(merge_heads(attention_BNTH).astype(hidden_BTD.dtype))
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
@@ -146,32 +181,50 @@ class Llama(nnx.Module):
     embed             Param [V, D]
     layers            nnx.List of `Layer`
     norm, head        final RMSNorm; Linear [D, V], or None where the head is tied to `embed`
-    cache_parameters  what a cache method needs beside the codes, a pair (k, v) per layer; () for methods without parameters
+    cache_parameters  what a cache method needs beside the codes, a pair (k, v) per layer; () for
+                      methods without parameters
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-        self.embed = nnx.Param(INITIAL_STDDEV * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
-        self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.embed = nnx.Param(
+            INITIAL_STDDEV
+            * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
+        )
+        self.layers = nnx.List(
+            [Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings
-        self.head = None if tied else Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
+        self.head = (
+            None
+            if tied
+            else Linear(
+                config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs
+            )
+        )
         self.cache_parameters: Any = nnx.data(())
 
     def embed_tokens(self, tokens_BT: Int[Array, "B T"]) -> HiddenBTD:
-        """Return rows of the embedding; a token id outside the vocabulary gives NaN rather than another token's row."""
+        """Return rows of the embedding; a token id outside the vocabulary gives NaN rather than
+        another token's row."""
         return self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
 
     def logits(self, hidden_BTD: HiddenBTD) -> Float[Array, "B T V"]:
         """Return the fp32 logits of the last layer's output."""
         x_BTD = self.norm(hidden_BTD)
         if self.head is None:
-            return jnp.einsum("btd,vd->btv", x_BTD, self.embed[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("btd,dv->btv", x_BTD, self.head.kernel[...], preferred_element_type=jnp.float32)
+            return jnp.einsum(
+                "btd,vd->btv", x_BTD, self.embed[...], preferred_element_type=jnp.float32
+            )
+        return jnp.einsum(
+            "btd,dv->btv", x_BTD, self.head.kernel[...], preferred_element_type=jnp.float32
+        )
 
 
 def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama:
-    """Return the same tree with a ShapeDtypeStruct for each weight, to count bytes and load checkpoints without allocation."""
+    """Return the same tree with a ShapeDtypeStruct for each weight, to count bytes and load
+    checkpoints without allocation."""
     return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
@@ -185,16 +238,23 @@ def merge_heads(rows_BNTH: QueryBNTH) -> Float[Array, "B T C"]:
     return rows_BNTH.transpose(0, 2, 1, 3).reshape(batch, length, heads * head_dim)
 
 
-def causal_attention(q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH, valid_BT: ValidBT) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over earlier valid tokens. Exact, with an fp32 softmax; the result has the dtype of v.
+def causal_attention(
+    q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH, valid_BT: ValidBT
+) -> QueryBNTH:
+    """Return softmax(q k^T / sqrt(H)) v over earlier valid tokens. Exact, with an fp32 softmax; the
+    result has the dtype of v.
 
-    Query head n reads KV head n // G: the G query heads of one KV head are rows of one product and K, V are never repeated.
+    Query head n reads KV head n // G: the G query heads of one KV head are rows of one product and
+    K, V are never repeated.
     A query with no valid key averages over padding, which is finite and unused.
     """
     batch, heads, length, head_dim = q_BNTH.shape
     groups = heads // k_BKTH.shape[1]
     q_BKGTH = q_BNTH.reshape(batch, -1, groups, length, head_dim)
-    scores_BKGTS = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k_BKTH, preferred_element_type=jnp.float32) * head_dim**-0.5
+    scores_BKGTS = (
+        jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k_BKTH, preferred_element_type=jnp.float32)
+        * head_dim**-0.5
+    )
     causal_TS = jnp.tril(jnp.ones((length, length), bool))
     visible_BTS = causal_TS[None] & valid_BT[:, None, :]
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
@@ -202,20 +262,33 @@ def causal_attention(q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH, vali
     return jnp.einsum("bkgts,bksh->bkgth", weights_BKGTS, v_BKTH).reshape(q_BNTH.shape)
 
 
-def layer_forward(layer: Layer, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope) -> HiddenBTD:
+def layer_forward(
+    layer: Layer, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope
+) -> HiddenBTD:
     """Run one layer with exact causal attention."""
     inputs = layer.attention_inputs(hidden_BTD, positions_BT, valid_BT, rope)
-    return layer.finish(hidden_BTD, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid_BT))
+    return layer.finish(
+        hidden_BTD, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid_BT)
+    )
 
 
-def forward(llama: Llama, tokens_BT: Int[Array, "B T"], valid_BT: ValidBT | None = None, *, remat: bool = False) -> Float[Array, "B T V"]:
-    """Return fp32 logits [B, T, V] of right-padded tokens [B, T], exact and without a cache; for training and parity.
+def forward(
+    llama: Llama,
+    tokens_BT: Int[Array, "B T"],
+    valid_BT: ValidBT | None = None,
+    *,
+    remat: bool = False,
+) -> Float[Array, "B T V"]:
+    """Return fp32 logits [B, T, V] of right-padded tokens [B, T], exact and without a cache; for
+    training and parity.
 
-    `valid_BT` is True for real tokens (default: all). `remat` recomputes each layer in the backward pass rather than keeping its
-    activations.
+    `valid_BT` is True for real tokens (default: all). `remat` recomputes each layer in the backward
+    pass rather than keeping its activations.
     """
     valid_BT = jnp.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+    positions_BT = jnp.broadcast_to(
+        jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape
+    )
     rope = rope_for(llama.config, capacity=tokens_BT.shape[1])
     step = jax.checkpoint(layer_forward) if remat else layer_forward
     hidden_BTD = llama.embed_tokens(tokens_BT)

@@ -1,10 +1,12 @@
-"""Weights on a mesh of devices: one rule from the names of their axes (weight_axes.py), Megatron's layout.
+"""Weights on a mesh of devices: one rule from the names of their axes (weight_axes.py), Megatron's
+layout.
 
     columns   q, k, v, gate, up, head, embed    each device makes its share of heads, MLP channels or the vocabulary
     rows      o, down                           and adds its share of the output: one all-reduce of [B, T, D] each
 
-All mesh axes but that of the batch split weights, so that n devices hold 1 / n of them each. A weight whose axis does not divide stays
-whole on every device. Source: Shoeybi et al., Megatron-LM, section 3.
+All mesh axes but that of the batch split weights, so that n devices hold 1 / n of them each. A
+weight whose axis does not divide stays whole on every device. Source: Shoeybi et al., Megatron-LM,
+section 3.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ ROWS = "rows"  # the mesh axis of a batch, where a mesh is given without a place
 
 
 def placement_of(mesh: AnyMesh | Placement) -> Placement:
-    """Return a placement; for a mesh, the one that its axes' names say: "rows", and any others for heads and tokens."""
+    """Return a placement; for a mesh, the one that its axes' names say: "rows", and any others for
+    heads and tokens."""
     if isinstance(mesh, Placement):
         return mesh
     names = [name for name in mesh.axis_names if name != ROWS]
     if len(names) > 2:
-        raise ValueError(f"the mesh has axes {mesh.axis_names}: give a kvq_jax.Placement, which says what each of them splits")
+        raise ValueError(
+            f"the mesh has axes {mesh.axis_names}: give a kvq_jax.Placement, which says what each"
+            " of them splits"
+        )
     named = {way: way for way in ("rows", "heads", "tokens") if way in mesh.axis_names}
     others = [name for name in names if name not in named]
     free = [way for way in ("heads", "tokens") if way not in named]
@@ -42,13 +48,25 @@ def placement_of(mesh: AnyMesh | Placement) -> Placement:
 
 def partition(spec: ArraySpec, placement: Placement) -> PartitionSpec:
     """Return how a weight is split."""
-    at = next((i for i, axis in enumerate(spec.axes) if axis.name in SPLIT and split_by(axis.size, placement)), None)
-    return PartitionSpec(*(split_by(axis.size, placement) if i == at else None for i, axis in enumerate(spec.axes)))
+    at = next(
+        (
+            i
+            for i, axis in enumerate(spec.axes)
+            if axis.name in SPLIT and split_by(axis.size, placement)
+        ),
+        None,
+    )
+    return PartitionSpec(
+        *(split_by(axis.size, placement) if i == at else None for i, axis in enumerate(spec.axes))
+    )
 
 
 def weight_shardings(llama: Llama, placement: Placement) -> dict[str, NamedSharding]:
     """Return the sharding of every weight of a model, or of an abstract one, by path."""
-    return {path: NamedSharding(placement.mesh, partition(weight.spec, placement)) for path, weight in hf_names.weights(llama).items()}
+    return {
+        path: NamedSharding(placement.mesh, partition(weight.spec, placement))
+        for path, weight in hf_names.weights(llama).items()
+    }
 
 
 def shard_nbytes(llama: Llama, placement: Placement) -> int:
@@ -59,36 +77,50 @@ def shard_nbytes(llama: Llama, placement: Placement) -> int:
 def shard_nbytes_of(llama: Llama, placement: Placement) -> dict[str, int]:
     """Return the bytes of each weight that each device holds, by path."""
     leaves = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
-    shapes = {path: where.shard_shape(leaves[path].shape) for path, where in weight_shardings(llama, placement).items()}
+    shapes = {
+        path: where.shard_shape(leaves[path].shape)
+        for path, where in weight_shardings(llama, placement).items()
+    }
     return {path: math.prod(shape) * leaves[path].dtype.itemsize for path, shape in shapes.items()}
 
 
 def shard_llama(llama: Llama, mesh: AnyMesh | Placement) -> Llama:
-    """Return the model with its weights on a mesh, split as its placement asks; parameters of cache methods go to every device."""
+    """Return the model with its weights on a mesh, split as its placement asks; parameters of cache
+    methods go to every device."""
     placement = placement_of(mesh)
     shardings = weight_shardings(llama, placement)
     weights = hf_names.weights(llama).items()
-    moved = hf_names.replace_weights(llama, {path: jax.device_put(weight.leaf, shardings[path]) for path, weight in weights})
+    moved = hf_names.replace_weights(
+        llama, {path: jax.device_put(weight.leaf, shardings[path]) for path, weight in weights}
+    )
     moved.cache_parameters = nnx.data(jax.device_put(llama.cache_parameters, placement.everywhere))
     return moved
 
 
 def abstract_on(llama: Llama, placement: Placement) -> Llama:
-    """Return an abstract model whose weights lie on a mesh: to compile programs, without allocation."""
+    """Return an abstract model whose weights lie on a mesh: to compile programs, without
+    allocation."""
     shardings = weight_shardings(llama, placement)
 
     def struct(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[path])
 
-    return hf_names.replace_weights(llama, {path: struct(path, weight.leaf) for path, weight in hf_names.weights(llama).items()})
+    return hf_names.replace_weights(
+        llama, {path: struct(path, weight.leaf) for path, weight in hf_names.weights(llama).items()}
+    )
 
 
 def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | None) -> HiddenBTD:
-    """Return `llama.embed_tokens(tokens)`; of an embedding that is split, each device looks up the rows that it holds, and these are added.
+    """Return `llama.embed_tokens(tokens)`; of an embedding that is split, each device looks up the
+    rows that it holds, and these are added.
 
     Left to itself, XLA reads a single token by a slice, for which it gathers the whole embedding.
     """
-    axes = None if placement is None else partition(hf_names.weights(llama)["embed"].spec, placement)[0]
+    axes = (
+        None
+        if placement is None
+        else partition(hf_names.weights(llama)["embed"].spec, placement)[0]
+    )
     if placement is None or axes is None:
         return llama.embed_tokens(tokens)
 
@@ -100,7 +132,11 @@ def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | Non
     rows = placement.along("batch", "none")
     specs = PartitionSpec(axes, None), rows
     found = jax.shard_map(
-        own_rows, mesh=placement.mesh, in_specs=specs, out_specs=placement.along("batch", "none", "model"), check_vma=False
+        own_rows,
+        mesh=placement.mesh,
+        in_specs=specs,
+        out_specs=placement.along("batch", "none", "model"),
+        check_vma=False,
     )
     inside = (tokens >= 0) & (tokens < llama.config.vocab_size)
     return jnp.where(inside[..., None], found(llama.embed[...], tokens), jnp.nan)
@@ -109,4 +145,10 @@ def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | Non
 def mesh_of_weights(llama: Llama) -> Mesh | None:
     """Return the mesh that a model's weights lie on; None on one device."""
     sharding = getattr(llama.embed.get_value(), "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1 else None
+    return (
+        sharding.mesh
+        if isinstance(sharding, NamedSharding)
+        and isinstance(sharding.mesh, Mesh)
+        and sharding.mesh.size > 1
+        else None
+    )

@@ -1,4 +1,5 @@
-"""A tensor as the header of a checkpoint's file describes it, and the error for every file that cannot be loaded."""
+"""A tensor as the header of a checkpoint's file describes it, and the error for every file that
+cannot be loaded."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message is one line and says which file or tensor, and why."""
+    """A checkpoint that cannot be loaded; the message is one line and says which file or tensor,
+    and why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """The file that holds a tensor, its shape in Hugging Face's orientation, the file's name for its type, and the name under which the
-    file holds it where that is another one: a tensor that two weights share."""
+    """The file that holds a tensor, its shape in Hugging Face's orientation, the file's name for
+    its type, and the name under which the file holds it where that is another one: a tensor that
+    two weights share."""
 
     file: Path
     shape: tuple[int, ...]

@@ -1,4 +1,5 @@
-"""The way from how a mesh splits weights to how it splits a cache: queries, keys and values of whole heads."""
+"""The way from how a mesh splits weights to how it splits a cache: queries, keys and values of
+whole heads."""
 
 from __future__ import annotations
 
@@ -20,25 +21,39 @@ Rows = Float[Array, "B T _"]  # as wide as heads are together
 def of_whole_heads(projected: Sequence[Rows], placement: Placement | None) -> tuple[Rows, ...]:
     """Return the outputs of q_proj, k_proj and v_proj, split as a cache's placement splits heads.
 
-    Weights are split further, by tokens too and within heads if need be. What those shards made is gathered here; left to itself, XLA
-    gathers while heads are rotated, in many collectives.
+    Weights are split further, by tokens too and within heads if need be. What those shards made is
+    gathered here; left to itself, XLA gathers while heads are rotated, in many collectives.
     """
     whole = list(projected)
     if placement is None:
         return tuple(whole)
-    for among in gathered_together([rows.shape[2] for rows in projected], projected[0].dtype.itemsize, placement):
-        made = tuple(PartitionSpec(placement.rows, None, split_by(projected[i].shape[2], placement)) for i in among)
+    for among in gathered_together(
+        [rows.shape[2] for rows in projected], projected[0].dtype.itemsize, placement
+    ):
+        made = tuple(
+            PartitionSpec(placement.rows, None, split_by(projected[i].shape[2], placement))
+            for i in among
+        )
         heads = (placement.along("batch", "none", "heads"),) * len(among)
-        gather = jax.shard_map(_gather(placement.tokens), mesh=placement.mesh, in_specs=made, out_specs=heads, check_vma=False)
+        gather = jax.shard_map(
+            _gather(placement.tokens),
+            mesh=placement.mesh,
+            in_specs=made,
+            out_specs=heads,
+            check_vma=False,
+        )
         for i, rows in zip(among, gather(*(projected[i] for i in among)), strict=True):
             whole[i] = rows
     return tuple(whole)
 
 
-def gathered_together(widths: Sequence[int], itemsize: int, placement: Placement) -> list[list[int]]:
+def gathered_together(
+    widths: Sequence[int], itemsize: int, placement: Placement
+) -> list[list[int]]:
     """Return which of the queries, keys and values of these widths each collective gathers.
 
-    As many as have room: no collective moves more bytes than the queries in fp32, which is what merging partial attention moves.
+    As many as have room: no collective moves more bytes than the queries in fp32, which is what
+    merging partial attention moves.
     """
     if placement.size("tokens") == 1:
         return []
@@ -58,8 +73,12 @@ def _gather(axis: str | None) -> Callable[..., tuple[Rows, ...]]:
     """Return the function that every shard runs."""
 
     def gather(*own: Rows) -> tuple[Rows, ...]:
-        parts = lax.all_gather(jnp.concatenate(own, axis=2), axis, axis=2)  # [B, T, shards, what each of them made]
+        parts = lax.all_gather(
+            jnp.concatenate(own, axis=2), axis, axis=2
+        )  # [B, T, shards, what each of them made]
         ends = np.cumsum([rows.shape[2] for rows in own])
-        return tuple(part.reshape(*part.shape[:2], -1) for part in jnp.split(parts, ends[:-1], axis=3))
+        return tuple(
+            part.reshape(*part.shape[:2], -1) for part in jnp.split(parts, ends[:-1], axis=3)
+        )
 
     return gather

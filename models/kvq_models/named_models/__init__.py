@@ -1,1 +1,2 @@
-"""Models that have a name: the one that ships with kvq, and public ones that are fetched once into the user's cache folder."""
+"""Models that have a name: the one that ships with kvq, and public ones that are fetched once into
+the user's cache folder."""

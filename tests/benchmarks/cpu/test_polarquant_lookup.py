@@ -1,4 +1,5 @@
-"""The benchmark of PolarQuant's look-ups in XLA, and what it found: where a compiler makes the cosines."""
+"""The benchmark of PolarQuant's look-ups in XLA, and what it found: where a compiler makes the
+cosines."""
 
 from __future__ import annotations
 
@@ -18,12 +19,28 @@ from kvq_jax.arrays.polar_array import PolarFormat
 
 def test_every_way_has_a_row_and_the_same_scores(tmp_path: pathlib.Path):
     file = tmp_path / "polarquant_lookup_cpu.json"
-    small = ["--quick", "--head-dim", "32", "--kv-heads", "2", "--group", "1", "3", "--cache", "polarquant", "polarquant:grid=global"]
+    small = [
+        "--quick",
+        "--head-dim",
+        "32",
+        "--kv-heads",
+        "2",
+        "--group",
+        "1",
+        "3",
+        "--cache",
+        "polarquant",
+        "polarquant:grid=global",
+    ]
     polarquant_lookup.main([*small, "--json", str(file)])
     report = CpuReport.read(file)
-    assert [row.implementation for row in report.rows[:4]] == [f"polarquant, {way}" for way in polarquant_lookup.WAYS]
+    assert [row.implementation for row in report.rows[:4]] == [
+        f"polarquant, {way}" for way in polarquant_lookup.WAYS
+    ]
     assert len(report.rows) == 2 * 2 * len(polarquant_lookup.WAYS)
-    assert all(row.error < 1e-5 for row in report.rows), [(row.implementation, row.error) for row in report.rows]
+    assert all(row.error < 1e-5 for row in report.rows), [
+        (row.implementation, row.error) for row in report.rows
+    ]
 
 
 def test_tokens_must_be_whole_blocks(capsys: pytest.CaptureFixture[str]):
@@ -35,12 +52,13 @@ def test_tokens_must_be_whole_blocks(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_cosines_are_made_for_groups_and_not_for_tokens(bits: int):
-    """The largest array in a computation that makes a cosine: XLA on CPUs likes to make each one where it is used. Written plainly, with 3
-    bits, it does (20 times slower)."""
+    """The largest array in a computation that makes a cosine: XLA on CPUs likes to make each one
+    where it is used. Written plainly, with 3 bits, it does (20 times slower)."""
     rng = np.random.default_rng(0)
     tokens, half = 512, 32
     body = polar_array.quantize(
-        jnp.asarray(rng.normal(size=(1, 2, tokens, 2 * half)), jnp.float32), PolarFormat(bits, 2, 2 * half, 128, 128)
+        jnp.asarray(rng.normal(size=(1, 2, tokens, 2 * half)), jnp.float32),
+        PolarFormat(bits, 2, 2 * half, 128, 128),
     )
     q = jnp.asarray(rng.normal(size=(1, 2, 1, 2 * half)), jnp.float32)
 
@@ -54,4 +72,6 @@ def test_cosines_are_made_for_groups_and_not_for_tokens(bits: int):
     for way in (polarquant_lookup.keys, polarquant_lookup.products):
         assert largest(way) < 2 * tokens * half, f"{way.__name__} makes a cosine for each token"
     if bits == 3 and jax.default_backend() == "cpu":
-        assert largest(polarquant_lookup.plain_tables) >= 2 * tokens * half, "plain tables are no worse: the loop may have become needless"
+        assert largest(polarquant_lookup.plain_tables) >= 2 * tokens * half, (
+            "plain tables are no worse: the loop may have become needless"
+        )

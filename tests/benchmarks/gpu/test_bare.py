@@ -1,4 +1,5 @@
-"""The GPU benchmarks with nothing but JAX: stand-ins in the place of every other package give the same model."""
+"""The GPU benchmarks with nothing but JAX: stand-ins in the place of every other package give the
+same model."""
 
 from __future__ import annotations
 
@@ -44,7 +45,14 @@ print(kvq.nbytes(llama), len(jax.tree.leaves(llama)))
 def test_stand_ins_give_the_model_and_its_steps(tmp_path: pathlib.Path):
     path = os.pathsep.join([str(ROOT), str(ROOT / "models")])
     environment = os.environ | {"PYTHONPATH": path, "KVQ_BARE": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     llama = abstract_llama(TINY, "bfloat16")
     assert [int(n) for n in done.stdout.split()] == [kvq.nbytes(llama), len(jax.tree.leaves(llama))]

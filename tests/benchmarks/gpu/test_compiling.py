@@ -1,4 +1,5 @@
-"""Programs are handed on as they are ready: a slow compilation holds up nothing else, and time that is up drops what is left."""
+"""Programs are handed on as they are ready: a slow compilation holds up nothing else, and time that
+is up drops what is left."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ def test_one_thread_keeps_the_order():
 def test_time_that_is_up_leaves_the_rest():
     released = threading.Event()
     start = time.monotonic()
-    found = [item for item, _ in as_compiled(lambda item: item == 0 or released.wait(60), [0, 1, 2, 3], threads=2, until=start + 0.5)]
+    found = [
+        item
+        for item, _ in as_compiled(
+            lambda item: item == 0 or released.wait(60), [0, 1, 2, 3], threads=2, until=start + 0.5
+        )
+    ]
     assert found == [0]
     assert time.monotonic() - start < 10, "it waited for what is slow"
     released.set()

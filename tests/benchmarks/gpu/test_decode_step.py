@@ -1,4 +1,5 @@
-"""The benchmark of whole decode steps, at a tiny size: what it times by default, in which order, and what it does with slow programs."""
+"""The benchmark of whole decode steps, at a tiny size: what it times by default, in which order,
+and what it does with slow programs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def rows_of(file: pathlib.Path, names: tuple[str, ...] | None) -> list[KernelRow
 def test_kernels_are_timed_before_xla_and_compared_with_it(tmp_path: pathlib.Path):
     report = report_of(tmp_path / "rows.json", ("xla", "interpreted"))
     rows = report.rows
-    assert [(row.candidate, row.arithmetic) for row in rows] == [(spec, name) for name in ("interpreted", "xla") for spec in CACHES]
+    assert [(row.candidate, row.arithmetic) for row in rows] == [
+        (spec, name) for name in ("interpreted", "xla") for spec in CACHES
+    ]
     for row in rows:
         assert row.failure == "", row
         assert len(row.samples_ms) == 2, row
@@ -45,7 +48,9 @@ def test_kernels_are_timed_before_xla_and_compared_with_it(tmp_path: pathlib.Pat
     assert not report.running
 
 
-def test_what_does_not_fit_the_memory_is_left_out_by_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_fit_the_memory_is_left_out_by_name(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(decode_step, "memory_limit", lambda: 300 << 10)
     found = {row.candidate: row for row in rows_of(tmp_path / "rows.json", ("xla",))}
     assert found["dense"].remark.startswith("left out: needs 0.0 GiB of"), found["dense"]
@@ -55,37 +60,61 @@ def test_what_does_not_fit_the_memory_is_left_out_by_name(tmp_path: pathlib.Path
 
 def test_time_that_is_up_names_what_is_left(tmp_path: pathlib.Path):
     report = GpuReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
-    decode_step.run([(256, 2)], CACHES, ("xla",), decode_step.random_llama(TINY), report, tmp_path / "rows.json", TIMING, seconds=-1)
+    decode_step.run(
+        [(256, 2)],
+        CACHES,
+        ("xla",),
+        decode_step.random_llama(TINY),
+        report,
+        tmp_path / "rows.json",
+        TIMING,
+        seconds=-1,
+    )
     assert report.rows == []
-    assert report.skipped == ["dense (xla), batch 2, 256 tokens", "kivi:bits=4 (xla), batch 2, 256 tokens"]
+    assert report.skipped == [
+        "dense (xla), batch 2, 256 tokens",
+        "kivi:bits=4 (xla), batch 2, 256 tokens",
+    ]
 
 
-def test_a_program_that_takes_long_runs_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_program_that_takes_long_runs_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(decode_step, "LONG_RUN", 0.0)
-    monkeypatch.setattr(decode_step, "usual_implementations", lambda tokens, batch: ("interpreted", "xla"))
+    monkeypatch.setattr(
+        decode_step, "usual_implementations", lambda tokens, batch: ("interpreted", "xla")
+    )
     for row in rows_of(tmp_path / "rows.json", None):
         assert row.failure == "", row
         assert len(row.samples_ms) == 1, row
         assert row.remark == "the first run alone"
-        assert (row.error is None) == (row.arithmetic == "xla"), "its logits are compared all the same"
+        assert (row.error is None) == (row.arithmetic == "xla"), (
+            "its logits are compared all the same"
+        )
 
 
 def test_what_users_get_by_default_is_timed_where_it_shows_most():
     assert decode_step.POINTS[0] == (32768, 16)
     assert DEFAULT_ARITHMETIC in decode_step.usual_implementations(*decode_step.POINTS[0])
     assert {batch for _, batch in decode_step.POINTS} == {1, 16, 64}
-    assert any("xla" in decode_step.usual_implementations(*point) for point in decode_step.POINTS), "no error is known"
+    assert any(
+        "xla" in decode_step.usual_implementations(*point) for point in decode_step.POINTS
+    ), "no error is known"
     for point in decode_step.POINTS:
         assert "asm" in decode_step.usual_implementations(*point)
         assert set(decode_step.usual_implementations(*point)) <= set(decode_step.IMPLEMENTATIONS)
 
 
-def test_the_command_takes_the_usual_implementations_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
+def test_the_command_takes_the_usual_implementations_unless_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+):
     asked = []
     monkeypatch.setattr(decode_step.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(decode_step, "measure_bandwidth", lambda *_: None)
     monkeypatch.setattr(decode_step, "random_llama", lambda config: None)
-    monkeypatch.setattr(decode_step, "run", lambda points, caches, names, *_, **__: asked.append((points[0], names)))
+    monkeypatch.setattr(
+        decode_step, "run", lambda points, caches, names, *_, **__: asked.append((points[0], names))
+    )
     file = str(tmp_path / "rows.json")
     decode_step.main(["--json", file])
     decode_step.main(["--json", file, "--implementation", "jnp"])

@@ -13,7 +13,9 @@ def test_each_call_reads_the_result_of_the_one_before():
     def call(x: jax.Array, copy: jax.Array) -> jax.Array:
         return x * copy
 
-    last, out = jax.jit(timing_loop(call, lambda x, out: out + 1, 3))(jnp.float32(1), [jnp.float32(2), jnp.float32(3)])
+    last, out = jax.jit(timing_loop(call, lambda x, out: out + 1, 3))(
+        jnp.float32(1), [jnp.float32(2), jnp.float32(3)]
+    )
     expected = 1.0
     for _ in range(3):
         expected = (expected * 2 + 1) * 3 + 1
@@ -23,8 +25,14 @@ def test_each_call_reads_the_result_of_the_one_before():
 
 def test_arrays_reach_each_call_in_the_order_that_they_are_stored_in():
     copies = [{"a": jnp.zeros((2, 3, 4)), "b": jnp.zeros(())}] * 2
-    lowered = jax.jit(timing_loop(lambda x, copy: x + copy["a"].sum(), lambda x, out: out, 3)).lower(jnp.float32(0), copies).as_text()
-    assert lowered.count("@LayoutConstraint") == 2 * 3, "both arrays, of two copies in the loop and of one behind it"
+    lowered = (
+        jax.jit(timing_loop(lambda x, copy: x + copy["a"].sum(), lambda x, out: out, 3))
+        .lower(jnp.float32(0), copies)
+        .as_text()
+    )
+    assert lowered.count("@LayoutConstraint") == 2 * 3, (
+        "both arrays, of two copies in the loop and of one behind it"
+    )
 
 
 def test_a_nudged_input_differs_in_one_entry(monkeypatch):

@@ -1,4 +1,5 @@
-"""benchmarks/gpu/gpu.sh with an interpreter that only notes what it was asked for: stages, their limits, what a failure of one does."""
+"""benchmarks/gpu/gpu.sh with an interpreter that only notes what it was asked for: stages, their
+limits, what a failure of one does."""
 
 from __future__ import annotations
 
@@ -16,9 +17,22 @@ from benchmarks.gpu import decode_step, kernels, step_parity
 from benchmarks.gpu.report import GpuReport
 
 SCRIPT = pathlib.Path(__file__).parents[3] / "benchmarks" / "gpu" / "gpu.sh"
-FIRST = ("kernels --plan first", "kernels --plan parity", "step_parity", "decode_step", "kernels --plan next")
-TITLES = ("attention, 32K tokens x 16", "parity of kernels", "parity of steps", "steps of 8 layers", "more attention, products")
-# notes the platform and its arguments; ends with the status that the file `statuses` has for the n-th call
+FIRST = (
+    "kernels --plan first",
+    "kernels --plan parity",
+    "step_parity",
+    "decode_step",
+    "kernels --plan next",
+)
+TITLES = (
+    "attention, 32K tokens x 16",
+    "parity of kernels",
+    "parity of steps",
+    "steps of 8 layers",
+    "more attention, products",
+)
+# notes the platform and its arguments; ends with the status that the file `statuses` has for the
+# n-th call
 STUB = """\
 #!/usr/bin/env bash
 here=$(dirname "$0")
@@ -27,7 +41,9 @@ echo "$JAX_PLATFORMS $*" >>"$here/calls"
 exit "$(sed -n "s/^$(wc -l <"$here/calls" | tr -d ' ') //p" "$here/statuses" | grep . || echo 0)"
 """
 
-pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="gpu.sh is a script for bash, which this machine lacks")
+pytestmark = pytest.mark.skipif(
+    shutil.which("bash") is None, reason="gpu.sh is a script for bash, which this machine lacks"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +72,22 @@ def run(folder: pathlib.Path, *arguments: str, statuses: str = "", **environment
         timeout=60,
     )
     noted = folder / "calls"
-    lines = [line.split(" ", 1) for line in (noted.read_text(encoding="utf-8") if noted.exists() else "").splitlines()]
+    lines = [
+        line.split(" ", 1)
+        for line in (noted.read_text(encoding="utf-8") if noted.exists() else "").splitlines()
+    ]
     calls = [rest.removeprefix("-m benchmarks.gpu.bare benchmarks.gpu.") for _, rest in lines]
     log = (folder / "results" / "gpu_stub.log").read_text(encoding="utf-8")
-    return Run(done.returncode, done.stdout + done.stderr, log, calls, {platform for platform, _ in lines})
+    return Run(
+        done.returncode, done.stdout + done.stderr, log, calls, {platform for platform, _ in lines}
+    )
 
 
 def limits(log: str) -> dict[str, int]:
-    return {title: int(seconds) for title, seconds in re.findall(r"^== (.+), at most (\d+) s:", log, re.MULTILINE)}
+    return {
+        title: int(seconds)
+        for title, seconds in re.findall(r"^== (.+), at most (\d+) s:", log, re.MULTILINE)
+    }
 
 
 def order(found: Run) -> list[str]:
@@ -73,7 +97,11 @@ def order(found: Run) -> list[str]:
 def parsed(call: str) -> None:
     """Have the stage's own parser read its arguments: SystemExit where it does not know one."""
     name, *arguments = call.split()
-    parsers = {"kernels": kernels.argument_parser, "step_parity": step_parity.argument_parser, "decode_step": decode_step.argument_parser}
+    parsers = {
+        "kernels": kernels.argument_parser,
+        "step_parity": step_parity.argument_parser,
+        "decode_step": decode_step.argument_parser,
+    }
     parsers[name]().parse_args(arguments)
 
 
@@ -92,7 +120,10 @@ def test_the_stages_run_on_cuda_in_order_within_ten_minutes(tmp_path: pathlib.Pa
         assert int(re.findall(r"--seconds (\d+)", call)[0]) < limit
     results = tmp_path / "results"
     files = [call.split("--json ")[1].split()[0] for call in found.calls]
-    assert files == [f"{results}/{name}_stub.json" for name in ("kernels", "parity_kernels", "parity_steps", "step", "kernels")]
+    assert files == [
+        f"{results}/{name}_stub.json"
+        for name in ("kernels", "parity_kernels", "parity_steps", "step", "kernels")
+    ]
     assert "--resume" in found.calls[-1], "it would overwrite the first stage's rows"
 
 
@@ -108,12 +139,19 @@ def test_the_second_run_adds_to_the_first_ones_rows_and_runs_the_tests(tmp_path:
     tests = found.calls[-1]
     assert tests.startswith("-m pytest -m gpu")
     assert "--seconds" not in tests
-    for name in ("decode_attention/test_decode", "quantize/test_append", "readers/test_codebook", "tiles/test_table_lookup"):
+    for name in (
+        "decode_attention/test_decode",
+        "quantize/test_append",
+        "readers/test_codebook",
+        "tiles/test_table_lookup",
+    ):
         assert f"tests/pallas_kernels/{name}.py" in tests
 
 
 @pytest.mark.parametrize("failing", range(len(FIRST)))
-def test_a_stage_that_fails_does_not_stop_the_next_and_is_named(tmp_path: pathlib.Path, failing: int):
+def test_a_stage_that_fails_does_not_stop_the_next_and_is_named(
+    tmp_path: pathlib.Path, failing: int
+):
     found = run(tmp_path, statuses=f"{failing + 1} 1\n")
     assert order(found) == list(FIRST)
     assert found.status == 1
@@ -136,7 +174,9 @@ def test_a_stage_without_time_is_a_failure(tmp_path: pathlib.Path):
 
 
 def test_an_unknown_option_prints_the_usage(tmp_path: pathlib.Path):
-    done = subprocess.run(["bash", str(SCRIPT), "--wet-run"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--wet-run"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert "--dry-run [FOLDER]" in done.stdout
 
@@ -155,11 +195,19 @@ def test_the_dry_run_has_the_same_stages_on_a_cpu(tmp_path: pathlib.Path):
 def test_a_dry_run_passes_with_nothing_but_jax(tmp_path: pathlib.Path):
     """Some minutes: the stages themselves, with stand-ins for all other packages."""
     environment = os.environ | {"PYTHON": sys.executable, "KVQ_BARE": "1"}
-    done = subprocess.run(["bash", str(SCRIPT), "--dry-run", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--dry-run", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "replaced by stand-ins: jaxtyping, flax, filelock, safetensors" in done.stdout
     reports = {file.stem: GpuReport.read(file) for file in tmp_path.glob("*.json")}
-    assert set(reports) == {f"{name}_dry_run" for name in ("kernels", "parity_kernels", "parity_steps", "step")}
+    assert set(reports) == {
+        f"{name}_dry_run" for name in ("kernels", "parity_kernels", "parity_steps", "step")
+    }
     for name, report in reports.items():
         assert report.rows, name
         assert any(row.error is not None for row in report.rows), name

@@ -1,4 +1,5 @@
-"""The GPU benchmarks as far as a CPU can show: they run with interpreted kernels, keep what fails as rows, resume, and become tables."""
+"""The GPU benchmarks as far as a CPU can show: they run with interpreted kernels, keep what fails
+as rows, resume, and become tables."""
 
 from __future__ import annotations
 
@@ -26,10 +27,23 @@ from benchmarks.gpu import (
     polarquant_candidates,
     timed_case,
 )
-from benchmarks.gpu.attention_candidates import INEXACT_MERGE, MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
+from benchmarks.gpu.attention_candidates import (
+    INEXACT_MERGE,
+    MODELS,
+    MORE_SPECS,
+    SPECS,
+    Planned,
+    attention_tasks,
+    shape_of,
+)
 from benchmarks.gpu.decode_step import TINY
 from benchmarks.gpu.device_timing import Timing, timing_loop
-from benchmarks.gpu.innerq_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
+from benchmarks.gpu.innerq_candidates import (
+    PAPER_MODELS,
+    paper_shape,
+    product_tasks,
+    quantize_tasks,
+)
 from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
 from benchmarks.gpu.report import GpuReport, KernelRow
@@ -37,7 +51,9 @@ from pallas_kernels.launch import Launch
 from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
 
-TIMING = Timing(samples=2, seconds=0, most_copies=1, copy_bytes=1 << 20)  # each copy is another call to compile
+TIMING = Timing(
+    samples=2, seconds=0, most_copies=1, copy_bytes=1 << 20
+)  # each copy is another call to compile
 INTERPRETED = (Launch(interpret=True),)
 MODEL = "Llama-3.2-1B"
 CASES = (
@@ -69,7 +85,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             threads=2,
         )
     report = GpuReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
-    decode_step.run([(256, 2)], ("dense",), ("interpreted", "xla"), decode_step.random_llama(TINY), report, made / "step_cpu.json", TIMING)
+    decode_step.run(
+        [(256, 2)],
+        ("dense",),
+        ("interpreted", "xla"),
+        decode_step.random_llama(TINY),
+        report,
+        made / "step_cpu.json",
+        TIMING,
+    )
     return made
 
 
@@ -78,13 +102,27 @@ def report(folder: pathlib.Path) -> GpuReport:
     return GpuReport.read(folder / "kernels_cpu.json")
 
 
-def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_not(report: GpuReport):
+def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_not(
+    report: GpuReport,
+):
     expected = {("bandwidth", "copy"), ("bandwidth", "read")}
-    expected |= {("attention", task.candidate) for task in attention_tasks(CASES[0].shape, INTERPRETED, ("dense", "kivi:bits=2"))}
-    expected |= {(task.section, task.candidate) for task in product_tasks(CASES[1].shape, INTERPRETED)}
+    expected |= {
+        ("attention", task.candidate)
+        for task in attention_tasks(CASES[0].shape, INTERPRETED, ("dense", "kivi:bits=2"))
+    }
+    expected |= {
+        (task.section, task.candidate) for task in product_tasks(CASES[1].shape, INTERPRETED)
+    }
     expected |= {("quantize", "asym, keys"), ("quantize", "asym, values")}
-    expected |= {(section, part) for section in kvquant_candidates.SECTIONS.values() for part in kvquant_candidates.PARTS}
-    expected |= {(task.section, task.candidate) for task in polarquant_candidates.table_tasks(CASES[-1].shape, INTERPRETED)}
+    expected |= {
+        (section, part)
+        for section in kvquant_candidates.SECTIONS.values()
+        for part in kvquant_candidates.PARTS
+    }
+    expected |= {
+        (task.section, task.candidate)
+        for task in polarquant_candidates.table_tasks(CASES[-1].shape, INTERPRETED)
+    }
     assert {(row.section, row.candidate) for row in report.rows} == expected
     assert report.running == []
     assert report.skipped == []
@@ -106,9 +144,13 @@ def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_no
 
 
 def test_ratios_are_to_the_fastest_exact_candidate_of_the_shape(report: GpuReport):
-    found = {row.candidate: row for row in report.rows if row.section == "attention" and row.samples_ms}
+    found = {
+        row.candidate: row for row in report.rows if row.section == "attention" and row.samples_ms
+    }
     fastest = min(found["XLA bf16"].median_ms, found["dense"].median_ms)
-    assert report.ratio(found["kivi:bits=2"]) == pytest.approx(found["kivi:bits=2"].median_ms / fastest)
+    assert report.ratio(found["kivi:bits=2"]) == pytest.approx(
+        found["kivi:bits=2"].median_ms / fastest
+    )
     assert found["kivi:bits=2"].moved_bytes / found["dense"].moved_bytes == pytest.approx(3 / 16)
     assert found["kivi:bits=2"].idle_ms is not None
     assert found["XLA bf16"].idle_ms is None
@@ -137,17 +179,27 @@ def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, r
     for row in report.rows:
         if row.section == "attention" and row.samples_ms:
             assert f"| {row.name} | {1e3 * row.median_ms:.1f} |" in page, row
-    [inner] = [r for r in report.rows if r.section == "scores" and r.candidate == innerq_candidates.INNER]
+    [inner] = [
+        r for r in report.rows if r.section == "scores" and r.candidate == innerq_candidates.INNER
+    ]
     assert f"| {MODEL} | here, q K^T | inner | {inner.median_ms:.4f} |" in page
     assert "| Llama-3.1-8B | paper, RTX 4090 | torch.matmul | 0.036 |" in page
     assert "| Key | 2048 | paper, A6000 | 33.3 | 4.5 | 13.0 | 8.1 | 25.6 |" in page
-    parts = [next(r for r in report.rows if (r.section, r.candidate) == ("kvquant values", part)) for part in kvquant_candidates.PARTS]
+    parts = [
+        next(r for r in report.rows if (r.section, r.candidate) == ("kvquant values", part))
+        for part in kvquant_candidates.PARTS
+    ]
     times = [1e3 * row.median_ms / (32 if row.candidate == "packing" else 1) for row in parts]
-    assert f"| Value | 2048 | here, {report.device} | {' | '.join(f'{time:.1f}' for time in times)} |" in page
+    assert (
+        f"| Value | 2048 | here, {report.device} | {' | '.join(f'{time:.1f}' for time in times)} |"
+        in page
+    )
     assert "| PolarQuant | paper, A800 | 50.04 | 71.69 | 163.42 | 526.65 |" in page
     for row in report.rows:
         if row.section == polarquant_candidates.SECTION:
-            assert f"| {row.candidate} | here, {report.device} | {1e3 * row.median_ms:.2f} |" in page, row
+            assert (
+                f"| {row.candidate} | here, {report.device} | {1e3 * row.median_ms:.2f} |" in page
+            ), row
     for row in GpuReport.read(folder / "step_cpu.json").rows:
         assert f"| {row.name} | {row.median_ms:.3f} |" in pages["step_cpu.md"], row
 
@@ -158,21 +210,41 @@ def row_of_table(row: KernelRow) -> dict[str, str]:
 
 
 def test_rows_say_what_a_reader_must_know_of_them():
-    row = KernelRow("attention", MODEL, CASES[0].shape, "dense", "jnp", moved_bytes=1000, cold=True, samples_ms=(1.0, 1.0), error=1e-3)
+    row = KernelRow(
+        "attention",
+        MODEL,
+        CASES[0].shape,
+        "dense",
+        "jnp",
+        moved_bytes=1000,
+        cold=True,
+        samples_ms=(1.0, 1.0),
+        error=1e-3,
+    )
     assert row_of_table(row)["remarks"] == ""
     assert row_of_table(row)["error"] == "1.0e-03"
     assert row_of_table(dataclasses.replace(row, error=None))["error"] == "-"
-    assert row_of_table(dataclasses.replace(row, error=None, failure="ValueError: no"))["error"] == ""
+    assert (
+        row_of_table(dataclasses.replace(row, error=None, failure="ValueError: no"))["error"] == ""
+    )
     assert row_of_table(dataclasses.replace(row, idle_ms=0.4))["remarks"] == ""
     assert row_of_table(dataclasses.replace(row, idle_ms=0.6))["remarks"] == "mostly launches"
-    changed = dataclasses.replace(row, idle_ms=0.6, cold=False, remark="inexact", failure="ValueError: no")
-    assert row_of_table(changed)["remarks"] == "partly from L2; mostly launches; inexact; ValueError: no"
+    changed = dataclasses.replace(
+        row, idle_ms=0.6, cold=False, remark="inexact", failure="ValueError: no"
+    )
+    assert (
+        row_of_table(changed)["remarks"]
+        == "partly from L2; mostly launches; inexact; ValueError: no"
+    )
 
 
 def test_each_page_says_how_its_times_were_taken(folder: pathlib.Path):
     pages = results_page.render(folder)
     assert "timed in turn" not in pages[results_page.INDEX]
-    for name, title in (("kernels_cpu.md", "Kernels of a test"), ("step_cpu.md", "Steps of a test")):
+    for name, title in (
+        ("kernels_cpu.md", "Kernels of a test"),
+        ("step_cpu.md", "Steps of a test"),
+    ):
         assert pages[name].startswith(f"# {title}\n")
         assert "timed one after another" in pages[name]
         assert "divides two medians" in pages[name]
@@ -180,12 +252,15 @@ def test_each_page_says_how_its_times_were_taken(folder: pathlib.Path):
 
 
 def per_token_bytes(tree: Any, tokens: int) -> int:
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree) if tokens in a.shape)
+    return sum(
+        math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree) if tokens in a.shape
+    )
 
 
 @pytest.mark.parametrize("case", CASES[1:2] + CASES[3:], ids=lambda case: case.section)
 def test_products_count_all_that_grows_with_tokens(case: Case):
-    """Bytes are the stored ones and those that a call reads or writes for each token: by one rule, whether that is a weight or a score."""
+    """Bytes are the stored ones and those that a call reads or writes for each token: by one rule,
+    whether that is a weight or a score."""
     for planned in case.tasks(INTERPRETED, ()):
         if planned.candidate == "packing":
             continue
@@ -193,11 +268,15 @@ def test_products_count_all_that_grows_with_tokens(case: Case):
         x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
         out = jax.eval_shape(task.calls[0][1], x, copy)
         grown = per_token_bytes((x, out), case.shape.tokens)
-        assert grown == case.shape.kv_heads * case.shape.tokens * (4 if "key" in planned.section or planned.section == "scores" else 2)
+        assert grown == case.shape.kv_heads * case.shape.tokens * (
+            4 if "key" in planned.section or planned.section == "scores" else 2
+        )
         assert task.moved_bytes == task.copy_bytes + grown, (planned.section, planned.candidate)
 
 
-def test_a_page_without_times_of_kernels_says_that_none_was_run(folder: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_page_without_times_of_kernels_says_that_none_was_run(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+):
     shutil.copy(folder / "step_cpu.json", tmp_path)
     assert "No kernel was run on a GPU yet" in results_page.render(tmp_path)[results_page.INDEX]
     assert "No kernel was run on a GPU yet" not in results_page.render(folder)[results_page.INDEX]
@@ -211,13 +290,23 @@ def test_plots_are_drawn(folder: pathlib.Path):
 
 def test_an_error_that_rounding_does_not_explain_is_named(report: GpuReport):
     assert report.wrong() == []
-    good = next(row for row in report.rows if (row.section, row.candidate) == ("attention", "kivi:bits=2"))
-    for bad in (dataclasses.replace(good, error=1.0), dataclasses.replace(good, error=math.nan), dataclasses.replace(good, failure="no")):
+    good = next(
+        row for row in report.rows if (row.section, row.candidate) == ("attention", "kivi:bits=2")
+    )
+    for bad in (
+        dataclasses.replace(good, error=1.0),
+        dataclasses.replace(good, error=math.nan),
+        dataclasses.replace(good, failure="no"),
+    ):
         assert dataclasses.replace(report, rows=[good, bad]).wrong() == [
             f"attention, {MODEL}, 256 tokens x 2, kivi:bits=2 (interpreted): {bad.wrong}"
         ]
-    others = dataclasses.replace(good, candidate="cuDNN bf16", arithmetic="", failure="no cuDNN", error=None)
-    assert dataclasses.replace(report, rows=[others]).wrong() == [], "what others' code cannot do is not ours"
+    others = dataclasses.replace(
+        good, candidate="cuDNN bf16", arithmetic="", failure="no cuDNN", error=None
+    )
+    assert dataclasses.replace(report, rows=[others]).wrong() == [], (
+        "what others' code cannot do is not ours"
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -226,11 +315,19 @@ def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, t
         raise ValueError("head_dim 80\nand more")
 
     good = attention_tasks(CASES[0].shape, INTERPRETED, ())[0]
-    broken = dataclasses.replace(good.make(), calls=(("asm", lambda x, copy: jnp.zeros(3) @ jnp.zeros(4)),))
-    tasks = [Planned("attention", "unfit", unfit), Planned("attention", "broken", lambda: broken), good]
+    broken = dataclasses.replace(
+        good.make(), calls=(("asm", lambda x, copy: jnp.zeros(3) @ jnp.zeros(4)),)
+    )
+    tasks = [
+        Planned("attention", "unfit", unfit),
+        Planned("attention", "broken", lambda: broken),
+        good,
+    ]
     report = empty()
     entries = timed_case.entries_of(MODEL, CASES[0].shape, tasks)
-    late = timed_case.run_entries(entries, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads)
+    late = timed_case.run_entries(
+        entries, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads
+    )
     assert late == []
     found = {row.candidate: row for row in GpuReport.read(tmp_path / "rows.json").rows}
     unfit_row, broken_row, good_row = (found[task.candidate] for task in tasks)
@@ -241,12 +338,24 @@ def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, t
     assert good_row.samples_ms
 
 
-def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(tmp_path: pathlib.Path, report: GpuReport):
+def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(
+    tmp_path: pathlib.Path, report: GpuReport
+):
     done = dataclasses.replace(
-        report, rows=list(report.rows), skipped=[], running=[KernelRow("attention", MODEL, CASES[0].shape, "culprit")]
+        report,
+        rows=list(report.rows),
+        skipped=[],
+        running=[KernelRow("attention", MODEL, CASES[0].shape, "culprit")],
     )
     rows = len(done.rows)
-    kernels.run(CASES[:2], done, tmp_path / "rows.json", TIMING, launches=INTERPRETED, specs=("dense", "kivi:bits=2"))
+    kernels.run(
+        CASES[:2],
+        done,
+        tmp_path / "rows.json",
+        TIMING,
+        launches=INTERPRETED,
+        specs=("dense", "kivi:bits=2"),
+    )
     assert len(done.rows) == rows + 1
     assert done.rows[-1].candidate == "culprit"
     assert "process ended" in done.rows[-1].failure
@@ -276,28 +385,42 @@ def test_kvquant_candidates_lower_for_cuda(arithmetic: str):
 
 @pytest.mark.parametrize("arithmetic", some(["asm", "jnp"], ["asm"]))
 def test_polarquant_candidates_lower_for_cuda(arithmetic: str):
-    for task in polarquant_candidates.table_tasks(paper_shape("Llama-3.1-8B", 4096), (Launch(arithmetic),)):
-        assert ("matvec_scores" in lowered(task)) == (task.candidate != innerq_candidates.EXACT), task.candidate
+    for task in polarquant_candidates.table_tasks(
+        paper_shape("Llama-3.1-8B", 4096), (Launch(arithmetic),)
+    ):
+        assert ("matvec_scores" in lowered(task)) == (task.candidate != innerq_candidates.EXACT), (
+            task.candidate
+        )
 
 
 def test_kvquants_times_are_typed_as_printed():
     """The paper's total is the sum of its parts, each rounded."""
     for parts in paper_tables.TABLE_22.values():
-        for packing, dense, sparse, total in zip(*(parts[name] for name in ("packing", "dense", "sparse", "total")), strict=True):
+        for packing, dense, sparse, total in zip(
+            *(parts[name] for name in ("packing", "dense", "sparse", "total")), strict=True
+        ):
             assert packing + dense + sparse == pytest.approx(total, abs=0.25)
 
 
 PLANNED = [
-    *(task for task in attention_tasks(shape_of("Llama-2-7B", 4096, 1), (), ()) if "cuDNN" not in task.candidate),
+    *(
+        task
+        for task in attention_tasks(shape_of("Llama-2-7B", 4096, 1), (), ())
+        if "cuDNN" not in task.candidate
+    ),
     *product_tasks(paper_shape("Llama-3.1-8B", 4096), (Launch("asm"),)),
     *quantize_tasks(paper_shape("Llama-3.1-8B", 4096), (Launch("asm"),)),
 ]
 
 
-@pytest.mark.parametrize("planned", PLANNED, ids=lambda planned: f"{planned.section}: {planned.candidate}")
+@pytest.mark.parametrize(
+    "planned", PLANNED, ids=lambda planned: f"{planned.section}: {planned.candidate}"
+)
 def test_other_candidates_lower_for_cuda(planned: Planned):
     text = lowered(planned)
-    assert ("triton" in text) == (planned.section != "attention" and planned.candidate != innerq_candidates.EXACT)
+    assert ("triton" in text) == (
+        planned.section != "attention" and planned.candidate != innerq_candidates.EXACT
+    )
 
 
 def lowered(planned: Planned) -> str:
@@ -314,10 +437,18 @@ def points(cases: list[Case]) -> list[tuple[int, int]]:
 def test_the_plans_cover_the_shape_table():
     cases = kernels.planned_cases("all")
     for model in MODELS:
-        chosen = [case for case in cases if (case.section, case.model, case.specs) == ("attention", model, SPECS)]
-        assert sorted(points(chosen)) == [(512 << i, batch) for i in range(9) for batch in (1, 16)], model
+        chosen = [
+            case
+            for case in cases
+            if (case.section, case.model, case.specs) == ("attention", model, SPECS)
+        ]
+        assert sorted(points(chosen)) == [
+            (512 << i, batch) for i in range(9) for batch in (1, 16)
+        ], model
     for model in PAPER_MODELS:
-        assert {c.shape.tokens for c in cases if (c.section, c.model) == ("products", model)} == set(paper_tables.LENGTHS)
+        assert {
+            c.shape.tokens for c in cases if (c.section, c.model) == ("products", model)
+        } == set(paper_tables.LENGTHS)
     assert len({case.name for case in cases}) == len(cases)
     [more] = [case for case in cases if case.specs == MORE_SPECS]
     wanted = [task.candidate for task in more.tasks(INTERPRETED, ())]
@@ -335,22 +466,35 @@ def test_what_shows_most_comes_first_and_compiles_in_seconds():
     slow = ("kvquant", "nf4", "polarquant", "pre_rope")
     for case in (*first, *following, *kernels.planned_cases("parity")):
         names = [task.candidate for task in case.tasks(INTERPRETED, ())]
-        assert not [name for name in names if any(part in name for part in slow)], "minutes of a compiler's time"
+        assert not [name for name in names if any(part in name for part in slow)], (
+            "minutes of a compiler's time"
+        )
         if case.section == "attention":
             assert names[:2] == ["XLA bf16", "cuDNN bf16"]
-            assert {"dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "innerq:bits=1,mode=sym"} <= set(names)
+            assert {
+                "dense",
+                "kivi:bits=4",
+                "kivi:bits=2",
+                "innerq:bits=2",
+                "innerq:bits=1,mode=sym",
+            } <= set(names)
 
 
 def test_tiny_cases_keep_their_sections():
     for plan in kernels.PLANS:
         tiny = {case.tiny for case in kernels.planned_cases(plan)}
-        assert {case.section for case in tiny} == {case.section for case in kernels.planned_cases(plan)}
+        assert {case.section for case in tiny} == {
+            case.section for case in kernels.planned_cases(plan)
+        }
         assert all(case.shape.tokens <= 2048 for case in tiny)
         assert len(tiny) < 30
 
 
 def test_the_command_ends_with_the_papers_tables_and_what_it_left_out(
-    report: GpuReport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report: GpuReport,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     def run(cases, into: GpuReport, path, timing, **_) -> None:
         into.rows.extend(report.rows)
@@ -359,17 +503,28 @@ def test_the_command_ends_with_the_papers_tables_and_what_it_left_out(
     monkeypatch.setattr(kernels, "run", run)
     kernels.main(["--json", str(tmp_path / "rows.json"), "--interpret"])
     printed = capsys.readouterr()
-    for title in ("InnerQ's Table 3", "InnerQ's Table 4", "InnerQ's Figure 4", "KVQuant's Table 22", "PolarQuant's Table 4"):
+    for title in (
+        "InnerQ's Table 3",
+        "InnerQ's Table 4",
+        "InnerQ's Figure 4",
+        "KVQuant's Table 22",
+        "PolarQuant's Table 4",
+    ):
         assert f"### {title}" in printed.out
-    [inner] = [r for r in report.rows if r.section == "scores" and r.candidate == innerq_candidates.INNER]
+    [inner] = [
+        r for r in report.rows if r.section == "scores" and r.candidate == innerq_candidates.INNER
+    ]
     assert f"| {MODEL} | here, q K^T | inner | {inner.median_ms:.4f} |" in printed.out
     assert "1 shapes left out for lack of time\nleft out: attention, of no time" in printed.err
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_a_split_batch_for_cudnn_attends_as_one_sequence_does(group: int, monkeypatch: pytest.MonkeyPatch):
-    """With XLA's attention in cuDNN's place. Either gives logarithms of sums in the dtype of the keys: in float32 they merge exactly, in
-    bf16 a run's weight is off by up to 2^-9 of its logarithm, which the row's remark says."""
+def test_a_split_batch_for_cudnn_attends_as_one_sequence_does(
+    group: int, monkeypatch: pytest.MonkeyPatch
+):
+    """With XLA's attention in cuDNN's place. Either gives logarithms of sums in the dtype of the
+    keys: in float32 they merge exactly, in bf16 a run's weight is off by up to 2^-9 of its
+    logarithm, which the row's remark says."""
     attend = jax.nn.dot_product_attention
 
     def by_xla(*args, implementation: str, **options):
@@ -390,12 +545,18 @@ def test_a_split_batch_for_cudnn_attends_as_one_sequence_does(group: int, monkey
         return np.linalg.norm(np.asarray(found) - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
     assert errors(attention_candidates._cudnn_split(4, q, k, v)).max() < 1e-5
-    assert errors(attention_candidates._cudnn(q, k[:, :128], v[:, :128])).min() > 0.2, "the first run alone would pass"
+    assert errors(attention_candidates._cudnn(q, k[:, :128], v[:, :128])).min() > 0.2, (
+        "the first run alone would pass"
+    )
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     assert 1e-3 < errors(attention_candidates._cudnn_split(4, q, k, v)).max() < 4e-2
-    planned = {task.candidate: task for task in attention_tasks(shape_of("Llama-3.1-8B", 4096, 1), (), ())}
+    planned = {
+        task.candidate: task for task in attention_tasks(shape_of("Llama-3.1-8B", 4096, 1), (), ())
+    }
     remarks = {name: task.make().remark for name, task in planned.items()}
-    assert {name for name, remark in remarks.items() if remark == INEXACT_MERGE} == {"cuDNN bf16, tokens split"}
+    assert {name for name, remark in remarks.items() if remark == INEXACT_MERGE} == {
+        "cuDNN bf16, tokens split"
+    }
 
 
 @pytest.mark.parametrize("shape", ["Llama-3.1-8B", "Llama-9:512:1", "Llama-3.1-8B:512:0"])
@@ -431,8 +592,11 @@ SPEEDUPS = {
 
 @pytest.mark.parametrize("name", SPEEDUPS)
 def test_the_papers_times_are_typed_as_printed(name: str):
-    """Their quotients are the speedups that the paper prints beside them, as far as three decimals of a millisecond go."""
+    """Their quotients are the speedups that the paper prints beside them, as far as three decimals
+    of a millisecond go."""
     for model, printed in SPEEDUPS[name].items():
         other, inner = (times[2:] for times in getattr(paper_tables, name)[model])
         for i, speedup in enumerate(printed):
-            assert 100 * (1 - inner[i] / other[i]) == pytest.approx(speedup, abs=100 * 0.001 / other[i] + 0.01), (model, i)
+            assert 100 * (1 - inner[i] / other[i]) == pytest.approx(
+                speedup, abs=100 * 0.001 / other[i] + 0.01
+            ), (model, i)

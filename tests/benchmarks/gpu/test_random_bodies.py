@@ -1,4 +1,5 @@
-"""Every cache that kernels serve can be timed: its random body, its keys after RoPE, its error. What kernels do not serve says why."""
+"""Every cache that kernels serve can be timed: its random body, its keys after RoPE, its error.
+What kernels do not serve says why."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ SHAPE = Shape(1, 128, 64, 2, 2)
 INTERPRETED = (Launch(interpret=True),)
 SERVED = (
     *("dense", "squat_pre", "int4", *MORE_SPECS),
-    *("kvquant:bits=3,outliers=0,pre_rope=false,k_axis=token,v_axis=channel", "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4"),
+    *(
+        "kvquant:bits=3,outliers=0,pre_rope=false,k_axis=token,v_axis=channel",
+        "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4",
+    ),
     "k=polarquant:radius_bits=2+v=innerq:bits=2",
 )
 REFUSED = ("xquant", "xquant_cl", "polarquant:grid=global", "kivi:bits=3,group_size=16")
@@ -36,13 +40,24 @@ def row(spec: str) -> KernelRow:
     """Return the row of one cache in the benchmark."""
     report = GpuReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
     timing = Timing(samples=1, seconds=0, most_copies=1, copy_bytes=1 << 20)
-    [task] = (task for task in attention_tasks(SHAPE, INTERPRETED, (spec,)) if task.candidate == spec)
-    timed_case.run_entries(timed_case.entries_of("Llama-3.2-1B", SHAPE, [task]), report, lambda: None, timing, threads=1)
+    [task] = (
+        task for task in attention_tasks(SHAPE, INTERPRETED, (spec,)) if task.candidate == spec
+    )
+    timed_case.run_entries(
+        timed_case.entries_of("Llama-3.2-1B", SHAPE, [task]),
+        report,
+        lambda: None,
+        timing,
+        threads=1,
+    )
     [row] = report.rows
     return row
 
 
-@pytest.mark.parametrize("spec", some(SERVED, ("dense", "nf4", "polarquant", "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4")))
+@pytest.mark.parametrize(
+    "spec",
+    some(SERVED, ("dense", "nf4", "polarquant", "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4")),
+)
 def test_a_cache_with_kernels_gets_a_time_and_an_error(row: KernelRow, spec: str):
     assert row.failure == "", row
     assert len(row.samples_ms) == 1
@@ -83,10 +98,15 @@ def test_each_methods_kernels_are_traced_or_refused_with_the_reason(spec: str):
     assert found.shape == wanted.shape == (1, random_bodies.CHECKED_HEADS, 4, 128)
 
 
-@pytest.mark.parametrize(("spec", "tokens"), [("nf4", 128), ("polarquant", 128), ("waterfill:bits=2.5", 256)])
+@pytest.mark.parametrize(
+    ("spec", "tokens"), [("nf4", 128), ("polarquant", 128), ("waterfill:bits=2.5", 256)]
+)
 def test_the_reference_rejects_other_contents(spec: str, tokens: int):
-    """Negative control of the errors above: another seed, keys and values exchanged for the next head's."""
-    task = attention_tasks(dataclasses.replace(SHAPE, tokens=tokens), INTERPRETED, (spec,))[-1].make()
+    """Negative control of the errors above: another seed, keys and values exchanged for the next
+    head's."""
+    task = attention_tasks(dataclasses.replace(SHAPE, tokens=tokens), INTERPRETED, (spec,))[
+        -1
+    ].make()
     x, copy, other = task.start(), task.copy(jnp.uint32(1)), task.copy(jnp.uint32(2))
     out = task.calls[0][1](x, copy)
     assert task.check is not None
@@ -97,7 +117,10 @@ def test_the_reference_rejects_other_contents(spec: str, tokens: int):
 
 def test_keys_cached_before_rope_are_compared_after_it():
     """The same codes, read without their rotation, are other keys."""
-    turned, plain = (attention_tasks(SHAPE, INTERPRETED, (spec,))[-1].make() for spec in ("kivi:bits=4,pre_rope=true", "kivi:bits=4"))
+    turned, plain = (
+        attention_tasks(SHAPE, INTERPRETED, (spec,))[-1].make()
+        for spec in ("kivi:bits=4,pre_rope=true", "kivi:bits=4")
+    )
     x, copy = turned.start(), turned.copy(jnp.uint32(1))
     out = turned.calls[0][1](x, copy)
     assert turned.check is not None
@@ -106,7 +129,9 @@ def test_keys_cached_before_rope_are_compared_after_it():
     assert timed_case.relative_error(*plain.check(x, copy, out)) > 0.1
 
 
-@pytest.mark.parametrize("spec", ["kivi:bits=2", "int4", "nf4", "polarquant", "kvquant:bits=4,outliers=0.02"])
+@pytest.mark.parametrize(
+    "spec", ["kivi:bits=2", "int4", "nf4", "polarquant", "kvquant:bits=4,outliers=0.02"]
+)
 def test_random_bodies_have_the_shapes_and_rows_of_a_caches(spec: str):
     plan = plan_of(spec, SHAPE)
     for codec in (plan.k, plan.v):
@@ -119,7 +144,9 @@ def test_random_bodies_have_the_shapes_and_rows_of_a_caches(spec: str):
         assert 0.2 < float(found.std()) < 1.5, spec
         assert float(jnp.abs(found).max()) < 6, spec
         part = body.checked_rows(copy)
-        assert bool((part == body.rows(copy)[:1, : random_bodies.CHECKED_HEADS]).all()), "a part is decoded as the whole is"
+        assert bool((part == body.rows(copy)[:1, : random_bodies.CHECKED_HEADS]).all()), (
+            "a part is decoded as the whole is"
+        )
 
 
 def test_a_body_of_an_unknown_kind_is_named():

@@ -13,19 +13,33 @@ from benchmarks.gpu.step_parity import Run, compared
 
 RNG = np.random.default_rng(0)
 WANTED = Run(
-    RNG.normal(size=(6, 2, 32)).astype(np.float32), [RNG.integers(0, 99, (4, 1000), np.int16), RNG.normal(size=(4, 90)).astype(np.float32)]
+    RNG.normal(size=(6, 2, 32)).astype(np.float32),
+    [RNG.integers(0, 99, (4, 1000), np.int16), RNG.normal(size=(4, 90)).astype(np.float32)],
 )
 
 
 def row(error: float, wrong: str) -> KernelRow:
-    return dataclasses.replace(KernelRow("parity", "", step_parity.Shape(2, 1, 1, 1, 1), "kivi", "asm"), error=error, failure=wrong)
+    return dataclasses.replace(
+        KernelRow("parity", "", step_parity.Shape(2, 1, 1, 1, 1), "kivi", "asm"),
+        error=error,
+        failure=wrong,
+    )
 
 
 def test_rounding_passes_and_other_logits_do_not():
     assert compared(WANTED, WANTED) == (0.0, "")
-    assert row(*compared(dataclasses.replace(WANTED, logits=WANTED.logits * (1 + 1e-3)), WANTED)).wrong == ""
-    for other in (np.roll(WANTED.logits, 1, axis=0), np.zeros_like(WANTED.logits), np.full_like(WANTED.logits, np.nan)):
-        assert row(*compared(dataclasses.replace(WANTED, logits=other), WANTED)).wrong.startswith("error")
+    assert (
+        row(*compared(dataclasses.replace(WANTED, logits=WANTED.logits * (1 + 1e-3)), WANTED)).wrong
+        == ""
+    )
+    for other in (
+        np.roll(WANTED.logits, 1, axis=0),
+        np.zeros_like(WANTED.logits),
+        np.full_like(WANTED.logits, np.nan),
+    ):
+        assert row(*compared(dataclasses.replace(WANTED, logits=other), WANTED)).wrong.startswith(
+            "error"
+        )
 
 
 def test_rows_past_the_capacity_have_nan_in_both():
@@ -42,9 +56,15 @@ def test_a_few_other_codes_pass_and_other_blocks_do_not():
     floats[0, :3] *= 1.004
     assert compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)[1] == ""
     floats[0, :9] = 0
-    assert "array 1 of the cache" in row(*compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)).wrong
+    assert (
+        "array 1 of the cache"
+        in row(*compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)).wrong
+    )
     words[1, :80] += 1
-    assert "array 0 of the cache" in row(*compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)).wrong
+    assert (
+        "array 0 of the cache"
+        in row(*compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)).wrong
+    )
 
 
 def test_the_histories_rest_and_fill_up():
@@ -59,7 +79,19 @@ def test_the_histories_rest_and_fill_up():
 def test_interpreted_steps_are_those_of_xla(tmp_path: pathlib.Path):
     file = tmp_path / "rows.json"
     status = step_parity.main(
-        ["--json", str(file), "--interpret", "--steps", "8", "--head-dim", "64", "--cache", "kivi:bits=4", "--threads", "1"]
+        [
+            "--json",
+            str(file),
+            "--interpret",
+            "--steps",
+            "8",
+            "--head-dim",
+            "64",
+            "--cache",
+            "kivi:bits=4",
+            "--threads",
+            "1",
+        ]
     )
     [found] = GpuReport.read(file).rows
     assert status == 0

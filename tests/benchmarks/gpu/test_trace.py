@@ -1,4 +1,5 @@
-"""A profiler's trace becomes microseconds by kernel name: of a GPU's streams alone, read from a trace that is written down here."""
+"""A profiler's trace becomes microseconds by kernel name: of a GPU's streams alone, read from a
+trace that is written down here."""
 
 from __future__ import annotations
 
@@ -31,12 +32,21 @@ planes {
 
 def test_streams_of_a_gpu_are_added_up_by_name():
     planes = jax.profiler.ProfileData.from_text_proto(SPACE).planes
-    assert kernel_times(planes) == (KernelTime("decode_attention", 2, 12.0), KernelTime("loop_add_fusion", 2, 3.0))
+    assert kernel_times(planes) == (
+        KernelTime("decode_attention", 2, 12.0),
+        KernelTime("loop_add_fusion", 2, 3.0),
+    )
 
 
 def test_numbers_of_xlas_are_left_out():
     names = ("gemm_fusion_dot.7_0", "loop_add_fusion_12", "append_token", "sm90_16x8", "fusion")
-    assert [without_number(name) for name in names] == ["gemm_fusion_dot", "loop_add_fusion", "append_token", "sm90_16x8", "fusion"]
+    assert [without_number(name) for name in names] == [
+        "gemm_fusion_dot",
+        "loop_add_fusion",
+        "append_token",
+        "sm90_16x8",
+        "fusion",
+    ]
 
 
 def test_a_call_on_a_cpu_is_traced_too():

@@ -20,7 +20,10 @@ def test_an_interval_of_a_mean_is_that_of_the_normal_approximation():
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
     rng = np.random.default_rng(2)
-    inside = [low <= 1 <= high for low, high in (mean_interval(rng.exponential(1, 40).tolist()) for _ in range(200))]
+    inside = [
+        low <= 1 <= high
+        for low, high in (mean_interval(rng.exponential(1, 40).tolist()) for _ in range(200))
+    ]
     assert 0.86 < np.mean(inside) < 0.99
 
 
@@ -32,7 +35,9 @@ def test_what_makes_a_window_hard_for_both_caches_cancels_in_their_ratio():
     assert low < 2 < high
     assert high - low < 0.2
     apart = ratio_interval(one, rng.permutation(other).tolist())
-    assert apart.high - apart.low > 3 * (high - low), "the same numbers, but not of the same windows"
+    assert apart.high - apart.low > 3 * (high - low), (
+        "the same numbers, but not of the same windows"
+    )
 
 
 def test_a_statistic_of_several_measurements_draws_their_windows_together():
@@ -52,13 +57,18 @@ def test_a_statistic_of_several_measurements_draws_their_windows_together():
     assert one.interval == ratio_interval(ours[:, 0].tolist(), kivi[:, 0].tolist())
     ours = rng.permutation(ours)
     apart = estimate(ratio, 30).interval
-    assert apart.high - apart.low > 3 * (high - low), "the same numbers, but not of the same windows"
+    assert apart.high - apart.low > 3 * (high - low), (
+        "the same numbers, but not of the same windows"
+    )
 
 
 def test_the_largest_of_means_is_looked_for_again_in_every_set_of_windows():
-    """Four windows of two channels, of which the second is ahead in one window, by so much that it has the larger mean."""
+    """Four windows of two channels, of which the second is ahead in one window, by so much that it
+    has the larger mean."""
     channels = np.asarray([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 4.0]])
-    value, (low, high) = estimate(lambda weights: (weights @ channels).argmax(axis=1).astype(float), 4)
+    value, (low, high) = estimate(
+        lambda weights: (weights @ channels).argmax(axis=1).astype(float), 4
+    )
     assert (value, low, high) == (1.0, 0.0, 1.0)
     assert math.isnan(estimate(lambda weights: weights[:, 0], 1).interval.low)
 

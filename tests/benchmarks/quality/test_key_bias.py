@@ -1,4 +1,5 @@
-"""The key-bias benchmark: a small run of it says what collapses and what is restored, and what it refuses."""
+"""The key-bias benchmark: a small run of it says what collapses and what is restored, and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -15,13 +16,19 @@ from kvq_models import load_llama
 def test_a_run_measures_both_variants_and_makes_a_table(shallow, tmp_path, monkeypatch):
     monkeypatch.setattr(key_bias, "CACHES", {"int4": key_bias.CACHES["int4"]})
     file = tmp_path / "key_bias_test.json"
-    key_bias.main([f"--model={shallow}", "--windows=1", "--window=96", "--prompt=0", f"--json={file}"])
+    key_bias.main(
+        [f"--model={shallow}", "--windows=1", "--window=96", "--prompt=0", f"--json={file}"]
+    )
     report = BiasReport.read(file)
     (int4,) = report.rows
     for name in ("wide", "slow"):
         found = getattr(int4, name)
-        assert found.biased.kl > 20 * found.plain.kl > 0, f"{name}: {found.biased.kl:.5f} with a bias, {found.plain.kl:.5f} without"
-        assert found.subtracted.kl < 1.5 * found.plain.kl, f"{name}: {found.subtracted.kl:.5f} with the option"
+        assert found.biased.kl > 20 * found.plain.kl > 0, (
+            f"{name}: {found.biased.kl:.5f} with a bias, {found.plain.kl:.5f} without"
+        )
+        assert found.subtracted.kl < 1.5 * found.plain.kl, (
+            f"{name}: {found.subtracted.kl:.5f} with the option"
+        )
     assert report.perplexities["wide"] == pytest.approx(report.perplexities["plain"], rel=1e-4)
     assert report.perplexities["slow"] == pytest.approx(report.perplexities["plain"], rel=0.05)
     assert str(tmp_path) not in report.command
@@ -29,9 +36,14 @@ def test_a_run_measures_both_variants_and_makes_a_table(shallow, tmp_path, monke
         f"| {int4.wide.plain.kl:.5f} | {int4.wide.biased.kl:.5f} | {int4.wide.subtracted.kl:.5f} |"
         in results_page.render(tmp_path)["key_bias_test.md"]
     )
-    refused = dataclasses.replace(int4, wide=dataclasses.replace(int4.wide, subtracted=None), refused="a reason")
+    refused = dataclasses.replace(
+        int4, wide=dataclasses.replace(int4.wide, subtracted=None), refused="a reason"
+    )
     dataclasses.replace(report, rows=(refused,)).write(file)
-    assert f"| {int4.wide.biased.kl:.5f} | refused |" in results_page.render(tmp_path)["key_bias_test.md"]
+    assert (
+        f"| {int4.wide.biased.kl:.5f} | refused |"
+        in results_page.render(tmp_path)["key_bias_test.md"]
+    )
 
 
 def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_path, capsys):

@@ -1,4 +1,5 @@
-"""Table B.2 as a command: a model whose outlier channels are planted is counted right, one whose truth is moved is not."""
+"""Table B.2 as a command: a model whose outlier channels are planted is counted right, one whose
+truth is moved is not."""
 
 from __future__ import annotations
 
@@ -33,15 +34,28 @@ def written(report: OutlierChannelsReport, folder: pathlib.Path) -> str:
 def report_of(*texts: TextChannels) -> OutlierChannelsReport:
     predicted = tuple(tuple(range(first, first + 8)) for first in (0, 10, 20, 30))
     return OutlierChannelsReport(
-        title="Outlier channels", **header(["x"]), model="m", tokens=64, windows=2, predicted=predicted, texts=texts
+        title="Outlier channels",
+        **header(["x"]),
+        model="m",
+        tokens=64,
+        windows=2,
+        predicted=predicted,
+        texts=texts,
     )
 
 
-def test_the_page_counts_layers_whose_channel_is_among_the_first_predictions(tmp_path: pathlib.Path):
+def test_the_page_counts_layers_whose_channel_is_among_the_first_predictions(
+    tmp_path: pathlib.Path,
+):
     one = TextChannels("one.txt", rivals(0, 11, 27, 39), rivals(0, 0, 0, 1), rivals(1, 1, 1, 1))
     other = TextChannels("other.txt", rivals(0, 11, 27, 34), rivals(0, 0, 0, 0), rivals(0, 1, 1, 1))
     page = written(report_of(one, other), tmp_path)
-    for k, found, others in ((1, "25.0", "25.0"), (2, "50.0", "50.0"), (4, "50.0", "50.0"), (8, "75.0", "100.0")):
+    for k, found, others in (
+        (1, "25.0", "25.0"),
+        (2, "50.0", "50.0"),
+        (4, "50.0", "50.0"),
+        (8, "75.0", "100.0"),
+    ):
         line = f"| k={k} | {found} % [{found}, {found}] | {others} % [{others}, {others}] |"
         assert line in page, f"{line!r} is missing from\n{page}"
     assert "| layers | 75.0 % [75.0, 75.0] | 100.0 % [100.0, 100.0] |" in page
@@ -50,10 +64,13 @@ def test_the_page_counts_layers_whose_channel_is_among_the_first_predictions(tmp
 
 
 def test_an_interval_is_that_of_windows_that_disagree(tmp_path: pathlib.Path):
-    """In the last layer, channel 39 is no prediction and has the larger mean, but not in the second window."""
+    """In the last layer, channel 39 is no prediction and has the larger mean, but not in the second
+    window."""
     divided = Rivals((30, 39), ((1.0, 3.0), (1.5, 0.5)))
     keys = (*rivals(0, 11, 27), divided)
-    page = written(report_of(TextChannels("one.txt", keys, rivals(0, 0, 0, 0), rivals(0, 0, 0, 0))), tmp_path)
+    page = written(
+        report_of(TextChannels("one.txt", keys, rivals(0, 0, 0, 0), rivals(0, 0, 0, 0))), tmp_path
+    )
     assert "| k=8 | 75.0 % [75.0, 100.0] |" in page
     assert "| k=2 | 50.0 % [50.0, 75.0] |" in page
 
@@ -61,34 +78,53 @@ def test_an_interval_is_that_of_windows_that_disagree(tmp_path: pathlib.Path):
 def test_rivals_are_the_channels_that_some_weights_of_the_windows_may_make_the_largest():
     magnitudes = np.asarray([[5, 1, 4, 3, 0], [1, 5, 3, 4, 0]], np.float32)
     found = Rivals.of(magnitudes)
-    assert found.channels == (0, 1, 2, 3), "channel 4 is exceeded everywhere; the others each have a window where none of the rest are"
+    assert found.channels == (
+        0,
+        1,
+        2,
+        3,
+    ), "channel 4 is exceeded everywhere; the others each have a window where none of the rest are"
     assert Rivals.of(magnitudes[:1]).channels == (0,)
     weights = np.random.default_rng(0).dirichlet([1, 1], 200)
     np.testing.assert_array_equal(found.largest(weights), (weights @ magnitudes).argmax(axis=1))
     assert set(found.largest(weights)) == {0, 1, 2, 3}
-    assert (Rivals.of(magnitudes[:, ::-1]).largest(weights) != found.largest(weights)).any(), "other channels have other numbers"
+    assert (Rivals.of(magnitudes[:, ::-1]).largest(weights) != found.largest(weights)).any(), (
+        "other channels have other numbers"
+    )
 
 
-def test_the_command_measures_every_layer(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Windows of 32 tokens; the mean over them is that of `kvq doctor`, which reads all of them at once."""
+def test_the_command_measures_every_layer(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Windows of 32 tokens; the mean over them is that of `kvq doctor`, which reads all of them at
+    once."""
     monkeypatch.setattr(outlier_channels, "WINDOW", 32)
     file = tmp_path / "outlier_channels.json"
     outlier_channels.main([f"--json={file}", "--texts", str(PASSAGE), "--tokens=64"])
     report = OutlierChannelsReport.read(file)
     (text,) = report.texts
     assert len(text.keys) == len(report.predicted) == 4
-    assert all(len(layer.magnitudes) == 2 for side in (text.keys, text.latent_k, text.latent_v) for layer in side)
+    assert all(
+        len(layer.magnitudes) == 2
+        for side in (text.keys, text.latent_k, text.latent_v)
+        for layer in side
+    )
     assert report.predicted[0][0] == text.keys[0].largest(np.ones((1, 2)) / 2), (
         "the first layer of this model was wired so that one direction of keys has all the size"
     )
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
     rows = first_tokens(tokenizer, PASSAGE, 64).reshape(2, 32)
-    parts = [[decompose(np.asarray(p.kernel[...])).u for p in (layer.k_proj, layer.v_proj)] for layer in llama.layers]
+    parts = [
+        [decompose(np.asarray(p.kernel[...])).u for p in (layer.k_proj, layer.v_proj)]
+        for layer in llama.layers
+    ]
     for layer, wanted in enumerate(layer_magnitudes(llama, rows, iter(parts))):
         for side in ("keys", "latent_k", "latent_v"):
             rivals, magnitudes = getattr(text, side)[layer], getattr(wanted, side)
             assert rivals.largest(np.ones((1, 2)) / 2) == magnitudes.argmax(), (layer, side)
-            np.testing.assert_allclose(np.mean(rivals.magnitudes, axis=0), magnitudes[list(rivals.channels)], rtol=1e-4)
+            np.testing.assert_allclose(
+                np.mean(rivals.magnitudes, axis=0), magnitudes[list(rivals.channels)], rtol=1e-4
+            )
             assert rivals.magnitudes[0] != rivals.magnitudes[1], "the windows are of different text"
     with pytest.raises(SystemExit):
         outlier_channels.main([f"--json={file}", "--texts", str(PASSAGE), "--tokens=1000000"])

@@ -24,8 +24,15 @@ SUITE = Suite(
     "A title",
     (
         listed("A", [("exact", "dense"), ("a scale for a token", "int4")], stressed=True),
-        listed("B", [("two bits", "kvquant:bits=2"), ("a scale for a token", "int4")], "two bits", fake=True),
-        swept("C", "w_recent", [("KIVI", [(str(n), f"kivi:recent={n},block=32") for n in (0, 32)])]),
+        listed(
+            "B",
+            [("two bits", "kvquant:bits=2"), ("a scale for a token", "int4")],
+            "two bits",
+            fake=True,
+        ),
+        swept(
+            "C", "w_recent", [("KIVI", [(str(n), f"kivi:recent={n},block=32") for n in (0, 32)])]
+        ),
     ),
 )
 
@@ -36,7 +43,16 @@ def folder(shallow, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(quality.SUITES, "innerq", lambda: SUITE)
-        quality.main(["innerq", f"--model={shallow}", *TEXTS, *SIZES, "--stressed", f"--json={folder / windows_figure.FILE}"])
+        quality.main(
+            [
+                "innerq",
+                f"--model={shallow}",
+                *TEXTS,
+                *SIZES,
+                "--stressed",
+                f"--json={folder / windows_figure.FILE}",
+            ]
+        )
     return folder
 
 
@@ -54,13 +70,19 @@ def test_a_run_calibrates_and_measures(report):
     exact, coded = only(report, "A", "exact"), only(report, "B", "two bits")
     assert exact.kl == pytest.approx(0, abs=1e-5)
     assert coded.kl > 100 * abs(exact.kl) + 1e-3
-    assert only(report, "A", "a scale for a token").kl == only(report, "B", "a scale for a token").kl
-    assert coded.outlier_fraction == (2.25 * 2 + 2) / 2 / 128, "keys have 2.25 times the slots of values"
+    assert (
+        only(report, "A", "a scale for a token").kl == only(report, "B", "a scale for a token").kl
+    )
+    assert coded.outlier_fraction == (2.25 * 2 + 2) / 2 / 128, (
+        "keys have 2.25 times the slots of values"
+    )
     assert coded.cache_bytes < exact.cache_bytes
     assert coded.dropped.keys() == {"k", "v"}
     assert coded.dropped["v"] == 0 <= coded.dropped["k"] < 0.5
     assert exact.dropped == {}
-    assert str(PASSAGE.parent) not in report.command, "a result names files, not a machine's folders"
+    assert str(PASSAGE.parent) not in report.command, (
+        "a result names files, not a machine's folders"
+    )
 
 
 def test_means_are_those_of_the_windows_and_lie_in_their_intervals(report):
@@ -70,19 +92,26 @@ def test_means_are_those_of_the_windows_and_lie_in_their_intervals(report):
         assert row.kl_interval.low <= row.kl <= row.kl_interval.high
         assert row.perplexity_interval.low <= row.perplexity <= row.perplexity_interval.high
     coded = only(report, "B", "two bits")
-    assert coded.kl_interval.low < 0.999 * coded.kl, "an interval of windows that differ has a width"
+    assert coded.kl_interval.low < 0.999 * coded.kl, (
+        "an interval of windows that differ has a width"
+    )
 
 
 def test_a_simulation_stands_beside_the_cache(report):
     (fake,) = (row for row in report.of("B", fake=True) if row.cells == ("two bits",))
     decoded = only(report, "B", "two bits")
     assert fake.tokens == decoded.tokens
-    assert fake.kl > 1.01 * decoded.kl, "a cache keeps its newest tokens in full precision, the simulation quantizes all"
+    assert fake.kl > 1.01 * decoded.kl, (
+        "a cache keeps its newest tokens in full precision, the simulation quantizes all"
+    )
 
 
 def test_simulations_can_be_left_out():
-    (_, simulated, _) = SUITE.comparisons
-    fakes = [[wanted.fake for *_, wanted in bench._places(simulated, False, with_fakes)] for with_fakes in (True, False)]
+    _, simulated, _ = SUITE.comparisons
+    fakes = [
+        [wanted.fake for *_, wanted in bench._places(simulated, False, with_fakes)]
+        for with_fakes in (True, False)
+    ]
     assert fakes == [[False, True, False, True], [False, False]]
 
 
@@ -116,7 +145,15 @@ def test_rows_of_another_run_are_refused(tmp_path, capsys):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "quality.jsonl").write_text('{"model": "another", "windows": 3}\n')
     with pytest.raises(SystemExit):
-        quality.main(["innerq", *TEXTS, *SIZES, f"--work={tmp_path / 'work'}", f"--json={tmp_path / 'quality.json'}"])
+        quality.main(
+            [
+                "innerq",
+                *TEXTS,
+                *SIZES,
+                f"--work={tmp_path / 'work'}",
+                f"--json={tmp_path / 'quality.json'}",
+            ]
+        )
     assert "holds rows of another run (model, " in capsys.readouterr().err
     assert (tmp_path / "work" / "quality.jsonl").exists()
 
@@ -127,16 +164,22 @@ def test_variants_predict_the_same_and_are_harder_to_cache(report):
         exact = only(report, "A", "exact", variant=variant)
         assert exact.nats == pytest.approx(only(report, "A", "exact").nats, rel=1e-5), variant
         if variant != PLAIN:
-            easy, hard = (only(report, "A", "a scale for a token", variant=v).kl for v in (PLAIN, variant))
+            easy, hard = (
+                only(report, "A", "a scale for a token", variant=v).kl for v in (PLAIN, variant)
+            )
             assert hard > 2 * easy, f"{variant}: KL {hard}, without outliers {easy}"
 
 
 def test_the_page_has_lists_variants_side_by_side_and_grids(report, folder):
     windows_figure.main([f"--folder={folder}"])
     page = results_page.render(folder)[windows_figure.FILE.replace(".json", ".md")]
-    assert "| cache | spec | stored bits | cache KiB | as it is | key outliers | value outliers |" in page
     assert (
-        "| cache | spec | stored bits | the paper's count | KL | over that of two bits | KL, fake | perplexity | same top token |" in page
+        "| cache | spec | stored bits | cache KiB | as it is | key outliers | value outliers |"
+        in page
+    )
+    assert (
+        "| cache | spec | stored bits | the paper's count | KL | over that of two bits | KL, fake |"
+        " perplexity | same top token |" in page
     )
     coded, other = only(report, "B", "two bits"), only(report, "B", "a scale for a token")
     assert f"| {coded.kl:.5f} [{coded.kl_interval.low:.5f}, {coded.kl_interval.high:.5f}] |" in page
@@ -144,7 +187,11 @@ def test_the_page_has_lists_variants_side_by_side_and_grids(report, folder):
     assert f"| {other.kl / coded.kl:.2f} [{low:.2f}, {high:.2f}] |" in page
     grid = report.of("C")
     for variant, rows in itertools.groupby(grid, key=lambda row: row.variant):
-        cells = " | ".join(f"{row.perplexity:.2f} ({row.kl:.4f} [{row.kl_interval.low:.4f}, {row.kl_interval.high:.4f}])" for row in rows)
+        cells = " | ".join(
+            f"{row.perplexity:.2f} ({row.kl:.4f} [{row.kl_interval.low:.4f},"
+            f" {row.kl_interval.high:.4f}])"
+            for row in rows
+        )
         assert f"| {variant}: w_recent | 0 | 32 |\n| --- | --- | --- |\n| KIVI | {cells} |" in page
     assert f"]({windows_figure.FILE.removesuffix('.json')}.png)" in page
 

@@ -28,11 +28,18 @@ def round_trips(codes, layouts):
 def test_unpack_inverts_pack(bits: int, block: int):
     layouts = tuple(plane_layout(bits, head_dim, block) for head_dim in HEAD_DIMS)
     rng = np.random.default_rng(bits)
-    codes = [rng.integers(0, 1 << bits, (2, 64, head_dim)).astype(np.uint16) for head_dim in HEAD_DIMS]
-    for given, layout, words, found in zip(codes, layouts, *round_trips([jnp.asarray(c) for c in codes], layouts), strict=True):
+    codes = [
+        rng.integers(0, 1 << bits, (2, 64, head_dim)).astype(np.uint16) for head_dim in HEAD_DIMS
+    ]
+    for given, layout, words, found in zip(
+        codes, layouts, *round_trips([jnp.asarray(c) for c in codes], layouts), strict=True
+    ):
         np.testing.assert_array_equal(found, given, err_msg=f"{layout}")
         for set_bits, word in zip(layout.sets, words, strict=True):
-            assert (word.shape, word.dtype) == ((2, 64 // layout.slots, layout.words(set_bits)), jnp.int16), f"{layout}"
+            assert (word.shape, word.dtype) == (
+                (2, 64 // layout.slots, layout.words(set_bits)),
+                jnp.int16,
+            ), f"{layout}"
 
 
 def test_one_changed_code_changes_one_word():
@@ -45,9 +52,13 @@ def test_one_changed_code_changes_one_word():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "slots"), [(64, (2, 4, 1, 1)), (96, (4, 8, 2, 1)), (128, (1, 2, 1, 1)), (256, (1, 1, 1, 1))], ids=lambda v: str(v)
+    ("head_dim", "slots"),
+    [(64, (2, 4, 1, 1)), (96, (4, 8, 2, 1)), (128, (1, 2, 1, 1)), (256, (1, 1, 1, 1))],
+    ids=lambda v: str(v),
 )
-def test_tokens_share_word_rows_only_where_one_token_does_not_fill_them(head_dim: int, slots: tuple[int, ...]):
+def test_tokens_share_word_rows_only_where_one_token_does_not_fill_them(
+    head_dim: int, slots: tuple[int, ...]
+):
     assert tuple(plane_layout(bits, head_dim, 32).slots for bits in (2, 3, 4, 8)) == slots
 
 
@@ -70,7 +81,9 @@ def test_planes_are_never_wider_than_a_default_group():
             assert plane_layout(bits, head_dim, 32).width in (16, 32)
 
 
-@pytest.mark.parametrize(("bits", "sets"), [(2, (2,)), (3, (2, 1)), (5, (4, 1)), (9, (8, 1)), (15, (8, 4, 2, 1))])
+@pytest.mark.parametrize(
+    ("bits", "sets"), [(2, (2,)), (3, (2, 1)), (5, (4, 1)), (9, (8, 1)), (15, (8, 4, 2, 1))]
+)
 def test_plane_sets_add_up_to_the_bits(bits: int, sets: tuple[int, ...]):
     assert plane_sets(bits) == sets
 

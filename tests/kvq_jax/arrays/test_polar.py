@@ -1,4 +1,5 @@
-"""PolarQuant's codes against its public implementation (a slice in tests/golden/), and what the polar form must never do."""
+"""PolarQuant's codes against its public implementation (a slice in tests/golden/), and what the
+polar form must never do."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from kvq_jax.arrays.packing import unpack
 from kvq_jax.arrays.polar_array import PolarFormat
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.methods.polarquant.method import PolarCodec
-from tests.kvq_jax.layer_runs import CAPACITY, agrees, attend_reference, decode, empty, prefill, row_errors, sequences
+from tests.kvq_jax.layer_runs import (
+    CAPACITY,
+    agrees,
+    attend_reference,
+    decode,
+    empty,
+    prefill,
+    row_errors,
+    sequences,
+)
 from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
 
 NAME = "polarquant_m4n4_g128"
@@ -39,8 +49,15 @@ def test_grouped_codes_match_the_public_code():
     expected = data["indices"].reshape(codes_of(body).shape)
     compare_codes(codes_of(body) >> 4, expected >> 4)
     compare_codes(codes_of(body) & 15, expected & 15)
-    for name, stored in (("rscale", body.radius_scale), ("rmn", body.radius_zero), ("tscale", body.angle_scale), ("tmn", body.angle_zero)):
-        np.testing.assert_allclose(np.asarray(stored), data[name][:, :, :, 0], rtol=1e-5, atol=1e-6, err_msg=name)
+    for name, stored in (
+        ("rscale", body.radius_scale),
+        ("rmn", body.radius_zero),
+        ("tscale", body.angle_scale),
+        ("tmn", body.angle_zero),
+    ):
+        np.testing.assert_allclose(
+            np.asarray(stored), data[name][:, :, :, 0], rtol=1e-5, atol=1e-6, err_msg=name
+        )
     same = codes_of(body) == expected
     pairs = np.concatenate([same, same], axis=-1)
     found = np.asarray(polar_array.dequantize(body))
@@ -65,7 +82,9 @@ def test_the_papers_first_formulas_with_their_sign_corrected():
     assert (np.abs((off + 8) % 16 - 8) <= 1).all(), "an angle is off by more than one step"
     assert (off != 0).mean() <= 1e-3
     same = np.tile((off == 0) & (codes_of(body) >> 4 == data["v1_qr"]), 2)
-    compare_numbers(np.asarray(polar_array.dequantize(body, step))[same], data["v1_deq_minus_pi"][same])
+    compare_numbers(
+        np.asarray(polar_array.dequantize(body, step))[same], data["v1_deq_minus_pi"][same]
+    )
 
 
 @pytest.mark.parametrize("grid", ["grouped", "global"])
@@ -83,7 +102,12 @@ def test_a_round_trip_never_negates_a_key(bits: tuple[int, int], grid: str):
 def test_grouping_is_about_twice_as_accurate_as_the_first_version():
     data = golden(NAME)["K"]
     errors = {
-        grid: relative(np.asarray(kvq.roundtrip(f"polarquant:grid={grid}", jnp.asarray(data), jnp.asarray(data))[0]), np.asarray(data))
+        grid: relative(
+            np.asarray(
+                kvq.roundtrip(f"polarquant:grid={grid}", jnp.asarray(data), jnp.asarray(data))[0]
+            ),
+            np.asarray(data),
+        )
         for grid in ("grouped", "global")
     }
     assert errors["grouped"] < 0.6 * errors["global"], errors
@@ -101,19 +125,27 @@ def test_angles_around_zero_do_not_waste_the_circle():
         return relative(round_trip(rows, dataclasses.replace(FORMAT, cut=cut)), rows)
 
     assert error(pairs, "gap") == pytest.approx(error(pairs * turned, "fixed"), rel=0.1)
-    assert error(pairs, "fixed") > 3 * error(pairs, "gap"), "the fixed cut wastes most of the circle here"
+    assert error(pairs, "fixed") > 3 * error(pairs, "gap"), (
+        "the fixed cut wastes most of the circle here"
+    )
     opposite = pairs * np.exp(1j * np.pi)  # around the other end of arctan2
     assert error(opposite, "gap") == pytest.approx(error(pairs, "gap"), rel=0.1)
 
 
 def test_square_roots_suit_radii_with_a_heavy_tail():
-    """A few large radii make equal bins so wide that all others lie in the first one. Where there are none, nothing is gained."""
+    """A few large radii make equal bins so wide that all others lie in the first one. Where there
+    are none, nothing is gained."""
     rng = np.random.default_rng(6)
     angle = rng.uniform(-np.pi, np.pi, (1, 2, 1, 32))
 
     def gain(radius: np.ndarray) -> float:
-        rows = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).astype(np.float32)
-        linear, sqrt = (round_trip(rows, dataclasses.replace(FORMAT, radius_scale=scale)) for scale in ("linear", "sqrt"))
+        rows = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).astype(
+            np.float32
+        )
+        linear, sqrt = (
+            round_trip(rows, dataclasses.replace(FORMAT, radius_scale=scale))
+            for scale in ("linear", "sqrt")
+        )
         return float(np.abs(sqrt - rows).mean() / np.abs(linear - rows).mean())
 
     assert gain(np.abs(rng.standard_t(2, (1, 2, 128, 32)))) < 0.6
@@ -124,7 +156,10 @@ def test_square_roots_on_the_global_grid_are_refused_and_no_kernel_reads_them():
     dims = CacheDims(1, 4, 2, 128, 512)
     with pytest.raises(ValueError, match=r"radius_scale=sqrt is for grid=grouped"):
         kvq.init_cache("polarquant:grid=global,radius_scale=sqrt", dims, 1, 128)
-    sqrt, linear = (kvq.parse(f"polarquant:radius_scale={s}").layer(0, dims, 256, "bfloat16").k.kernel_reader() for s in ("sqrt", "linear"))
+    sqrt, linear = (
+        kvq.parse(f"polarquant:radius_scale={s}").layer(0, dims, 256, "bfloat16").k.kernel_reader()
+        for s in ("sqrt", "linear")
+    )
     assert sqrt == "square roots of radii; kernels read radii"
     assert not isinstance(linear, str)
 
@@ -135,7 +170,9 @@ def test_pairs_without_a_radius_widen_no_angle():
     pairs[:, :, ::4] = 0  # arctan2(0, 0) is 0, far from 2
     rows = np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
     body = polar_array.quantize(jnp.asarray(rows), FORMAT)
-    assert np.asarray(body.angle_scale).max() * 16 < 0.5, "the range of angles holds those of pairs without a radius"
+    assert np.asarray(body.angle_scale).max() * 16 < 0.5, (
+        "the range of angles holds those of pairs without a radius"
+    )
     zeros = np.asarray(polar_array.dequantize(body))[:, :, ::4]
     assert np.isfinite(zeros).all()
     assert np.abs(zeros).max() <= 1 / 16, "a radius of 0 is read as more than one bin"
@@ -148,7 +185,9 @@ def test_pairs_without_a_radius_widen_no_angle():
 def test_a_constant_group_decodes_to_its_value(cut: str, scale: str):
     row = np.random.default_rng(2).normal(size=64).astype(np.float32)
     rows = np.broadcast_to(row, (1, 2, 128, 64))
-    np.testing.assert_allclose(round_trip(rows, dataclasses.replace(FORMAT, cut=cut, radius_scale=scale)), rows, atol=1e-5)
+    np.testing.assert_allclose(
+        round_trip(rows, dataclasses.replace(FORMAT, cut=cut, radius_scale=scale)), rows, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -167,7 +206,8 @@ def test_what_is_not_finite_changes_no_other_token(bad: float):
 @pytest.mark.parametrize("grid", ["grouped", "global"])
 @pytest.mark.parametrize("bits", [(1, 3), (3, 2), (4, 4), (6, 2)])
 def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int], grid: str):
-    """One query row makes no key, three do; both are held against float64 keys from the codes and the formulas of the paper."""
+    """One query row makes no key, three do; both are held against float64 keys from the codes and
+    the formulas of the paper."""
     rng = np.random.default_rng(4)
     rows, q = (rng.normal(size=(2, 2, n, 32)).astype(np.float32) for n in (64, 3))
     spec = f"polarquant:angle_bits={bits[0]},radius_bits={bits[1]},grid={grid},group_size=32"
@@ -177,12 +217,20 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
     body = codec.quantize((), step, jnp.asarray(rows), prefill=True)
 
     codes = np.asarray(unpack(body.words, body.format.layout)).reshape(2, 2, -1, 32, 16)
-    angle, radius = (codes & (2 ** bits[0] - 1)).astype(np.float64), (codes >> bits[0]).astype(np.float64)
+    angle, radius = (
+        (codes & (2 ** bits[0] - 1)).astype(np.float64),
+        (codes >> bits[0]).astype(np.float64),
+    )
     if grid == "global":
-        angle, radius = angle * 2 * np.pi / 2 ** bits[0] - np.pi, radius * np.asarray(step)[:, :, None]
+        angle, radius = (
+            angle * 2 * np.pi / 2 ** bits[0] - np.pi,
+            radius * np.asarray(step)[:, :, None],
+        )
     else:
         stored = (body.angle_scale, body.angle_zero, body.radius_scale, body.radius_zero)
-        scale, zero, r_scale, r_zero = (np.asarray(s, np.float64)[:, :, :, None] for s in stored if s is not None)
+        scale, zero, r_scale, r_zero = (
+            np.asarray(s, np.float64)[:, :, :, None] for s in stored if s is not None
+        )
         angle, radius = (angle + 0.5) * scale + zero, (radius + 0.5) * r_scale + r_zero
     parts = [(radius * f(angle)).reshape(2, 2, 64, 16) for f in (np.cos, np.sin)]
     wanted = np.einsum("bkrh,bkth->bkrt", q, np.concatenate(parts, axis=-1))
@@ -192,32 +240,54 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
 
     positions = jnp.zeros((1, 64), jnp.int32)
     three = np.asarray(codec.scores((), step, jnp.asarray(q), body, positions, None))
-    ones = [np.asarray(codec.scores((), step, jnp.asarray(q[:, :, r : r + 1]), body, positions, None)) for r in range(3)]
+    ones = [
+        np.asarray(codec.scores((), step, jnp.asarray(q[:, :, r : r + 1]), body, positions, None))
+        for r in range(3)
+    ]
     compare("keys", three, wanted)
     compare("products", np.concatenate(ones, axis=2), wanted)
-    compare("decoded", np.einsum("bkrh,bkth->bkrt", q, np.asarray(codec.dequantize((), step, body))), wanted)
+    compare(
+        "decoded",
+        np.einsum("bkrh,bkth->bkrt", q, np.asarray(codec.dequantize((), step, body))),
+        wanted,
+    )
     turned = np.concatenate([q[..., 16:], -q[..., :16]], axis=-1)  # q . k turned by a quarter
     with pytest.raises(AssertionError):
-        compare("turned", np.asarray(codec.scores((), step, jnp.asarray(turned[:, :, :1]), body, positions, None)), wanted[:, :, :1])
+        compare(
+            "turned",
+            np.asarray(
+                codec.scores((), step, jnp.asarray(turned[:, :, :1]), body, positions, None)
+            ),
+            wanted[:, :, :1],
+        )
 
 
 @pytest.mark.parametrize("grid", ["grouped", "global"])
 def test_one_query_head_per_kv_head_attends_as_by_definition(grid: str):
-    """A decoding step whose query rows look up their products; other tests of caches have several rows for each KV head."""
+    """A decoding step whose query rows look up their products; other tests of caches have several
+    rows for each KV head."""
     dims, lengths = CacheDims(1, 2, 2, 32, 64), np.array([CAPACITY, 37], np.int32)
     plan, state = empty(f"polarquant:group_size=16,grid={grid}", 2, dims)
     tokens, start = sequences(2, dims), lengths - 1
-    _, state, _ = prefill(plan, (), state, tokens.window(np.zeros(2, np.int32), start, CAPACITY), ())
+    _, state, _ = prefill(
+        plan, (), state, tokens.window(np.zeros(2, np.int32), start, CAPACITY), ()
+    )
     inputs = tokens.window(start, lengths, 1)
     out, state, _ = decode(plan, (), state, inputs, ())
     seen = jnp.asarray(np.arange(plan.regions.capacity)[None, None] < lengths[:, None, None])
 
     def attended(tokens_seen: jnp.ndarray) -> np.ndarray:
-        return np.asarray(attend_reference(plan, (), state, jnp.asarray(lengths), inputs, tokens_seen, ()))
+        return np.asarray(
+            attend_reference(plan, (), state, jnp.asarray(lengths), inputs, tokens_seen, ())
+        )
 
     everything, want = np.ones(out.shape[:3], bool), attended(seen)
-    assert agrees(np.asarray(out), want, 1e-5, everything), f"worst relative error {row_errors(np.asarray(out), want).max():.1e}"
-    assert not agrees(attended(jnp.roll(seen, -16, axis=2)), want, 1e-5, everything), "a token group less passes"
+    assert agrees(np.asarray(out), want, 1e-5, everything), (
+        f"worst relative error {row_errors(np.asarray(out), want).max():.1e}"
+    )
+    assert not agrees(attended(jnp.roll(seen, -16, axis=2)), want, 1e-5, everything), (
+        "a token group less passes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,15 +313,22 @@ def test_an_odd_head_dim_has_no_pairs():
 @pytest.mark.parametrize(
     ("keys", "radii_only", "window", "printed"),
     [
-        ("kivi:bits=4,group_size=32", 0, 128 / 2, 5.08),  # Tables 1 and 3: half of KIVI's residual is exact on average
+        (
+            "kivi:bits=4,group_size=32",
+            0,
+            128 / 2,
+            5.08,
+        ),  # Tables 1 and 3: half of KIVI's residual is exact on average
         ("polarquant:preset=paper-v1", 0, 128, 4.16),
         ("kivi:bits=2,group_size=32", 0, 128 / 2, 3.08),  # Table 5
         ("polarquant:preset=m4n2", 2, 64 / 2, 3.29),
     ],
 )
-def test_actual_bits_are_those_of_the_paper(keys: str, radii_only: int, window: float, printed: float):
-    """Stored bits of the body, from the arrays, and 16 bits for the residual of a context of 12.2K tokens. Table 5 counts two of the four
-    parameters of a group."""
+def test_actual_bits_are_those_of_the_paper(
+    keys: str, radii_only: int, window: float, printed: float
+):
+    """Stored bits of the body, from the arrays, and 16 bits for the residual of a context of 12.2K
+    tokens. Table 5 counts two of the four parameters of a group."""
     dims, context = CacheDims(1, 4, 2, 128, 256), 12.2 * 1024
     body = 2 * kvq.body_bits_per_element(f"k={keys}+v=dense", dims) - 16
     uncounted = radii_only * 16 / (2 * 64)

@@ -1,4 +1,5 @@
-"""Reverse water-filling: its table of quantizers, its optimum, and the few widths that many layers share."""
+"""Reverse water-filling: its table of quantizers, its optimum, and the few widths that many layers
+share."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ def test_steps_are_those_of_the_best_uniform_quantizers():
 
     def error(width: int, step: float) -> float:
         top = 2 ** (width - 1)
-        return float((density * (x - (np.clip(np.floor(x / step), -top, top - 1) + 0.5) * step) ** 2).sum())
+        return float(
+            (density * (x - (np.clip(np.floor(x / step), -top, top - 1) + 0.5) * step) ** 2).sum()
+        )
 
     assert error(1, STEPS[1]) == pytest.approx(1 - PEAK**2, rel=1e-4)
     for width in range(1, MOST + 1):
         step, least = STEPS[width], ERRORS[width]
         assert error(width, step) == pytest.approx(least, rel=5e-3), f"{width} bits"
-        assert min(error(width, 0.97 * step), error(width, 1.03 * step)) > error(width, step), f"{width} bits"
+        assert min(error(width, 0.97 * step), error(width, 1.03 * step)) > error(width, step), (
+            f"{width} bits"
+        )
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5, 9])
@@ -51,8 +56,13 @@ def test_layers_share_few_widths_that_cost_little_more_than_their_own():
 
     def errors(widths: list[list[tuple[int, ...]]]) -> np.ndarray:
         """Return each side's error of each layer, relative to that of widths of its own."""
-        cost = [[float(e @ np.asarray(ERRORS)[list(w)]) for e, w in zip(*layer, strict=True)] for layer in zip(chunks, widths, strict=True)]
-        least = [[float(e @ np.asarray(ERRORS)[allocate(e, 16)]) for e in layer] for layer in chunks]
+        cost = [
+            [float(e @ np.asarray(ERRORS)[list(w)]) for e, w in zip(*layer, strict=True)]
+            for layer in zip(chunks, widths, strict=True)
+        ]
+        least = [
+            [float(e @ np.asarray(ERRORS)[allocate(e, 16)]) for e in layer] for layer in chunks
+        ]
         return np.asarray(cost) / least
 
     means = []

@@ -1,4 +1,5 @@
-"""The fixed-shape store of exact entries: what it keeps, what it drops and counts, and which fractions it refuses."""
+"""The fixed-shape store of exact entries: what it keeps, what it drops and counts, and which
+fractions it refuses."""
 
 from __future__ import annotations
 
@@ -26,10 +27,17 @@ def drawn(share: float) -> tuple[np.ndarray, np.ndarray]:
     return residual, rng.uniform(size=residual.shape) < share
 
 
-@pytest.mark.parametrize(("share", "tokens", "slots"), [(0.1, 1, 24), (0.1, 3, 30), (0.0, 2, 4), (0.5, 2, 9), (0.5, 6, 11), (1.0, 1, 1)])
-def test_the_largest_residuals_of_a_pool_are_added_back_and_the_others_are_counted(share: float, tokens: int, slots: int):
+@pytest.mark.parametrize(
+    ("share", "tokens", "slots"),
+    [(0.1, 1, 24), (0.1, 3, 30), (0.0, 2, 4), (0.5, 2, 9), (0.5, 6, 11), (1.0, 1, 1)],
+)
+def test_the_largest_residuals_of_a_pool_are_added_back_and_the_others_are_counted(
+    share: float, tokens: int, slots: int
+):
     residual, mask = drawn(share)
-    found = sparse_outliers.collect(jnp.asarray(residual), jnp.asarray(mask), Pool(tokens, slots, True), "float32")
+    found = sparse_outliers.collect(
+        jnp.asarray(residual), jnp.asarray(mask), Pool(tokens, slots, True), "float32"
+    )
     restored = np.asarray(sparse_outliers.add(jnp.zeros(residual.shape), found))
     assert found.dropped is not None
     kept, dropped = sparse_outliers.counts(found)
@@ -45,7 +53,9 @@ def test_the_largest_residuals_of_a_pool_are_added_back_and_the_others_are_count
             assert int(dropped[b, p]) == max(mask[own].sum() - slots, 0)
             used = np.arange(slots) < int(kept[b, p])
             assert (np.asarray(found.residual)[b, p][~used] == 0).all()
-            head = np.searchsorted(np.asarray(found.ends)[b, p], np.arange(slots)[used], side="right")
+            head = np.searchsorted(
+                np.asarray(found.ends)[b, p], np.arange(slots)[used], side="right"
+            )
             place = head * tokens * HEAD_DIM + np.asarray(found.index)[b, p][used]
             assert (np.diff(place) > 0).all(), "slots are sorted by head, token and channel"
 
@@ -56,18 +66,29 @@ def test_pools_are_collected_independently_and_heads_may_use_all_slots_of_one():
     pool = Pool(3, 20, True)
     whole = sparse_outliers.collect(jnp.asarray(residual), jnp.asarray(mask), pool, "float32")
     parts = [
-        sparse_outliers.collect(jnp.asarray(residual[:, :, t]), jnp.asarray(mask[:, :, t]), pool, "float32") for t in (np.s_[:3], np.s_[3:])
+        sparse_outliers.collect(
+            jnp.asarray(residual[:, :, t]), jnp.asarray(mask[:, :, t]), pool, "float32"
+        )
+        for t in (np.s_[:3], np.s_[3:])
     ]
     for name in ("index", "residual", "ends", "dropped"):
-        np.testing.assert_array_equal(getattr(whole, name), np.concatenate([getattr(part, name) for part in parts], axis=1), err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(whole, name),
+            np.concatenate([getattr(part, name) for part in parts], axis=1),
+            err_msg=name,
+        )
     assert (np.asarray(whole.ends) == np.asarray(whole.ends)[..., :1]).all()
-    assert np.asarray(whole.ends).max() == mask.reshape(BATCH, HEADS, 2, -1).sum(axis=(1, 3)).max() > 5
+    assert (
+        np.asarray(whole.ends).max() == mask.reshape(BATCH, HEADS, 2, -1).sum(axis=(1, 3)).max() > 5
+    )
     assert not np.asarray(whole.dropped).any()
 
 
 def test_residuals_beyond_the_stored_dtype_saturate():
     residual = np.full((1, 1, 1, 4), 1e30, np.float32)
-    found = sparse_outliers.collect(jnp.asarray(residual), jnp.ones(residual.shape, bool), Pool(1, 4, False), "float16")
+    found = sparse_outliers.collect(
+        jnp.asarray(residual), jnp.ones(residual.shape, bool), Pool(1, 4, False), "float16"
+    )
     assert np.isfinite(np.asarray(found.residual)).all()
     assert found.dropped is None
 
@@ -88,23 +109,32 @@ def test_residuals_beyond_the_stored_dtype_saturate():
         (128, 1000, 128, 64, 64000),  # and slots
     ],
 )
-def test_a_pool_spans_the_block_or_the_largest_part_that_fits(block: int, per_token: float, channels: int, tokens: int, slots: int):
+def test_a_pool_spans_the_block_or_the_largest_part_that_fits(
+    block: int, per_token: float, channels: int, tokens: int, slots: int
+):
     assert pool_of(block, per_token, channels, True) == Pool(tokens, slots, True)
 
 
 def test_heads_that_16_bits_cannot_count_are_refused():
-    with pytest.raises(ValueError, match="heads of 65537 channels, 2 for each token, do not fit 16-bit indices"):
+    with pytest.raises(
+        ValueError, match="heads of 65537 channels, 2 for each token, do not fit 16-bit indices"
+    ):
         pool_of(32, 2, 65537, True)
 
 
 @pytest.mark.parametrize(
-    ("fraction", "width", "slots"), [(0.01, 4096, 21), (0.01, 1024, 6), (0.01, 128, 1), (0.001, 1024, 1), (0.0, 64, 0)]
+    ("fraction", "width", "slots"),
+    [(0.01, 4096, 21), (0.01, 1024, 6), (0.01, 128, 1), (0.001, 1024, 1), (0.0, 64, 0)],
 )
 def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int, slots: int):
     assert outliers_per_side(fraction, width) == slots
     if fraction:  # entries on or beyond the interpolated quantiles of distinct numbers
         x = np.random.default_rng(1).permutation(width).astype(float)
-        assert (x >= np.quantile(x, 1 - fraction / 2)).sum() == (x <= np.quantile(x, fraction / 2)).sum() == slots
+        assert (
+            (x >= np.quantile(x, 1 - fraction / 2)).sum()
+            == (x <= np.quantile(x, fraction / 2)).sum()
+            == slots
+        )
 
 
 @pytest.mark.parametrize(
@@ -135,57 +165,94 @@ def test_where_a_fraction_is_less_than_one_entry_keys_share_slots_and_values_hav
     dims = CacheDims(1, 4, 2, 32, 128)  # 64 entries a token: one is 1.6 %
     cache = kvq.layout("kvquant", dims, 1, 64)
     keys, values = (codec.outlier_slots(2) for codec in cache.plans[0].codecs)
-    assert keys == pytest.approx(0.01 * 64 * 2.25, abs=1 / 32), "keys: the fraction times `slots`, rounded up for a pool of 32 tokens"
+    assert keys == pytest.approx(0.01 * 64 * 2.25, abs=1 / 32), (
+        "keys: the fraction times `slots`, rounded up for a pool of 32 tokens"
+    )
     assert values == 0, "a token of values cannot have less than one outlier"
     (told,) = kvq.unmet_options(cache)
     assert "values have no outliers" in told, "said for the side that it is true of"
     remedy = float(told.rsplit("outliers=", 1)[1].split()[0])
-    assert not kvq.unmet_options(kvq.layout(f"kvquant:outliers={remedy}", dims, 1, 64)), "the remedy that is named is one"
+    assert not kvq.unmet_options(kvq.layout(f"kvquant:outliers={remedy}", dims, 1, 64)), (
+        "the remedy that is named is one"
+    )
     for spec in ("kvquant:thresholds=matrix", "kvquant:outliers=0"):
         assert not kvq.unmet_options(kvq.layout(spec, dims, 1, 64)), f"{spec} has what it asks for"
-    assert sum(c.outlier_slots(2) for c in kvq.layout("kvquant:outliers=0", dims, 1, 64).plans[0].codecs) == 0
+    assert (
+        sum(
+            c.outlier_slots(2)
+            for c in kvq.layout("kvquant:outliers=0", dims, 1, 64).plans[0].codecs
+        )
+        == 0
+    )
 
 
 def test_dropped_outliers_of_live_tokens_are_counted():
-    spec = "kvquant:outliers=0.04,slots=1,sink=0,block=16"  # the first tokens of the sequences are outliers in every channel
+    spec = (  # the first tokens of the sequences are outliers in every channel
+        "kvquant:outliers=0.04,slots=1,sink=0,block=16"
+    )
     cache = filled(spec, (90,) * 4)
     expected = []
     for layer, plan in enumerate(cache.plans):
-        own, rows = parameters_of(plan)[0], sequences(4, seed=layer).k_pre[:, :, : plan.regions.body(90)]
-        outside = (rows < np.asarray(own["lower"])[:, None]) | (rows > np.asarray(own["upper"])[:, None])
+        own, rows = (
+            parameters_of(plan)[0],
+            sequences(4, seed=layer).k_pre[:, :, : plan.regions.body(90)],
+        )
+        outside = (rows < np.asarray(own["lower"])[:, None]) | (
+            rows > np.asarray(own["upper"])[:, None]
+        )
         count = outside.sum(axis=(1, 3)).reshape(4, -1, 16).sum(axis=2)  # of each block
         keys = OutlierTotals(int(np.minimum(count, 64).sum()), int(np.maximum(count - 64, 0).sum()))
-        expected.append({"k": keys, "v": OutlierTotals(64 * count.size, 0)})  # every value's slots are used
+        expected.append(
+            {"k": keys, "v": OutlierTotals(64 * count.size, 0)}
+        )  # every value's slots are used
     found = kvq.outlier_totals(cache)
     assert list(found) == expected
     dropped, kept = kvq.dropped_outliers(cache)
     assert dropped == sum(layer["k"].dropped for layer in found) > 1000
     assert kept == sum(side.kept for layer in found for side in layer.values())
-    assert found[0]["k"].share_dropped == found[0]["k"].dropped / (found[0]["k"].dropped + found[0]["k"].kept) > 0.1
+    assert (
+        found[0]["k"].share_dropped
+        == found[0]["k"].dropped / (found[0]["k"].dropped + found[0]["k"].kept)
+        > 0.1
+    )
     assert found[0]["v"].share_dropped == 0
     short = kvq.select_rows(cache, [0])
     assert kvq.dropped_outliers(short)[0] * 3 < dropped
     fewer = kvq.outlier_totals(dataclasses.replace(cache, lengths=jnp.full(4, 40)))
-    assert [layer["v"] for layer in fewer] == [OutlierTotals(64 * 4 * 2, 0)] * len(fewer), "two live blocks"
+    assert [layer["v"] for layer in fewer] == [OutlierTotals(64 * 4 * 2, 0)] * len(fewer), (
+        "two live blocks"
+    )
     assert kvq.dropped_outliers(filled("kivi:sink=0,recent=12,block=16", (90,) * 4)) == (0, 0)
     assert kvq.outlier_totals(filled("kivi:sink=0,recent=12,block=16", (90,) * 4))[0] == {}
 
 
 def test_more_slots_drop_fewer_outliers():
-    dropped = [kvq.dropped_outliers(filled(f"kvquant:outliers=0.04,slots={slots},sink=0,block=16", (90,) * 4))[0] for slots in (1, 2, 25)]
+    dropped = [
+        kvq.dropped_outliers(
+            filled(f"kvquant:outliers=0.04,slots={slots},sink=0,block=16", (90,) * 4)
+        )[0]
+        for slots in (1, 2, 25)
+    ]
     assert dropped[0] > dropped[1] > dropped[2] == 0
 
 
 def test_a_method_without_its_calibration_says_so():
     cache = kvq.init_cache("kvquant:bits=3,outliers=0", CacheDims(1, 4, 2, 32, 128), 1, 64)
     codec = cache.plans[0].k
-    with pytest.raises(ValueError, match=r"kvquant needs calibrated scale of k: kvq.prepare_layer or"):
+    with pytest.raises(
+        ValueError, match=r"kvquant needs calibrated scale of k: kvq.prepare_layer or"
+    ):
         codec.quantize((), (), jnp.zeros((1, 2, 32, 32)), prefill=True)
 
 
 def test_an_outlier_is_exact_and_its_neighbours_are_coded_without_it():
     """Values: one huge entry of a token changes nothing for the token's other entries."""
-    plan = kvq.init_cache("kvquant:bits=2,outliers=0.04,datatype=nf,scale_dtype=float32", CacheDims(1, 4, 2, 32, 128), 1, 64).plans[0]
+    plan = kvq.init_cache(
+        "kvquant:bits=2,outliers=0.04,datatype=nf,scale_dtype=float32",
+        CacheDims(1, 4, 2, 32, 128),
+        1,
+        64,
+    ).plans[0]
     rows = np.random.default_rng(0).normal(size=(1, 2, 32, 32)).astype(np.float32)
     rows[0, 0, :, 3] = 4.0  # the largest entry of every token
     found = []

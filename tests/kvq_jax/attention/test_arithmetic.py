@@ -1,4 +1,5 @@
-"""Kernels run in assembly where its self-test has passed on this kind of device, and the verdict is kept."""
+"""Kernels run in assembly where its self-test has passed on this kind of device, and the verdict is
+kept."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_assembly_runs_where_its_test_passes_and_only_there(monkeypatch, answer,
 
 
 def test_a_verdict_is_kept_for_its_device_and_format_alone():
-    kivi, innerq = (arithmetic.format_of(plan_of(spec), HEADS) for spec in ("kivi:bits=4", "innerq:bits=2"))
+    kivi, innerq = (
+        arithmetic.format_of(plan_of(spec), HEADS) for spec in ("kivi:bits=4", "innerq:bits=2")
+    )
     other = Device("NVIDIA A100")
     first = arithmetic.verdict(kivi, GPU, Answering("attention differs"))
     later = Answering(None)  # another process: nothing in memory, but the same folder
@@ -95,7 +98,10 @@ def test_changed_kernels_are_tested_again(monkeypatch):
     format = arithmetic.format_of(plan_of("kivi:bits=4"), HEADS)
     arithmetic.verdict(format, GPU, Answering(None))
     monkeypatch.setattr(arithmetic, "_sources", lambda: "other code")
-    assert arithmetic.verdict(format, GPU, Answering("attention differs")).difference == "attention differs"
+    assert (
+        arithmetic.verdict(format, GPU, Answering("attention differs")).difference
+        == "attention differs"
+    )
 
 
 def test_the_test_computes_while_a_step_is_traced():
@@ -118,7 +124,9 @@ def test_the_test_computes_while_a_step_is_traced():
 def test_without_a_gpu_nothing_is_tested(monkeypatch):
     test = answering(monkeypatch, None)
     assert arithmetic.arithmetic_of(plan_of("kivi:bits=4"), HEADS) == "jnp"
-    assert dispatch.arithmetic_here([plan_of("kivi:bits=4")], HEADS).startswith("not tested: kernels need a GPU")
+    assert dispatch.arithmetic_here([plan_of("kivi:bits=4")], HEADS).startswith(
+        "not tested: kernels need a GPU"
+    )
     assert not test.asked
 
 
@@ -126,8 +134,15 @@ def test_without_a_gpu_nothing_is_tested(monkeypatch):
 def test_the_doctor_says_what_was_found(monkeypatch):
     plans = kvq.layout("kivi:bits=4,skip_layers=0", DIMS, 1, 416, "bfloat16").plans
     answering(monkeypatch, None)
-    assert dispatch.arithmetic_here(plans, HEADS) == f"assembly: its self-test passed on NVIDIA H200 with JAX {jax.__version__}"
+    assert (
+        dispatch.arithmetic_here(plans, HEADS)
+        == f"assembly: its self-test passed on NVIDIA H200 with JAX {jax.__version__}"
+    )
     plans = [plan_of("innerq:bits=2")]
     answering(monkeypatch, "attention differs by 1.0e+00")
     said = dispatch.arithmetic_here(plans, HEADS)
-    assert said == "array operations where assembly fails its self-test on NVIDIA H200: attention differs by 1.0e+00"
+    assert (
+        said
+        == "array operations where assembly fails its self-test on NVIDIA H200: attention differs"
+        " by 1.0e+00"
+    )

@@ -1,4 +1,5 @@
-"""Many steps of a layer through the kernels, against XLA: tokens enter the windows, blocks leave them, rows rest and fill up."""
+"""Many steps of a layer through the kernels, against XLA: tokens enter the windows, blocks leave
+them, rows rest and fill up."""
 
 from __future__ import annotations
 
@@ -25,18 +26,34 @@ from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 from tests.methods_table import MethodCase, cases
 from tests.pallas_kernels.lowering import lower_for_cuda
 
-MIXED = "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4"  # blocks of 64 in a ring of 160, in which they wrap
-OUTLIERS = "kvquant:bits=4"  # without a window of recent tokens: a block leaves with the token that completes it
+MIXED = (  # blocks of 64 in a ring of 160, in which they wrap
+    "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4"
+)
+OUTLIERS = (  # without a window of recent tokens: a block leaves with the token that completes it
+    "kvquant:bits=4"
+)
 SPECS = (
-    *("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true"),
+    *(
+        "kivi:bits=4",
+        "innerq:bits=2",
+        "innerq:bits=2,recent=100",
+        "dense",
+        "dense:block=32",
+        "nf4",
+        "kivi:bits=4,pre_rope=true",
+    ),
     *(MIXED, OUTLIERS, "kvquant:bits=4,pre_rope=false"),
 )
-LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)  # nothing yet; before, at and after a block's end; full after 37 steps
+LENGTHS = np.array(
+    [0, 127, 95, 260, CAPACITY - 37], np.int32
+)  # nothing yet; before, at and after a block's end; full after 37 steps
 STEPS = 40  # in which three blocks and more leave a window
 RESTING = 2  # this row takes no token in every third step
 
 
-def run(spec: str, implementation: Implementation) -> tuple[list[jax.Array], LayerState, LayerPlan, np.ndarray]:
+def run(
+    spec: str, implementation: Implementation
+) -> tuple[list[jax.Array], LayerState, LayerPlan, np.ndarray]:
     """Return the outputs of all steps, the state after them, the plan and the lengths."""
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
     plan, state, lengths = cache.plans[0], cache.layers[0], LENGTHS.copy()
@@ -46,7 +63,14 @@ def run(spec: str, implementation: Implementation) -> tuple[list[jax.Array], Lay
     for step in range(STEPS):
         after = np.minimum(lengths + 1, CAPACITY)
         after[RESTING] -= step % 3 == 0
-        out, state, _ = decode(plan, parameters_of(plan), state, tokens().window(lengths, after, 1), (), implementation=implementation)
+        out, state, _ = decode(
+            plan,
+            parameters_of(plan),
+            state,
+            tokens().window(lengths, after, 1),
+            (),
+            implementation=implementation,
+        )
         outputs.append(jnp.where((after > lengths)[:, None, None, None], out, 0))
         lengths = after
     return outputs, state, plan, lengths
@@ -56,47 +80,74 @@ def compare(spec: str, implementation: Implementation) -> None:
     wanted, expected, plan, lengths = run(spec, "xla")
     found, state, _, _ = run(spec, implementation)
     body = plan.regions.body
-    blocks = [(body(int(after)) - body(int(before))) // plan.regions.block for before, after in zip(LENGTHS, lengths, strict=True)]
+    blocks = [
+        (body(int(after)) - body(int(before))) // plan.regions.block
+        for before, after in zip(LENGTHS, lengths, strict=True)
+    ]
     assert sum(blocks) >= 3, f"{blocks=}: too few leave a window"
     assert lengths.max() == CAPACITY
     for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
         error = row_errors(one, other).max()
         assert error < 1e-2, f"step {step}: {error:.1e}"
-    assert max(row_errors(one, other).max() for one, other in zip(found, wanted[1:], strict=False)) > 0.1, (
-        "another step's output would pass"
-    )
-    for path, (one, other) in enumerate(zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)):
+    assert (
+        max(row_errors(one, other).max() for one, other in zip(found, wanted[1:], strict=False))
+        > 0.1
+    ), "another step's output would pass"
+    for path, (one, other) in enumerate(
+        zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
+    ):
         share = np.count_nonzero(np.asarray(one) != np.asarray(other)) / max(one.size, 1)
-        assert share <= 1e-3, f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape} differ"
+        assert share <= 1e-3, (
+            f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape} differ"
+        )
 
 
-@pytest.mark.parametrize("spec", some(SPECS, (*SPECS[:4], "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS)))
+@pytest.mark.parametrize(
+    "spec", some(SPECS, (*SPECS[:4], "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS))
+)
 def test_steps_are_those_of_xla(spec):
     compare(spec, Launch(interpret=True))
 
 
 @pytest.mark.parametrize("spec", ["kivi:bits=4,pre_rope=true", "kvquant:bits=4"])
-def test_a_step_with_keys_before_rope_is_divided_by_the_kernel_that_merges_and_needs_the_models_rope(spec):
+def test_a_step_with_keys_before_rope_is_divided_by_the_kernel_that_merges_and_needs_the_models_rope(
+    spec,
+):
     plan = plan_of(spec)
-    state = jax.eval_shape(lambda: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
+    state = jax.eval_shape(
+        lambda: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0]
+    )
     new = tokens().window(LENGTHS, LENGTHS + 1, 1)
-    step = functools.partial(decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch())
+    step = functools.partial(
+        decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch()
+    )
     lowered = lower_for_cuda(lambda state, new: step(state, inputs=new), state, new)
     assert "finish_attention" in lowered, "XLA reads the windows, or divides"
     with pytest.raises(ValueError, match="keys cached before RoPE need the model's rope"):
-        jax.eval_shape(lambda state, new: step(state, inputs=new), state, dataclasses.replace(new, rope=None))
+        jax.eval_shape(
+            lambda state, new: step(state, inputs=new), state, dataclasses.replace(new, rope=None)
+        )
 
 
 def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
-    """Compiled for a GPU; a ring that does not hold whole groups, which the kernel would read in one piece, goes the other way."""
+    """Compiled for a GPU; a ring that does not hold whole groups, which the kernel would read in
+    one piece, goes the other way."""
     others = MIXED, "polarquant", "dense:block=32", OUTLIERS
     programs = {}
     for spec in ("kivi:bits=4", "kivi:bits=4,recent=100", *others):
         plan = plan_of(spec)
-        state = jax.eval_shape(lambda spec=spec: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
+        state = jax.eval_shape(
+            lambda spec=spec: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[
+                0
+            ]
+        )
         new = jax.eval_shape(lambda given: given, tokens().window(LENGTHS, LENGTHS + 1, 1))
-        step = functools.partial(decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch())
-        programs[spec] = lower_for_cuda(lambda state, new, step=step: step(state, inputs=new), state, new)
+        step = functools.partial(
+            decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch()
+        )
+        programs[spec] = lower_for_cuda(
+            lambda state, new, step=step: step(state, inputs=new), state, new
+        )
     aligned, unaligned = programs["kivi:bits=4"], programs["kivi:bits=4,recent=100"]
     assert aligned.count("append_token") == unaligned.count("append_token") > 0
     assert "quantize_asym_" not in aligned, "blocks are quantized into arrays of their own first"
@@ -109,8 +160,16 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
         assert "top_k" not in programs[spec], f"{spec}: XLA looks for outliers"
         if spec != OUTLIERS:  # whose windows, before RoPE, ask for the platform
             assert "stablehlo.case" not in programs[spec], f"{spec}: a branch"
-    for kernel in ("append_token", "outlier_scores", "decode_attention", "outlier_values", "finish_attention"):
-        assert len(re.findall(rf'name = "{kernel}', programs[OUTLIERS])) == 1, f"{OUTLIERS}: {kernel}"
+    for kernel in (
+        "append_token",
+        "outlier_scores",
+        "decode_attention",
+        "outlier_values",
+        "finish_attention",
+    ):
+        assert len(re.findall(rf'name = "{kernel}', programs[OUTLIERS])) == 1, (
+            f"{OUTLIERS}: {kernel}"
+        )
     assert "scatter" not in programs[OUTLIERS], f"{OUTLIERS}: outliers are summed by XLA"
 
 
@@ -127,7 +186,9 @@ def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest
     """A token past the capacity would complete a block that the arrays have no room for."""
     capacity = 96 + 3 * 32 + 31
     plan = plan_of("kivi:bits=4", capacity=capacity)
-    assert plan.regions.body(capacity + 1) > plan.regions.body_capacity, "this capacity shows nothing"
+    assert plan.regions.body(capacity + 1) > plan.regions.body_capacity, (
+        "this capacity shows nothing"
+    )
     seen: list[np.ndarray] = []
 
     def attend(plan, params, before, after, body, inputs, limits, windows, chosen):
@@ -136,22 +197,31 @@ def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest
 
     monkeypatch.setattr(dispatch, "attend", attend)
     full = np.full_like(LENGTHS, capacity)
-    inputs = dataclasses.replace(tokens().window(full, full + 1, 1), valid=jnp.zeros((len(full), 1), bool))
+    inputs = dataclasses.replace(
+        tokens().window(full, full + 1, 1), valid=jnp.zeros((len(full), 1), bool)
+    )
     state = kvq.init_cache("kivi:bits=4", DIMS, len(full), capacity, "bfloat16").layers[0]
     decode_layer(plan, parameters_of(plan), state, inputs, (), "xla")
     np.testing.assert_array_equal(seen[0], plan.regions.body_capacity)
 
 
 @cases()
-def test_a_codec_says_whether_stored_rows_are_vectors_or_lack_their_rotation_alone(case: MethodCase):
-    """The kernel of windows reads what is stored, and at most rotates it; so nothing else may be left to do with it."""
+def test_a_codec_says_whether_stored_rows_are_vectors_or_lack_their_rotation_alone(
+    case: MethodCase,
+):
+    """The kernel of windows reads what is stored, and at most rotates it; so nothing else may be
+    left to do with it."""
     for plan in dict.fromkeys(kvq.layout(case.spec, CASE_DIMS, 1, 128, "float32").plans):
         params = by_side(parameters_of(plan))
-        for codec, own, ring in zip(plan.codecs, params, plan.layout(1, "float32").ring, strict=False):
+        for codec, own, ring in zip(
+            plan.codecs, params, plan.layout(1, "float32").ring, strict=False
+        ):
             rows = jnp.ones(ring.shape, jnp.float32)
             positions = jnp.arange(ring.shape[2], dtype=jnp.int32)[None]
             returned = codec.vectors(own, rows, positions, sequences().rope)
             said = f"{type(codec).__name__} of {plan.k}, {plan.v}"
             assert (returned is rows) == codec.stores_vectors, said
-            turned = rows.shape == returned.shape and np.array_equal(returned, rotate(rows, positions, sequences().rope))
+            turned = rows.shape == returned.shape and np.array_equal(
+                returned, rotate(rows, positions, sequences().rope)
+            )
             assert turned == codec.only_rotates, said

@@ -1,4 +1,5 @@
-"""The C++ kernel against the reference on the same codes, for every method that it serves, and what it may never read."""
+"""The C++ kernel against the reference on the same codes, for every method that it serves, and what
+it may never read."""
 
 from __future__ import annotations
 
@@ -36,33 +37,48 @@ if reason := dispatch.no_device("native"):
 SERVED = [
     case
     for case in METHOD_CASES
-    if dispatch.unsupported(kvq.layout(case.spec, DIMS, 1, CAPACITY, "float32").plans[-1], 4, 1, "native") is None
+    if dispatch.unsupported(
+        kvq.layout(case.spec, DIMS, 1, CAPACITY, "float32").plans[-1], 4, 1, "native"
+    )
+    is None
 ]
 
 
 def polluted(plan: LayerPlan, state: LayerState, live: np.ndarray) -> LayerState:
-    """The same state with NaN as every float, and other codes, behind the first live[b] tokens of the bodies."""
+    """The same state with NaN as every float, and other codes, behind the first live[b] tokens of
+    the bodies."""
 
     def spoil(spec, array: jax.Array) -> jax.Array:
         axis = spec.axis("tokens")
         entries = spec.along("tokens", jnp.arange(array.shape[axis]))
-        ends = spec.along("batch", jnp.asarray(-(-live * spec["tokens"].size // plan.regions.block)))
-        junk = spec.store(jnp.full_like(spec.load(array), np.nan)) if jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating) else ~array
+        ends = spec.along(
+            "batch", jnp.asarray(-(-live * spec["tokens"].size // plan.regions.block))
+        )
+        junk = (
+            spec.store(jnp.full_like(spec.load(array), np.nan))
+            if jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
+            else ~array
+        )
         return jnp.where(entries < ends, array, junk)
 
     bodies = tuple(
-        jax.tree.map(spoil, codec.body(1, 1, plan.regions.block), body) for codec, body in zip(plan.codecs, state.body, strict=True)
+        jax.tree.map(spoil, codec.body(1, 1, plan.regions.block), body)
+        for codec, body in zip(plan.codecs, state.body, strict=True)
     )
     return dataclasses.replace(state, body=bodies)
 
 
-def before_the_last(plan: LayerPlan, state: LayerState, lengths: np.ndarray, new: int) -> tuple[np.ndarray, LayerState]:
+def before_the_last(
+    plan: LayerPlan, state: LayerState, lengths: np.ndarray, new: int
+) -> tuple[np.ndarray, LayerState]:
     start = np.maximum(lengths - new, 0).astype(np.int32)
     return start, run(plan, state, sequences(), start, start)[1]
 
 
 def test_the_table_has_methods_of_every_kind_that_kernels_serve():
-    assert {"kivi2", "innerq2", "innerq3_sym", "mixed", "int4", "nf4_two_heads"} <= {case.id for case in SERVED}
+    assert {"kivi2", "innerq2", "innerq3_sym", "mixed", "int4", "nf4_two_heads"} <= {
+        case.id for case in SERVED
+    }
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.id)
@@ -79,10 +95,22 @@ def test_the_kernels_attend_as_the_reference_does_and_write_the_same_state(case:
 
     def expected(lengths: np.ndarray) -> np.ndarray:
         mask = np.arange(plan.regions.capacity)[None, None] < lengths[:, None, None]
-        return np.asarray(attend_reference(plan, parameters_of(plan), clean, jnp.asarray(lengths), inputs, jnp.asarray(mask), ()))
+        return np.asarray(
+            attend_reference(
+                plan,
+                parameters_of(plan),
+                clean,
+                jnp.asarray(lengths),
+                inputs,
+                jnp.asarray(mask),
+                (),
+            )
+        )
 
     want, rows = expected(lengths), np.broadcast_to((lengths > 0)[:, None, None], out.shape[:3])
-    assert agrees(out, want, 1e-5, rows), f"worst relative error {row_errors(out, want)[rows].max():.1e}"
+    assert agrees(out, want, 1e-5, rows), (
+        f"worst relative error {row_errors(out, want)[rows].max():.1e}"
+    )
     long = np.broadcast_to((lengths == plan.regions.capacity - 1)[:, None, None], out.shape[:3])
     for others, seen in (("one token too many", 1), ("one token too few", -1)):
         assert not agrees(expected(lengths + seen), want, 1e-5, long), f"{others} passes"
@@ -99,4 +127,6 @@ def test_the_kernel_takes_several_new_tokens_as_xla_does(case: MethodCase):
     want, _, _ = decode(plan, parameters_of(plan), before, inputs, ())
     error = row_errors(np.asarray(out, np.float32), np.asarray(want, np.float32))
     assert error.max() <= 1e-5, f"worst relative error {error.max():.1e}"
-    assert row_errors(np.asarray(out)[:, :, 1:], np.asarray(want)[:, :, :-1]).max() > 0.01, "the token before passes"
+    assert row_errors(np.asarray(out)[:, :, 1:], np.asarray(want)[:, :, :-1]).max() > 0.01, (
+        "the token before passes"
+    )

@@ -1,4 +1,5 @@
-"""Streaming attention against the reference on the same codes, with checks that the comparison can fail."""
+"""Streaming attention against the reference on the same codes, with checks that the comparison can
+fail."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 
 def last_step(plan: LayerPlan, state: LayerState, tokens: Sequences, lengths: np.ndarray):
-    """Decode one token on each row of `lengths - 1` tokens and return (output, state after, its inputs)."""
+    """Decode one token on each row of `lengths - 1` tokens and return (output, state after, its
+    inputs)."""
     start = np.maximum(lengths - 1, 0).astype(np.int32)
     _, before = run(plan, state, tokens, start, start)
     inputs = tokens.window(start, lengths, 1)
@@ -40,20 +42,33 @@ def last_step(plan: LayerPlan, state: LayerState, tokens: Sequences, lengths: np
     return np.asarray(out, np.float32), after, inputs
 
 
-def expected(plan: LayerPlan, state: LayerState, lengths: np.ndarray, inputs, seen: int = 0, carry: Any = None) -> np.ndarray:
-    """Return the reference for queries at the last token of each row; `seen` shifts how many tokens they see."""
+def expected(
+    plan: LayerPlan,
+    state: LayerState,
+    lengths: np.ndarray,
+    inputs,
+    seen: int = 0,
+    carry: Any = None,
+) -> np.ndarray:
+    """Return the reference for queries at the last token of each row; `seen` shifts how many tokens
+    they see."""
     carry = sequences().below(plan) if carry is None else carry
     mask = np.arange(plan.regions.capacity)[None, None] < (lengths + seen)[:, None, None]
     return np.asarray(
-        attend_reference(plan, parameters_of(plan), state, jnp.asarray(lengths), inputs, jnp.asarray(mask), carry), np.float32
+        attend_reference(
+            plan, parameters_of(plan), state, jnp.asarray(lengths), inputs, jnp.asarray(mask), carry
+        ),
+        np.float32,
     )
 
 
 def shifted(plan: LayerPlan, state: LayerState, side: int) -> LayerState:
-    """The state with every floating-point array of one body moved on by one entry of its token axis: scales of the wrong group. A body
-    that is nothing but codes has its codes moved."""
+    """The state with every floating-point array of one body moved on by one entry of its token
+    axis: scales of the wrong group. A body that is nothing but codes has its codes moved."""
     leaves = plan.codecs[side].body(1, 1, plan.regions.block)
-    floats = [jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) for leaf in jax.tree.leaves(leaves)]
+    floats = [
+        jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) for leaf in jax.tree.leaves(leaves)
+    ]
 
     def roll(leaf, array):
         moves = jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) or not any(floats)
@@ -71,21 +86,29 @@ def test_decode_equals_the_reference_on_the_same_codes(case: MethodCase):
     out, after, inputs = last_step(plan, state, sequences(), lengths)
     want = expected(plan, after, lengths, inputs)
     rows = np.broadcast_to((lengths > 0)[:, None, None], out.shape[:3])
-    assert agrees(out, want, 1e-5, rows), f"worst relative error {row_errors(out, want)[rows].max():.1e}"
+    assert agrees(out, want, 1e-5, rows), (
+        f"worst relative error {row_errors(out, want)[rows].max():.1e}"
+    )
 
     def others(rows):
         return rows[::-1] if len(rows) > 1 else tuple(r[..., ::-1] for r in rows)
 
     swapped = dataclasses.replace(after, sink=others(after.sink), ring=others(after.ring))
     long = np.broadcast_to((lengths == plan.regions.capacity - 1)[:, None, None], out.shape[:3])
-    assert not agrees(expected(plan, swapped, lengths, inputs), want, 1e-5, long), "windows of V for those of K pass"
+    assert not agrees(expected(plan, swapped, lengths, inputs), want, 1e-5, long), (
+        "windows of V for those of K pass"
+    )
     assert not agrees(np.zeros_like(out), want, 1e-5, long), "zeros pass"
     for side in range(len(plan.codecs)):
-        assert not agrees(expected(plan, shifted(plan, after, side), lengths, inputs), want, 1e-5, long), (
-            f"scales of another group pass, {side=}"
-        )
-    assert not agrees(expected(plan, after, lengths, inputs, seen=1), want, 1e-5, long), "one token too many passes"
-    assert not agrees(expected(plan, after, lengths, inputs, seen=-1), want, 1e-5, long), "one token too few passes"
+        assert not agrees(
+            expected(plan, shifted(plan, after, side), lengths, inputs), want, 1e-5, long
+        ), f"scales of another group pass, {side=}"
+    assert not agrees(expected(plan, after, lengths, inputs, seen=1), want, 1e-5, long), (
+        "one token too many passes"
+    )
+    assert not agrees(expected(plan, after, lengths, inputs, seen=-1), want, 1e-5, long), (
+        "one token too few passes"
+    )
 
 
 @cases()
@@ -107,24 +130,43 @@ def test_prefill_is_exact_inside_the_prompt_and_reads_what_was_cached_before(cas
     plan, state = empty(case.spec)
     capacity, tokens = plan.regions.capacity, sequences()
     zero, lengths = np.zeros(8, np.int32), boundary_lengths(plan)
-    first, before, _ = prefill(plan, parameters_of(plan), state, tokens.window(zero, lengths, capacity), tokens.below(plan))
+    first, before, _ = prefill(
+        plan, parameters_of(plan), state, tokens.window(zero, lengths, capacity), tokens.below(plan)
+    )
     k, v = jnp.asarray(tokens.k_rot), jnp.asarray(tokens.v)
     inputs = tokens.window(zero, np.full(8, capacity, np.int32), capacity)
     causal = np.tril(np.ones((capacity, capacity), bool))
-    scores = np.einsum("bkgth,bksh->bkgts", np.asarray(inputs.q_rot).reshape(8, 2, 2, capacity, 32), k) / np.sqrt(32)
-    weights = np.asarray(jax.nn.softmax(jnp.where(jnp.asarray(causal)[None, None, None], jnp.asarray(scores), -jnp.inf), axis=-1))
+    scores = np.einsum(
+        "bkgth,bksh->bkgts", np.asarray(inputs.q_rot).reshape(8, 2, 2, capacity, 32), k
+    ) / np.sqrt(32)
+    weights = np.asarray(
+        jax.nn.softmax(
+            jnp.where(jnp.asarray(causal)[None, None, None], jnp.asarray(scores), -jnp.inf), axis=-1
+        )
+    )
     exact = np.einsum("bkgts,bksh->bkgth", weights, v).reshape(8, 4, capacity, 32)
     rows = np.broadcast_to((np.arange(capacity) < lengths[:, None])[:, None], exact.shape[:3])
-    assert agrees(np.asarray(first), exact, 1e-5, rows), f"worst relative error {row_errors(np.asarray(first), exact)[rows].max():.1e}"
+    assert agrees(np.asarray(first), exact, 1e-5, rows), (
+        f"worst relative error {row_errors(np.asarray(first), exact)[rows].max():.1e}"
+    )
 
-    # a second prompt part after a full body: the last token's output is that of the reference, its own part exact
+    # a second prompt part after a full body: the last token's output is that of the reference, its
+    # own part exact
     start, stop = np.full(8, capacity - 20, np.int32), np.full(8, capacity, np.int32)
     _, before = run(plan, state, tokens, start, start)
-    out, _, _ = prefill(plan, parameters_of(plan), before, tokens.window(start, stop, capacity), tokens.below(plan))
-    k_hat, v_hat = (
-        np.array(a) for a in decode_vectors(plan, parameters_of(plan), before, jnp.asarray(start), tokens.rope, tokens.below(plan))
+    out, _, _ = prefill(
+        plan, parameters_of(plan), before, tokens.window(start, stop, capacity), tokens.below(plan)
     )
-    k_hat[:, :, capacity - 20 :], v_hat[:, :, capacity - 20 :] = tokens.k_rot[:, :, capacity - 20 :], tokens.v[:, :, capacity - 20 :]
+    k_hat, v_hat = (
+        np.array(a)
+        for a in decode_vectors(
+            plan, parameters_of(plan), before, jnp.asarray(start), tokens.rope, tokens.below(plan)
+        )
+    )
+    k_hat[:, :, capacity - 20 :], v_hat[:, :, capacity - 20 :] = (
+        tokens.k_rot[:, :, capacity - 20 :],
+        tokens.v[:, :, capacity - 20 :],
+    )
     q = np.asarray(tokens.q)[:, :, -1].reshape(8, 2, 2, 32)
     s = np.einsum("bkgh,bksh->bkgs", q, k_hat) / np.sqrt(32)
     p = np.exp(s - s.max(-1, keepdims=True))
@@ -133,7 +175,8 @@ def test_prefill_is_exact_inside_the_prompt_and_reads_what_was_cached_before(cas
     assert error <= 1e-5, f"relative error {error:.1e}"
 
 
-# (method, KV heads, query heads per KV head, head dim, dtype): every pair of values of two columns meets where they can
+# (method, KV heads, query heads per KV head, head dim, dtype): every pair of values of two columns
+# meets where they can
 SHAPES = (
     ("kivi2", 1, 1, 8, "float32"),
     ("innerq2", 2, 7, 8, "bfloat16"),
@@ -149,22 +192,34 @@ SHAPES = (
 
 
 @pytest.mark.parametrize(("name", "kv_heads", "group", "head_dim", "dtype"), SHAPES, ids=str)
-def test_decode_equals_the_reference_for_every_head_shape(name: str, kv_heads: int, group: int, head_dim: int, dtype: str):
+def test_decode_equals_the_reference_for_every_head_shape(
+    name: str, kv_heads: int, group: int, head_dim: int, dtype: str
+):
     dims = CacheDims(1, kv_heads * group, kv_heads, head_dim, kv_heads * group * head_dim)
     spec = next(case.spec for case in METHOD_CASES if case.id == name)
     plan, state = empty(spec, batch=2, dims=dims, dtype=dtype)
     lengths = np.array([plan.regions.capacity, 37], np.int32)
     tokens = sequences(2, dims, plan.regions.capacity, dtype=dtype)
     out = None
-    for start in range(0, plan.regions.capacity, 45):  # no prefill to compile: the cache is filled by steps
+    for start in range(
+        0, plan.regions.capacity, 45
+    ):  # no prefill to compile: the cache is filled by steps
         at = np.minimum(start, lengths).astype(np.int32)
-        out_now, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, lengths, 45), tokens.below(plan))
-        out = np.asarray(out_now, np.float32) if out is None else np.where(lengths[:, None, None, None] > start, out_now, out)
+        out_now, state, _ = decode(
+            plan, parameters_of(plan), state, tokens.window(at, lengths, 45), tokens.below(plan)
+        )
+        out = (
+            np.asarray(out_now, np.float32)
+            if out is None
+            else np.where(lengths[:, None, None, None] > start, out_now, out)
+        )
     last = np.stack([out[b][:, (lengths[b] - 1) % 45] for b in range(2)])[:, :, None]
     want = expected(plan, state, lengths, tokens.window(lengths - 1, lengths, 1))
     tolerance = 1e-5 if dtype == "float32" else 1e-2
     everything = np.ones(last.shape[:3], bool)
-    assert agrees(last, want, tolerance, everything), f"worst relative error {row_errors(last, want).max():.1e}"
+    assert agrees(last, want, tolerance, everything), (
+        f"worst relative error {row_errors(last, want).max():.1e}"
+    )
     assert not agrees(np.zeros_like(last), want, tolerance, everything), "zeros pass"
     wrong = expected(plan, shifted(plan, state, 0), lengths, tokens.window(lengths - 1, lengths, 1))
     assert not agrees(wrong, want, tolerance, everything), "scales of another group pass"
@@ -178,9 +233,13 @@ def test_finite_garbage_in_unused_capacity_changes_nothing(case: MethodCase):
 
     def garbage(leaf):
         if leaf.dtype == jnp.uint16:  # the bits of a bfloat16
-            return lax.bitcast_convert_type(jnp.asarray(1e4 * rng.normal(size=leaf.shape), jnp.bfloat16), jnp.uint16)
+            return lax.bitcast_convert_type(
+                jnp.asarray(1e4 * rng.normal(size=leaf.shape), jnp.bfloat16), jnp.uint16
+            )
         if leaf.dtype == jnp.int32:  # the bits of a float32, or of signs
-            return lax.bitcast_convert_type(jnp.asarray(1e4 * rng.normal(size=leaf.shape), jnp.float32), jnp.int32)
+            return lax.bitcast_convert_type(
+                jnp.asarray(1e4 * rng.normal(size=leaf.shape), jnp.float32), jnp.int32
+            )
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.asarray(rng.integers(-(2**15), 2**15, leaf.shape), leaf.dtype)
         return jnp.asarray(1e4 * rng.normal(size=leaf.shape), leaf.dtype)

@@ -49,7 +49,10 @@ PROGRAM = """
 def lines() -> list[str]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "models")])
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -57,6 +60,8 @@ def lines() -> list[str]:
 
 def test_xla_decodes_and_kernels_are_refused_in_one_line_with_the_reason(lines: list[str]):
     by_name, by_launch, reason = lines
-    assert reason.startswith("kernels need jax.experimental.pallas.triton, which cannot be imported from JAX ")
+    assert reason.startswith(
+        "kernels need jax.experimental.pallas.triton, which cannot be imported from JAX "
+    )
     assert by_name == f"implementation='pallas' cannot run: {reason}"
     assert by_launch == f"no kernel for this cache: {reason}"

@@ -33,10 +33,18 @@ def test_layout_is_what_is_allocated(case: MethodCase, capacity: int):
         promised = kvq.layout(case.spec, DIMS, 2, capacity, dtype)
         cache = kvq.init_cache(case.spec, DIMS, 2, capacity, dtype)
         assert jax.tree.structure(promised) == jax.tree.structure(cache)
-        for (path, struct), leaf in zip(jax.tree_util.tree_leaves_with_path(promised), jax.tree.leaves(cache), strict=True):
-            assert (struct.shape, struct.dtype) == (leaf.shape, leaf.dtype), jax.tree_util.keystr(path)
+        for (path, struct), leaf in zip(
+            jax.tree_util.tree_leaves_with_path(promised), jax.tree.leaves(cache), strict=True
+        ):
+            assert (struct.shape, struct.dtype) == (leaf.shape, leaf.dtype), jax.tree_util.keystr(
+                path
+            )
             assert leaf.shape[0] == 2, f"{jax.tree_util.keystr(path)} has no batch axis"
-        assert kvq.nbytes(promised) == kvq.nbytes(cache) == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        assert (
+            kvq.nbytes(promised)
+            == kvq.nbytes(cache)
+            == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        )
 
 
 @cases(every=True)
@@ -44,7 +52,9 @@ def test_components_add_up_to_the_cache(case: MethodCase):
     cache = kvq.init_cache(case.spec, DIMS, 2, 90)
     parts = kvq.components(cache)
     assert sum(part.bytes for part in parts) == kvq.nbytes(cache)
-    assert len({(part.side, part.name) for part in parts}) == len(parts), "a component is listed twice"
+    assert len({(part.side, part.name) for part in parts}) == len(parts), (
+        "a component is listed twice"
+    )
     for name in ("sink", "ring", "stats"):
         held = kvq.nbytes([getattr(layer, name) for layer in cache.layers])
         assert sum(part.bytes for part in parts if part.name == name) == held, name
@@ -77,7 +87,10 @@ def test_body_bits_are_codes_and_scales(spec: str, bits: float):
 
 def test_body_bits_do_not_depend_on_the_dtype_of_the_model():
     for spec in ("dense", "k=kivi:bits=2+v=dense"):
-        bits = {kvq.body_bits_per_element(spec, dataclasses.replace(tiny_config(), dtype=dtype)) for dtype in ("float32", "bfloat16")}
+        bits = {
+            kvq.body_bits_per_element(spec, dataclasses.replace(tiny_config(), dtype=dtype))
+            for dtype in ("float32", "bfloat16")
+        }
         assert bits == {16.0 if spec == "dense" else 9.5}, spec
 
 
@@ -92,13 +105,15 @@ def test_dense_bytes_are_those_of_a_plain_cache():
     assert kvq.dense_nbytes(CacheDims(2, 8, 2, 128, 1024), 3, 100) == 2 * 2 * 3 * 2 * 100 * 128 * 2
 
 
-# A method that nothing else knows: the sign of each entry, the mean size of each head's row, and the largest entry of each head exact
+# A method that nothing else knows: the sign of each entry, the mean size of each head's row, and
+# the largest entry of each head exact
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class SignsAndLargest:
-    """signs [B, K, S, H] int8, size [B, K, S], and of the largest entry its channel and value [B, K, S], -1 where a row is zero."""
+    """signs [B, K, S, H] int8, size [B, K, S], and of the largest entry its channel and value [B,
+    K, S], -1 where a row is zero."""
 
     signs: Int[Array, "B K S H"]
     size: Float[Array, "B K S"]
@@ -127,7 +142,12 @@ class UncountedCodec(Codec):
         channel = jnp.argmax(jnp.abs(rows), axis=-1)
         largest = jnp.take_along_axis(rows, channel[..., None], axis=-1)[..., 0]
         size = jnp.mean(jnp.abs(rows), axis=-1)
-        return SignsAndLargest(jnp.sign(rows).astype(jnp.int8), size, jnp.where(size > 0, channel, -1).astype(jnp.int16), largest)
+        return SignsAndLargest(
+            jnp.sign(rows).astype(jnp.int8),
+            size,
+            jnp.where(size > 0, channel, -1).astype(jnp.int16),
+            largest,
+        )
 
     def dequantize(self, params, stats, body) -> RowsBKTH:
         here = jnp.arange(self.channels) == body.channel[..., None]
@@ -165,30 +185,50 @@ def toy(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("wrapped", ["", "subtract_bias=true"])
 def test_an_unknown_methods_outliers_are_counted(toy: None, wrapped: str):
     assert kvq.outlier_fraction(f"toy:{wrapped}".rstrip(":"), DIMS) == 1 / DIMS.head_dim
-    assert kvq.outlier_fraction(f"k=toy+v=kivi{wrapped and '+cache:'}{wrapped}", DIMS) == 0.5 / DIMS.head_dim
+    assert (
+        kvq.outlier_fraction(f"k=toy+v=kivi{wrapped and '+cache:'}{wrapped}", DIMS)
+        == 0.5 / DIMS.head_dim
+    )
     assert kvq.body_bits_per_element("toy", DIMS) == 8 + (32 + 16 + 32) / DIMS.head_dim
 
 
 def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy: None):
     cache = kvq.init_cache("toy", DIMS, 2, 40, "float32")
-    lengths = np.asarray([3 + 8 + 1, 2], np.int32)  # sink 1, recent 2: two blocks of 4 of the first row have aged, none of the second
+    lengths = np.asarray(
+        [3 + 8 + 1, 2], np.int32
+    )  # sink 1, recent 2: two blocks of 4 of the first row have aged, none of the second
     bodies = []
     for side in range(2):
-        rows = jnp.ones((2, DIMS.num_key_value_heads, cache.plans[0].regions.body_capacity, DIMS.head_dim))
-        bodies.append(cache.plans[0].codecs[side].quantize((), (), rows.at[:, 0, 5].set(0), prefill=True))  # a row without an outlier
+        rows = jnp.ones(
+            (2, DIMS.num_key_value_heads, cache.plans[0].regions.body_capacity, DIMS.head_dim)
+        )
+        bodies.append(
+            cache.plans[0].codecs[side].quantize((), (), rows.at[:, 0, 5].set(0), prefill=True)
+        )  # a row without an outlier
     layers = tuple(dataclasses.replace(layer, body=tuple(bodies)) for layer in cache.layers)
     filled = dataclasses.replace(cache, layers=layers, lengths=jnp.asarray(lengths))
-    assert kvq.dropped_outliers(filled) == (0, DIMS.num_hidden_layers * 2 * (8 * DIMS.num_key_value_heads - 1))
+    assert kvq.dropped_outliers(filled) == (
+        0,
+        DIMS.num_hidden_layers * 2 * (8 * DIMS.num_key_value_heads - 1),
+    )
 
 
 def test_slots_whose_contents_a_codec_does_not_count_are_refused_by_its_name(toy: None):
-    with pytest.raises(NotImplementedError, match="UncountedCodec has slots for outliers: define its outlier_counts"):
+    with pytest.raises(
+        NotImplementedError,
+        match="UncountedCodec has slots for outliers: define its outlier_counts",
+    ):
         kvq.dropped_outliers(kvq.init_cache("toy:counted=false", DIMS, 1, 40))
-    assert kvq.dropped_outliers(kvq.init_cache("kivi", DIMS, 1, 40)) == (0, 0), "control: what has no slots needs no count"
+    assert kvq.dropped_outliers(kvq.init_cache("kivi", DIMS, 1, 40)) == (
+        0,
+        0,
+    ), "control: what has no slots needs no count"
 
 
 def test_a_codec_that_stores_its_own_arrays_says_how_many_outliers_they_hold():
-    with pytest.raises(TypeError, match="GroupedAndMore defines body, so it must define outlier_slots too"):
+    with pytest.raises(
+        TypeError, match="GroupedAndMore defines body, so it must define outlier_slots too"
+    ):
 
         class GroupedAndMore(GroupedCodec):
             def body(self, batch, heads, tokens):

@@ -1,4 +1,5 @@
-"""Every array of every cache is described by named axes, and the names are right: what grows with tokens is called so, and nothing else."""
+"""Every array of every cache is described by named axes, and the names are right: what grows with
+tokens is called so, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,15 +26,19 @@ CAPACITY = 90
 
 
 def described(tree: Any) -> dict[str, ArraySpec]:
-    return {jax.tree_util.keystr(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def misnamed(one: Any, other: Any, name: AxisName) -> list[str]:
-    """Arrays of two trees that differ in length along another axis than the one that `one`'s descriptions call `name`, or not along it.
-    `other` holds descriptions, structs or arrays."""
+    """Arrays of two trees that differ in length along another axis than the one that `one`'s
+    descriptions call `name`, or not along it. `other` holds descriptions, structs or arrays."""
     found = []
     for (path, spec), more in zip(described(one).items(), jax.tree.leaves(other), strict=True):
-        differing = [i for i, (a, b) in enumerate(zip(spec.shape, more.shape, strict=True)) if a != b]
+        differing = [
+            i for i, (a, b) in enumerate(zip(spec.shape, more.shape, strict=True)) if a != b
+        ]
         if differing != [i for i, own in enumerate(spec.names) if own == name] or not differing:
             found.append(f"{path} {spec.names}: {spec.shape} and {more.shape}")
     return found
@@ -55,21 +60,34 @@ def test_axes_describe_every_array_of_a_cache(case: MethodCase, dtype: str):
         assert (spec.shape, spec.struct.dtype) == (array.shape, array.dtype), path
         assert spec.names[0] == "batch", f"{path} starts with {spec.names[0]}"
         assert set(spec.names) <= set(get_args(AxisName)), f"{path} has unknown axes {spec.names}"
-        repeated = [name for name, times in collections.Counter(spec.names).items() if times > 1 and name != "none"]
+        repeated = [
+            name
+            for name, times in collections.Counter(spec.names).items()
+            if times > 1 and name != "none"
+        ]
         assert not repeated, f"{path} has {repeated} twice"
     assert kvq.nbytes(specs) == kvq.nbytes(cache)
 
 
 @cases(every=True)
 def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
-    one, wider, longer = (kvq.axes(case.spec, DIMS, b, s) for b, s in ((2, CAPACITY), (3, CAPACITY), (2, 3 * CAPACITY)))
+    one, wider, longer = (
+        kvq.axes(case.spec, DIMS, b, s)
+        for b, s in ((2, CAPACITY), (3, CAPACITY), (2, 3 * CAPACITY))
+    )
     assert not misnamed(one, wider, "batch")
     bodies = [[layer.body for layer in cache.layers] for cache in (one, longer)]
     assert not misnamed(*bodies, "tokens")
-    rest = [[(layer.sink, layer.ring, layer.stats) for layer in cache.layers] for cache in (one, longer)]
-    assert [spec.shape for spec in jax.tree.leaves(rest[0])] == [spec.shape for spec in jax.tree.leaves(rest[1])], "windows grew"
+    rest = [
+        [(layer.sink, layer.ring, layer.stats) for layer in cache.layers] for cache in (one, longer)
+    ]
+    assert [spec.shape for spec in jax.tree.leaves(rest[0])] == [
+        spec.shape for spec in jax.tree.leaves(rest[1])
+    ], "windows grew"
     for path, spec in described(bodies[0]).items():
-        assert spec["tokens"].count == last_plan(case).regions.body_capacity, f"{path} does not run along the body's tokens"
+        assert spec["tokens"].count == last_plan(case).regions.body_capacity, (
+            f"{path} does not run along the body's tokens"
+        )
         assert spec["tokens"].count % spec["tokens"].per == 0, f"{path} ends inside of an entry"
     for sink, ring in ((layer.sink, layer.ring) for layer in one.layers):
         assert all(spec.names[2] == "tokens" for spec in (*sink, *ring))
@@ -77,31 +95,60 @@ def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
 
 @cases("kivi2", "innerq2", "nf4_two_heads", "kvquant4", "polar44", "xquant_cl2")
 def test_another_name_for_the_tokens_is_noticed(case: MethodCase):
-    one, longer = ([layer.body for layer in kvq.axes(case.spec, DIMS, 2, s).layers] for s in (CAPACITY, 3 * CAPACITY))
+    one, longer = (
+        [layer.body for layer in kvq.axes(case.spec, DIMS, 2, s).layers]
+        for s in (CAPACITY, 3 * CAPACITY)
+    )
     assert not misnamed(one, longer, "tokens")
     for other in ("batch", "none"):
-        wrong = jax.tree.map(lambda spec, other=other: spec.renamed(other, "mlp").renamed("tokens", other), one)
-        assert len(misnamed(wrong, longer, "tokens")) == len(jax.tree.leaves(one)), f"tokens may be called {other}"
-    swapped = jax.tree.map(lambda spec: spec.renamed("tokens", "mlp").renamed("batch", "tokens").renamed("mlp", "batch"), one)
-    assert len(misnamed(swapped, longer, "tokens")) == len(jax.tree.leaves(one)), "the batch passes for tokens"
+        wrong = jax.tree.map(
+            lambda spec, other=other: spec.renamed(other, "mlp").renamed("tokens", other), one
+        )
+        assert len(misnamed(wrong, longer, "tokens")) == len(jax.tree.leaves(one)), (
+            f"tokens may be called {other}"
+        )
+    swapped = jax.tree.map(
+        lambda spec: (
+            spec.renamed("tokens", "mlp").renamed("batch", "tokens").renamed("mlp", "batch")
+        ),
+        one,
+    )
+    assert len(misnamed(swapped, longer, "tokens")) == len(jax.tree.leaves(one)), (
+        "the batch passes for tokens"
+    )
 
 
 @cases(every=True)
 def test_codecs_make_what_they_describe(case: MethodCase):
-    """Rows, statistics, bodies of one and of two blocks and accumulators, as the codec's own functions make them."""
+    """Rows, statistics, bodies of one and of two blocks and accumulators, as the codec's own
+    functions make them."""
     plan, batch = last_plan(case), 2
     text = layer_runs.sequences(batch, dataclasses.replace(DIMS, hidden_size=128))
     whole = np.full(batch, CAPACITY, np.int32)
-    inputs = dataclasses.replace(text.window(np.zeros(batch, np.int32), whole, CAPACITY), residual=jnp.asarray(text.x))
+    inputs = dataclasses.replace(
+        text.window(np.zeros(batch, np.int32), whole, CAPACITY), residual=jnp.asarray(text.x)
+    )
     params = layer_runs.parameters_of(plan) or ((), ())
     for own, codec in zip(params, plan.codecs, strict=False):
         heads, channels = codec.row_axes(plan.heads, plan.head_dim)
-        assert jax.eval_shape(codec.rows, own, inputs).shape == (batch, heads.size, CAPACITY, channels.size)
-        stats = jax.eval_shape(lambda own, inputs, codec=codec: codec.prompt_statistics(own, inputs), own, inputs)
+        assert jax.eval_shape(codec.rows, own, inputs).shape == (
+            batch,
+            heads.size,
+            CAPACITY,
+            channels.size,
+        )
+        stats = jax.eval_shape(
+            lambda own, inputs, codec=codec: codec.prompt_statistics(own, inputs), own, inputs
+        )
         specs = codec.statistics_spec(batch, plan.heads)
         assert jax.tree.map(lambda spec: spec.struct, specs) == stats
-        assert jax.eval_shape(lambda codec=codec: codec.initial_statistics(batch, plan.heads)) == stats
-        one, two = (coded(codec, own, stats, (batch, heads.size, n * plan.regions.block, channels.size)) for n in (1, 2))
+        assert (
+            jax.eval_shape(lambda codec=codec: codec.initial_statistics(batch, plan.heads)) == stats
+        )
+        one, two = (
+            coded(codec, own, stats, (batch, heads.size, n * plan.regions.block, channels.size))
+            for n in (1, 2)
+        )
         body = codec.body(batch, plan.heads, plan.regions.block)
         for (path, spec), struct in zip(described(body).items(), jax.tree.leaves(one), strict=True):
             assert (spec.shape, spec.dtype) == (struct.shape, struct.dtype.name), path
@@ -117,7 +164,12 @@ def test_codecs_make_what_they_describe(case: MethodCase):
 def coded(codec: Codec, params: Any, stats: Any, shape: tuple[int, ...]) -> Any:
     """Return the structs of the body that rows of this shape are quantized to."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.eval_shape(lambda params, stats, rows: codec.quantize(params, stats, rows, prefill=True), params, stats, rows)
+    return jax.eval_shape(
+        lambda params, stats, rows: codec.quantize(params, stats, rows, prefill=True),
+        params,
+        stats,
+        rows,
+    )
 
 
 @cases(every=True)
@@ -128,25 +180,47 @@ def test_parameters_are_what_is_described(case: MethodCase):
     for own, made, codec in zip(params, from_weights, (plan.k, plan.v), strict=True):
         promised = {**(made or {}), **codec.parameters(plan.heads)}
         assert jax.tree.structure(promised) == jax.tree.structure(own or {})
-        for (path, spec), array in zip(described(promised).items(), jax.tree.leaves(own), strict=True):
+        for (path, spec), array in zip(
+            described(promised).items(), jax.tree.leaves(own), strict=True
+        ):
             assert (spec.shape, spec.dtype) == (array.shape, array.dtype.name), path
 
 
 def described_weights(plan: LayerPlan) -> LayerWeights:
     """Describe what `layer_runs.layer_weights` makes."""
-    model, out = Axis("model", 2 * plan.heads * plan.head_dim), Axis("kv_heads", plan.heads, each=plan.head_dim)
+    model, out = (
+        Axis("model", 2 * plan.heads * plan.head_dim),
+        Axis("kv_heads", plan.heads, each=plan.head_dim),
+    )
     kernel, gains = ArraySpec((model, out), "float32"), ArraySpec((model,), "float32")
     bias = ArraySpec((out,), "float32") if isinstance(plan.k, BiasSubtracting) else None
-    return LayerWeights(k_kernel=kernel, v_kernel=kernel, input_norm=gains, norm_eps=ArraySpec((), "float32"), k_bias=bias)
+    return LayerWeights(
+        k_kernel=kernel,
+        v_kernel=kernel,
+        input_norm=gains,
+        norm_eps=ArraySpec((), "float32"),
+        k_bias=bias,
+    )
 
 
 def test_entries_follow_from_what_shares_them():
-    spec = kvq.ArraySpec((Axis("batch", 2), Axis("kv_heads", 4, per=4), Axis("channels", 64, per=32), Axis("tokens", 96)), "float16")
+    spec = kvq.ArraySpec(
+        (
+            Axis("batch", 2),
+            Axis("kv_heads", 4, per=4),
+            Axis("channels", 64, per=32),
+            Axis("tokens", 96),
+        ),
+        "float16",
+    )
     assert spec.shape == (2, 1, 2, 96)
     assert kvq.nbytes(spec) == 2 * 2 * 96 * 2
     assert spec.axis("tokens") == 3
     assert spec["channels"] == Axis("channels", 64, per=32)
-    assert kvq.ArraySpec((Axis("model", 8), Axis("kv_heads", 2, each=16)), "bfloat16").shape == (8, 32)
+    assert kvq.ArraySpec((Axis("model", 8), Axis("kv_heads", 2, each=16)), "bfloat16").shape == (
+        8,
+        32,
+    )
     assert spec.along("tokens", jnp.arange(96)).shape == (1, 1, 1, 96)
     with pytest.raises(ValueError, match="not in tuple"):
         spec.axis("pairs")

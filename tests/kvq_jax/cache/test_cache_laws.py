@@ -1,4 +1,5 @@
-"""The laws of a cache layer, over the whole table of methods: what a token's cached form may depend on, and what it may not."""
+"""The laws of a cache layer, over the whole table of methods: what a token's cached form may depend
+on, and what it may not."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from tests.methods_table import MethodCase, cases
 
 
 def prompts_of(lengths: np.ndarray) -> np.ndarray:
-    """Half of every row, and enough that its prompt statistics are those of the whole (see `sequences`)."""
+    """Half of every row, and enough that its prompt statistics are those of the whole (see
+    `sequences`)."""
     return np.maximum(lengths // 2, np.minimum(lengths, 5)).astype(np.int32)
 
 
@@ -43,13 +45,19 @@ def test_prefill_then_decode_equals_longer_prefill(case: MethodCase):
     _, split = run(plan, state, tokens, prompts_of(lengths), lengths, stats=whole.stats)
     first, second = live(plan, whole, lengths), live(plan, split, lengths)
     if not case.same_codes_in_decode:
-        first, second = ({k: v for k, v in d.items() if not k.startswith("body")} for d in (first, second))
+        first, second = (
+            {k: v for k, v in d.items() if not k.startswith("body")} for d in (first, second)
+        )
     assert not beyond_rounding(first, second)
-    changed = dataclasses.replace(tokens, v=tokens.v + (np.arange(tokens.v.shape[2]) == 20)[:, None].astype(np.float32))
+    changed = dataclasses.replace(
+        tokens, v=tokens.v + (np.arange(tokens.v.shape[2]) == 20)[:, None].astype(np.float32)
+    )
     _, other = run(plan, state, changed, lengths, lengths)
     found = beyond_rounding(live(plan, whole, lengths), live(plan, other, lengths))
     assert found, "a changed value row goes unnoticed"
-    assert plan.joint or not any(".k" in name for name in found), f"a changed value row changed keys: {found}"
+    assert plan.joint or not any(".k" in name for name in found), (
+        f"a changed value row changed keys: {found}"
+    )
 
 
 @cases()
@@ -71,13 +79,19 @@ def test_a_row_has_the_same_codes_and_outputs_whatever_the_other_rows_hold(case:
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)
     mine = np.arange(8) % 2 == 0
-    others = {f: np.where(mine[:, None, None, None], getattr(tokens, f), 1e4 * getattr(tokens, f)) for f in ("q", "k_pre", "k_rot", "v")}
+    others = {
+        f: np.where(mine[:, None, None, None], getattr(tokens, f), 1e4 * getattr(tokens, f))
+        for f in ("q", "k_pre", "k_rot", "v")
+    }
     crowd = dataclasses.replace(tokens, **others)
     crowd_lengths = np.where(mine, lengths, lengths[::-1]).astype(np.int32)
     prompts, crowd_prompts = prompts_of(lengths), prompts_of(crowd_lengths)
     out, ours = run(plan, state, tokens, prompts, lengths)
     crowd_out, theirs = run(plan, state, crowd, crowd_prompts, crowd_lengths)
-    one, other = ({name: a[mine] for name, a in live(plan, s, n).items()} for s, n in ((ours, lengths), (theirs, crowd_lengths)))
+    one, other = (
+        {name: a[mine] for name, a in live(plan, s, n).items()}
+        for s, n in ((ours, lengths), (theirs, crowd_lengths))
+    )
     assert not differences(one, other)
     np.testing.assert_array_equal(out[mine], crowd_out[mine])
 
@@ -93,14 +107,19 @@ def test_a_prompt_has_the_same_codes_in_a_batch_of_one(case: MethodCase):
         in_batch = {name: a[[row]] for name, a in live(plan, batch, lengths).items()}
         assert not beyond_rounding(in_batch, live(single, alone, lengths[[row]])), f"{row=}"
         _, stranger = run(single, one, tokens.rows([row - 1]), lengths[[row]], lengths[[row]])
-        assert beyond_rounding(in_batch, live(single, stranger, lengths[[row]])), f"another prompt passes for {row=}"
+        assert beyond_rounding(in_batch, live(single, stranger, lengths[[row]])), (
+            f"another prompt passes for {row=}"
+        )
 
 
 @cases()
 def test_padding_never_enters(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)
-    runs = [run(plan, state, tokens, prompts_of(lengths), lengths, padding=p) for p in (0.0, np.nan, 3e38)]
+    runs = [
+        run(plan, state, tokens, prompts_of(lengths), lengths, padding=p)
+        for p in (0.0, np.nan, 3e38)
+    ]
     for out, after in runs[1:]:
         assert not differences(live(plan, runs[0][1], lengths), live(plan, after, lengths))
         np.testing.assert_array_equal(out, runs[0][0])
@@ -113,12 +132,17 @@ def test_padding_past_the_capacity_never_enters(case: MethodCase):
     tokens, lengths, zero = sequences(), boundary_lengths(plan), np.zeros(8, np.int32)
     held, own, capacity = prompts_of(lengths), parameters_of(plan), plan.regions.capacity
     _, first, _ = prefill(plan, own, state, tokens.window(zero, held, capacity), tokens.below(plan))
-    runs = [prefill(plan, own, first, tokens.window(held, lengths, capacity, p), tokens.below(plan)) for p in (0.0, np.nan, 3e38)]
+    runs = [
+        prefill(plan, own, first, tokens.window(held, lengths, capacity, p), tokens.below(plan))
+        for p in (0.0, np.nan, 3e38)
+    ]
     real = (np.arange(capacity) < (lengths - held)[:, None])[:, None, :, None]
     for out, after, _ in runs:
         assert not differences(live(plan, runs[0][1], lengths), live(plan, after, lengths))
         np.testing.assert_array_equal(np.where(real, out, 0), np.where(real, runs[0][0], 0))
-    assert differences(live(plan, first, lengths), live(plan, runs[0][1], lengths)), "the second prompt is not in the cache"
+    assert differences(live(plan, first, lengths), live(plan, runs[0][1], lengths)), (
+        "the second prompt is not in the cache"
+    )
 
 
 @cases()
@@ -130,18 +154,26 @@ def test_windows_hold_exact_rows_and_the_body_holds_the_rest(case: MethodCase):
     own = parameters_of(plan)
     found = decode_rows(plan, own, after, jnp.asarray(lengths), tokens.below(plan))
     for side, codec in enumerate(plan.codecs):
-        given = np.asarray(quick_jit(codec.rows)((own or ((), ()))[side], tokens.window(lengths * 0, lengths, regions.capacity, 0.0)))
+        given = np.asarray(
+            quick_jit(codec.rows)(
+                (own or ((), ()))[side], tokens.window(lengths * 0, lengths, regions.capacity, 0.0)
+            )
+        )
         for b, n in enumerate(lengths):
             body = max(0, n - regions.sink - regions.recent) // regions.block * regions.block
             exact = np.r_[: min(n, regions.sink), min(n, regions.sink + body) : n]
             held = np.asarray(found[side])[b][:, exact]
             assert (row_errors(held, given[b][:, exact]) <= ROUNDING).all(), f"{side=} length={n}"
             if len(exact) > 1:
-                assert (row_errors(held, given[b][:, np.roll(exact, 1)]) > ROUNDING).any(), f"{side=} length={n}: other tokens' rows pass"
+                assert (row_errors(held, given[b][:, np.roll(exact, 1)]) > ROUNDING).any(), (
+                    f"{side=} length={n}: other tokens' rows pass"
+                )
             assert n - regions.sink - body < regions.recent + regions.block or not body
             coded = np.asarray(found[side])[b][:, regions.sink : regions.sink + body]
             error = np.linalg.norm(coded - given[b][:, regions.sink : regions.sink + body])
-            assert error <= 0.75 * np.linalg.norm(given[b][:, regions.sink : regions.sink + body]), f"{side=} length={n}: not these rows"
+            assert error <= 0.75 * np.linalg.norm(
+                given[b][:, regions.sink : regions.sink + body]
+            ), f"{side=} length={n}: not these rows"
 
 
 @cases()
@@ -149,8 +181,15 @@ def test_a_full_row_writes_nothing(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
     _, before = run(plan, state, tokens, full, full)
-    _, after, _ = decode(plan, parameters_of(plan), before, tokens.window(full, full, STEP), tokens.below(plan))
-    for path, old, new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    _, after, _ = decode(
+        plan, parameters_of(plan), before, tokens.window(full, full, STEP), tokens.below(plan)
+    )
+    for path, old, new in zip(
+        jax.tree_util.tree_leaves_with_path(before),
+        jax.tree.leaves(before),
+        jax.tree.leaves(after),
+        strict=True,
+    ):
         np.testing.assert_array_equal(old, new, err_msg=jax.tree_util.keystr(path[0]))
 
 
@@ -158,7 +197,13 @@ def test_a_full_row_writes_nothing(case: MethodCase):
 def test_statistics_come_from_the_prompt_alone(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), np.full(8, 40, np.int32)
-    _, after, _ = prefill(plan, parameters_of(plan), state, tokens.window(np.zeros(8, np.int32), lengths, plan.regions.capacity), ())
+    _, after, _ = prefill(
+        plan,
+        parameters_of(plan),
+        state,
+        tokens.window(np.zeros(8, np.int32), lengths, plan.regions.capacity),
+        (),
+    )
     largest = np.abs(tokens.k_rot[:, :, :40]).max(axis=2, keepdims=True)
     np.testing.assert_allclose(after.stats[0], np.sqrt(largest), rtol=1e-6)
     louder, params = dataclasses.replace(tokens, k_rot=3 * tokens.k_rot), parameters_of(plan)
@@ -168,42 +213,72 @@ def test_statistics_come_from_the_prompt_alone(case: MethodCase):
     for name, later in (("a second prefill", prefilled), ("a decode step", decoded)):
         np.testing.assert_array_equal(after.stats[0], later.stats[0], err_msg=name)
         assert (np.asarray(later.ring[0]) != after.ring[0]).any(), f"{name} wrote nothing"
-    _, first, _ = prefill(plan, params, state, louder.window(0 * lengths, lengths, plan.regions.capacity), ())
-    assert (np.asarray(first.stats[0]) > after.stats[0]).any(), "louder keys would not show in the statistics"
+    _, first, _ = prefill(
+        plan, params, state, louder.window(0 * lengths, lengths, plan.regions.capacity), ()
+    )
+    assert (np.asarray(first.stats[0]) > after.stats[0]).any(), (
+        "louder keys would not show in the statistics"
+    )
 
 
 @cases("innerq2", "mixed", "squat2", "squat3_pre")
 def test_codes_are_equal_when_given_the_same_statistics(case: MethodCase):
     plan, state = empty(case.spec)
-    tokens, lengths, zero = sequences(seed=3), np.full(8, plan.regions.capacity, np.int32), np.zeros(8, np.int32)
+    tokens, lengths, zero = (
+        sequences(seed=3),
+        np.full(8, plan.regions.capacity, np.int32),
+        np.zeros(8, np.int32),
+    )
     _, other = run(plan, state, sequences(seed=4), lengths, lengths)
     given = dataclasses.replace(state, stats=other.stats)
-    whole = append(plan, parameters_of(plan), given, tokens.window(zero, lengths, plan.regions.capacity), (), prefill=True)
+    whole = append(
+        plan,
+        parameters_of(plan),
+        given,
+        tokens.window(zero, lengths, plan.regions.capacity),
+        (),
+        prefill=True,
+    )
     _, steps = run(plan, given, tokens, zero, lengths)
     assert not beyond_rounding(live(plan, whole, lengths), live(plan, steps, lengths))
     _, without = run(plan, state, tokens, zero, lengths)
-    assert beyond_rounding(live(plan, whole, lengths), live(plan, without, lengths)), "other statistics go unnoticed"
+    assert beyond_rounding(live(plan, whole, lengths), live(plan, without, lengths)), (
+        "other statistics go unnoticed"
+    )
 
 
 @cases("innerq2", "kvquant4", "polar44")
 def test_what_counts_as_rounding(case: MethodCase):
-    """A tenth of the rounding and one other word pass; ten times the rounding, and one other word in a thousand, do not."""
+    """A tenth of the rounding and one other word pass; ten times the rounding, and one other word
+    in a thousand, do not."""
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)
     held = live(plan, run(plan, state, tokens, lengths, lengths)[1], lengths)
     floats = [name for name, array in held.items() if not np.issubdtype(array.dtype, np.integer)]
-    words = [name for name, array in held.items() if np.issubdtype(array.dtype, np.integer) and array.size > 1000]
+    words = [
+        name
+        for name, array in held.items()
+        if np.issubdtype(array.dtype, np.integer) and array.size > 1000
+    ]
     assert floats
     assert words
     for name in floats:
         eps = max(ROUNDING, float(jnp.finfo(held[name].dtype).eps))
-        assert not beyond_rounding(held | {name: (held[name].astype(np.float64) * (1 + eps / 10)).astype(held[name].dtype)}, held), name
+        assert not beyond_rounding(
+            held
+            | {name: (held[name].astype(np.float64) * (1 + eps / 10)).astype(held[name].dtype)},
+            held,
+        ), name
         if held[name].any():
             moved = (held[name].astype(np.float64) * (1 + 10 * eps)).astype(held[name].dtype)
-            assert beyond_rounding(held | {name: moved}, held), f"{name}: ten times the rounding passes"
+            assert beyond_rounding(held | {name: moved}, held), (
+                f"{name}: ten times the rounding passes"
+            )
     for name in words:
         live_words = np.flatnonzero(held[name])
         for count, passes in ((1, True), (-(-held[name].size // 1000), False)):
             changed = held[name].copy()
             changed.flat[live_words[:count]] ^= 1
-            assert bool(beyond_rounding(held | {name: changed}, held)) != passes, f"{name}: {count} words"
+            assert bool(beyond_rounding(held | {name: changed}, held)) != passes, (
+                f"{name}: {count} words"
+            )

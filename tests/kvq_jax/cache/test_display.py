@@ -1,4 +1,5 @@
-"""Objects print in a line, also while they are traced, after they were donated, and where nothing is allocated."""
+"""Objects print in a line, also while they are traced, after they were donated, and where nothing
+is allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def cache():
 
 def test_a_cache_tells_spec_rows_lengths_and_bytes(cache):
     size = f"{kvq.nbytes(cache) / 1024:.2f} KiB"
-    assert repr(cache) == f"Cache({kvq.parse(SPEC)}, rows 2, lengths [0, 0], of 64 tokens, in {size})"
+    assert (
+        repr(cache) == f"Cache({kvq.parse(SPEC)}, rows 2, lengths [0, 0], of 64 tokens, in {size})"
+    )
     html = cache._repr_html_()
     for part in ("<table>", "<th>spec</th>", f"<td>{size}</td>"):
         assert part in html
@@ -48,12 +51,33 @@ def test_a_traced_and_a_donated_cache_print_too(cache):
 
 
 def test_generated_tokens_and_an_evaluation_print_in_a_line(cache):
-    out = Generated(jnp.zeros((2, 5), jnp.int32), jnp.asarray([5, 3]), cache, jnp.zeros((2, 5)), jnp.ones(2, bool))
+    out = Generated(
+        jnp.zeros((2, 5), jnp.int32),
+        jnp.asarray([5, 3]),
+        cache,
+        jnp.zeros((2, 5)),
+        jnp.ones(2, bool),
+    )
     assert repr(out) == f"Generated(tokens [5, 3], of at most 5, cache {cache!r})"
     assert "<td>[5, 3]</td>" in out._repr_html_()
     ones, where = np.ones(4), np.arange(4)
-    found = Evaluation(kvq.parse(SPEC), "decode", 8, 0, where, where, ones, ones, ones / 8, np.array([True, True, True, False]), None)
-    wanted = f"Evaluation({kvq.parse(SPEC)}, mode decode, tokens 4, perplexity 2.718, KL 0.12500, top-1 agreement 75.00%)"
+    found = Evaluation(
+        kvq.parse(SPEC),
+        "decode",
+        8,
+        0,
+        where,
+        where,
+        ones,
+        ones,
+        ones / 8,
+        np.array([True, True, True, False]),
+        None,
+    )
+    wanted = (
+        f"Evaluation({kvq.parse(SPEC)}, mode decode, tokens 4, perplexity 2.718, KL 0.12500, top-1"
+        " agreement 75.00%)"
+    )
     assert repr(found) == wanted
     assert "<td>75.00%</td>" in found._repr_html_()
 
@@ -62,4 +86,6 @@ def test_tables_escape_what_they_show():
     hostile = "<script>alert('&')</script>"
     table = display.table(hostile, {hostile: hostile})
     assert "<script" not in table
-    assert table.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") == 3, "caption, label and fact"
+    assert table.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") == 3, (
+        "caption, label and fact"
+    )

@@ -1,6 +1,8 @@
-"""Random histories of caches: whatever was done to a row, it is what a fresh cache of its tokens is (tests/kvq_jax/cache_histories.py).
+"""Random histories of caches: whatever was done to a row, it is what a fresh cache of its tokens is
+(tests/kvq_jax/cache_histories.py).
 
-KVQ_HISTORIES=20 draws that many long histories for each row of the whole table; two short ones of a few run by default.
+KVQ_HISTORIES=20 draws that many long histories for each row of the whole table; two short ones of a
+few run by default.
 """
 
 from __future__ import annotations
@@ -33,13 +35,21 @@ OPERATIONS = 40 if COUNT else 12  # of one history
 NEAR_EXACT = "innerq:bits=8,mode=sym,sink=2,recent=4,block=8"
 ERROR = 5e-2  # of its attention, at most: one head of one token's output, relative to it
 
-tokens = st.lists(st.integers(0, CAPACITY), min_size=BATCH, max_size=BATCH).map(lambda n: np.array(n, np.int32))
-steps = st.lists(st.integers(0, STEP), min_size=BATCH, max_size=BATCH).map(lambda n: np.array(n, np.int32))
-active = st.lists(st.integers(0, 1), min_size=BATCH, max_size=BATCH).map(lambda n: np.array(n, np.int32))
+tokens = st.lists(st.integers(0, CAPACITY), min_size=BATCH, max_size=BATCH).map(
+    lambda n: np.array(n, np.int32)
+)
+steps = st.lists(st.integers(0, STEP), min_size=BATCH, max_size=BATCH).map(
+    lambda n: np.array(n, np.int32)
+)
+active = st.lists(st.integers(0, 1), min_size=BATCH, max_size=BATCH).map(
+    lambda n: np.array(n, np.int32)
+)
 
 
 def rows(count: int) -> st.SearchStrategy[np.ndarray]:
-    return st.lists(st.integers(0, count - 1), min_size=BATCH, max_size=BATCH).map(lambda n: np.array(n, np.int32))
+    return st.lists(st.integers(0, count - 1), min_size=BATCH, max_size=BATCH).map(
+        lambda n: np.array(n, np.int32)
+    )
 
 
 class Machine(RuleBasedStateMachine):
@@ -98,11 +108,17 @@ class Machine(RuleBasedStateMachine):
 
 
 def run_histories(make: Callable[[], Histories], count: int) -> dict[str, int]:
-    """Draw `count` histories; AssertionError, with the shortest sequence of operations that still fails, where one is wrong."""
+    """Draw `count` histories; AssertionError, with the shortest sequence of operations that still
+    fails, where one is wrong."""
     done: dict[str, int] = {}
     run_state_machine_as_test(
         lambda: Machine(make, done),
-        settings=settings(max_examples=count, stateful_step_count=OPERATIONS, deadline=None, suppress_health_check=list(HealthCheck)),
+        settings=settings(
+            max_examples=count,
+            stateful_step_count=OPERATIONS,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
     )
     return done
 
@@ -118,7 +134,8 @@ def test_a_row_is_what_a_fresh_cache_of_its_tokens_is(case: MethodCase, record_p
     print(f"{case.id}: {done}")
 
 
-# --- near-exact codes and small chunks: what a fresh cache cannot see, as it has the same fault -------------------------------------------
+# --- near-exact codes and small chunks: what a fresh cache cannot see, as it has the same fault
+# -------------------------------------------
 
 
 def near_exact(programs: Programs = SOUND) -> Histories:
@@ -132,7 +149,8 @@ def test_attention_of_near_exact_codes_is_that_of_the_tokens(record_property):
 
 
 def short_history(programs: Programs = SOUND) -> Histories:
-    """Fill rows, step over chunks, drop all of some rows and start them again without a prompt, change rows, go on."""
+    """Fill rows, step over chunks, drop all of some rows and start them again without a prompt,
+    change rows, go on."""
     histories, each = near_exact(programs), np.arange(BATCH, dtype=np.int32)
     histories.prefill(30 + 7 * each)
     histories.decode(np.full(BATCH, STEP, np.int32))
@@ -155,23 +173,31 @@ def statistics_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_body_ends_one_block_early(patch: pytest.MonkeyPatch) -> None:
-    """Attention takes the body for one block shorter than it is, and the window for longer, in every function alike."""
+    """Attention takes the body for one block shorter than it is, and the window for longer, in
+    every function alike."""
     real = streaming.attend
 
-    def attend(plan: Any, params: Any, windows: Any, body: Any, inputs: Any, limits: Any, *rest: Any) -> Any:
-        return real(plan, params, windows, body, inputs, jnp.maximum(limits - plan.regions.block, 0), *rest)
+    def attend(
+        plan: Any, params: Any, windows: Any, body: Any, inputs: Any, limits: Any, *rest: Any
+    ) -> Any:
+        return real(
+            plan, params, windows, body, inputs, jnp.maximum(limits - plan.regions.block, 0), *rest
+        )
 
     patch.setattr(streaming, "attend", attend)
 
 
 def the_window_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """Slots of the window are said to hold the token before the one they hold, where they are read."""
+    """Slots of the window are said to hold the token before the one they hold, where they are
+    read."""
     real = streaming._view
 
     def view(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             positions = Regions.ring_positions
-            inner.setattr(Regions, "ring_positions", lambda self, lengths: positions(self, lengths) - 1)
+            inner.setattr(
+                Regions, "ring_positions", lambda self, lengths: positions(self, lengths) - 1
+            )
             return real(*args)
 
     patch.setattr(streaming, "_view", view)
@@ -184,13 +210,19 @@ def a_window_is_its_neighbours(patch: pytest.MonkeyPatch) -> None:
     def select_rows(cache: Any, index: Any) -> Any:
         rows = real(cache, index)
         beside = real(cache, (index + 1) % cache.batch)
-        layers = [dataclasses.replace(one, ring=other.ring) for one, other in zip(rows.layers, beside.layers, strict=True)]
+        layers = [
+            dataclasses.replace(one, ring=other.ring)
+            for one, other in zip(rows.layers, beside.layers, strict=True)
+        ]
         return dataclasses.replace(rows, layers=tuple(layers))
 
     patch.setattr(kvq, "select_rows", select_rows)
 
 
-FRESH, EXACT = r"not what a fresh cache of the same tokens holds", r"off exact attention"  # how a fault is seen
+FRESH, EXACT = (
+    r"not what a fresh cache of the same tokens holds",
+    r"off exact attention",
+)  # how a fault is seen
 FAULTS = {  # what it is in, and how it must be seen: a fresh cache has the second and third too
     statistics_are_kept: (("trim",), FRESH),
     the_body_ends_one_block_early: (("prefill", "decode"), EXACT),
@@ -201,12 +233,18 @@ FAULTS = {  # what it is in, and how it must be seen: a fresh cache has the seco
 
 def test_a_short_history_is_right_without_a_fault():
     worst = short_history().worst
-    assert ERROR / 20 < worst < ERROR / 2, f"{worst=}: the bound is not near what codes of 8 bits lose"
+    assert ERROR / 20 < worst < ERROR / 2, (
+        f"{worst=}: the bound is not near what codes of 8 bits lose"
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_caught(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+def test_a_planted_fault_is_caught(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
     places, message = FAULTS[fault]
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=message):
-        short_history(dataclasses.replace(SOUND, **{place: getattr(compiled(), place) for place in places}))
+        short_history(
+            dataclasses.replace(SOUND, **{place: getattr(compiled(), place) for place in places})
+        )

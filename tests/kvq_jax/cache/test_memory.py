@@ -1,4 +1,5 @@
-"""What a decode step costs: memory far below one layer's cache, and reads that follow the live length, not the capacity."""
+"""What a decode step costs: memory far below one layer's cache, and reads that follow the live
+length, not the capacity."""
 
 from __future__ import annotations
 
@@ -31,33 +32,64 @@ def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
 
     q, k = rows(DIMS.num_attention_heads), rows(DIMS.num_key_value_heads)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    frequencies, factor = jax.ShapeDtypeStruct((DIMS.head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    frequencies, factor = (
+        jax.ShapeDtypeStruct((DIMS.head_dim // 2,), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    )
     rope = describe(kvq.Rope, inverse_frequencies=frequencies, attention_factor=factor)
-    names = dict(x=None, q_pre=q, q_rot=q, k_pre=k, k_rot=k, v=k, positions=positions, valid=jax.ShapeDtypeStruct((1, tokens), bool))
+    names = dict(
+        x=None,
+        q_pre=q,
+        q_rot=q,
+        k_pre=k,
+        k_rot=k,
+        v=k,
+        positions=positions,
+        valid=jax.ShapeDtypeStruct((1, tokens), bool),
+    )
     return describe(kvq.LayerInputs, **names, rope=rope, residual=None)
 
 
 @functools.cache
-def temporary_bytes(layer_function, spec: str, tokens: int, capacity: int = CAPACITY) -> tuple[int, int]:
-    """Return (temporary bytes of one compiled call with a donated state, bytes of the layer's cache)."""
+def temporary_bytes(
+    layer_function, spec: str, tokens: int, capacity: int = CAPACITY
+) -> tuple[int, int]:
+    """Return (temporary bytes of one compiled call with a donated state, bytes of the layer's
+    cache)."""
     cache = kvq.layout(spec, DIMS, 1, capacity, "bfloat16")
     bias = {"bias": jax.ShapeDtypeStruct((DIMS.num_key_value_heads * DIMS.head_dim,), jnp.bfloat16)}
     calibrated = (
-        {name: spec.struct for name, spec in codec.parameters(DIMS.num_key_value_heads).items()} for codec in cache.plans[0].codecs
+        {name: spec.struct for name, spec in codec.parameters(DIMS.num_key_value_heads).items()}
+        for codec in cache.plans[0].codecs
     )
-    params = tuple(own | (bias if codec.takes_weights else {}) for own, codec in zip(calibrated, cache.plans[0].codecs, strict=True))
-    compiled = jax.jit(lambda s, p, i: layer_function(cache.plans[0], p, s, i, ())[:2], donate_argnums=0)
-    memory = compiled.lower(cache.layers[0], params, structs(tokens, "bfloat16")).compile(USUAL_COMPILE).memory_analysis()
-    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), "the donated state is not updated in place"
+    params = tuple(
+        own | (bias if codec.takes_weights else {})
+        for own, codec in zip(calibrated, cache.plans[0].codecs, strict=True)
+    )
+    compiled = jax.jit(
+        lambda s, p, i: layer_function(cache.plans[0], p, s, i, ())[:2], donate_argnums=0
+    )
+    memory = (
+        compiled.lower(cache.layers[0], params, structs(tokens, "bfloat16"))
+        .compile(USUAL_COMPILE)
+        .memory_analysis()
+    )
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), (
+        "the donated state is not updated in place"
+    )
     return memory.temp_size_in_bytes, kvq.nbytes(cache.layers)
 
 
-@pytest.mark.parametrize("spec", ["dense", "kivi", "innerq", "kvquant", "nf4", "int4:subtract_bias=true"])
+@pytest.mark.parametrize(
+    "spec", ["dense", "kivi", "innerq", "kvquant", "nf4", "int4:subtract_bias=true"]
+)
 def test_a_decode_step_needs_far_less_than_its_layer(spec: str):
     temporary, layer = temporary_bytes(decode_layer, spec, 1)
     assert temporary < 0.1 * layer, f"{temporary} temporary bytes, the layer has {layer}"
     shorter, _ = temporary_bytes(decode_layer, spec, 1, CAPACITY // 8)
-    assert temporary <= 1.05 * shorter, f"temporary bytes grow with the capacity: {shorter}, {temporary}"
+    assert temporary <= 1.05 * shorter, (
+        f"temporary bytes grow with the capacity: {shorter}, {temporary}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +106,46 @@ class CountedCodec(DenseCodec):
 def test_chunks_read_follow_the_live_length():
     capacity = 6 * streaming.BODY_CHUNK
     plan, state = empty("dense", batch=2, capacity=capacity)
-    counted = LayerPlan(CountedCodec("k", 32, "float32"), plan.v, plan.regions, plan.heads, plan.head_dim)
-    step = jax.jit(functools.partial(decode_layer, implementation="xla"), static_argnums=0, compiler_options=QUICK_COMPILE)
+    counted = LayerPlan(
+        CountedCodec("k", 32, "float32"), plan.v, plan.regions, plan.heads, plan.head_dim
+    )
+    step = jax.jit(
+        functools.partial(decode_layer, implementation="xla"),
+        static_argnums=0,
+        compiler_options=QUICK_COMPILE,
+    )
     rows = jnp.ones((2, 2, 1, 32), jnp.float32)
-    for longest, chunks in ((0, 1), (streaming.BODY_CHUNK - 1, 1), (streaming.BODY_CHUNK, 2), (3 * streaming.BODY_CHUNK + 5, 4)):
+    for longest, chunks in (
+        (0, 1),
+        (streaming.BODY_CHUNK - 1, 1),
+        (streaming.BODY_CHUNK, 2),
+        (3 * streaming.BODY_CHUNK + 5, 4),
+    ):
         positions = jnp.asarray([[longest], [min(longest, 7)]], jnp.int32)
-        inputs = kvq.LayerInputs(None, None, jnp.ones((2, 4, 1, 32)), None, rows, rows, positions, jnp.ones((2, 1), bool), None)
+        inputs = kvq.LayerInputs(
+            None,
+            None,
+            jnp.ones((2, 4, 1, 32)),
+            None,
+            rows,
+            rows,
+            positions,
+            jnp.ones((2, 1), bool),
+            None,
+        )
         CountedCodec.chunks.clear()
         jax.block_until_ready(step(counted, (), state, inputs, ()))
         jax.effects_barrier()
         expected = list(np.arange(chunks) * streaming.BODY_CHUNK)
-        assert sorted(CountedCodec.chunks) == expected, f"a row of {longest + 1} tokens read chunks {sorted(CountedCodec.chunks)}"
+        assert sorted(CountedCodec.chunks) == expected, (
+            f"a row of {longest + 1} tokens read chunks {sorted(CountedCodec.chunks)}"
+        )
 
 
 @pytest.mark.parametrize("spec", ["kivi", "innerq", "kvquant", "int4", "innerq:subtract_bias=true"])
 def test_prefill_needs_no_more_than_a_dense_prefill(spec: str):
     quantized, layer = temporary_bytes(prefill_layer, spec, 4096, 8192)
     dense, dense_layer = temporary_bytes(prefill_layer, "dense", 4096, 8192)
-    assert quantized + layer <= dense + dense_layer, f"{quantized} + {layer} bytes, dense {dense} + {dense_layer}"
+    assert quantized + layer <= dense + dense_layer, (
+        f"{quantized} + {layer} bytes, dense {dense} + {dense_layer}"
+    )

@@ -18,7 +18,16 @@ TEN_M = 10_000_000
 def gigabytes(spec: str, dims: CacheDims, context: int, pointers: bool) -> float:
     bits = paper_bits(spec, dims, context, pointers=pointers)
     assert bits is not None
-    return 2 * dims.num_hidden_layers * dims.num_key_value_heads * dims.head_dim * context * bits / 8 / 2**30
+    return (
+        2
+        * dims.num_hidden_layers
+        * dims.num_key_value_heads
+        * dims.head_dim
+        * context
+        * bits
+        / 8
+        / 2**30
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,13 +45,26 @@ def gigabytes(spec: str, dims: CacheDims, context: int, pointers: bool) -> float
         (LLAMA_65B, 2, 0.01, (46.5, 371.5, 3543.3)),
     ],
 )
-def test_sizes_are_those_of_table_8(dims: CacheDims, bits: int, outliers: float, printed: tuple[float, float, float]):
+def test_sizes_are_those_of_table_8(
+    dims: CacheDims, bits: int, outliers: float, printed: tuple[float, float, float]
+):
     spec = f"kvquant:bits={bits},outliers={outliers}"
-    for context, expected, pointers in zip((128 * K, M, TEN_M), printed, (True, False, False), strict=True):
-        # the printed sizes of 65B with outliers are up to 0.3 GB of 6595 above any rule that gives the others
+    for context, expected, pointers in zip(
+        (128 * K, M, TEN_M), printed, (True, False, False), strict=True
+    ):
+        # the printed sizes of 65B with outliers are up to 0.3 GB of 6595 above any rule that gives
+        # the others
         slack = 1e-4 * expected if dims is LLAMA_65B and outliers else 0
-        assert round(gigabytes(spec, dims, context, pointers), 1) == pytest.approx(expected, abs=0.051 + slack), f"{context=}"
-    assert abs(gigabytes(spec, dims, M, False) - gigabytes("kvquant:bits=4,outliers=0.05", dims, M, False)) > 1
+        assert round(gigabytes(spec, dims, context, pointers), 1) == pytest.approx(
+            expected, abs=0.051 + slack
+        ), f"{context=}"
+    assert (
+        abs(
+            gigabytes(spec, dims, M, False)
+            - gigabytes("kvquant:bits=4,outliers=0.05", dims, M, False)
+        )
+        > 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +73,11 @@ def test_sizes_are_those_of_table_8(dims: CacheDims, bits: int, outliers: float,
         ("kvquant:bits=4,outliers=0.01", LLAMA_7B, 4.33),  # Table 2
         ("kvquant:bits=4,outliers=0.01", LLAMA_2_70B, 4.35),
         ("kvquant:bits=2,outliers=0.01", LLAMA_2_70B, 2.35),
-        ("kvquant:bits=4,outliers=0.001", LLAMA_65B, 4.04),  # Table 17, its smallest and largest averages
+        (
+            "kvquant:bits=4,outliers=0.001",
+            LLAMA_65B,
+            4.04,
+        ),  # Table 17, its smallest and largest averages
         ("kvquant:bits=4,outliers=0.001", LLAMA_2_70B, 4.06),
         ("kvquant:bits=3,outliers=0.005", LLAMA_65B, 3.16),
         ("kvquant:bits=3,outliers=0.005", LLAMA_2_70B, 3.19),
@@ -77,8 +103,10 @@ def test_the_rule_says_nothing_of_other_methods():
 
 
 def _pools(slots: int, heads: int) -> float:
-    """Return the bits that outliers add to an element of keys and one of values: of 32 tokens and all heads of 128 channels, 2.25 times as
-    many slots of 32 bits for keys as for values, the 16-bit ends of each head's, and 16 bits that count the keys without a slot."""
+    """Return the bits that outliers add to an element of keys and one of values: of 32 tokens and
+    all heads of 128 channels, 2.25 times as many slots of 32 bits for keys as for values, the
+    16-bit ends of each head's, and 16 bits that count the keys without a slot.
+    """
     return ((2.25 + 1) * slots * 32 * 32 + 2 * heads * 16 + 16) / (32 * heads * 128)
 
 

@@ -1,4 +1,5 @@
-"""Parameters of single layers: from calibration rows and from weights, and what is refused by name."""
+"""Parameters of single layers: from calibration rows and from weights, and what is refused by
+name."""
 
 from __future__ import annotations
 
@@ -35,24 +36,33 @@ def test_calibrated_arrays_become_the_parameters_of_both_sides():
     assert k["levels"].shape == v["levels"].shape == (8,)
     again = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
     jax.tree.map(np.testing.assert_array_equal, again, calibrated)
-    weighed = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), {side: array**2 for side, array in rows().items()})
-    assert np.abs(weighed["k"]["levels"] - calibrated["k"]["levels"]).max() > 1e-3, "gradients do not weigh"
+    weighed = kvq.calibrate_layer(
+        SPEC, DIMS, 0, rows(), {side: array**2 for side, array in rows().items()}
+    )
+    assert np.abs(weighed["k"]["levels"] - calibrated["k"]["levels"]).max() > 1e-3, (
+        "gradients do not weigh"
+    )
 
 
 def test_ranges_of_channels_come_in_the_dtype_of_kernels_too():
-    """Where kernels scale the rows of keys: before RoPE. A cache takes parameters with them and without."""
+    """Where kernels scale the rows of keys: before RoPE. A cache takes parameters with them and
+    without."""
     calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
     k, v = kvq.prepare_layer(SPEC, DIMS, 0, calibrated=calibrated)
     assert {name for name in k | v if name.startswith("kernel_")} == {"kernel_scale", "kernel_zero"}
     for name in ("scale", "zero"):
         np.testing.assert_array_equal(k[f"kernel_{name}"], np.asarray(k[name]).astype(np.float16))
-        assert (np.asarray(k[f"kernel_{name}"], np.float32) != np.asarray(k[name])).any(), "they are not rounded"
+        assert (np.asarray(k[f"kernel_{name}"], np.float32) != np.asarray(k[name])).any(), (
+            "they are not rounded"
+        )
     after_rope = kvq.prepare_layer(f"{SPEC},pre_rope=false", DIMS, 0, calibrated=calibrated)[0]
     assert set(after_rope) == set(calibrated["k"])
     plan = parameter_plans(kvq.parse(SPEC), dims_of(DIMS))[0]
     for given in ((k, v), (after_rope, v)):
         axes = parameter_axes(plan, dims_of(DIMS), given)
-        assert jax.tree.map(lambda described, array: described.shape == array.shape, axes, given) == jax.tree.map(lambda _: True, given)
+        assert jax.tree.map(
+            lambda described, array: described.shape == array.shape, axes, given
+        ) == jax.tree.map(lambda _: True, given)
 
 
 def test_sides_and_layers_without_parameters_are_left_out():
@@ -71,7 +81,10 @@ def test_weights_that_are_used_as_they_are_are_shared():
     assert k is v, "one body for both sides"
     assert k["k"]["kernel"] is WEIGHTS.k_kernel
     biased = layer_weights(2, 32, key_bias(64))
-    assert kvq.prepare_layer("int8:subtract_bias=true", DIMS, 0, weights=biased)[0]["bias"] is biased.k_bias
+    assert (
+        kvq.prepare_layer("int8:subtract_bias=true", DIMS, 0, weights=biased)[0]["bias"]
+        is biased.k_bias
+    )
 
 
 def test_both_kinds_stand_beside_each_other():
@@ -88,13 +101,55 @@ def refused(message: str, function, *arguments, **options) -> None:
 
 
 def test_what_is_missing_or_of_another_model_is_named():
-    refused(r"'xquant' needs the weights of layer 1: give prepare_layer weights=", kvq.prepare_layer, "xquant", DIMS, 1)
-    refused(r"k of layer 0 needs levels, .*: give prepare_layer calibrated=", kvq.prepare_layer, SPEC, DIMS, 0)
+    refused(
+        r"'xquant' needs the weights of layer 1: give prepare_layer weights=",
+        kvq.prepare_layer,
+        "xquant",
+        DIMS,
+        1,
+    )
+    refused(
+        r"k of layer 0 needs levels, .*: give prepare_layer calibrated=",
+        kvq.prepare_layer,
+        SPEC,
+        DIMS,
+        0,
+    )
     calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
-    refused("needs calibrated arrays of shapes", kvq.prepare_layer, "kvquant:bits=2,outliers=0.05", DIMS, 0, calibrated=calibrated)
+    refused(
+        "needs calibrated arrays of shapes",
+        kvq.prepare_layer,
+        "kvquant:bits=2,outliers=0.05",
+        DIMS,
+        0,
+        calibrated=calibrated,
+    )
     narrow = layer_weights(1, 32)
-    refused(r"k_kernel must be \[D, K \* H\] = \[128, 64\], got \[64, 32\]", kvq.prepare_layer, "xquant", DIMS, 0, weights=narrow)
-    refused(r"give rows\['v'\] and gradients\['v'\]", kvq.calibrate_layer, SPEC, DIMS, 0, {"k": rows()["k"]}, ones(rows()))
-    refused(r"rows\['k'\] must be \[B, 2, T, 32\]", kvq.calibrate_layer, SPEC, DIMS, 0, {**rows(), "k": rows()["k"][0]}, ones(rows()))
+    refused(
+        r"k_kernel must be \[D, K \* H\] = \[128, 64\], got \[64, 32\]",
+        kvq.prepare_layer,
+        "xquant",
+        DIMS,
+        0,
+        weights=narrow,
+    )
+    refused(
+        r"give rows\['v'\] and gradients\['v'\]",
+        kvq.calibrate_layer,
+        SPEC,
+        DIMS,
+        0,
+        {"k": rows()["k"]},
+        ones(rows()),
+    )
+    refused(
+        r"rows\['k'\] must be \[B, 2, T, 32\]",
+        kvq.calibrate_layer,
+        SPEC,
+        DIMS,
+        0,
+        {**rows(), "k": rows()["k"][0]},
+        ones(rows()),
+    )
     refused("have 180 and 160 tokens", kvq.calibrate_layer, SPEC, DIMS, 0, rows(), ones(rows(80)))
     refused("has no bias", kvq.prepare_layer, "int8:subtract_bias=true", DIMS, 0, weights=WEIGHTS)

@@ -1,4 +1,5 @@
-"""One new token enters a ring as its row alone, by XLA for GPUs and by the C++ kernel: the ring is one made anew, to the bit."""
+"""One new token enters a ring as its row alone, by XLA for GPUs and by the C++ kernel: the ring is
+one made anew, to the bit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from kvq_jax.cache.update import _refresh, put_rows
 from kvq_jax.layer.regions import Regions
 
 REGIONS = Regions(sink=3, recent=5, block=8, capacity=64)
-STARTS = np.array([0, 2, 3, 10, 15, 16, 40], np.int32)  # in the sink, the ring's first slot, its last ones, and around again
+STARTS = np.array(
+    [0, 2, 3, 10, 15, 16, 40], np.int32
+)  # in the sink, the ring's first slot, its last ones, and around again
 PUT = [put_rows, *([native.put_rows] if dispatch.no_device("native") is None else [])]
 
 
@@ -22,7 +25,9 @@ PUT = [put_rows, *([native.put_rows] if dispatch.no_device("native") is None els
 def test_the_ring_is_that_of_a_whole_update(put, batch: int, dtype: str):
     rng, start = np.random.default_rng(0), jnp.asarray(STARTS[-batch:])
     total = start + jnp.asarray(np.arange(batch) != batch - 2, jnp.int32)  # one row takes no token
-    slots, rows = (jnp.asarray(rng.normal(size=(batch, 2, n, 4)), dtype) for n in (REGIONS.ring_slots, 1))
+    slots, rows = (
+        jnp.asarray(rng.normal(size=(batch, 2, n, 4)), dtype) for n in (REGIONS.ring_slots, 1)
+    )
     held = REGIONS.ring_positions(total)
     wanted = jax.jit(_refresh)(slots, rows, held, start, total, None)
     found = jax.jit(put)(slots, rows, (held >= start[:, None]) & (held < total[:, None]))

@@ -1,4 +1,5 @@
-"""Cache algebra: trimmed, picked, repeated and merged rows are the rows that were there, and decoding goes on from them."""
+"""Cache algebra: trimmed, picked, repeated and merged rows are the rows that were there, and
+decoding goes on from them."""
 
 from __future__ import annotations
 
@@ -22,10 +23,19 @@ def trim(cache: kvq.Cache, lengths: np.ndarray) -> kvq.Cache:
     return _trim(cache, lengths, tuple(parameters_of(plan) for plan in cache.plans))
 
 
-def assert_same_rows(found: kvq.Cache, expected: kvq.Cache, found_rows: list[int], expected_rows: list[int]) -> None:
-    """Bitwise: rows `found_rows` of one cache are rows `expected_rows` of the other, in every leaf."""
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(one)[found_rows], np.asarray(other)[expected_rows], err_msg=jax.tree_util.keystr(path))
+def assert_same_rows(
+    found: kvq.Cache, expected: kvq.Cache, found_rows: list[int], expected_rows: list[int]
+) -> None:
+    """Bitwise: rows `found_rows` of one cache are rows `expected_rows` of the other, in every
+    leaf."""
+    for (path, one), other in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(one)[found_rows],
+            np.asarray(other)[expected_rows],
+            err_msg=jax.tree_util.keystr(path),
+        )
 
 
 @cases()
@@ -37,11 +47,17 @@ def test_trim_keeps_what_the_remaining_tokens_stood_for(case: MethodCase):
     assert jax.tree.structure(short) == jax.tree.structure(cache)
     for layer, (before, after) in enumerate(zip(rows_of(cache), rows_of(short), strict=True)):
         for side in range(len(before)):
-            alive = np.broadcast_to((np.arange(cache.capacity) < kept[:, None])[:, None], before[side].shape[:3])
-            assert row_errors(after[side], before[side])[alive].max() <= ROUNDING, f"{layer=} {side=}"
+            alive = np.broadcast_to(
+                (np.arange(cache.capacity) < kept[:, None])[:, None], before[side].shape[:3]
+            )
+            assert row_errors(after[side], before[side])[alive].max() <= ROUNDING, (
+                f"{layer=} {side=}"
+            )
             assert not after[side][~alive].any(), f"{layer=} {side=}: a trimmed token is read"
             shifted = np.roll(before[side], 1, axis=2)
-            assert row_errors(after[side], shifted)[alive].max() > 1e-2, f"{layer=} {side=}: rows of the token before would pass"
+            assert row_errors(after[side], shifted)[alive].max() > 1e-2, (
+                f"{layer=} {side=}: rows of the token before would pass"
+            )
 
 
 @cases()
@@ -58,12 +74,16 @@ def test_a_trimmed_cache_decodes_like_its_reference(case: MethodCase):
 def test_trim_inside_the_window_undoes_appends_exactly(case: MethodCase):
     n = np.full(8, 36, np.int32)
     long, short = filled(case.spec, (38,) * 8), filled(case.spec, (36,) * 8)
-    assert long.plans[0].regions.body(38) == long.plans[0].regions.body(36), "these lengths age a block"
+    assert long.plans[0].regions.body(38) == long.plans[0].regions.body(36), (
+        "these lengths age a block"
+    )
     found = trim(long, n)
     for layer, plan in enumerate(long.plans):
         expected = live(plan, short.layers[layer], n)
         assert not beyond_rounding(live(plan, found.layers[layer], n), expected), f"{layer=}"
-        assert beyond_rounding(live(plan, long.layers[layer], n + 2), expected), f"{layer=}: the cache before would pass"
+        assert beyond_rounding(live(plan, long.layers[layer], n + 2), expected), (
+            f"{layer=}: the cache before would pass"
+        )
 
 
 def test_a_row_trimmed_to_nothing_is_as_new():
@@ -84,7 +104,12 @@ def test_trim_never_lengthens_a_row():
 def test_rows_are_selected_reordered_and_repeated(case: MethodCase):
     cache = filled(case.spec, LENGTHS)
     assert_same_rows(kvq.select_rows(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 2])
-    assert_same_rows(jax.jit(kvq.select_rows)(cache, jnp.arange(8)[::-1]), cache, list(range(8)), list(range(8))[::-1])
+    assert_same_rows(
+        jax.jit(kvq.select_rows)(cache, jnp.arange(8)[::-1]),
+        cache,
+        list(range(8)),
+        list(range(8))[::-1],
+    )
     twice = kvq.repeat_rows(cache, 2)
     assert twice.batch == 16
     assert_same_rows(twice, cache, list(range(16)), [i // 2 for i in range(16)])
@@ -118,10 +143,18 @@ def test_a_row_replaces_another_and_nothing_else(case: MethodCase):
 def test_a_donated_cache_is_written_one_row_at_a_time():
     cache = kvq.layout("kivi:bits=2", DIMS, 64, 4096)
     row = kvq.layout("kivi:bits=2", DIMS, 1, 4096)
-    compiled = jax.jit(kvq.replace_row, donate_argnums=0).lower(cache, jax.ShapeDtypeStruct((), jnp.int32), row).compile()
+    compiled = (
+        jax.jit(kvq.replace_row, donate_argnums=0)
+        .lower(cache, jax.ShapeDtypeStruct((), jnp.int32), row)
+        .compile()
+    )
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache), "the donated cache is not updated in place"
-    assert memory.temp_size_in_bytes <= kvq.nbytes(row), f"{memory.temp_size_in_bytes} temporary bytes for a row of {kvq.nbytes(row)}"
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache), (
+        "the donated cache is not updated in place"
+    )
+    assert memory.temp_size_in_bytes <= kvq.nbytes(row), (
+        f"{memory.temp_size_in_bytes} temporary bytes for a row of {kvq.nbytes(row)}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,8 +168,16 @@ def test_a_donated_cache_is_written_one_row_at_a_time():
 )
 def test_caches_that_differ_share_no_rows(field: str, other: dict):
     cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
-    dims = dataclasses.replace(cache.dims, num_hidden_layers=other.get("num_hidden_layers", cache.dims.num_hidden_layers))
-    changed = kvq.init_cache(other.get("spec", cache.spec), dims, 1, other.get("capacity", cache.capacity), other.get("dtype", cache.dtype))
+    dims = dataclasses.replace(
+        cache.dims, num_hidden_layers=other.get("num_hidden_layers", cache.dims.num_hidden_layers)
+    )
+    changed = kvq.init_cache(
+        other.get("spec", cache.spec),
+        dims,
+        1,
+        other.get("capacity", cache.capacity),
+        other.get("dtype", cache.dtype),
+    )
     for operation in (kvq.merge_rows, lambda cache, row: kvq.replace_row(cache, 0, row)):
         with pytest.raises(ValueError, match=rf"\Acaches with different {field} [^\n]+\Z"):
             operation(cache, changed)
@@ -153,7 +194,10 @@ def test_caches_that_differ_share_no_rows(field: str, other: dict):
         (lambda c: kvq.select_rows(c, [0.5]), "index must be integers, got 0.5"),
         (lambda c: kvq.repeat_rows(c, 0), "repeats=0"),
         (lambda c: kvq.trim(c, [1, 2]), r"lengths must be \[8\]"),
-        (lambda c: kvq.replace_row(c, 8, kvq.select_rows(c, [0])), "index=8, but the cache has rows 0 to 7"),
+        (
+            lambda c: kvq.replace_row(c, 8, kvq.select_rows(c, [0])),
+            "index=8, but the cache has rows 0 to 7",
+        ),
         (lambda c: kvq.replace_row(c, -1, kvq.select_rows(c, [0])), "index=-1"),
         (lambda c: kvq.replace_row(c, 0, kvq.select_rows(c, [0, 1])), "got a cache of 2 rows"),
         (lambda c: kvq.replace_row(c, [0], kvq.select_rows(c, [0])), r"an index of shape \(1,\)"),

@@ -27,7 +27,9 @@ ONE_LINE = r"\A[^\n]*{}[^\n]*\Z"
 
 def assert_equal(found: kvq.Cache, expected: kvq.Cache) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    for (path, one), other in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
         name = jax.tree_util.keystr(path)
         assert one.dtype == other.dtype, name
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
@@ -38,14 +40,21 @@ def assert_equal(found: kvq.Cache, expected: kvq.Cache) -> None:
 def test_a_saved_cache_comes_back_bit_for_bit(case: MethodCase, dtype: str, tmp_path: pathlib.Path):
     cache = filled(case.spec, LENGTHS) if dtype == "float32" else random_cache(case.spec)
     kvq.save_cache(cache, tmp_path / "c.safetensors")
-    found = kvq.load_cache(tmp_path / "c.safetensors", spec=case.spec, config=DIMS, capacity=cache.capacity, dtype=dtype)
+    found = kvq.load_cache(
+        tmp_path / "c.safetensors",
+        spec=case.spec,
+        config=DIMS,
+        capacity=cache.capacity,
+        dtype=dtype,
+    )
     assert_equal(found, cache)
     with pytest.raises(AssertionError):
         assert_equal(dataclasses.replace(found, lengths=found.lengths + 1), cache)
 
 
 def random_cache(spec: str) -> kvq.Cache:
-    """Return a bfloat16 cache of random bits, NaN among them: nothing may be converted on the way."""
+    """Return a bfloat16 cache of random bits, NaN among them: nothing may be converted on the
+    way."""
     rng = np.random.default_rng(0)
 
     def bits(leaf):
@@ -73,7 +82,9 @@ def test_skipped_layers_are_saved(tmp_path: pathlib.Path):
         ("parameters_fingerprint", {"parameters_fingerprint": "p"}),
     ],
 )
-def test_a_cache_of_something_else_is_refused_by_name(field: str, expected: dict, tmp_path: pathlib.Path):
+def test_a_cache_of_something_else_is_refused_by_name(
+    field: str, expected: dict, tmp_path: pathlib.Path
+):
     path = tmp_path / "c.safetensors"
     kvq.save_cache(filled(SPEC, LENGTHS), path, model_fingerprint="a")
     kvq.load_cache(path, model_fingerprint="a", parameters_fingerprint="")
@@ -88,13 +99,20 @@ def saved(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def rewritten(path: pathlib.Path, tensors: dict | None = None, header: dict | None = None) -> pathlib.Path:
-    """Return the file with tensors replaced (None: removed), header fields changed, and the checksum of what it holds then."""
+def rewritten(
+    path: pathlib.Path, tensors: dict | None = None, header: dict | None = None
+) -> pathlib.Path:
+    """Return the file with tensors replaced (None: removed), header fields changed, and the
+    checksum of what it holds then."""
     with safe_open(path, framework="numpy") as file:
         names = file.keys()
         held = {name: file.get_tensor(name) for name in names} | (tensors or {})
         fields = file.metadata() | (header or {})
-    save_tensors(path, {k: v for k, v in held.items() if v is not None}, {k: v for k, v in fields.items() if v is not None})
+    save_tensors(
+        path,
+        {k: v for k, v in held.items() if v is not None},
+        {k: v for k, v in fields.items() if v is not None},
+    )
     return path
 
 
@@ -102,15 +120,23 @@ def rewritten(path: pathlib.Path, tensors: dict | None = None, header: dict | No
     ("tensors", "message"),
     [
         ({"lengths": np.zeros(9, np.int32)}, r"tensor lengths is int32\[9\], expected int32\[8\]"),
-        ({"lengths": np.zeros(8, np.float32)}, r"tensor lengths is float32\[8\], expected int32\[8\]"),
+        (
+            {"lengths": np.zeros(8, np.float32)},
+            r"tensor lengths is float32\[8\], expected int32\[8\]",
+        ),
         ({"lengths": np.full(8, 91, np.int32)}, "lengths are not between 0 and the capacity 90"),
         ({"lengths": np.full(8, -1, np.int32)}, "lengths are not between 0"),
         ({"lengths": None}, "tensor lengths is missing"),
         ({"extra": np.zeros(3, np.int8)}, "tensor extra is unknown"),
-        ({"layers.1.ring.v": np.zeros((8, 2, 28, 31), np.float32)}, "tensor layers.1.ring.v is float32"),
+        (
+            {"layers.1.ring.v": np.zeros((8, 2, 28, 31), np.float32)},
+            "tensor layers.1.ring.v is float32",
+        ),
     ],
 )
-def test_tensors_that_the_header_does_not_promise_are_refused(tensors: dict, message: str, saved: pathlib.Path):
+def test_tensors_that_the_header_does_not_promise_are_refused(
+    tensors: dict, message: str, saved: pathlib.Path
+):
     with pytest.raises(ValueError, match=ONE_LINE.format(message)):
         kvq.load_cache(rewritten(saved, tensors))
 
@@ -134,7 +160,10 @@ def test_tensors_that_the_header_does_not_promise_are_refused(tensors: dict, mes
         ({"spec": "kivi:skip_layers=0-999999999999"}, "spec='kivi:skip_layers=0-999999999999'"),
         ({"spec": "kivi:bits=8@50-60/2"}, "kivi:bits names layer 60"),
         ({"spec": "kivi:block=1000000007"}, "tensor "),
-        ({"spec": "kivi", "dims": json.dumps(dataclasses.asdict(DIMS) | {"head_dim": 1})}, "tensor "),
+        (
+            {"spec": "kivi", "dims": json.dumps(dataclasses.asdict(DIMS) | {"head_dim": 1})},
+            "tensor ",
+        ),
     ],
 )
 def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
@@ -148,7 +177,9 @@ def test_damage_that_fits_the_header_is_found_by_the_checksum(saved: pathlib.Pat
     size = 8 + int.from_bytes(whole[:8], "little")
     for place in (size, (size + len(whole)) // 2, len(whole) - 1):
         saved.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match=ONE_LINE.format("is damaged: its content does not have the checksum")):
+        with pytest.raises(
+            ValueError, match=ONE_LINE.format("is damaged: its content does not have the checksum")
+        ):
             kvq.load_cache(saved)
     for old, new in (
         (b'"spec":"kivi:sink=2,recent=12', b'"spec":"kivi:sink=1,recent=13'),
@@ -167,7 +198,9 @@ def test_equal_caches_give_equal_bytes(saved: pathlib.Path):
     assert saved.read_bytes() == saved.with_name("again").read_bytes()
 
 
-def test_a_file_of_an_older_version_is_loaded_with_a_note_and_a_new_one_must_have_its_checksum(saved: pathlib.Path):
+def test_a_file_of_an_older_version_is_loaded_with_a_note_and_a_new_one_must_have_its_checksum(
+    saved: pathlib.Path,
+):
     cache = kvq.load_cache(saved)
     with safe_open(saved, framework="numpy") as file:
         header = {field: value for field, value in file.metadata().items() if field != SHA256}
@@ -209,7 +242,9 @@ def test_a_failed_save_leaves_the_old_file(saved: pathlib.Path, monkeypatch: pyt
     with pytest.raises(OSError, match="disk full"):
         kvq.save_cache(filled("dense:sink=2,recent=5,block=8", LENGTHS), saved)
     assert saved.read_bytes() == before
-    assert [p.name for p in saved.parent.iterdir()] == [saved.name], "a temporary file is left behind"
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name], (
+        "a temporary file is left behind"
+    )
 
 
 def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path):
@@ -223,15 +258,22 @@ def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path)
     assert modes == {"c.safetensors": 0o640, "plain": 0o640}
 
 
-def test_a_header_that_a_method_stumbles_over_is_refused(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    for error in (IndexError("tuple index out of range"), ZeroDivisionError("integer modulo by zero")):
+def test_a_header_that_a_method_stumbles_over_is_refused(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    for error in (
+        IndexError("tuple index out of range"),
+        ZeroDivisionError("integer modulo by zero"),
+    ):
 
         def stumble(*_, error=error):
             raise error
 
         monkeypatch.setattr(type(kvq.METHODS["kivi"]), "codec", stumble)
         plans.cache_clear()
-        with pytest.raises(ValueError, match=ONE_LINE.format("the header does not describe a cache")):
+        with pytest.raises(
+            ValueError, match=ONE_LINE.format("the header does not describe a cache")
+        ):
             kvq.load_cache(saved)
 
 

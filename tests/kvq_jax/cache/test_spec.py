@@ -1,4 +1,5 @@
-"""The spec grammar: parse(str(spec)) == spec, one spelling per meaning, errors that list what is allowed."""
+"""The spec grammar: parse(str(spec)) == spec, one spelling per meaning, errors that list what is
+allowed."""
 
 from __future__ import annotations
 
@@ -27,12 +28,17 @@ Drawn = tuple[Method, dict[str, Any]]  # a method with its defaults, and the opt
 
 
 def values(field: dataclasses.Field) -> st.SearchStrategy:
-    """Values of one option, as its declaration allows them; a pair stands for the fields of a `PerLayer`."""
+    """Values of one option, as its declaration allows them; a pair stands for the fields of a
+    `PerLayer`."""
     choices = field.metadata["choices"]
     if field.metadata["per_layer"]:
         one = st.sampled_from(choices or [0, 3, 4310, 44211000])
         ranges = st.lists(
-            st.tuples(one, st.integers(0, 9), st.integers(0, 9)).map(lambda r: (r[0], r[1], r[1] + r[2])), min_size=1, max_size=3
+            st.tuples(one, st.integers(0, 9), st.integers(0, 9)).map(
+                lambda r: (r[0], r[1], r[1] + r[2])
+            ),
+            min_size=1,
+            max_size=3,
         )
         return one | st.tuples(ranges.map(tuple), one)
     if choices:
@@ -45,17 +51,25 @@ def values(field: dataclasses.Field) -> st.SearchStrategy:
 def method(default: Method) -> st.SearchStrategy[Drawn]:
     """Options that stand for others are drawn without them."""
     drawn = {f.name: values(f) for f in default.options()}
-    given = [{f: drawn[f] for f in drawn if f not in others} for others in default.replaces.values()]
+    given = [
+        {f: drawn[f] for f in drawn if f not in others} for others in default.replaces.values()
+    ]
     left_out = {f: drawn[f] for f in drawn if f not in default.replaces}
-    return st.tuples(st.just(default), st.one_of([st.fixed_dictionaries(options) for options in (left_out, *given)]))
+    return st.tuples(
+        st.just(default),
+        st.one_of([st.fixed_dictionaries(options) for options in (left_out, *given)]),
+    )
 
 
 def methods(keys: bool = True) -> st.SearchStrategy[Drawn]:
-    return st.one_of([method(default) for default in kvq.METHODS.values() if keys or not default.keys_only])
+    return st.one_of(
+        [method(default) for default in kvq.METHODS.values() if keys or not default.keys_only]
+    )
 
 
 def specs() -> st.SearchStrategy[tuple[Any, ...]]:
-    """Return the fields of a `CacheSpec`. It is built in the test: the checker of types draws random numbers, which no strategy may."""
+    """Return the fields of a `CacheSpec`. It is built in the test: the checker of types draws
+    random numbers, which no strategy may."""
     tokens = st.integers(0, 200)
     layers = st.sets(st.integers(0, 40)).map(lambda s: tuple(sorted(s)))
     rest = (tokens, tokens, st.integers(1, 128), layers, st.booleans())
@@ -64,7 +78,10 @@ def specs() -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 def built(default: Method, options: dict[str, Any]) -> Method:
-    changed = {name: PerLayer(*value) if isinstance(value, tuple) else value for name, value in options.items()}
+    changed = {
+        name: PerLayer(*value) if isinstance(value, tuple) else value
+        for name, value in options.items()
+    }
     return dataclasses.replace(default, **changed)
 
 
@@ -99,14 +116,20 @@ def test_the_text_of_a_spec_is_stable(case: MethodCase):
         ("k=kivi+v=kivi", "kivi"),
         ("v=kivi+k=innerq", "k=innerq+v=kivi"),
         ("kivi:skip_layers=3/0-1/2", "kivi:skip_layers=0-3"),
-        ("k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1", "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1"),
+        (
+            "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1",
+            "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1",
+        ),
         ("kivi:bits=4@0-2/2", "kivi:bits=4@0-2/2"),
         ("int4:subtract_bias=True,pre_rope=true", "int4:pre_rope=true,subtract_bias=true"),
         ("k=kivi+v=innerq+cache:subtract_bias=true", "k=kivi+v=innerq+cache:subtract_bias=true"),
         ("kivi:subtract_bias=false", "kivi"),
         ("squat:lam=1e+16", "squat:lam=1e+16"),
         ("k=squat:lam=1e16+v=kivi+cache:sink=4", "k=squat:lam=1e+16+v=kivi+cache:sink=4"),
-        ("k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300", "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300"),
+        (
+            "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300",
+            "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300",
+        ),
         ("innerq:total_bits=0,bits=3", "innerq:bits=3"),
         ("k=polarquant+v=dense", "k=polarquant+v=dense"),
     ],
@@ -123,7 +146,11 @@ def test_equal_specs_hash_equal_and_jit_traces_once():
         return x + spec.block
 
     jitted = jax.jit(step, static_argnames="spec")
-    for text in ("kivi:bits=4,recent=32", "kivi:recent=32,bits=4,block=32", "k=kivi:bits=4+v=kivi:bits=4+cache:recent=32"):
+    for text in (
+        "kivi:bits=4,recent=32",
+        "kivi:recent=32,bits=4,block=32",
+        "k=kivi:bits=4+v=kivi:bits=4+cache:recent=32",
+    ):
         jitted(jnp.ones(2), spec=kvq.parse(text))
     assert len(traces) == 1
     jitted(jnp.ones(2), spec=kvq.parse("kivi:bits=2,recent=32"))
@@ -210,16 +237,28 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
-        ("kivi:group_size=48,block=48", ("group_size=48", "head_dim (64)", "1, 2, 4, 8, 16, 32, 64")),
+        (
+            "kivi:group_size=48,block=48",
+            ("group_size=48", "head_dim (64)", "1, 2, 4, 8, 16, 32, 64"),
+        ),
         ("innerq:group_size=16,block=24", ("group_size=16", "block of tokens (24)")),
         ("innerq:mode=sym,storage=slot", ("storage=slot is for hybrid groups", "mode=sym")),
-        ("k=dense+v=innerq:group_size=64,storage=slot+cache:block=64", ("storage=slot has 32 bits", "group_size=64")),
+        (
+            "k=dense+v=innerq:group_size=64,storage=slot+cache:block=64",
+            ("storage=slot has 32 bits", "group_size=64"),
+        ),
         ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
         ("kivi:bits=8@50-60/2", ("kivi:bits", "layer 60", "0 to 3")),
         ("k=dense+v=innerq:v_bits=3@0/3@2-4/2", ("innerq:v_bits", "layer 4", "0 to 3")),
-        ("dense:subtract_bias=true", ("subtract_bias=true", "dense", "keeps keys in full precision")),
+        (
+            "dense:subtract_bias=true",
+            ("subtract_bias=true", "dense", "keeps keys in full precision"),
+        ),
         ("xquant:subtract_bias=true", ("subtract_bias=true", "xquant", "caches no keys")),
-        ("k=dense+v=kivi+cache:subtract_bias=true", ("subtract_bias=true", "keeps keys in full precision")),
+        (
+            "k=dense+v=kivi+cache:subtract_bias=true",
+            ("subtract_bias=true", "keeps keys in full precision"),
+        ),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[str, ...]):

@@ -1,4 +1,5 @@
-"""A step through the layers of somebody's model: where tokens stand, what is written, and what a caller is told in one line."""
+"""A step through the layers of somebody's model: where tokens stand, what is written, and what a
+caller is told in one line."""
 
 from __future__ import annotations
 
@@ -32,12 +33,24 @@ def given(start: list[int], tokens: int, seed: int = 0) -> tuple[dict[str, Any],
     """Return (q, k, v; the rest) of T tokens of two sequences, from these positions on."""
     first = np.array(start, np.int32)
     own = sequences(2, seed=seed).window(first, first + tokens, tokens)
-    return dict(q=own.q_rot, k=own.k_rot, v=own.v), dict(q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, rope=own.rope)
+    return dict(q=own.q_rot, k=own.k_rot, v=own.v), dict(
+        q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, rope=own.rope
+    )
 
 
-def through(cache: kvq.Cache, start: list[int], tokens: int, lengths: list[int] | None = None, *, prefill: bool = False, **options: Any):
+def through(
+    cache: kvq.Cache,
+    start: list[int],
+    tokens: int,
+    lengths: list[int] | None = None,
+    *,
+    prefill: bool = False,
+    **options: Any,
+):
     """Return (attention of both layers, the step, the cache) after one step."""
-    step = kvq.begin(cache, tokens, None if lengths is None else jnp.asarray(lengths), prefill=prefill, **options)
+    step = kvq.begin(
+        cache, tokens, None if lengths is None else jnp.asarray(lengths), prefill=prefill, **options
+    )
     found = []
     for seed in range(2):
         rows, rest = given(start, tokens, seed)
@@ -61,16 +74,22 @@ def test_a_step_is_what_the_layers_do_one_by_one(spec: str):
     for start, stop in ((0, 20), (20, 36)):
         carry, expected = (), []
         for layer, (plan, own) in enumerate(zip(plain.plans, parameters, strict=True)):
-            inputs = sequences(2, seed=layer).window(np.full(2, start, np.int32), np.full(2, stop, np.int32), stop - start)
+            inputs = sequences(2, seed=layer).window(
+                np.full(2, start, np.int32), np.full(2, stop, np.int32), stop - start
+            )
             out, states[layer], carry = prefill(plan, own, states[layer], inputs, carry)
             expected.append(out)
     lengths = np.full(2, 36, np.int32)
     for layer, plan in enumerate(plain.plans):
         assert row_errors(found[layer], expected[layer]).max() <= ROUNDING
-        assert row_errors(found[1 - layer], expected[layer]).max() > 1e-1, "the other layer's attention would pass"
+        assert row_errors(found[1 - layer], expected[layer]).max() > 1e-1, (
+            "the other layer's attention would pass"
+        )
         after = live(plan, states[layer], lengths)
         assert not beyond_rounding(live(plan, cache.layers[layer], lengths), after)
-        assert beyond_rounding(live(plan, held.layers[layer], lengths), after), "the cache before would pass"
+        assert beyond_rounding(live(plan, held.layers[layer], lengths), after), (
+            "the cache before would pass"
+        )
 
 
 def test_positions_go_on_from_each_rows_length_and_padding_counts_for_nothing():
@@ -87,7 +106,10 @@ def test_a_row_of_length_0_stays_as_it_is():
     _, _, cache = through(new(), [0, 0], 20, prefill=True)
     _, _, after = through(cache, [20, 20], 2, [2, 0])
     assert after.lengths.tolist() == [22, 20]
-    changed = [jnp.array_equal(a[1], b[1]) for a, b in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True)]
+    changed = [
+        jnp.array_equal(a[1], b[1])
+        for a, b in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True)
+    ]
     assert all(changed), "row 1 was written"
 
 
@@ -100,7 +122,9 @@ def test_tokens_past_the_capacity_write_nothing_and_get_nan(tokens: int):
         assert np.isfinite(out[1]).all()
     assert np.asarray(step.valid).tolist() == [[False] * tokens, [True] * tokens]
     assert after.lengths.tolist() == [CAPACITY, 30 + tokens]
-    for before, now in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True):
+    for before, now in zip(
+        jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True
+    ):
         np.testing.assert_array_equal(before[0], now[0])
 
 
@@ -130,10 +154,13 @@ def test_steps_in_a_scan_equal_single_steps():
     together = np.stack(outs)
     single = np.moveaxis(np.asarray(scanned)[:, :, :, :, 0], 0, 3)
     assert row_errors(single, together).max() <= 1e-5
-    assert row_errors(single[..., ::-1, :], together).max() > 1e-1, "the order of tokens does not show"
+    assert row_errors(single[..., ::-1, :], together).max() > 1e-1, (
+        "the order of tokens does not show"
+    )
 
 
-# --- what a caller is told ----------------------------------------------------------------------------------------------------------------
+# --- what a caller is told
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def refused(message: str, function: Any, *arguments: Any, **options: Any) -> None:
@@ -145,8 +172,17 @@ def refused(message: str, function: Any, *arguments: Any, **options: Any) -> Non
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("kvquant:outliers=0.05", r"'kvquant:outliers=0.05' needs parameters for keys and values of layer 0: kvq.prepare_layer\('kvquant"),
-        ("k=kvquant:outliers=0.05+v=int4+cache:sink=1,recent=0,block=32,skip_layers=0", "needs parameters for keys of layer 1"),
+        (
+            "kvquant:outliers=0.05",
+            (
+                r"'kvquant:outliers=0.05' needs parameters for keys and values of layer 0:"
+                r" kvq.prepare_layer\('kvquant"
+            ),
+        ),
+        (
+            "k=kvquant:outliers=0.05+v=int4+cache:sink=1,recent=0,block=32,skip_layers=0",
+            "needs parameters for keys of layer 1",
+        ),
         ("xquant", "needs parameters for keys and values of layer 0"),
         ("int8:subtract_bias=true", "needs parameters for keys of layer 0"),
     ],
@@ -165,7 +201,9 @@ def test_missing_parameters_are_named_before_any_layer(spec: str, message: str):
         ("squat_pre:queries=before_rope", "q_pre", "queries=before_rope needs q_pre"),
     ],
 )
-def test_what_a_method_reads_beside_queries_keys_and_values_is_named(spec: str, missing: str, message: str):
+def test_what_a_method_reads_beside_queries_keys_and_values_is_named(
+    spec: str, missing: str, message: str
+):
     weights = layer_weights(DIMS.num_key_value_heads, DIMS.head_dim)
     parameters = [kvq.prepare_layer(spec, DIMS, i, weights=weights) for i in range(2)]
     step = kvq.begin(new(spec), 8, prefill=True, parameters=parameters)
@@ -176,23 +214,48 @@ def test_what_a_method_reads_beside_queries_keys_and_values_is_named(spec: str, 
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (dict(q=(2, 4, 7, 32), k=(2, 2, 7, 32), v=(2, 2, 7, 32)), r"q must have shape \[2, 4, 8, 32\] in this step of this cache"),
+        (
+            dict(q=(2, 4, 7, 32), k=(2, 2, 7, 32), v=(2, 2, 7, 32)),
+            r"q must have shape \[2, 4, 8, 32\] in this step of this cache",
+        ),
         (dict(q=(2, 2, 8, 32)), r"q must have shape \[2, 4, 8, 32\]"),
         (dict(k=(2, 1, 8, 32), v=(2, 1, 8, 32)), r"k must have shape \[2, 2, 8, 32\]"),
         (dict(x=(2, 8, 64)), r"x must have shape \[2, 8, 128\]"),
     ],
 )
-def test_arrays_of_other_shapes_are_refused_by_name(shapes: dict[str, tuple[int, ...]], message: str):
-    """Arrays that agree with each other, but not with the step; others are refused by the annotations, where these are checked."""
+def test_arrays_of_other_shapes_are_refused_by_name(
+    shapes: dict[str, tuple[int, ...]], message: str
+):
+    """Arrays that agree with each other, but not with the step; others are refused by the
+    annotations, where these are checked."""
     rows, _ = given([0, 0], 8)
     step = kvq.begin(new(), 8, prefill=True)
-    refused(message, kvq.append_and_attend, step, **(rows | {name: jnp.zeros(shape) for name, shape in shapes.items()}))
+    refused(
+        message,
+        kvq.append_and_attend,
+        step,
+        **(rows | {name: jnp.zeros(shape) for name, shape in shapes.items()}),
+    )
 
 
 def test_steps_that_do_not_fit_the_cache_are_refused():
     refused("tokens=0 must be at least 1", kvq.begin, new(), 0, prefill=True)
-    refused(r"lengths must be \[2\], got shape \(3,\)", kvq.begin, new(), 1, jnp.ones(3, jnp.int32), prefill=True)
-    refused("an entry for each of the 2 layers, got 1", kvq.begin, new(), 1, prefill=True, parameters=[((), ())])
+    refused(
+        r"lengths must be \[2\], got shape \(3,\)",
+        kvq.begin,
+        new(),
+        1,
+        jnp.ones(3, jnp.int32),
+        prefill=True,
+    )
+    refused(
+        "an entry for each of the 2 layers, got 1",
+        kvq.begin,
+        new(),
+        1,
+        prefill=True,
+        parameters=[((), ())],
+    )
 
 
 def test_layers_are_run_once_and_all_of_them():
@@ -201,5 +264,17 @@ def test_layers_are_run_once_and_all_of_them():
     _, step = kvq.append_and_attend(step, **rows)
     refused("went through 1 of 2 layers", kvq.finish, step)
     _, step = kvq.append_and_attend(step, **rows)
-    refused("the cache has 2 layers, and the step went through all of them", kvq.append_and_attend, step, **rows)
-    refused("2 new tokens in one step", through, new("kivi:bits=4", 512), [0, 0], 2, implementation="pallas")
+    refused(
+        "the cache has 2 layers, and the step went through all of them",
+        kvq.append_and_attend,
+        step,
+        **rows,
+    )
+    refused(
+        "2 new tokens in one step",
+        through,
+        new("kivi:bits=4", 512),
+        [0, 0],
+        2,
+        implementation="pallas",
+    )

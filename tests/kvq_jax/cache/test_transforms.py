@@ -33,12 +33,23 @@ from tests.methods_table import MethodCase, cases
 def stacked(start: np.ndarray, count: int) -> kvq.LayerInputs:
     """`count` single-token inputs on a new leading axis."""
     tokens = sequences(seed=4)
-    return jax.tree.map(lambda *a: jnp.stack(a), *(tokens.window(start + i, start + i + 1, 1) for i in range(count)))
+    return jax.tree.map(
+        lambda *a: jnp.stack(a), *(tokens.window(start + i, start + i + 1, 1) for i in range(count))
+    )
 
 
-def assert_same_state(plan: LayerPlan, found: LayerState, expected: LayerState, before: LayerState, lengths: np.ndarray) -> None:
-    """To rounding, for tokens that live: two compiled functions made the states. The state before the step must be told apart."""
-    found_live, expected_live, old = (live(plan, state, lengths) for state in (found, expected, before))
+def assert_same_state(
+    plan: LayerPlan,
+    found: LayerState,
+    expected: LayerState,
+    before: LayerState,
+    lengths: np.ndarray,
+) -> None:
+    """To rounding, for tokens that live: two compiled functions made the states. The state before
+    the step must be told apart."""
+    found_live, expected_live, old = (
+        live(plan, state, lengths) for state in (found, expected, before)
+    )
     assert not beyond_rounding(found_live, expected_live)
     assert beyond_rounding(found_live, old), "a step that writes nothing would pass"
 
@@ -51,15 +62,21 @@ def test_a_donated_scan_carry_equals_single_steps(case: MethodCase):
     inputs = stacked(start, 6)
     one, outputs = state, []
     for i in range(6):
-        out, one, _ = decode(plan, parameters_of(plan), one, jax.tree.map(lambda a, i=i: a[i], inputs), ())
+        out, one, _ = decode(
+            plan, parameters_of(plan), one, jax.tree.map(lambda a, i=i: a[i], inputs), ()
+        )
         outputs.append(out)
 
     def steps(state, inputs):
-        return lax.scan(lambda s, i: decode_layer(plan, parameters_of(plan), s, i, ())[1::-1], state, inputs)
+        return lax.scan(
+            lambda s, i: decode_layer(plan, parameters_of(plan), s, i, ())[1::-1], state, inputs
+        )
 
     given = jax.tree.map(jnp.copy, state)
     after, scanned = quick_jit(steps, donate_argnums=0)(given, inputs)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.size), "the donated state was copied, not reused"
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.size), (
+        "the donated state was copied, not reused"
+    )
     assert_same_state(plan, after, one, state, start + 6)
     assert row_errors(np.asarray(scanned), np.stack(outputs)).max() <= 1e-5
     assert row_errors(np.asarray(scanned)[::-1], np.stack(outputs)).max() > 1e-2
@@ -89,7 +106,9 @@ def test_a_step_compiled_as_for_users_equals_that_of_the_tests(case: MethodCase)
     quick_out, quick_after, _ = decode(plan, parameters_of(plan), state, inputs, ())
     assert_same_state(plan, after, quick_after, state, start + STEP)
     assert row_errors(np.asarray(out), np.asarray(quick_out)).max() <= 1e-5
-    assert row_errors(np.asarray(out)[::-1], np.asarray(quick_out)).max() > 1e-2, "other rows' outputs would pass"
+    assert row_errors(np.asarray(out)[::-1], np.asarray(quick_out)).max() > 1e-2, (
+        "other rows' outputs would pass"
+    )
 
 
 def test_vmap_over_caches_equals_each_cache():
@@ -100,11 +119,17 @@ def test_vmap_over_caches_equals_each_cache():
         tokens = sequences(2, seed=seed)
         states.append(run(plan, state, tokens, start, start)[1])
         inputs.append(tokens.window(start, start + 1, 1))
-    single = [decode(plan, parameters_of(plan), s, i, ()) for s, i in zip(states, inputs, strict=True)]
+    single = [
+        decode(plan, parameters_of(plan), s, i, ()) for s, i in zip(states, inputs, strict=True)
+    ]
     stack = functools.partial(jax.tree.map, lambda *a: jnp.stack(a))
-    out, after, _ = quick_jit(jax.vmap(functools.partial(decode_layer, plan, ()), in_axes=(0, 0, None)))(stack(*states), stack(*inputs), ())
+    out, after, _ = quick_jit(
+        jax.vmap(functools.partial(decode_layer, plan, ()), in_axes=(0, 0, None))
+    )(stack(*states), stack(*inputs), ())
     for i, (one_out, one_after, _) in enumerate(single):
-        assert_same_state(plan, jax.tree.map(lambda a, i=i: a[i], after), one_after, states[i], start + 1)
+        assert_same_state(
+            plan, jax.tree.map(lambda a, i=i: a[i], after), one_after, states[i], start + 1
+        )
         assert row_errors(np.asarray(out)[i], np.asarray(one_out)).max() <= 1e-5, f"cache {i}"
 
 

@@ -19,8 +19,11 @@ TOKENS = 64
 
 
 @functools.partial(quick_jit, static_argnums=(0, 1))
-def stored(plan: LayerPlan, codec: Codec, own: Any, inputs: kvq.LayerInputs) -> tuple[jax.Array, Any, jax.Array, OutlierCounts | None]:
-    """Return rows in whole blocks, the body that they are quantized to, what it decodes to, and its outliers where it has slots for any."""
+def stored(
+    plan: LayerPlan, codec: Codec, own: Any, inputs: kvq.LayerInputs
+) -> tuple[jax.Array, Any, jax.Array, OutlierCounts | None]:
+    """Return rows in whole blocks, the body that they are quantized to, what it decodes to, and its
+    outliers where it has slots for any."""
     rows = codec.rows(own, inputs)[:, :, : TOKENS // plan.regions.block * plan.regions.block]
     stats = codec.initial_statistics(len(rows), plan.heads)
     body = codec.quantize(own, stats, rows, prefill=True)
@@ -29,7 +32,9 @@ def stored(plan: LayerPlan, codec: Codec, own: Any, inputs: kvq.LayerInputs) -> 
 
 
 @cases(every=True)
-def test_a_codec_is_exact_where_rows_come_back_as_they_are_and_counts_the_outliers_that_it_has_slots_for(case: MethodCase):
+def test_a_codec_is_exact_where_rows_come_back_as_they_are_and_counts_the_outliers_that_it_has_slots_for(
+    case: MethodCase,
+):
     plan, _ = empty(case.spec, batch=2)
     whole = sequences(2).window(np.zeros(2, np.int32), np.full(2, TOKENS, np.int32), TOKENS)
     for codec, own in zip(plan.codecs, by_side(parameters_of(plan)), strict=False):
@@ -43,14 +48,30 @@ def test_a_codec_is_exact_where_rows_come_back_as_they_are_and_counts_the_outlie
             assert 0 < int(counts.kept.max()) <= slots * rows.shape[2] // runs
         if layout := codec.code_layout:
             words = [layout.words(bits) * rows.shape[2] // layout.slots for bits in layout.sets]
-            assert kvq.nbytes(jax.tree.leaves(body)) >= 2 * sum(words), "words take less than the layout says"
+            assert kvq.nbytes(jax.tree.leaves(body)) >= 2 * sum(words), (
+                "words take less than the layout says"
+            )
 
 
-@cases("kivi2", "kivi3_k8_pre_rope", "innerq2", "int4", "nf4_two_heads", "kvquant4", "squat2", "squat3_pre", "polar44")
+@cases(
+    "kivi2",
+    "kivi3_k8_pre_rope",
+    "innerq2",
+    "int4",
+    "nf4_two_heads",
+    "kvquant4",
+    "squat2",
+    "squat3_pre",
+    "polar44",
+)
 def test_what_a_wrapped_codec_says_is_what_the_inner_one_says(case: MethodCase):
     """The same facts with and without the key's bias, but for the bits that a bias would spoil."""
     plain = kvq.layout(case.spec, DIMS, 1, 90).plans[0].k
-    wrapped = kvq.layout(dataclasses.replace(kvq.parse(case.spec), subtract_bias=True), DIMS, 1, 90).plans[0].k
+    wrapped = (
+        kvq.layout(dataclasses.replace(kvq.parse(case.spec), subtract_bias=True), DIMS, 1, 90)
+        .plans[0]
+        .k
+    )
     for name in ("exact", "code_layout", "before_rope", "normalizes_channels"):
         assert getattr(wrapped, name) == getattr(plain, name), name
     assert wrapped.outlier_slots(2) == plain.outlier_slots(2)

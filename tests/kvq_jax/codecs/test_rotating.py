@@ -1,4 +1,5 @@
-"""rotate=true: what is quantized are rotated rows, attention is that of the rows themselves, and nothing changes where it is off."""
+"""rotate=true: what is quantized are rotated rows, attention is that of the rows themselves, and
+nothing changes where it is off."""
 
 from __future__ import annotations
 
@@ -46,17 +47,23 @@ def test_the_body_holds_what_the_method_makes_of_rotated_rows(spec: str):
     k, v = outliers(0), outliers(1)
     plain, matrix = spec + (":" if ":" not in spec else ","), rotation(64)
     found = kvq.roundtrip(f"{plain}rotate=true", jnp.asarray(k), jnp.asarray(v))
-    wanted = [np.asarray(rows) @ matrix for rows in kvq.roundtrip(spec, jnp.asarray(k @ matrix.T), jnp.asarray(v @ matrix.T))]
+    wanted = [
+        np.asarray(rows) @ matrix
+        for rows in kvq.roundtrip(spec, jnp.asarray(k @ matrix.T), jnp.asarray(v @ matrix.T))
+    ]
     without = kvq.roundtrip(spec, jnp.asarray(k), jnp.asarray(v))
     for one, other, unrotated, given in zip(found, wanted, without, (k, v), strict=True):
         steps = np.abs(np.asarray(one) - other) > 1e-3 * np.abs(given).max()
         assert steps.mean() <= 1e-3, f"{steps.mean():.4f} of the entries differ"
-        assert (np.abs(np.asarray(unrotated) - other) > 1e-3 * np.abs(given).max()).mean() > 0.1, "unrotated rows would pass"
+        assert (np.abs(np.asarray(unrotated) - other) > 1e-3 * np.abs(given).max()).mean() > 0.1, (
+            "unrotated rows would pass"
+        )
 
 
 @pytest.mark.parametrize("spec", ["int4", "nf4"])
 def test_it_helps_where_a_few_channels_are_large(spec: str):
-    """Error of the other channels, where those of a token share a scale: a third (int4: 3.2 times as small, nf4: 3.0)."""
+    """Error of the other channels, where those of a token share a scale: a third (int4: 3.2 times
+    as small, nf4: 3.0)."""
     k, others = outliers(), np.setdiff1d(np.arange(64), [3, 40])
 
     def error(cache: str) -> float:
@@ -70,10 +77,15 @@ def test_entries_that_are_not_finite_stay_in_their_row():
     k = outliers()
     k[0, 0, 5, 7], k[0, 1, 9, 1] = np.nan, np.inf
     clean = np.where(np.isfinite(k), k, 0)
-    found, wanted = (np.asarray(kvq.roundtrip("int8:rotate=true", jnp.asarray(rows), jnp.asarray(clean))[0]) for rows in (k, clean))
+    found, wanted = (
+        np.asarray(kvq.roundtrip("int8:rotate=true", jnp.asarray(rows), jnp.asarray(clean))[0])
+        for rows in (k, clean)
+    )
     assert np.isfinite(found).all()
     same = np.ones(k.shape[:3], bool)
-    same[0, 1, 9] = False  # infinity is a large number, and the row's other entries are small beside it
+    same[0, 1, 9] = (
+        False  # infinity is a large number, and the row's other entries are small beside it
+    )
     np.testing.assert_array_equal(found[0, 0, 5], wanted[0, 0, 5])
     same[0, 0, 9] = False  # they share the scale of a token
     np.testing.assert_array_equal(found[same], wanted[same])
@@ -82,7 +94,9 @@ def test_entries_that_are_not_finite_stay_in_their_row():
 def test_it_is_an_option_of_each_side_and_of_rows_that_are_quantized():
     plan = kvq.layout("k=int4:rotate=true+v=kivi", DIMS, 1, 64).plans[0]
     assert (isinstance(plan.k, Rotating), isinstance(plan.v, Rotating)) == (True, False)
-    assert plan.k.describe() == kvq.layout("int4", DIMS, 1, 64).plans[0].k.describe() | {"rotate": True}
+    assert plan.k.describe() == kvq.layout("int4", DIMS, 1, 64).plans[0].k.describe() | {
+        "rotate": True
+    }
     exact = kvq.layout("int4:rotate=true,skip_layers=0", DIMS, 1, 64).plans[0]
     assert exact.k.exact, "rows in full precision are not rotated"
     assert str(kvq.parse("int4:rotate=true,sink=3")) == "int4:rotate=true,sink=3"
@@ -108,8 +122,15 @@ def test_where_it_has_no_meaning_it_is_refused(spec: str, message: str):
 
 def test_kernels_read_rotated_rows_after_rope():
     for kernels in ("pallas", "native"):
-        assert dispatch.unsupported(kvq.layout("int4:rotate=true", DIMS, 1, 256).plans[0], 4, 1, kernels) is None
-        reason = dispatch.unsupported(kvq.layout("int4:rotate=true,pre_rope=true", DIMS, 1, 256).plans[0], 4, 1, kernels)
+        assert (
+            dispatch.unsupported(
+                kvq.layout("int4:rotate=true", DIMS, 1, 256).plans[0], 4, 1, kernels
+            )
+            is None
+        )
+        reason = dispatch.unsupported(
+            kvq.layout("int4:rotate=true,pre_rope=true", DIMS, 1, 256).plans[0], 4, 1, kernels
+        )
         assert reason == "k: rotate=true with keys cached before RoPE, which no kernel turns back"
 
 
@@ -121,6 +142,11 @@ def test_a_calibration_is_that_of_rotated_rows():
     found = kvq.calibrate_layer(f"{spec},rotate=true", DIMS, 0, given, ones)["k"]["scale"]
     wanted = kvq.calibrate_layer(spec, DIMS, 0, turned, ones)["k"]["scale"]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
-    assert not np.allclose(found, kvq.calibrate_layer(spec, DIMS, 0, given, ones)["k"]["scale"], rtol=0.1)
-    keys_of = {o: kvq.layout(f"{spec}{o}", DIMS, 1, 64).plans[0].k.calibration_key() for o in ("", ",rotate=true")}
+    assert not np.allclose(
+        found, kvq.calibrate_layer(spec, DIMS, 0, given, ones)["k"]["scale"], rtol=0.1
+    )
+    keys_of = {
+        o: kvq.layout(f"{spec}{o}", DIMS, 1, 64).plans[0].k.calibration_key()
+        for o in ("", ",rotate=true")
+    }
     assert keys_of[",rotate=true"] == f"{keys_of['']},rotate=true"

@@ -1,4 +1,5 @@
-"""GEAR against what its public code's functions return for the same numbers (a slice in tests/golden/), and what ours does otherwise."""
+"""GEAR against what its public code's functions return for the same numbers (a slice in
+tests/golden/), and what ours does otherwise."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ from kvq_jax.methods.gear.codec import GearCodec, start_matrix
 from tests.kvq_jax.methods.test_golden import compare_numbers, golden
 
 TOKENS, CHANNELS = 128, 64
-HEADS = {"k": 1, "v": 4}  # of the file's inputs: outliers of values are chosen over all heads; results are those of the first
-OF_PUBLIC_CODE = 2  # outliers on each side: 2 % of the KV width of 256, halved, for keys and values alike
+HEADS = {
+    "k": 1,
+    "v": 4,
+    # of the file's inputs: outliers of values are chosen over all heads; results are those of the first
+}
+OF_PUBLIC_CODE = (
+    2  # outliers on each side: 2 % of the KV width of 256, halved, for keys and values alike
+)
 DIMS = kvq.CacheDims(1, 2, 2, 32, 64)
 
 find_factors = jax.jit(low_rank.factors, static_argnums=2)
@@ -34,7 +41,14 @@ def codec(side: str, bits: int, outliers: bool) -> GearCodec:
     axis = "tokens" if side == "k" else "channels"
     slots = 2 * OF_PUBLIC_CODE * (HEADS[side] * CHANNELS if side == "k" else TOKENS)
     pool = Pool(TOKENS, slots, overflows=False) if outliers else None
-    return GearCodec(side, GroupFormat(bits, "asym", axis, 64, CHANNELS, TOKENS, "float32"), 2, 3, OF_PUBLIC_CODE, pool)
+    return GearCodec(
+        side,
+        GroupFormat(bits, "asym", axis, 64, CHANNELS, TOKENS, "float32"),
+        2,
+        3,
+        OF_PUBLIC_CODE,
+        pool,
+    )
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -42,17 +56,24 @@ def codec(side: str, bits: int, outliers: bool) -> GearCodec:
 def test_codes_and_low_rank_products_are_those_of_the_public_code(side: str, bits: int):
     data = golden("gear")
     x = data[side.upper()][:, :1]
-    dense = np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.asarray(x), codec(side, bits, outliers=False).format)))
+    dense = np.asarray(
+        grouped_array.dequantize(
+            grouped_array.quantize(jnp.asarray(x), codec(side, bits, outliers=False).format)
+        )
+    )
     if bits == 2:
         compare_numbers(dense, data[f"{side}_kivi_deq_b2"])
     start, wanted = data[f"p0_b{bits}_r2"], data[f"{side}_lowrank_b{bits}_r2"]
     np.testing.assert_allclose(product(x - dense, start), wanted, atol=1e-5)
-    assert np.abs(product(x - dense, start, turns=1) - wanted).max() > 1e-2, "one iteration would pass"
+    assert np.abs(product(x - dense, start, turns=1) - wanted).max() > 1e-2, (
+        "one iteration would pass"
+    )
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_outliers_are_those_of_the_public_code(side: str):
-    """Rows without outliers, then with the low-rank product of what is left. Ours are nearer at the outliers themselves."""
+    """Rows without outliers, then with the low-rank product of what is left. Ours are nearer at the
+    outliers themselves."""
     data, own = golden("gear"), codec(side, 4, outliers=True)
     x = data[side.upper()]
     mask = np.asarray(own._outliers(jnp.asarray(x)))
@@ -60,11 +81,17 @@ def test_outliers_are_those_of_the_public_code(side: str):
     assert (count == 2 * OF_PUBLIC_CODE).all()
     theirs, first = data[f"{side}out_gear_deq_b4_r2"], (slice(None), slice(1))
     means = own._means(jnp.asarray(x))
-    dense = np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.where(mask, means, x), own.format)))
+    dense = np.asarray(
+        grouped_array.dequantize(grouped_array.quantize(jnp.where(mask, means, x), own.format))
+    )
     without = np.where(mask, x, dense)
-    np.testing.assert_allclose(without[first], data[f"{side}_outlier_deq_b4"], rtol=2e-3, atol=2e-3)  # the file holds float16
+    np.testing.assert_allclose(
+        without[first], data[f"{side}_outlier_deq_b4"], rtol=2e-3, atol=2e-3
+    )  # the file holds float16
     plain = np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.asarray(x), own.format)))
-    assert np.abs(np.where(mask, x, plain)[first] - data[f"{side}_outlier_deq_b4"]).max() > 0.1, "ranges with the outliers would pass"
+    assert np.abs(np.where(mask, x, plain)[first] - data[f"{side}_outlier_deq_b4"]).max() > 0.1, (
+        "ranges with the outliers would pass"
+    )
     found = product(x[first] - data[f"{side}_outlier_deq_b4"].astype(np.float32), data["p0_b4_r2"])
     np.testing.assert_allclose(found, data[f"{side}out_lowrank_b4_r2"], atol=1e-5)
 
@@ -83,7 +110,9 @@ def test_an_error_of_low_rank_is_found_and_one_without_any_costs_nothing():
     assert np.abs(product(exact, start_matrix(16, 1)) - exact).max() > 0.1, "rank 1 would do"
     np.testing.assert_allclose(product(exact, start_matrix(16, 5)), exact, atol=1e-4)
     np.testing.assert_array_equal(product(0 * exact, start_matrix(16, 3)), 0 * exact)
-    left, _ = find_factors(jnp.asarray(rng.normal(size=(1, 32, 16)), jnp.float32), jnp.asarray(start_matrix(16, 4)), 2)
+    left, _ = find_factors(
+        jnp.asarray(rng.normal(size=(1, 32, 16)), jnp.float32), jnp.asarray(start_matrix(16, 4)), 2
+    )
     np.testing.assert_allclose(np.asarray(left)[0].T @ np.asarray(left)[0], np.eye(4), atol=1e-5)
 
 
@@ -97,19 +126,31 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
     return k, v
 
 
-@pytest.mark.parametrize(("better", "worse"), [("gear", "gear:outliers=0"), ("gear:outliers=0", "gear:outliers=0,rank=0")])
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [("gear", "gear:outliers=0"), ("gear:outliers=0", "gear:outliers=0,rank=0")],
+)
 def test_each_part_brings_rows_nearer(better: str, worse: str):
     k, v = map(jnp.asarray, rows())
 
     def errors(spec: str) -> np.ndarray:
-        return np.array([np.linalg.norm(np.asarray(a) - b) for a, b in zip(kvq.roundtrip(spec, k, v), (k, v), strict=True)])
+        return np.array(
+            [
+                np.linalg.norm(np.asarray(a) - b)
+                for a, b in zip(kvq.roundtrip(spec, k, v), (k, v), strict=True)
+            ]
+        )
 
     assert (errors(better) < 0.97 * errors(worse)).all()
 
 
 def test_without_a_product_and_outliers_it_is_kivi():
     k, v = map(jnp.asarray, rows())
-    for one, other in zip(kvq.roundtrip("gear:outliers=0,rank=0,group_size=32", k, v), kvq.roundtrip("kivi", k, v), strict=True):
+    for one, other in zip(
+        kvq.roundtrip("gear:outliers=0,rank=0,group_size=32", k, v),
+        kvq.roundtrip("kivi", k, v),
+        strict=True,
+    ):
         np.testing.assert_array_equal(one, other)
 
 
@@ -118,8 +159,15 @@ def test_a_fraction_of_the_tokens_and_not_of_the_width_are_outliers():
     assert isinstance(plan.k, GearCodec)
     assert plan.k.per_side == 3, "of 64 tokens"
     assert plan.v.outlier_slots(8) == 2 * 51, "of 1024 entries of a token"
-    assert kvq.outlier_fraction("gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)) == pytest.approx(0.0967, abs=1e-3)
-    body = plan.k.quantize((), (), jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 64, 128)), jnp.float32), prefill=True)
+    assert kvq.outlier_fraction(
+        "gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)
+    ) == pytest.approx(0.0967, abs=1e-3)
+    body = plan.k.quantize(
+        (),
+        (),
+        jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 64, 128)), jnp.float32),
+        prefill=True,
+    )
     kept, dropped = sparse_outliers.counts(body.outliers)
     assert (int(kept[0, 0]), int(dropped[0, 0])) == (2 * 3 * 8 * 128, 0)
 

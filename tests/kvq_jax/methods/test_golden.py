@@ -1,7 +1,9 @@
-"""KIVI and InnerQ against what their public implementations return for the same numbers (slices in tests/golden/).
+"""KIVI and InnerQ against what their public implementations return for the same numbers (slices in
+tests/golden/).
 
-Codes may be off by one in 1e-4 of the entries (rounding ties); decoded numbers agree to 1e-5 elsewhere. InnerQ's public code counts the
-sign of symmetric and hybrid codes: its b is our bits + 1.
+Codes may be off by one in 1e-4 of the entries (rounding ties); decoded numbers agree to 1e-5
+elsewhere. InnerQ's public code counts the sign of symmetric and hybrid codes: its b is our bits +
+1.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def compare_codes(found, expected) -> None:
 
 def compare_numbers(found, expected) -> None:
     error = np.abs(np.asarray(found, np.float64) - expected) / np.maximum(1, np.abs(expected))
-    assert (error > 1e-5).mean() <= 1e-4, f"{(error > 1e-5).sum()} of {error.size} numbers differ, by up to {error.max():.1e}"
+    assert (error > 1e-5).mean() <= 1e-4, (
+        f"{(error > 1e-5).sum()} of {error.size} numbers differ, by up to {error.max():.1e}"
+    )
 
 
 def format_of(side: str, bits: int, scheme: str, kind: str, tokens: int) -> GroupFormat:
@@ -72,7 +76,9 @@ def test_innerq_matches_its_public_code(side: str, paper_bits: int, scheme: str)
     b = paper_bits + 1  # of the public code; its asym has no sign
     bits = b if scheme == "asym" else paper_bits
     x = data[side.upper()]
-    body, codes, x_hat = round_trip(jnp.asarray(x), format_of(side, bits, scheme, "innerq", x.shape[2]))
+    body, codes, x_hat = round_trip(
+        jnp.asarray(x), format_of(side, bits, scheme, "innerq", x.shape[2])
+    )
     name = f"{side}_{'hyb' if scheme == 'hybrid' else scheme}_b{b}"
     compare_numbers(x_hat, data[f"{name}_deq"])
     if scheme == "asym":
@@ -82,26 +88,41 @@ def test_innerq_matches_its_public_code(side: str, paper_bits: int, scheme: str)
         signs = np.sign(data[f"{name}_signs"].astype(np.int64))
         compare_codes(magnitude, data[f"{name}_codes"] * np.where(signs == 0, 1, signs))
     if scheme == "hybrid":
-        chose_sym = np.abs(np.asarray(body.zero) + body.format.centre * np.asarray(body.scale)) < 1e-6
-        stored = np.swapaxes(data[f"{name}_mask_sym"], 2, 3) if side == "k" else data[f"{name}_mask_sym"]
-        assert (chose_sym != stored).mean() <= 1e-2, f"{(chose_sym != stored).sum()} groups chose the other scheme"
+        chose_sym = (
+            np.abs(np.asarray(body.zero) + body.format.centre * np.asarray(body.scale)) < 1e-6
+        )
+        stored = (
+            np.swapaxes(data[f"{name}_mask_sym"], 2, 3) if side == "k" else data[f"{name}_mask_sym"]
+        )
+        assert (chose_sym != stored).mean() <= 1e-2, (
+            f"{(chose_sym != stored).sum()} groups chose the other scheme"
+        )
 
 
 def test_innerq_cache_matches_its_public_code():
-    """Numbers inside the quantized regions, not where these end. Keys: sym, 2 bits and a sign; values: hybrid, 1 bit and a sign."""
+    """Numbers inside the quantized regions, not where these end. Keys: sym, 2 bits and a sign;
+    values: hybrid, 1 bit and a sign."""
     data = golden("innerq_cache_innerq_hybrid")
     trace = data["trace_ksink_kq_krecent_vsink_vq_vrecent"]
     k_sink, k_tokens, _, v_sink, v_tokens, _ = (int(n) for n in trace[-1])
     prompt_tokens = int(trace[0][1])
 
     prompt = data["K"][:, :, k_sink : k_sink + prompt_tokens]
-    np.testing.assert_allclose(np.sqrt(np.abs(prompt).max(axis=2, keepdims=True)), data["key_norm"], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.sqrt(np.abs(prompt).max(axis=2, keepdims=True)), data["key_norm"], rtol=1e-6
+    )
     keys = data["K"][:, :, k_sink : k_sink + k_tokens] / data["key_norm"]
-    _, _, k_hat = round_trip(jnp.asarray(keys), GroupFormat(2, "sym", "channels", 32, 64, 1, "float32"))
-    compare_numbers(np.asarray(k_hat) * data["key_norm"], data["k_deq_final"][:, :, k_sink : k_sink + k_tokens])
+    _, _, k_hat = round_trip(
+        jnp.asarray(keys), GroupFormat(2, "sym", "channels", 32, 64, 1, "float32")
+    )
+    compare_numbers(
+        np.asarray(k_hat) * data["key_norm"], data["k_deq_final"][:, :, k_sink : k_sink + k_tokens]
+    )
 
     values = data["V"][:, :, v_sink : v_sink + v_tokens]
-    _, _, v_hat = round_trip(jnp.asarray(values), GroupFormat(1, "hybrid", "tokens", 32, 64, 32, "float32"))
+    _, _, v_hat = round_trip(
+        jnp.asarray(values), GroupFormat(1, "hybrid", "tokens", 32, 64, 32, "float32")
+    )
     compare_numbers(v_hat, data["v_deq_final"][:, :, v_sink : v_sink + v_tokens])
 
 

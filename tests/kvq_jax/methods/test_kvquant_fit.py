@@ -1,4 +1,5 @@
-"""Calibration: levels no worse than scikit-learn's k-means, thresholds and ranges as defined, bad activations refused."""
+"""Calibration: levels no worse than scikit-learn's k-means, thresholds and ranges as defined, bad
+activations refused."""
 
 from __future__ import annotations
 
@@ -10,14 +11,21 @@ from kvq_jax.methods.kvquant import fit
 from kvq_jax.methods.kvquant.kmeans import nearest, weighted_levels
 
 TOKENS, HEADS, HEAD_DIM = 400, 2, 32
-OPTIONS = {"levels": 8, "per_channel": True, "per_matrix": False, "outliers": 0.02, "per_side": 2, "weighting": "fisher_scale"}
+OPTIONS = {
+    "levels": 8,
+    "per_channel": True,
+    "per_matrix": False,
+    "outliers": 0.02,
+    "per_side": 2,
+    "weighting": "fisher_scale",
+}
 
 
 def activations(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
-    rows = rng.standard_t(4, size=(TOKENS, HEADS, HEAD_DIM)) * np.exp(rng.normal(size=(HEADS, HEAD_DIM))) + 2 * rng.normal(
-        size=(HEADS, HEAD_DIM)
-    )
+    rows = rng.standard_t(4, size=(TOKENS, HEADS, HEAD_DIM)) * np.exp(
+        rng.normal(size=(HEADS, HEAD_DIM))
+    ) + 2 * rng.normal(size=(HEADS, HEAD_DIM))
     return rows.astype(np.float32), (rng.standard_t(3, size=rows.shape) * 1e-5).astype(np.float32)
 
 
@@ -43,7 +51,9 @@ def distortion(y: np.ndarray, weights: np.ndarray | None, levels: np.ndarray) ->
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "two humps", "few"])
 def test_levels_are_no_worse_than_those_of_scikit_learn(kind: str, entries: int):
     y, weights = numbers(kind)
-    model = KMeans(entries, random_state=0, n_init=1, max_iter=50).fit(y[:, None], sample_weight=weights)
+    model = KMeans(entries, random_state=0, n_init=1, max_iter=50).fit(
+        y[:, None], sample_weight=weights
+    )
     theirs = distortion(y, weights, np.sort(model.cluster_centers_[:, 0]))
     ours = distortion(y, weights, weighted_levels(y, weights, entries))
     assert ours <= 1.001 * theirs, f"distortion {ours / theirs:.4f} of scikit-learn's"
@@ -53,7 +63,9 @@ def test_levels_are_no_worse_than_those_of_scikit_learn(kind: str, entries: int)
 
 def test_levels_without_weights_are_those_of_equal_weights():
     y, _ = numbers("normal")
-    np.testing.assert_allclose(weighted_levels(y, None, 8), weighted_levels(y, np.full(y.shape, 7.0), 8), rtol=1e-12)
+    np.testing.assert_allclose(
+        weighted_levels(y, None, 8), weighted_levels(y, np.full(y.shape, 7.0), 8), rtol=1e-12
+    )
 
 
 def test_fewer_numbers_than_levels_are_all_met():
@@ -69,7 +81,10 @@ def test_channel_thresholds_are_percentiles_and_ranges_those_of_what_is_left():
     np.testing.assert_allclose(found["lower"], lower, rtol=1e-6)
     np.testing.assert_allclose(found["upper"], upper, rtol=1e-6)
     kept = np.ma.masked_where((rows < lower) | (rows > upper), rows)
-    for name, expected in (("scale", (kept.max(0) - kept.min(0)) / 2), ("zero", (kept.max(0) + kept.min(0)) / 2)):
+    for name, expected in (
+        ("scale", (kept.max(0) - kept.min(0)) / 2),
+        ("zero", (kept.max(0) + kept.min(0)) / 2),
+    ):
         np.testing.assert_allclose(found[name], expected, atol=1e-5, err_msg=name)
     assert found["levels"].shape == (8,)
     assert np.all(np.abs(found["levels"]) <= 1)
@@ -87,15 +102,26 @@ def test_one_threshold_serves_a_whole_layer_where_asked():
 def test_each_weighting_minimizes_its_own_distortion(weighting: str):
     rows, gradients = activations()
     kinds = ("none", "fisher", "fisher_scale")
-    levels = {kind: fit.parameters(rows, gradients, **{**OPTIONS, "weighting": kind})["levels"] for kind in kinds}
+    levels = {
+        kind: fit.parameters(rows, gradients, **{**OPTIONS, "weighting": kind})["levels"]
+        for kind in kinds
+    }
     found = fit.parameters(rows, gradients, **OPTIONS)
-    x, grad, scale = rows.reshape(TOKENS, -1), gradients.reshape(TOKENS, -1).astype(np.float64), found["scale"].reshape(1, -1)
+    x, grad, scale = (
+        rows.reshape(TOKENS, -1),
+        gradients.reshape(TOKENS, -1).astype(np.float64),
+        found["scale"].reshape(1, -1),
+    )
     kept = (x >= found["lower"].reshape(1, -1)) & (x <= found["upper"].reshape(1, -1))
     y = ((x - found["zero"].reshape(1, -1)) / scale)[kept]
-    weights = {"none": np.ones(x.shape), "fisher": grad**2, "fisher_scale": (grad * scale) ** 2}[weighting][kept]
+    weights = {"none": np.ones(x.shape), "fisher": grad**2, "fisher_scale": (grad * scale) ** 2}[
+        weighting
+    ][kept]
     own = distortion(y, weights, levels[weighting])
     for other in kinds:
-        assert other == weighting or own < distortion(y, weights, levels[other]), f"levels of {other} are as good"
+        assert other == weighting or own < distortion(y, weights, levels[other]), (
+            f"levels of {other} are as good"
+        )
 
 
 def test_qnorm_restores_mean_and_deviation():
@@ -122,7 +148,10 @@ def test_a_constant_channel_has_its_value_and_no_range():
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda rows, grad: rows.__setitem__((3, 0, 0), np.nan), r"activations are not finite \(1 of 25600\)"),
+        (
+            lambda rows, grad: rows.__setitem__((3, 0, 0), np.nan),
+            r"activations are not finite \(1 of 25600\)",
+        ),
         (lambda rows, grad: grad.__setitem__((3, 0, 0), np.inf), "gradients are not finite"),
         (lambda rows, grad: grad.__setitem__(slice(None), 0), "all gradients are 0"),
     ],

@@ -1,5 +1,6 @@
-"""KVQuant against what its public implementation returns for the same numbers (a slice in tests/golden/): 48 tokens of 128 channels, keys
-with given thresholds, values with those of each token."""
+"""KVQuant against what its public implementation returns for the same numbers (a slice in
+tests/golden/): 48 tokens of 128 channels, keys with given thresholds, values with those of each
+token."""
 
 from __future__ import annotations
 
@@ -20,24 +21,45 @@ WIDTH = 128
 UNCAPPED = 128  # a slot for every entry
 
 
-def codec_of(side: Side, bits: int, slots: int, pool: int = 1, datatype: Datatype = "nuq", qnorm: bool = False) -> KVQuantCodec:
+def codec_of(
+    side: Side,
+    bits: int,
+    slots: int,
+    pool: int = 1,
+    datatype: Datatype = "nuq",
+    qnorm: bool = False,
+) -> KVQuantCodec:
     """slots: of a token; `pool` tokens share theirs."""
     group = None if side == "k" else ChannelGroup(1, WIDTH)
-    format = CodebookFormat(bits, WIDTH, 1, group, Pool(pool, pool * slots, side == "k") if slots else None, "float32")
-    return KVQuantCodec(side, format, datatype, "fisher", 0.01, min(slots, 1), False, qnorm, pre_rope=False)
+    format = CodebookFormat(
+        bits, WIDTH, 1, group, Pool(pool, pool * slots, side == "k") if slots else None, "float32"
+    )
+    return KVQuantCodec(
+        side, format, datatype, "fisher", 0.01, min(slots, 1), False, qnorm, pre_rope=False
+    )
 
 
 def parameters(bits: int, lower: np.ndarray, upper: np.ndarray) -> dict[str, jnp.ndarray]:
     stretched = jnp.asarray([1.05, -0.01], jnp.float32)
-    channels = {"scale": (upper - lower) / 2, "zero": (upper + lower) / 2, "lower": lower, "upper": upper}
+    channels = {
+        "scale": (upper - lower) / 2,
+        "zero": (upper + lower) / 2,
+        "lower": lower,
+        "upper": upper,
+    }
     found = {name: jnp.asarray(array)[None] for name, array in channels.items()}
-    return found | {"levels": jnp.asarray(golden("kvquant_nuq")[f"lut_b{bits}"]), "qnorm": stretched}
+    return found | {
+        "levels": jnp.asarray(golden("kvquant_nuq")[f"lut_b{bits}"]),
+        "qnorm": stretched,
+    }
 
 
 def decoded(side: Side, bits: int, slots: int, **options) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows as the body returns them, how many outliers of each pool had no slot)."""
     data = golden("kvquant_nuq")
-    lower, upper = (data["k_lower"], data["k_upper"]) if slots else (data["k_min"], data["k_max"])  # of all tokens, not of the slice
+    lower, upper = (
+        (data["k_lower"], data["k_upper"]) if slots else (data["k_min"], data["k_max"])
+    )  # of all tokens, not of the slice
     params = parameters(bits, lower, upper)
     codec = codec_of(side, bits, slots, **options)
     body = codec.quantize(params, (), jnp.asarray(data[side.upper()])[None, None], prefill=True)
@@ -58,29 +80,44 @@ class TestMatchesThePublicCode:
             compare_numbers(decoded(side, bits, 0)[0], expected)
 
     def test_without_outliers(self, side: Side, bits: int):
-        compare_numbers(decoded(side, bits, 0)[0], golden("kvquant_nuq")[f"{side}_deq_dense_b{bits}"])
+        compare_numbers(
+            decoded(side, bits, 0)[0], golden("kvquant_nuq")[f"{side}_deq_dense_b{bits}"]
+        )
 
     @pytest.mark.parametrize("pool", [1, 16])
-    def test_the_capped_store_equals_the_uncapped_one_where_nothing_overflows(self, side: Side, bits: int, pool: int):
+    def test_the_capped_store_equals_the_uncapped_one_where_nothing_overflows(
+        self, side: Side, bits: int, pool: int
+    ):
         slots = 2 * outliers_per_side(0.01, WIDTH)
         found, dropped = decoded(side, bits, slots, pool=pool)
         expected = golden("kvquant_nuq")[f"{side}_deq_b{bits}"]
         found, expected = (rows.reshape(-1, pool, WIDTH) for rows in (found, expected))
         compare_numbers(found[dropped == 0], expected[dropped == 0])
-        assert side == "v" or 0 < (dropped > 0).sum() < len(dropped), "both kinds of pools are needed"
+        assert side == "v" or 0 < (dropped > 0).sum() < len(dropped), (
+            "both kinds of pools are needed"
+        )
         for p in np.flatnonzero(dropped):
-            differing = (np.abs(found[p] - expected[p]) > 1e-5 * np.maximum(1, np.abs(expected[p]))).sum()
-            assert 0 < differing <= dropped[p], f"pool {p} dropped {dropped[p]} outliers, {differing} entries differ"
+            differing = (
+                np.abs(found[p] - expected[p]) > 1e-5 * np.maximum(1, np.abs(expected[p]))
+            ).sum()
+            assert 0 < differing <= dropped[p], (
+                f"pool {p} dropped {dropped[p]} outliers, {differing} entries differ"
+            )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_qnorm_and_uniform_levels_match_the_public_code(bits: int):
-    compare_numbers(decoded("k", bits, UNCAPPED, qnorm=True)[0], golden("kvquant_nuq")[f"k_deq_qnorm_b{bits}"])
-    compare_numbers(decoded("k", bits, UNCAPPED, datatype="int")[0], golden("kvquant_nuq")[f"k_deq_int_b{bits}"])
+    compare_numbers(
+        decoded("k", bits, UNCAPPED, qnorm=True)[0], golden("kvquant_nuq")[f"k_deq_qnorm_b{bits}"]
+    )
+    compare_numbers(
+        decoded("k", bits, UNCAPPED, datatype="int")[0], golden("kvquant_nuq")[f"k_deq_int_b{bits}"]
+    )
 
 
 def test_tokens_after_the_sink_are_coded_as_without_one():
-    """The public code leaves the first token out by overwriting it; here it never reaches a codec."""
+    """The public code leaves the first token out by overwriting it; here it never reaches a
+    codec."""
     data = golden("kvquant_nuq")
     found, _ = decoded("k", 3, UNCAPPED)
     compare_numbers(found[1:], data["k_deq_b3_sink1"][1:])

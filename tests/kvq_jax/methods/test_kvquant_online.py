@@ -1,4 +1,5 @@
-"""KVQuant's ranges and thresholds of channels from each sequence's own prompt (Table 14, online): what they are, and where they serve."""
+"""KVQuant's ranges and thresholds of channels from each sequence's own prompt (Table 14, online):
+what they are, and where they serve."""
 
 from __future__ import annotations
 
@@ -20,14 +21,19 @@ SPEC = "kvquant:outliers=0.1,sink=3,block=16,channel_ranges=prompt"
 LENGTHS = np.asarray([60, 33, 1, 0], np.int32)
 
 
-def statistics(outliers: float = 0.1, spoil: Sequence[tuple[int, float]] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """(keys of a ragged batch of prompts, what they give), where the keys of the tokens to spoil are replaced by a number."""
+def statistics(
+    outliers: float = 0.1, spoil: Sequence[tuple[int, float]] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """(keys of a ragged batch of prompts, what they give), where the keys of the tokens to spoil
+    are replaced by a number."""
     codec = empty(SPEC.replace("outliers=0.1", f"outliers={outliers}"), batch=4)[0].k
     prompts = sequences(4).window(np.zeros(4, np.int32), LENGTHS, 60)
     keys = np.array(prompts.k_pre)
     for token, number in spoil:
         keys[:, :, token] = number
-    return keys, np.asarray(codec.prompt_statistics((), dataclasses.replace(prompts, k_pre=jnp.asarray(keys))))
+    return keys, np.asarray(
+        codec.prompt_statistics((), dataclasses.replace(prompts, k_pre=jnp.asarray(keys)))
+    )
 
 
 @pytest.mark.parametrize("outliers", [0.1, 0.0])
@@ -36,9 +42,13 @@ def test_statistics_are_those_of_a_calibration_on_the_prompt_alone(outliers: flo
     for b, length in enumerate(LENGTHS[:2]):
         rows = np.moveaxis(keys[b, :, 1:length], 0, 1)
         options = {"levels": None, "per_channel": True, "per_matrix": False, "weighting": "none"}
-        wanted = fit.parameters(rows, np.ones_like(rows), outliers=outliers, per_side=int(outliers > 0), **options)
+        wanted = fit.parameters(
+            rows, np.ones_like(rows), outliers=outliers, per_side=int(outliers > 0), **options
+        )
         for i, name in enumerate(RANGES):
-            np.testing.assert_allclose(found[b, :, i], wanted[name], rtol=1e-5, atol=1e-6, err_msg=f"{name} of row {b}")
+            np.testing.assert_allclose(
+                found[b, :, i], wanted[name], rtol=1e-5, atol=1e-6, err_msg=f"{name} of row {b}"
+            )
     assert np.abs(found[0] - found[1]).max() > 0.1, "every sequence has its own"
     assert (found[2:] == 0).all(), "no token after the first, no statistics"
 
@@ -57,8 +67,16 @@ def test_ranges_of_a_prompt_replace_those_of_the_calibration_and_stand_back_wher
     stats = np.zeros((4, 2, 4, 32), np.float32)
     stats[0] = np.asarray([2.0, 0.5, -1.0, 2.0])[:, None]
     stats[0, :, :, 7] = np.asarray([0.0, 3.0, 3.0, 3.0])  # a channel that is constant in the prompt
-    read = np.asarray(plan.k.dequantize(params, jnp.asarray(stats), plan.k.quantize(params, jnp.asarray(stats), rows, prefill=True)))
-    other = np.asarray(calibrated.dequantize(params, (), calibrated.quantize(params, (), rows, prefill=True)))
+    read = np.asarray(
+        plan.k.dequantize(
+            params,
+            jnp.asarray(stats),
+            plan.k.quantize(params, jnp.asarray(stats), rows, prefill=True),
+        )
+    )
+    other = np.asarray(
+        calibrated.dequantize(params, (), calibrated.quantize(params, (), rows, prefill=True))
+    )
     np.testing.assert_array_equal(read[1:], other[1:], err_msg="rows without a prompt")
     levels = np.asarray(params["levels"]) * 2 + 0.5
     inside = (rows[0] > -1) & (rows[0] < 2)
@@ -68,14 +86,19 @@ def test_ranges_of_a_prompt_replace_those_of_the_calibration_and_stand_back_wher
     assert inside.sum() > 100
     assert (read[0] != other[0]).mean() > 0.5, "the calibration's ranges would pass"
     values = [np.sort(np.unique(np.round(array[0, 0, :, 7], 4))) for array in (read, other)]
-    assert np.isin(values[0], values[1]).mean() > 0.5, "a constant channel keeps the calibrated range"
+    assert np.isin(values[0], values[1]).mean() > 0.5, (
+        "a constant channel keeps the calibrated range"
+    )
 
 
 def test_what_cannot_be_is_refused_or_has_a_reason():
     dims = CacheDims(1, 4, 2, 64, 256)
     with pytest.raises(ValueError, match="channel_ranges=prompt needs thresholds=vector"):
         kvq.layout("kvquant:channel_ranges=prompt,thresholds=matrix,outliers=0.1", dims, 1, 64)
-    online, other = (kvq.layout(f"kvquant:outliers=0.04,channel_ranges={r}", dims, 1, 64).plans[0] for r in ("prompt", "calibrated"))
+    online, other = (
+        kvq.layout(f"kvquant:outliers=0.04,channel_ranges={r}", dims, 1, 64).plans[0]
+        for r in ("prompt", "calibrated")
+    )
     assert "own ranges of channels" in str(online.k.kernel_reader())
     assert not isinstance(other.k.kernel_reader(), str)
     assert not isinstance(online.v.kernel_reader(), str), "values have ranges of tokens"

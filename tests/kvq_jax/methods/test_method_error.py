@@ -8,18 +8,29 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
-from tests.kvq_jax.layer_runs import STEP, Sequences, decode_vectors, empty, parameters_of, run, sequences
+from tests.kvq_jax.layer_runs import (
+    STEP,
+    Sequences,
+    decode_vectors,
+    empty,
+    parameters_of,
+    run,
+    sequences,
+)
 from tests.methods_table import MethodCase, cases
 
 
 def exact_attention(tokens: Sequences, at: int) -> np.ndarray:
-    """Return softmax(q k^T / sqrt(H)) v in float64 over tokens 0 .. at, for the query at `at`: [B, N, H]."""
+    """Return softmax(q k^T / sqrt(H)) v in float64 over tokens 0 .. at, for the query at `at`: [B,
+    N, H]."""
     b, n, _, h = tokens.q.shape
     k, v = (a[:, :, : at + 1].astype(np.float64) for a in (tokens.k_rot, tokens.v))
     q = tokens.q[:, :, at].astype(np.float64).reshape(b, k.shape[1], -1, h)
     scores = np.einsum("bkgh,bksh->bkgs", q, k) / np.sqrt(h)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("bkgs,bksh->bkgh", weights / weights.sum(axis=-1, keepdims=True), v).reshape(b, n, h)
+    return np.einsum("bkgs,bksh->bkgh", weights / weights.sum(axis=-1, keepdims=True), v).reshape(
+        b, n, h
+    )
 
 
 @cases(every=True)
@@ -40,7 +51,9 @@ def test_attention_error_is_the_pinned_one(case: MethodCase):
 
 @cases(every=True)
 def test_stored_bits_of_the_body_are_the_pinned_ones(case: MethodCase):
-    assert kvq.body_bits_per_element(case.spec, CacheDims(2, 4, 2, 64, 256)) == pytest.approx(case.body_bits, rel=1e-12)
+    assert kvq.body_bits_per_element(case.spec, CacheDims(2, 4, 2, 64, 256)) == pytest.approx(
+        case.body_bits, rel=1e-12
+    )
 
 
 @cases()
@@ -49,15 +62,21 @@ def test_roundtrip_gives_what_the_body_would_return(case: MethodCase):
     tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
     sink, body = plan.regions.sink, plan.regions.body_capacity
     inputs = tokens.window(np.zeros(8, np.int32), full, plan.regions.capacity)
-    k_hat, v_hat, _ = kvq.roundtrip_layer(case.spec, inputs, parameters_of(plan), layer=1, carry=tokens.below(plan, whole=True))
+    k_hat, v_hat, _ = kvq.roundtrip_layer(
+        case.spec, inputs, parameters_of(plan), layer=1, carry=tokens.below(plan, whole=True)
+    )
     assert k_hat.shape == v_hat.shape == tokens.v.shape
     for found, given in ((k_hat, tokens.k_rot), (v_hat, tokens.v)):
         error = np.linalg.norm(np.asarray(found) - given) / np.linalg.norm(given)
         assert error <= case.roundtrip_error, f"relative error {error:.2f}"
     if sink == 0 and body:  # groups of the body start where those of the whole sequence do
         _, after = run(plan, state, tokens, full, full)
-        read = decode_vectors(plan, parameters_of(plan), after, jnp.asarray(full), tokens.rope, tokens.below(plan))
+        read = decode_vectors(
+            plan, parameters_of(plan), after, jnp.asarray(full), tokens.rope, tokens.below(plan)
+        )
         for name, one, other in zip(("keys", "values"), read, (k_hat, v_hat), strict=True):
             found, wanted = (np.asarray(rows)[:, :, :body] for rows in (one, other))
             np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=name)
-            assert np.abs(found[:, :, 1:] - wanted[:, :, :-1]).max() > 0.1, f"{name} of the token before would pass"
+            assert np.abs(found[:, :, 1:] - wanted[:, :, :-1]).max() > 0.1, (
+                f"{name} of the token before would pass"
+            )

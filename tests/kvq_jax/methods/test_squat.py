@@ -1,4 +1,5 @@
-"""What SQuat adds to KIVI: the optimality of its corrections, where its subspace comes from, its options and presets."""
+"""What SQuat adds to KIVI: the optimality of its corrections, where its subspace comes from, its
+options and presets."""
 
 from __future__ import annotations
 
@@ -17,7 +18,19 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.types.rope import rotate
-from tests.kvq_jax.layer_runs import CAPACITY, DIMS, ROUNDING, Sequences, beyond_rounding, empty, live, prefill, row_errors, run, sequences
+from tests.kvq_jax.layer_runs import (
+    CAPACITY,
+    DIMS,
+    ROUNDING,
+    Sequences,
+    beyond_rounding,
+    empty,
+    live,
+    prefill,
+    row_errors,
+    run,
+    sequences,
+)
 
 SPEC = "squat:rank=3,lam=0.01,recent=4,block=16"
 KIVI = "kivi:recent=4,block=16"
@@ -46,7 +59,9 @@ class TestCorrections:
     @staticmethod
     def problem(channels: int, rank: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (S^2 [r], V^T [H, r], Q^ [r, H])."""
-        _, s, v = np.linalg.svd(np.random.default_rng(channels).normal(size=(20, channels)), full_matrices=False)
+        _, s, v = np.linalg.svd(
+            np.random.default_rng(channels).normal(size=(20, channels)), full_matrices=False
+        )
         return s[:rank] ** 2, v[:rank].T, s[:rank, None] * v[:rank]
 
     @staticmethod
@@ -56,18 +71,23 @@ class TestCorrections:
 
     @pytest.mark.parametrize(("channels", "block"), [(6, 2), (7, 3), (8, 1), (9, 8)])
     def test_they_are_the_constrained_optimum(self, channels: int, block: int):
-        """min |d|^2 + lam |Q^ d|^2 with the coded channels' part given: least squares over the other channels."""
+        """min |d|^2 + lam |Q^ d|^2 with the coded channels' part given: least squares over the
+        other channels."""
         lam, (values, vectors, q) = 0.1, self.problem(channels)
         found = self.corrections(values, vectors, lam, block)
         stacked = np.concatenate([np.eye(channels), np.sqrt(lam) * q])
         for start in range(0, channels - block, block):
             end = start + block
             error = np.random.default_rng(start).normal(size=block)
-            wanted = np.linalg.lstsq(stacked[:, end:], -stacked[:, start:end] @ error, rcond=None)[0]
+            wanted = np.linalg.lstsq(stacked[:, end:], -stacked[:, start:end] @ error, rcond=None)[
+                0
+            ]
             moved = found[end - block :, start:end] @ error
             np.testing.assert_allclose(moved, wanted, atol=2e-6)
             assert np.abs(wanted).max() > 1e-2, "nothing to correct: the comparison says nothing"
-            assert not found[: end - block, start:end].any(), "a channel that is coded already moves"
+            assert not found[: end - block, start:end].any(), (
+                "a channel that is coded already moves"
+            )
 
     @pytest.mark.parametrize(("channels", "block"), [(6, 2), (8, 1), (12, 4)])
     def test_they_are_those_of_lemmas_2_and_3(self, channels: int, block: int):
@@ -84,7 +104,9 @@ class TestCorrections:
     def test_a_subspace_too_heavy_for_fp32_still_gives_finite_corrections(self):
         values, vectors, _ = self.problem(8)
         heavy = self.corrections(1e12 * values, vectors, 1.0, 4)
-        projected = np.linalg.lstsq(vectors[4:].T, -vectors[:4].T, rcond=None)[0]  # lam to infinity: V^T d = 0, the shortest such
+        projected = np.linalg.lstsq(vectors[4:].T, -vectors[:4].T, rcond=None)[
+            0
+        ]  # lam to infinity: V^T d = 0, the shortest such
         np.testing.assert_allclose(heavy[:, :4], projected, atol=2e-2)
         assert not self.corrections(np.nan * values, vectors, 1.0, 4).any()
 
@@ -100,8 +122,12 @@ class TestSubspace:
                 _, s, v = np.linalg.svd(q, full_matrices=False)
                 p = np.eye(32) + 0.01 * (v[:3].T * s[:3] ** 2) @ v[:3]
                 wanted = -np.linalg.solve(p[16:, 16:], p[16:, :16])
-                np.testing.assert_allclose(found[b, k], wanted, atol=2e-5, err_msg=f"row {b}, head {k}")
-        assert np.abs(found[0] - found[0, ::-1]).max() > 1e-2, "both heads have one subspace: the comparison says nothing"
+                np.testing.assert_allclose(
+                    found[b, k], wanted, atol=2e-5, err_msg=f"row {b}, head {k}"
+                )
+        assert np.abs(found[0] - found[0, ::-1]).max() > 1e-2, (
+            "both heads have one subspace: the comparison says nothing"
+        )
 
     def test_it_is_empty_without_a_prompt_and_keys_are_then_coded_as_kivi_does(self):
         tokens = sequences()
@@ -110,10 +136,14 @@ class TestSubspace:
         codes = {}
         for name, prompt in (("none", ZERO), ("prompt", FULL // 2)):
             _, after = run(plan, state, tokens, prompt, FULL)
-            codes[name] = {n: a for n, a in live(plan, after, FULL).items() if not n.startswith("stats")}
+            codes[name] = {
+                n: a for n, a in live(plan, after, FULL).items() if not n.startswith("stats")
+            }
         _, after = run(plain, plain_state, tokens, ZERO, FULL)
         assert not beyond_rounding(codes["none"], live(plain, after, FULL))
-        assert beyond_rounding(codes["prompt"], live(plain, after, FULL)), "a subspace changes no code"
+        assert beyond_rounding(codes["prompt"], live(plain, after, FULL)), (
+            "a subspace changes no code"
+        )
 
     def test_generated_tokens_and_later_prompts_leave_it(self):
         plan, state = empty(SPEC)
@@ -132,10 +162,14 @@ class TestSubspace:
         np.testing.assert_array_equal(found, statistics(SPEC, with_queries(tokens, zeroed)))
 
     def test_it_is_that_of_the_svd_where_the_spectrum_is_flat(self):
-        """Queries without preferred directions, whose singular values differ by percents. Ten steps of the block power iteration that the
-        paper proposes as a substitute for the SVD leave one code in fifty another than the SVD's."""
+        """Queries without preferred directions, whose singular values differ by percents. Ten steps
+        of the block power iteration that the paper proposes as a substitute for the SVD leave one
+        code in fifty another than the SVD's.
+        """
         rng = np.random.default_rng(3)
-        queries, keys = (rng.normal(size=(1, 1, tokens, 64)).astype(np.float32) for tokens in (512, 128))
+        queries, keys = (
+            rng.normal(size=(1, 1, tokens, 64)).astype(np.float32) for tokens in (512, 128)
+        )
         matrix = subspace.gram(jnp.asarray(queries), jnp.ones((1, 512), bool), 1)
         _, s, v = np.linalg.svd(queries[0, 0].astype(np.float64), full_matrices=False)
         assert s[0] < 1.1 * s[5], "the spectrum falls"
@@ -150,33 +184,49 @@ class TestSubspace:
 
         def codes(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
             as_jax = (jnp.asarray(a[None, None], jnp.float32) for a in (values, vectors))
-            body = codec.quantize((), subspace.updates(*as_jax, 0.01, 32), jnp.asarray(keys), prefill=True)
+            body = codec.quantize(
+                (), subspace.updates(*as_jax, 0.01, 32), jnp.asarray(keys), prefill=True
+            )
             return np.asarray(grouped_array.codes(body))
 
         wanted = codes(s[:5] ** 2, v[:5].T)
         found = codes(*(np.asarray(a)[0, 0] for a in subspace.directions(matrix, 5)))
         assert np.mean(found != wanted) <= 1e-4
-        assert np.mean(codes(*ten_steps) != wanted) > 0.01, "ten steps of power iteration would pass"
+        assert np.mean(codes(*ten_steps) != wanted) > 0.01, (
+            "ten steps of power iteration would pass"
+        )
 
     def test_on_cpus_lapack_gets_one_matrix_at_a_time(self):
-        """JAX 0.10 lets threads wait for parts of a batch that only they could work on: layers side by side then wait for ever."""
+        """JAX 0.10 lets threads wait for parts of a batch that only they could work on: layers side
+        by side then wait for ever."""
 
         def batches(function: Callable) -> list[int]:
-            text = jax.jit(function).lower(jnp.eye(32)[None, None] * jnp.ones((3, 2, 1, 1))).compile().as_text()
+            text = (
+                jax.jit(function)
+                .lower(jnp.eye(32)[None, None] * jnp.ones((3, 2, 1, 1)))
+                .compile()
+                .as_text()
+            )
             shapes = re.findall(r"= \(?f32\[([\d,]+)\][^\n]*lapack_s(?:potrf|syevd)_ffi", text)
             return [int(np.prod([int(n) for n in shape.split(",")[:-2]])) for shape in shapes]
 
         assert set(batches(lambda m: subspace.corrections(m, 3, 0.01, 16))) == {1}
-        assert max(batches(lambda m: subspace.directions(m, 3))) == 6, "the search for batches finds none"
+        assert max(batches(lambda m: subspace.directions(m, 3))) == 6, (
+            "the search for batches finds none"
+        )
 
     def test_normalized_it_does_not_grow_with_the_prompt(self):
         tokens = sequences()
         once = FULL // 2
         twice = with_queries(tokens, np.concatenate([tokens.q[:, :, :45]] * 2, axis=2))
         normalized = SPEC.replace("lam=0.01", "lam=1,normalize=true")
-        np.testing.assert_allclose(statistics(normalized, twice), statistics(normalized, tokens, once), atol=1e-5)
+        np.testing.assert_allclose(
+            statistics(normalized, twice), statistics(normalized, tokens, once), atol=1e-5
+        )
         assert np.abs(statistics(SPEC, twice) - statistics(SPEC, tokens, once)).max() > 1e-2
-        as_plain = statistics(f"squat:rank=3,lam={0.01 * CAPACITY},normalize=true,recent=4,block=16", twice)
+        as_plain = statistics(
+            f"squat:rank=3,lam={0.01 * CAPACITY},normalize=true,recent=4,block=16", twice
+        )
         np.testing.assert_allclose(as_plain, statistics(SPEC, twice), atol=1e-5)
 
     def test_queries_before_rope_span_it_only_where_asked_for(self):
@@ -188,10 +238,13 @@ class TestSubspace:
             one, other = (np.asarray(codec.prompt_statistics((), i)) for i in (inputs, rolled))
             assert (np.abs(one - other).max() > 1e-2) == changed
         with pytest.raises(ValueError, match="q_pre"):
-            key_codec("squat_pre:queries=before_rope").prompt_statistics((), dataclasses.replace(inputs, q_pre=None))
+            key_codec("squat_pre:queries=before_rope").prompt_statistics(
+                (), dataclasses.replace(inputs, q_pre=None)
+            )
 
     def test_queries_can_be_turned_to_the_positions_that_follow_each_prompt(self):
-        """Against Q^T Q of queries that were rotated there one position after the other; an attention factor scales them as RoPE does."""
+        """Against Q^T Q of queries that were rotated there one position after the other; an
+        attention factor scales them as RoPE does."""
         tokens, lengths, ahead = sequences(), np.array([90, 61, 40, 16, 7, 3, 2, 1], np.int32), 20
         inputs = tokens.window(ZERO, lengths, CAPACITY)
         assert inputs.rope is not None
@@ -205,22 +258,39 @@ class TestSubspace:
             return gram(rotate(inputs.q_pre, there, rope))
 
         wanted = np.mean([asked(later) for later in range(ahead)], axis=0)
-        found = np.asarray(subspace.turned(jnp.asarray(gram(inputs.q_pre)), jnp.asarray(lengths), ahead, rope))
+        found = np.asarray(
+            subspace.turned(jnp.asarray(gram(inputs.q_pre)), jnp.asarray(lengths), ahead, rope)
+        )
         np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
-        for what, other in (("their own positions", gram(inputs.q_rot) * 1.5**2), ("the first of them", asked(0))):
+        for what, other in (
+            ("their own positions", gram(inputs.q_rot) * 1.5**2),
+            ("the first of them", asked(0)),
+        ):
             assert np.abs(other - wanted).max() > 0.1 * np.abs(wanted).max(), f"{what} would pass"
 
         spec = "squat:rank=32,lam=0.01"
-        plain, turned = (np.asarray(key_codec(f"{spec}{o}").prompt_statistics((), inputs)) for o in ("", f",ahead={ahead}"))
+        plain, turned = (
+            np.asarray(key_codec(f"{spec}{o}").prompt_statistics((), inputs))
+            for o in ("", f",ahead={ahead}")
+        )
         assert np.abs(plain - turned).max() > 1e-2
         for missing in ("q_pre", "rope"):
             with pytest.raises(ValueError, match=r"ahead=20 needs q_pre and the model's rope"):
-                key_codec(f"{spec},ahead={ahead}").prompt_statistics((), dataclasses.replace(inputs, **{missing: None}))
+                key_codec(f"{spec},ahead={ahead}").prompt_statistics(
+                    (), dataclasses.replace(inputs, **{missing: None})
+                )
 
     def test_shared_it_is_the_first_rows_for_all_and_so_depends_on_the_batch(self):
-        """An experiment outside the table of methods: it breaks the law that rows are independent."""
-        tokens, lengths = sequences(), np.array([0, 70, *FULL[2:]], np.int32)  # the first row has no prompt
-        own, shared = statistics(SPEC, tokens, lengths), statistics(SPEC.replace("rank", "shared_subspace=true,rank"), tokens, lengths)
+        """An experiment outside the table of methods: it breaks the law that rows are
+        independent."""
+        tokens, lengths = (
+            sequences(),
+            np.array([0, 70, *FULL[2:]], np.int32),
+        )  # the first row has no prompt
+        own, shared = (
+            statistics(SPEC, tokens, lengths),
+            statistics(SPEC.replace("rank", "shared_subspace=true,rank"), tokens, lengths),
+        )
         for row in shared:
             np.testing.assert_allclose(row, own[1], atol=1e-6)
         assert np.abs(own[2] - own[1]).max() > 1e-2
@@ -262,7 +332,11 @@ def test_a_key_entry_that_is_not_finite_corrects_nothing(entry: float):
     codec = key_codec(SPEC)
     stats = jnp.asarray(statistics(SPEC, tokens))
     found, whole = (
-        np.asarray(codec.dequantize((), stats, codec.quantize((), stats, jnp.asarray(k[:, :, :80]), prefill=True)))
+        np.asarray(
+            codec.dequantize(
+                (), stats, codec.quantize((), stats, jnp.asarray(k[:, :, :80]), prefill=True)
+            )
+        )
         for k in (broken, tokens.k_rot)
     )
     assert np.isfinite(found).all()
@@ -290,16 +364,33 @@ def test_roundtrip_asks_for_the_queries():
     with pytest.raises(ValueError, match="queries"):
         kvq.roundtrip("squat", k, v)
     found = kvq.roundtrip("squat:lam=0.1", k, v, q)[0]
-    assert np.abs(np.asarray(found - kvq.roundtrip("squat:lam=0.1", k, v, jnp.roll(q, 1, axis=-1))[0])).max() > 0.1
+    assert (
+        np.abs(
+            np.asarray(found - kvq.roundtrip("squat:lam=0.1", k, v, jnp.roll(q, 1, axis=-1))[0])
+        ).max()
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize(
     ("preset", "written"),
     [
-        ("squat:preset=llama-3.1-8b-longbench", "squat:rank=10,lam=0.0005,block_channels=64,group_size=32,recent=0"),
-        ("squat_pre:preset=llama-3.1-8b-longbench", "squat_pre:rank=60,lam=0.0005,block_channels=32,group_size=32,recent=0"),
-        ("squat:preset=llama-2-7b-longbench,lam=0.1,recent=64", "squat:rank=40,lam=0.1,block_channels=64,group_size=32,recent=64"),
-        ("k=squat_pre:preset=lm-eval+v=kivi+cache:recent=8", "k=squat_pre:block_channels=64,group_size=32+v=kivi+cache:recent=8"),
+        (
+            "squat:preset=llama-3.1-8b-longbench",
+            "squat:rank=10,lam=0.0005,block_channels=64,group_size=32,recent=0",
+        ),
+        (
+            "squat_pre:preset=llama-3.1-8b-longbench",
+            "squat_pre:rank=60,lam=0.0005,block_channels=32,group_size=32,recent=0",
+        ),
+        (
+            "squat:preset=llama-2-7b-longbench,lam=0.1,recent=64",
+            "squat:rank=40,lam=0.1,block_channels=64,group_size=32,recent=64",
+        ),
+        (
+            "k=squat_pre:preset=lm-eval+v=kivi+cache:recent=8",
+            "k=squat_pre:block_channels=64,group_size=32+v=kivi+cache:recent=8",
+        ),
     ],
 )
 def test_a_preset_stands_for_the_papers_options_and_a_given_option_wins(preset: str, written: str):
@@ -319,7 +410,13 @@ def test_every_preset_fits_a_model_of_head_dim_128(method):
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
-        ("squat:preset=gpt", ("preset=gpt", "lm-eval, llama-2-7b-longbench, llama-3.1-8b-longbench, mistral-7b-v0.3-longbench")),
+        (
+            "squat:preset=gpt",
+            (
+                "preset=gpt",
+                "lm-eval, llama-2-7b-longbench, llama-3.1-8b-longbench, mistral-7b-v0.3-longbench",
+            ),
+        ),
         ("kivi:preset=lm-eval", ("'preset'", "kivi")),
         ("squat:presets=lm-eval", ("'presets'", "preset, sink")),
         ("squat:bits=8", ("bits=8", "2, 3, 4")),

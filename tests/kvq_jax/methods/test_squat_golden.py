@@ -1,5 +1,7 @@
-"""SQuat against what its public implementation returns for the same numbers (a slice in tests/golden/): one KV head and 64 of its keys. In
-place of its 512 queries stands their triangular factor, Q^T Q = R^T R, whose rows have the same singular values and directions."""
+"""SQuat against what its public implementation returns for the same numbers (a slice in
+tests/golden/): one KV head and 64 of its keys. In place of its 512 queries stands their triangular
+factor, Q^T Q = R^T R, whose rows have the same singular values and directions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.types.array_types import LayerInputs
 from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
 
-CODEC = SquatCodec("k", GroupFormat(2, "asym", "tokens", 32, 128, 32, "float32"), rank=5, lam=1e-3, block_channels=64)
+CODEC = SquatCodec(
+    "k",
+    GroupFormat(2, "asym", "tokens", 32, 128, 32, "float32"),
+    rank=5,
+    lam=1e-3,
+    block_channels=64,
+)
 
 
 def data() -> dict[str, np.ndarray]:
@@ -27,7 +35,9 @@ def statistics(codec: SquatCodec = CODEC):
     queries = jnp.asarray(data()["Q_triangular"])
     keys = jnp.zeros_like(queries)
     positions = jnp.arange(queries.shape[2], dtype=jnp.int32)[None]
-    return codec.prompt_statistics((), LayerInputs(None, None, queries, None, keys, keys, positions, positions >= 0, None))
+    return codec.prompt_statistics(
+        (), LayerInputs(None, None, queries, None, keys, keys, positions, positions >= 0, None)
+    )
 
 
 def coded(matrices) -> tuple[np.ndarray, np.ndarray, grouped_array.GroupedArray]:
@@ -45,16 +55,21 @@ def test_the_subspace_is_that_of_the_public_code():
 
     def projected(rank: int) -> np.ndarray:
         values, vectors = subspace.directions(matrix, rank)
-        return np.triu(np.asarray(jnp.einsum("bkhr,bkr,bkir->bkhi", vectors, values, vectors))[0, 0])
+        return np.triu(
+            np.asarray(jnp.einsum("bkhr,bkr,bkir->bkhi", vectors, values, vectors))[0, 0]
+        )
 
     assert relative(projected(5), upper) <= 2e-5
     assert relative(projected(4), upper) > 1e-3, "a direction less goes unnoticed"
 
 
 def test_the_matrices_are_those_of_the_public_code():
-    """Both are computed in fp32, from Q^T Q here and from Q there, whose largest eigenvalue is 125 times the fifth."""
+    """Both are computed in fp32, from Q^T Q here and from Q there, whose largest eigenvalue is 125
+    times the fifth."""
     assert relative(statistics(), data()["BH"]) <= 2e-4
-    assert relative(statistics(dataclasses.replace(CODEC, lam=1.01e-3)), data()["BH"]) > 2e-4, "another weight goes unnoticed"
+    assert relative(statistics(dataclasses.replace(CODEC, lam=1.01e-3)), data()["BH"]) > 2e-4, (
+        "another weight goes unnoticed"
+    )
 
 
 def test_codes_and_numbers_are_those_of_the_public_code_given_its_matrices():

@@ -1,4 +1,5 @@
-"""TurboQuant: its levels are optimal for the sphere's coordinates, and its body is what the equations say."""
+"""TurboQuant: its levels are optimal for the sphere's coordinates, and its body is what the
+equations say."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import kvq_jax as kvq
 from kvq_jax.arrays.rotations import rotation
 from kvq_jax.methods.turboquant.levels import sphere_levels
 
-PAPER = {1: 0.36, 2: 0.117, 3: 0.03, 4: 0.009}  # Theorem 1's table: relative squared error for large dimensions
+PAPER = {
+    1: 0.36,
+    2: 0.117,
+    3: 0.03,
+    4: 0.009,
+}  # Theorem 1's table: relative squared error for large dimensions
 
 
 def directions(count: int, channels: int) -> np.ndarray:
@@ -48,15 +54,21 @@ def test_levels_are_means_of_their_cells_in_few_dimensions_too():
 
 def test_the_body_is_what_the_equations_say():
     rng, matrix, levels = np.random.default_rng(1), rotation(64), np.asarray(sphere_levels(3, 64))
-    k, v = (rng.normal(size=(1, 2, 32, 64)) * np.exp(rng.normal(size=(1, 2, 32, 1))) for _ in range(2))
-    found = kvq.roundtrip("turboquant:scale_dtype=float32", jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32))
+    k, v = (
+        rng.normal(size=(1, 2, 32, 64)) * np.exp(rng.normal(size=(1, 2, 32, 1))) for _ in range(2)
+    )
+    found = kvq.roundtrip(
+        "turboquant:scale_dtype=float32", jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
+    )
     for one, rows in zip(found, (k, v), strict=True):
         norm = np.linalg.norm(rows, axis=-1, keepdims=True)
         turned = rows @ matrix.T / norm
         wanted = norm * levels[np.abs(turned[..., None] - levels).argmin(-1)] @ matrix
         off = np.linalg.norm(np.asarray(one) - wanted, axis=-1) > 1e-4 * norm[..., 0]
         assert off.mean() <= 0.02, "a coordinate midway between two levels may take either"
-        assert np.linalg.norm(np.asarray(one) - rows) == pytest.approx(np.sqrt(PAPER[3]) * np.linalg.norm(rows), rel=0.15)
+        assert np.linalg.norm(np.asarray(one) - rows) == pytest.approx(
+            np.sqrt(PAPER[3]) * np.linalg.norm(rows), rel=0.15
+        )
 
 
 def test_a_row_of_zeros_and_one_beyond_the_norms_dtype_are_read_as_finite_numbers():

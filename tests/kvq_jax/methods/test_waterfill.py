@@ -21,14 +21,19 @@ WIDTHS = (6, 3, 1, 0)
 
 
 def correlated(seed: int, tokens: int = 400) -> np.ndarray:
-    """Return rows [tokens, K, H] of channels that differ in variance, are correlated, and have a mean."""
+    """Return rows [tokens, K, H] of channels that differ in variance, are correlated, and have a
+    mean."""
     rng = np.random.default_rng(seed)
     mixing = rng.normal(size=(HEADS, WIDTH, WIDTH)) * 2.0 ** -np.linspace(0, 1, WIDTH)
-    return (np.einsum("tkc,kdc->tkd", rng.normal(size=(tokens, HEADS, WIDTH)), mixing) + rng.normal(size=(HEADS, WIDTH))).astype(np.float32)
+    return (
+        np.einsum("tkc,kdc->tkd", rng.normal(size=(tokens, HEADS, WIDTH)), mixing)
+        + rng.normal(size=(HEADS, WIDTH))
+    ).astype(np.float32)
 
 
 def decoded_in_numpy(u: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
-    """Return what sorted, normalized channels [..., H] decode to: the nearest of each channel's levels, element by element."""
+    """Return what sorted, normalized channels [..., H] decode to: the nearest of each channel's
+    levels, element by element."""
     chunk, out = u.shape[-1] // len(widths), np.zeros_like(u, np.float64)
     stored = sum(chunk for width in widths if width)
     for token in np.ndindex(u.shape[:-1]):
@@ -53,7 +58,9 @@ def spiked(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def stored_rows(codec: KeyCodec | ValueCodec, params: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
+def stored_rows(
+    codec: KeyCodec | ValueCodec, params: dict[str, np.ndarray], rows: np.ndarray
+) -> np.ndarray:
     """Return the rows [TOKENS, K, H] that the codec's body gives back."""
     given = {name: jnp.asarray(array) for name, array in params.items()}
     body = codec.quantize(given, (), jnp.asarray(np.moveaxis(rows, 0, 1))[None], prefill=True)
@@ -61,7 +68,8 @@ def stored_rows(codec: KeyCodec | ValueCodec, params: dict[str, np.ndarray], row
 
 
 def same(found: np.ndarray, wanted: np.ndarray) -> bool:
-    """Compare decoded rows. A code may fall on the other side of a border, or a scale on the next step, where fp32 rounds it there."""
+    """Compare decoded rows. A code may fall on the other side of a border, or a scale on the next
+    step, where fp32 rounds it there."""
     off = np.abs(found - wanted) > 1e-4 * np.abs(wanted).max()
     return bool(off.any(axis=(-1, -2)).mean() <= 0.02)
 
@@ -80,7 +88,9 @@ def test_keys_equal_the_numpy_version():
     codec = KeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
     assert same(stored_rows(codec, params, rows), wanted)
     turned = params | {"place": np.roll(params["place"], 2, axis=-1)}
-    assert not same(stored_rows(codec, turned, rows), wanted), "another order of channels gives the same rows"
+    assert not same(stored_rows(codec, turned, rows), wanted), (
+        "another order of channels gives the same rows"
+    )
 
 
 def test_values_equal_the_numpy_version():
@@ -90,7 +100,9 @@ def test_values_equal_the_numpy_version():
     wanted = np.empty(rows.shape)
     for head in range(HEADS):
         u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
-        wanted[:, head] = decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
+        wanted[:, head] = (
+            decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
+        )
     codec = ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
     assert same(stored_rows(codec, params, rows), wanted)
     turned = params | {"synthesis": params["synthesis"][:, ::-1]}
@@ -99,19 +111,31 @@ def test_values_equal_the_numpy_version():
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6])
 def test_no_channel_of_five_bits_or_more_is_clipped(width: int):
-    """An entry ten times as large as the others of its token: within a step and what its scale is rounded by, or cut off."""
+    """An entry ten times as large as the others of its token: within a step and what its scale is
+    rounded by, or cut off."""
     codec = ValueCodec(RunFormat(WIDTH, BLOCK, (width, 1)))
     u = np.random.default_rng(9).normal(size=(TOKENS, 1, WIDTH)).astype(np.float32)
     u[:, :, 3] = 10
-    identity = {"mean": np.zeros((1, WIDTH)), "analysis": np.eye(WIDTH)[None], "synthesis": np.eye(WIDTH)[None]}
-    stored = stored_rows(codec, {name: array.astype(np.float32) for name, array in identity.items()}, u)
+    identity = {
+        "mean": np.zeros((1, WIDTH)),
+        "analysis": np.eye(WIDTH)[None],
+        "synthesis": np.eye(WIDTH)[None],
+    }
+    stored = stored_rows(
+        codec, {name: array.astype(np.float32) for name, array in identity.items()}, u
+    )
     clipped = np.abs(stored - u)[:, 0, 3] > 1.5
     assert clipped.all() if width < 5 else not clipped.any(), f"{clipped.mean():.0%} are clipped"
 
 
-@pytest.mark.parametrize("codec", [KeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS)), ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))])
+@pytest.mark.parametrize(
+    "codec",
+    [KeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS)), ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))],
+)
 def test_rows_without_a_calibration_are_refused_by_the_method_s_name(codec: KeyCodec | ValueCodec):
-    with pytest.raises(ValueError, match=r"waterfill needs calibrated channels: kvq.prepare_layer or"):
+    with pytest.raises(
+        ValueError, match=r"waterfill needs calibrated channels: kvq.prepare_layer or"
+    ):
         codec.quantize((), (), jnp.zeros((1, HEADS, BLOCK, WIDTH)), prefill=True)
 
 
@@ -120,34 +144,54 @@ def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one
     params = fit.keys(rows, gradients)
     u = (rows - params["mean"]) / params["scale"]
     half = WIDTH // 2
-    np.testing.assert_allclose((u[..., :half] ** 2 + u[..., half:] ** 2).mean(axis=0) / 2, 1, rtol=1e-4)
+    np.testing.assert_allclose(
+        (u[..., :half] ** 2 + u[..., half:] ** 2).mean(axis=0) / 2, 1, rtol=1e-4
+    )
     centred = rows - rows.mean(axis=0)
     for head in range(HEADS):
-        energies = [(centred[:, head, [i, i + half]] ** 2).mean() * (gradients[:, head, [i, i + half]] ** 2).mean() for i in range(half)]
-        np.testing.assert_allclose(params["energies"][head], sorted(energies, reverse=True), rtol=1e-4)
+        energies = [
+            (centred[:, head, [i, i + half]] ** 2).mean()
+            * (gradients[:, head, [i, i + half]] ** 2).mean()
+            for i in range(half)
+        ]
+        np.testing.assert_allclose(
+            params["energies"][head], sorted(energies, reverse=True), rtol=1e-4
+        )
         np.testing.assert_array_equal(np.sort(params["place"][head]), np.arange(WIDTH))
-        np.testing.assert_array_equal(params["place"][head, half:] - params["place"][head, :half], 1, "the channels of a pair are apart")
+        np.testing.assert_array_equal(
+            params["place"][head, half:] - params["place"][head, :half],
+            1,
+            "the channels of a pair are apart",
+        )
 
 
 def test_the_eigenbasis_of_values_makes_errors_of_channels_cost_what_their_energies_say():
     rows, gradients = correlated(7), correlated(8)
     params = fit.values(rows, gradients)
     for head in range(HEADS):
-        analysis, synthesis, energies = (params[name][head].astype(np.float64) for name in ("analysis", "synthesis", "energies"))
+        analysis, synthesis, energies = (
+            params[name][head].astype(np.float64) for name in ("analysis", "synthesis", "energies")
+        )
         np.testing.assert_allclose(analysis @ synthesis, np.eye(WIDTH), atol=1e-3)
         u = (rows[:, head] - params["mean"][head]) @ analysis
         np.testing.assert_allclose(np.cov(u.T, bias=True), np.eye(WIDTH), atol=1e-2)
         slopes = gradients[:, head].astype(np.float64)
         metric = slopes.T @ slopes / len(slopes)
         metric += fit.RIDGE * np.trace(metric) / WIDTH * np.eye(WIDTH)
-        np.testing.assert_allclose(synthesis @ metric @ synthesis.T, np.diag(energies), atol=1e-3 * energies[0])
+        np.testing.assert_allclose(
+            synthesis @ metric @ synthesis.T, np.diag(energies), atol=1e-3 * energies[0]
+        )
         assert (np.diff(energies) <= 0).all()
 
 
 @pytest.mark.parametrize("bits", [1.5, 2.0, 2.5, 3.0, 4.0, 5.0])
-@pytest.mark.parametrize("dims", [CacheDims(2, 4, 2, 64, 256), CacheDims(2, 4, 2, 128, 512)], ids=["64", "128"])
+@pytest.mark.parametrize(
+    "dims", [CacheDims(2, 4, 2, 64, 256), CacheDims(2, 4, 2, 128, 512)], ids=["64", "128"]
+)
 def test_a_budget_is_what_is_stored(bits: float, dims: CacheDims):
-    assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) == pytest.approx(bits, abs=1 / 16)
+    assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) == pytest.approx(
+        bits, abs=1 / 16
+    )
     assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) <= bits
 
 
@@ -192,11 +236,16 @@ def test_a_calibration_decides_the_widths_that_a_spec_leaves_open():
     assert kvq.parse(str(spec)) == spec
     plans = kvq.layout(spec, dims, 1, 256).plans
     keys, values = (
-        [[int(digit) for digit in codec.describe()["widths"]] for codec in side] for side in zip(*(p.codecs for p in plans), strict=True)
+        [[int(digit) for digit in codec.describe()["widths"]] for codec in side]
+        for side in zip(*(p.codecs for p in plans), strict=True)
     )
     assert keys[0][0] > keys[1][0], "steeper energies ask for less equal widths"
     assert keys[0][-1] < keys[1][-1], "steeper energies ask for less equal widths"
     assert values[0] == values[1], "equal energies ask for equal widths"
-    assert {sum(own) for own in (*keys, *values)} == {8}, "every side of every layer has the same budget"
+    assert {sum(own) for own in (*keys, *values)} == {8}, (
+        "every side of every layer has the same budget"
+    )
     assert kvq.body_bits_per_element(spec, dims) == 2.25
-    assert fitted.fitted({"k": [flat] * 3, "v": [flat] * 3}, dims) == fitted, "widths that a spec gives stay"
+    assert fitted.fitted({"k": [flat] * 3, "v": [flat] * 3}, dims) == fitted, (
+        "widths that a spec gives stay"
+    )

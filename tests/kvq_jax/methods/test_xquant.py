@@ -1,4 +1,5 @@
-"""XQuant and XQuant-CL beyond the laws of the method table: the arithmetic against a plain NumPy reading, and the carry."""
+"""XQuant and XQuant-CL beyond the laws of the method table: the arithmetic against a plain NumPy
+reading, and the carry."""
 
 from __future__ import annotations
 
@@ -18,18 +19,28 @@ from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer import cross_layer
 from kvq_jax.methods.xquant.projections import factored, project, weighted_values
 from kvq_jax.types.array_types import LayerWeights
-from tests.kvq_jax.layer_runs import STEP, beyond_rounding, decode, live, parameters_of, prefill, sequences
+from tests.kvq_jax.layer_runs import (
+    STEP,
+    beyond_rounding,
+    decode,
+    live,
+    parameters_of,
+    prefill,
+    sequences,
+)
 
 SHARED = pathlib.Path(__file__).parents[3] / "../shared/golden/xquant_own_not_reference.npz"
 LAYERS, TOKENS = 4, 32
 DIMS = CacheDims(LAYERS, 4, 2, 8, 48)  # latents of 16 channels, of 32 for both sides together
 
 
-# --- a plain reading of the paper ---------------------------------------------------------------------------------------------------------
+# --- a plain reading of the paper
+# ---------------------------------------------------------------------------------------------------------
 
 
 def quantized(rows: np.ndarray, bits: int, group: int, axis: int) -> np.ndarray:
-    """Asymmetric uniform round trip of groups along an axis of [T, C]; 16-bit scales and zeros, half to even."""
+    """Asymmetric uniform round trip of groups along an axis of [T, C]; 16-bit scales and zeros,
+    half to even."""
     moved = np.moveaxis(rows, axis, -1)
     groups = moved.reshape(*moved.shape[:-1], -1, group)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
@@ -40,13 +51,16 @@ def quantized(rows: np.ndarray, bits: int, group: int, axis: int) -> np.ndarray:
 
 
 def svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (U, S B^T). Groups of latents depend on the signs of U's columns: the largest entry of each is positive."""
+    """Return (U, S B^T). Groups of latents depend on the signs of U's columns: the largest entry of
+    each is positive."""
     u, s, bt = np.linalg.svd(matrix, full_matrices=False)
     signs = np.where(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0) < 0, -1, 1)
     return u * signs, (s * signs[0])[:, None] * bt
 
 
-def plain_xquant(x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, group: int, latent: bool) -> tuple[np.ndarray, np.ndarray]:
+def plain_xquant(
+    x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, group: int, latent: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (K before RoPE, V) of one layer; x [T, D]."""
     if not latent:
         return (hat := quantized(x, bits, group, 1)) @ wk, hat @ wv
@@ -55,26 +69,42 @@ def plain_xquant(x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, group
 
 
 def plain_cross_layer(
-    x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, base: int, base_bits: int, group: int, latent: bool
+    x: np.ndarray,
+    wk: np.ndarray,
+    wv: np.ndarray,
+    bits: int,
+    base: int,
+    base_bits: int,
+    group: int,
+    latent: bool,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (K before RoPE, V) of every layer from the base on; x [L, T, D]."""
     hat, found = quantized(x[base], base_bits, group, 1), []
     for i in range(base, len(x)):
         if i > base:
-            basis = svd(np.concatenate([wk[i], wv[i]], axis=1))[0] if latent else np.eye(x.shape[-1], dtype=np.float32)
+            basis = (
+                svd(np.concatenate([wk[i], wv[i]], axis=1))[0]
+                if latent
+                else np.eye(x.shape[-1], dtype=np.float32)
+            )
             hat = hat + quantized((x[i] - hat) @ basis, bits, group, 1) @ basis.T
         found.append((hat @ wk[i], hat @ wv[i]))
     return found
 
 
-# --- the arithmetic -----------------------------------------------------------------------------------------------------------------------
+# --- the arithmetic
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def layers() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (x [L, T, D] whose successive layers are near each other, W_k, W_v [L, D, K H])."""
     rng = np.random.default_rng(0)
-    x = np.cumsum(rng.normal(size=(LAYERS, TOKENS, DIMS.hidden_size)) * np.array([3, 1, 0.5, 0.5])[:, None, None], axis=0)
+    x = np.cumsum(
+        rng.normal(size=(LAYERS, TOKENS, DIMS.hidden_size))
+        * np.array([3, 1, 0.5, 0.5])[:, None, None],
+        axis=0,
+    )
     wk, wv = (0.2 * rng.normal(size=(LAYERS, DIMS.hidden_size, 16)) for _ in range(2))
     return x.astype(np.float32), wk.astype(np.float32), wv.astype(np.float32)
 
@@ -85,32 +115,66 @@ def weights_of(wk: np.ndarray, wv: np.ndarray) -> LayerWeights:
 
 
 def round_trips(
-    spec: str, dims: CacheDims, x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bases: list[dict[str, np.ndarray]] | None = None
+    spec: str,
+    dims: CacheDims,
+    x: np.ndarray,
+    wk: np.ndarray,
+    wv: np.ndarray,
+    bases: list[dict[str, np.ndarray]] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(K before RoPE, V), [T, K * H], of every layer as a cache of `spec` returns them; with given matrices U of k, v or both (kv)."""
+    """(K before RoPE, V), [T, K * H], of every layer as a cache of `spec` returns them; with given
+    matrices U of k, v or both (kv)."""
     plans = kvq.layout(spec, dims, 1, x.shape[1]).plans
     tokens, heads = x.shape[1], dims.num_key_value_heads
-    still = kvq.Rope(jnp.zeros(dims.head_dim // 2), jnp.ones(()))  # angle 0: keys come back as they were before RoPE
+    still = kvq.Rope(
+        jnp.zeros(dims.head_dim // 2), jnp.ones(())
+    )  # angle 0: keys come back as they were before RoPE
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
-    nothing, q = jnp.zeros((1, heads, tokens, dims.head_dim)), jnp.zeros((1, dims.num_attention_heads, tokens, dims.head_dim))
+    nothing, q = (
+        jnp.zeros((1, heads, tokens, dims.head_dim)),
+        jnp.zeros((1, dims.num_attention_heads, tokens, dims.head_dim)),
+    )
     carry: Any = ()
     found = []
     for i, plan in enumerate(plans):
-        inputs = kvq.LayerInputs(jnp.asarray(x[i])[None], None, q, None, nothing, nothing, positions, positions >= 0, still)
+        inputs = kvq.LayerInputs(
+            jnp.asarray(x[i])[None],
+            None,
+            q,
+            None,
+            nothing,
+            nothing,
+            positions,
+            positions >= 0,
+            still,
+        )
         own = plan.from_weights(weights_of(wk[i], wv[i]))
-        own = own if bases is None else tuple(rebased(mine, side, bases[i], wk[i], wv[i]) for side, mine in zip("kv", own, strict=True))
+        own = (
+            own
+            if bases is None
+            else tuple(
+                rebased(mine, side, bases[i], wk[i], wv[i])
+                for side, mine in zip("kv", own, strict=True)
+            )
+        )
         k, v, carry = kvq.roundtrip_layer(spec, inputs, own, i, carry)
         found.append(tuple(np.asarray(jnp.swapaxes(a, 1, 2)).reshape(tokens, -1) for a in (k, v)))
     return found
 
 
-def rebased(own: dict[str, Any], side: str, bases: dict[str, np.ndarray], wk: np.ndarray, wv: np.ndarray) -> dict[str, Any]:
+def rebased(
+    own: dict[str, Any], side: str, bases: dict[str, np.ndarray], wk: np.ndarray, wv: np.ndarray
+) -> dict[str, Any]:
     """Parameters with another U: that of a file, whose signs are its own."""
     if "basis" not in own:
         return own
     basis = bases["kv" if "k" in own and "v" in own else side]
     kernels = {"k": wk, "v": wv}
-    changed = {name: own[name] | {"kernel": jnp.asarray(basis.T @ kernels[name])} for name in kernels if name in own}
+    changed = {
+        name: own[name] | {"kernel": jnp.asarray(basis.T @ kernels[name])}
+        for name in kernels
+        if name in own
+    }
     return changed | {"basis": jnp.asarray(basis)}
 
 
@@ -129,12 +193,16 @@ def nearly_all_agree(found: np.ndarray, wanted: np.ndarray) -> bool:
 @pytest.mark.parametrize("bits", [2, 4])
 def test_xquant_is_the_plain_reading(bits: int, latent: bool):
     x, wk, wv = layers()
-    found = round_trips(f"xquant:bits={bits},group_size=16,latent={str(latent).lower()}", DIMS, x, wk, wv)
+    found = round_trips(
+        f"xquant:bits={bits},group_size=16,latent={str(latent).lower()}", DIMS, x, wk, wv
+    )
     for i in range(LAYERS):
         wanted = plain_xquant(x[i], wk[i], wv[i], bits, 16, latent)
         for name, one, other in zip("kv", found[i], wanted, strict=True):
             assert nearly_all_agree(one, other), f"layer {i}, {name}: {worst(one, other):.1e}"
-            assert not nearly_all_agree(one, plain_xquant(x[i], wk[i], wv[i], bits, 8, latent)["kv".index(name)]), "other groups pass"
+            assert not nearly_all_agree(
+                one, plain_xquant(x[i], wk[i], wv[i], bits, 8, latent)["kv".index(name)]
+            ), "other groups pass"
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["x", "latent"])
@@ -150,13 +218,16 @@ def test_xquant_cl_is_the_plain_reading(bits: int, base: int, latent: bool):
     alone = [plain_xquant(x[i], wk[i], wv[i], bits, 16, latent)[1] for i in range(LAYERS)]
     assert not nearly_all_agree(found[-1][1], alone[-1]), "layers coded by themselves pass"
     for i in range(base):
-        assert nearly_all_agree(found[i][0], plain_xquant(x[i], wk[i], wv[i], 4, 16, latent)[0]), f"early layer {i} is not 4-bit xquant"
+        assert nearly_all_agree(found[i][0], plain_xquant(x[i], wk[i], wv[i], 4, 16, latent)[0]), (
+            f"early layer {i} is not 4-bit xquant"
+        )
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the project's shared golden files")
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_golden_file_is_matched(bits: int):
-    """Its scales and zeros are fp32. Codes may differ on ties, in 1e-4 of the entries; a latent's difference spreads over a row."""
+    """Its scales and zeros are fp32. Codes may differ on ties, in 1e-4 of the entries; a latent's
+    difference spreads over a row."""
     with np.load(SHARED, allow_pickle=False) as file:
         data = {name: file[name] for name in file.files}
     x, wk, wv = data["X"], data["Wk"], data["Wv"]
@@ -164,21 +235,37 @@ def test_the_golden_file_is_matched(bits: int):
     mha, gqa = CacheDims(count, 3, 3, 128, 384), CacheDims(count, 3, 1, 128, 384)
     eye = np.broadcast_to(np.eye(384, dtype=np.float32), (count, 384, 384))
     common = "group_size=128,scale_dtype=float32"
-    for i, (k, _) in enumerate(round_trips(f"xquant:bits={bits},latent=false,{common}", mha, x, eye, eye)):
-        assert nearly_all_agree(k, data[f"mha_Xhat_b{bits}"][i]), f"MHA, layer {i}: {worst(k, data[f'mha_Xhat_b{bits}'][i]):.1e}"
+    for i, (k, _) in enumerate(
+        round_trips(f"xquant:bits={bits},latent=false,{common}", mha, x, eye, eye)
+    ):
+        assert nearly_all_agree(k, data[f"mha_Xhat_b{bits}"][i]), (
+            f"MHA, layer {i}: {worst(k, data[f'mha_Xhat_b{bits}'][i]):.1e}"
+        )
     bases = [{side: data.get(f"U{side}_{i}") for side in ("k", "v", "kv")} for i in range(count)]
-    for i, pair in enumerate(round_trips(f"xquant:bits={bits},latent=true,{common}", gqa, x, wk, wv, bases)):
+    for i, pair in enumerate(
+        round_trips(f"xquant:bits={bits},latent=true,{common}", gqa, x, wk, wv, bases)
+    ):
         for name, one in zip("KV", pair, strict=True):
             wanted = data[f"gqa_{name}_b{bits}"][i]
-            assert nearly_all_agree(one, wanted), f"GQA, layer {i}, {name}: {worst(one, wanted):.1e}"
-    for i, (k, _) in enumerate(round_trips(f"xquant_cl:bits={bits},latent=false,{common}", mha, x, eye, eye)[2:]):
+            assert nearly_all_agree(one, wanted), (
+                f"GQA, layer {i}, {name}: {worst(one, wanted):.1e}"
+            )
+    for i, (k, _) in enumerate(
+        round_trips(f"xquant_cl:bits={bits},latent=false,{common}", mha, x, eye, eye)[2:]
+    ):
         wanted = data[f"cl_mha_Xhat_b{bits}_layers2on"][i]
         assert nearly_all_agree(k, wanted), f"MHA, cross-layer {i}: {worst(k, wanted):.1e}"
-        assert i == 0 or not nearly_all_agree(k, data[f"mha_Xhat_b{bits}"][i + 2]), "layers coded by themselves pass"
-    for i, pair in enumerate(round_trips(f"xquant_cl:bits={bits},latent=true,{common}", gqa, x, wk, wv, bases)[2:]):
+        assert i == 0 or not nearly_all_agree(k, data[f"mha_Xhat_b{bits}"][i + 2]), (
+            "layers coded by themselves pass"
+        )
+    for i, pair in enumerate(
+        round_trips(f"xquant_cl:bits={bits},latent=true,{common}", gqa, x, wk, wv, bases)[2:]
+    ):
         for name, one in zip("KV", pair, strict=True):
             wanted = data[f"cl_gqa_{name}_b{bits}_layers2on"][i]
-            assert nearly_all_agree(one, wanted), f"GQA, cross-layer {i}, {name}: {worst(one, wanted):.1e}"
+            assert nearly_all_agree(one, wanted), (
+                f"GQA, cross-layer {i}, {name}: {worst(one, wanted):.1e}"
+            )
 
 
 def test_factors_are_orthonormal_and_multiply_to_the_projections():
@@ -191,12 +278,15 @@ def test_factors_are_orthonormal_and_multiply_to_the_projections():
     again, _ = factored(-jnp.asarray(wk[0]), -jnp.asarray(wv[0]))
     np.testing.assert_allclose(again, basis, atol=1e-4, err_msg="the sign of a factor is not fixed")
     structs = factored(*(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in (wk[0], wv[0])))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), structs) == jax.tree.map(lambda a: (a.shape, a.dtype), (basis, (k, v)))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), structs) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), (basis, (k, v))
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_weighted_values_need_no_values(biased: bool):
-    """The sum taken among rows equals that among rebuilt values; few queries take the one, many the other."""
+    """The sum taken among rows equals that among rebuilt values; few queries take the one, many the
+    other."""
     rng = np.random.default_rng(1)
     rows = jnp.asarray(rng.normal(size=(2, 1, 9, 48)), jnp.float32)
     own = {"kernel": jnp.asarray(rng.normal(size=(48, 16)), jnp.float32)}
@@ -206,17 +296,23 @@ def test_weighted_values_need_no_values(biased: bool):
     for queries in (1, 3, 8, 40):
         weights = jnp.asarray(rng.uniform(size=(2, 2, queries, 9)), jnp.float32)
         wanted = np.einsum("bkrt,bkth->bkrh", weights, values)
-        assert worst(np.asarray(weighted_values(own, weights, rows)), wanted) < 1e-5, f"{queries} queries"
-        assert worst(np.asarray(weighted_values(own, weights, rows[:, :, ::-1])), wanted) > 1e-2, "another order of tokens passes"
+        assert worst(np.asarray(weighted_values(own, weights, rows)), wanted) < 1e-5, (
+            f"{queries} queries"
+        )
+        assert worst(np.asarray(weighted_values(own, weights, rows[:, :, ::-1])), wanted) > 1e-2, (
+            "another order of tokens passes"
+        )
 
 
-# --- the carry ----------------------------------------------------------------------------------------------------------------------------
+# --- the carry
+# ----------------------------------------------------------------------------------------------------------------------------
 
 CARRIED = "xquant_cl:base_layer=1,group_size=16,latent={},sink=2,recent=3,block=16"
 
 
 def flow(spec: str, prompt: int, stop: int, capacity: int = 90):
-    """Prefill and decode three layers of one cache, each with its own tokens, and return the state of every layer."""
+    """Prefill and decode three layers of one cache, each with its own tokens, and return the state
+    of every layer."""
     dims = CacheDims(3, 4, 2, 32, 128)
     cache = kvq.init_cache(spec, dims, 2, capacity, "float32")
     tokens = [sequences(2, dims, seed=30 + i) for i in range(3)]
@@ -228,7 +324,9 @@ def flow(spec: str, prompt: int, stop: int, capacity: int = 90):
         carry: Any = ()
         for i, plan in enumerate(cache.plans):
             step, size = (prefill, capacity) if first else (decode, STEP)
-            _, states[i], carry = step(plan, own[i], states[i], tokens[i].window(at, until, size), carry)
+            _, states[i], carry = step(
+                plan, own[i], states[i], tokens[i].window(at, until, size), carry
+            )
         at = np.minimum(at + (prompt if first else STEP), stop).astype(np.int32)
     return cache.plans, states, own
 
@@ -247,11 +345,14 @@ def test_codes_do_not_depend_on_where_the_prompt_ended(latent: str):
         exact = {name: a for name, a in first.items() if name.startswith(("ring", "sink"))}
         assert not beyond_rounding(exact, {name: second[name] for name in exact}), f"layer {i}"
     later, earlier = (live(plans[2], whole[i], length) for i in (2, 1))
-    assert beyond_rounding({"ring": later["ring.kv"][..., :64]}, {"ring": earlier["ring.kv"][..., :64]}), "layers hold the same rows"
+    assert beyond_rounding(
+        {"ring": later["ring.kv"][..., :64]}, {"ring": earlier["ring.kv"][..., :64]}
+    ), "layers hold the same rows"
 
 
 def test_the_accumulator_is_what_the_layers_below_said():
-    """acc after a layer = acc before it + its decoded beyond_rounding, for live tokens of a ragged batch."""
+    """acc after a layer = acc before it + its decoded beyond_rounding, for live tokens of a ragged
+    batch."""
     plans, states, own = flow(CARRIED.format("true"), 80, 80)
     live_tokens = jnp.asarray([64, 32], jnp.int32)
     base = cross_layer.advance(plans[1], own[1], states[1], live_tokens, ())
@@ -273,7 +374,13 @@ def test_a_layer_without_its_accumulator_is_an_error():
 def test_a_bfloat16_accumulator_is_near_the_float32_one():
     x, wk, wv = layers()
     found = {
-        dtype: round_trips(f"xquant_cl:bits=3,base_layer=0,group_size=16,accumulator_dtype={dtype}", DIMS, x, wk, wv)
+        dtype: round_trips(
+            f"xquant_cl:bits=3,base_layer=0,group_size=16,accumulator_dtype={dtype}",
+            DIMS,
+            x,
+            wk,
+            wv,
+        )
         for dtype in ("float32", "bfloat16")
     }
     error = worst(found["bfloat16"][-1][1], found["float32"][-1][1])

@@ -1,4 +1,5 @@
-"""XQuant's caches from outside: the sizes of the paper's tables, what a step needs beside the cache, and what is refused."""
+"""XQuant's caches from outside: the sizes of the paper's tables, what a step needs beside the
+cache, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LLAMA_3_8B = CacheDims(32, 32, 8, 128, 4096)
 SMALL = CacheDims(4, 4, 2, 8, 48)
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------------------------------
+# --- sizes
+# --------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,34 +49,46 @@ SMALL = CacheDims(4, 4, 2, 8, 48)
     ids=str,
 )
 def test_sizes_are_those_of_the_papers_tables(dims: CacheDims, spec: str, paper: float):
-    """Tables 1, 4 and B.1: the body's bits by those of fp16, windows left out. Counted from the arrays."""
+    """Tables 1, 4 and B.1: the body's bits by those of fp16, windows left out. Counted from the
+    arrays."""
     assert round(kvq.body_bits_per_element(spec, dims) / 16, 2) == paper
 
 
 @pytest.mark.parametrize(("bits", "paper"), [(4, 0.27), (3, 0.21), (2, 0.15)])
 def test_the_papers_size_of_shared_heads_leaves_the_wide_base_out(bits: int, paper: float):
-    """Table 4 counts Llama-3.1-8B's base layer, which is as wide as the model, as a layer of latents; with it the cache is larger."""
+    """Table 4 counts Llama-3.1-8B's base layer, which is as wide as the model, as a layer of
+    latents; with it the cache is larger."""
     spec = kvq.parse(f"xquant_cl:bits={bits}")
     plans = kvq.layout(spec, LLAMA_3_8B, 1, 128).plans
     tokens = 128 * 32
 
     def stored_bits(plan) -> float:
         arrays = jax.tree.leaves([codec.body(1, plan.heads, tokens) for codec in plan.codecs])
-        return 8 * kvq.nbytes([a.struct for a in arrays]) / (2 * plan.heads * tokens * plan.head_dim)
+        return (
+            8 * kvq.nbytes([a.struct for a in arrays]) / (2 * plan.heads * tokens * plan.head_dim)
+        )
 
     of_layers = [stored_bits(plan) for plan in plans]
-    assert of_layers[2] == 2 * of_layers[1], "the base layer of a model with four query heads for each KV head is twice as wide"
+    assert of_layers[2] == 2 * of_layers[1], (
+        "the base layer of a model with four query heads for each KV head is twice as wide"
+    )
     counted = np.mean([of_layers[1] if i == 2 else b for i, b in enumerate(of_layers)]) / 16
     assert round(counted, 2) == paper
-    assert kvq.body_bits_per_element(spec, LLAMA_3_8B) / 16 == pytest.approx(np.mean(of_layers) / 16)
+    assert kvq.body_bits_per_element(spec, LLAMA_3_8B) / 16 == pytest.approx(
+        np.mean(of_layers) / 16
+    )
     assert kvq.body_bits_per_element(spec, LLAMA_3_8B) / 16 > counted
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------------------------
+# --- memory
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
-def decode_temporaries(spec: str, layer: int, dims: CacheDims, capacity: int) -> tuple[int, int, int]:
-    """Return (temporary bytes of a compiled decode step of one layer, bytes of its cache, bytes of dense K and V)."""
+def decode_temporaries(
+    spec: str, layer: int, dims: CacheDims, capacity: int
+) -> tuple[int, int, int]:
+    """Return (temporary bytes of a compiled decode step of one layer, bytes of its cache, bytes of
+    dense K and V)."""
     cache = kvq.layout(spec, dims, 1, capacity, "float32")
     plan = cache.plans[layer]
     width, kv = dims.hidden_size, dims.num_key_value_heads * dims.head_dim
@@ -83,16 +97,33 @@ def decode_temporaries(spec: str, layer: int, dims: CacheDims, capacity: int) ->
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weights = LayerWeights(struct(width, kv), struct(width, kv), struct(width), struct())
-    q, k = struct(1, dims.num_attention_heads, 1, dims.head_dim), struct(1, dims.num_key_value_heads, 1, dims.head_dim)
-    rope = describe(kvq.Rope, inverse_frequencies=struct(dims.head_dim // 2), attention_factor=struct())
+    q, k = (
+        struct(1, dims.num_attention_heads, 1, dims.head_dim),
+        struct(1, dims.num_key_value_heads, 1, dims.head_dim),
+    )
+    rope = describe(
+        kvq.Rope, inverse_frequencies=struct(dims.head_dim // 2), attention_factor=struct()
+    )
     positions = struct(1, 1, dtype=jnp.int32)
-    rows = dict(x=struct(1, 1, width), q_pre=q, q_rot=q, k_pre=k, k_rot=k, v=k, valid=struct(1, 1, dtype=jnp.bool_))
+    rows = dict(
+        x=struct(1, 1, width),
+        q_pre=q,
+        q_rot=q,
+        k_pre=k,
+        k_rot=k,
+        v=k,
+        valid=struct(1, 1, dtype=jnp.bool_),
+    )
     inputs = describe(kvq.LayerInputs, **rows, positions=positions, rope=rope, residual=None)
     codec, carry = plan.cross_layer, ()
     if codec is not None and not codec.starts:
         carry = codec.accumulator(1, plan.regions.body_capacity).struct
     step = jax.jit(lambda s, c, p, i: decode_layer(plan, p, s, i, c), donate_argnums=(0, 1))
-    memory = step.lower(cache.layers[layer], carry, plan.from_weights(weights), inputs).compile(USUAL_COMPILE).memory_analysis()
+    memory = (
+        step.lower(cache.layers[layer], carry, plan.from_weights(weights), inputs)
+        .compile(USUAL_COMPILE)
+        .memory_analysis()
+    )
     return memory.temp_size_in_bytes, kvq.nbytes(cache.layers[layer]), 2 * kv * capacity * 4
 
 
@@ -102,7 +133,9 @@ def test_keys_and_values_of_the_whole_context_never_exist(latent: str):
     temporary, _, dense = decode_temporaries(f"xquant:latent={latent}", 0, dims, capacity)
     assert temporary < 0.1 * dense, f"{temporary} temporary bytes, K and V would take {dense}"
     shorter, _, _ = decode_temporaries(f"xquant:latent={latent}", 0, dims, capacity // 8)
-    assert temporary <= 1.05 * shorter, f"temporary bytes grow with the capacity: {shorter}, {temporary}"
+    assert temporary <= 1.05 * shorter, (
+        f"temporary bytes grow with the capacity: {shorter}, {temporary}"
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["base", "difference"])
@@ -110,10 +143,13 @@ def test_the_accumulator_is_the_only_memory_that_grows(layer: int):
     dims, capacity = CacheDims(2, 8, 2, 64, 512), 65536
     temporary, _, _ = decode_temporaries("xquant_cl:base_layer=0", layer, dims, capacity)
     accumulator = 4 * capacity * dims.hidden_size
-    assert temporary <= 0.2 * accumulator, f"{temporary} temporary bytes beside an accumulator of {accumulator} in or out"
+    assert temporary <= 0.2 * accumulator, (
+        f"{temporary} temporary bytes beside an accumulator of {accumulator} in or out"
+    )
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------------------------
+# --- refusals
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,8 +157,16 @@ def test_the_accumulator_is_the_only_memory_that_grows(layer: int):
     [
         ("k=xquant+v=kivi", LLAMA_2_7B, "keeps one body for keys and values"),
         ("k=dense+v=xquant_cl:base_layer=0", LLAMA_3_8B, "keeps one body for keys and values"),
-        ("xquant_cl:skip_layers=5", LLAMA_3_8B, "skip_layers names layer 5: layers in full precision must lie before layer 2"),
-        ("xquant_cl:base_layer=40", LLAMA_3_8B, "starts at layer 40, but the model has layers 0 to 31"),
+        (
+            "xquant_cl:skip_layers=5",
+            LLAMA_3_8B,
+            "skip_layers names layer 5: layers in full precision must lie before layer 2",
+        ),
+        (
+            "xquant_cl:base_layer=40",
+            LLAMA_3_8B,
+            "starts at layer 40, but the model has layers 0 to 31",
+        ),
         ("xquant:k_bits=4", LLAMA_2_7B, "k_bits has no meaning here"),
         ("xquant:exact_outlier_channel=true", LLAMA_2_7B, "about latents of keys"),
         ("xquant_cl:reading=residual_stream,latent=true", LLAMA_3_8B, "needs latent=false"),
@@ -145,7 +189,10 @@ def test_other_methods_mix_with_latents_and_with_exact_layers_before_the_base():
 def test_missing_parameters_are_named(spec: str):
     cache = kvq.init_cache(spec, SMALL, 1, 64, "float32")
     inputs = dataclasses.replace(
-        sequences(1, SMALL, 64).window(np.zeros(1, np.int32), np.full(1, 20, np.int32), 64), x=jnp.ones((1, 64, 48))
+        sequences(1, SMALL, 64).window(np.zeros(1, np.int32), np.full(1, 20, np.int32), 64),
+        x=jnp.ones((1, 64, 48)),
     )
-    with pytest.raises(ValueError, match=r"kvq\.prepare_layer or kvq_models\.prepare attaches them"):
+    with pytest.raises(
+        ValueError, match=r"kvq\.prepare_layer or kvq_models\.prepare attaches them"
+    ):
         quick_jit(decode_layer, static_argnums=0)(cache.plans[0], (), cache.layers[0], inputs, ())

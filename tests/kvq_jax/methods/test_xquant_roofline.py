@@ -17,10 +17,23 @@ from kvq_models.llama.hf_names import weights
 from kvq_models.llama.model import abstract_llama
 
 D = 4096
-LLAMA_2_7B = dict(hidden_size=D, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32, head_dim=128)
-LLAMA_3_1_8B = dict(hidden_size=D, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+LLAMA_2_7B = dict(
+    hidden_size=D,
+    intermediate_size=11008,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=128,
+)
+LLAMA_3_1_8B = dict(
+    hidden_size=D,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
 
-# (device, query heads for each KV head) -> tokens as printed in the paper, or as derived from its equations for another device
+# (device, query heads for each KV head) -> tokens as printed in the paper, or as derived from its
+# equations for another device
 PRINTED = {("h100-pcie", 1): 2.3e3, ("h100-pcie", 4): 40.6e3, ("h200", 1): 1.2e3, ("h200", 4): 22e3}
 
 
@@ -34,7 +47,8 @@ def equation(group: int, **more) -> LayerCost:
 
 
 def solved(name: str, group: int) -> Fraction:
-    """Equations (3) and (4) at e = 2 bits, in whole numbers: P = 4 l w^2 / (l w / 4 + weights), w = d / g."""
+    """Equations (3) and (4) at e = 2 bits, in whole numbers: P = 4 l w^2 / (l w / 4 + weights), w =
+    d / g."""
     ridge, width = Fraction(int(DEVICES[name].flops), int(DEVICES[name].bandwidth)), D // group
     read = 24 * D**2 if group == 1 else 26 * D**2 + 4 * width**2
     return ridge * read / (4 * width**2 - ridge * Fraction(width, 4))
@@ -62,10 +76,14 @@ def test_xquant_cl_hides_for_less_where_heads_are_shared():
     assert cross.cache_bytes_per_token == 2 * 2 / 8 * D // 4 + 4 / 8 * D
     assert cross.longest_hidden(ridge) < plain.longest_hidden(ridge) / 5
     assert cross.weight_bytes == 26 * D**2 + 4 * D * D // 4
-    assert equation(1, cross_layer=True).flops_per_token == 4 * D * (D + 0.5), "the paper's own simplification"
+    assert equation(1, cross_layer=True).flops_per_token == 4 * D * (D + 0.5), (
+        "the paper's own simplification"
+    )
 
 
-@pytest.mark.parametrize(("sizes", "group"), [(LLAMA_2_7B, 1), (LLAMA_3_1_8B, 4)], ids=["Llama-2-7B", "Llama-3.1-8B"])
+@pytest.mark.parametrize(
+    ("sizes", "group"), [(LLAMA_2_7B, 1), (LLAMA_3_1_8B, 4)], ids=["Llama-2-7B", "Llama-3.1-8B"]
+)
 def test_the_models_own_weights_in_the_equations_give_the_same_length(sizes, group):
     own = equation(group, weights=roofline.weight_bytes(config(sizes)))
     assert own.longest_hidden(378) == pytest.approx(PRINTED["h100-pcie", group], rel=0.005)
@@ -77,7 +95,11 @@ def test_at_the_solution_intensity_is_the_ridge_point_and_beyond_it_more():
     length = cost.longest_hidden(ridge)
 
     def intensity(tokens: float) -> float:
-        return cost.flops_per_token * tokens / (cost.cache_bytes_per_token * tokens + cost.weight_bytes)
+        return (
+            cost.flops_per_token
+            * tokens
+            / (cost.cache_bytes_per_token * tokens + cost.weight_bytes)
+        )
 
     assert intensity(length) == pytest.approx(ridge)
     assert intensity(0.9 * length) < ridge < intensity(1.1 * length)
@@ -99,7 +121,11 @@ def test_flops_are_those_of_the_products_that_are_done():
     tokens, key_width, value_width, kv_width, heads = 24, 48, 40, 32, 8
 
     def counted(function, *shapes):
-        compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
+        compiled = (
+            jax.jit(function)
+            .lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+            .compile()
+        )
         return compiled.cost_analysis()["flops"] / tokens
 
     def ours(x_k, x_v, w_k, p):
@@ -108,22 +134,44 @@ def test_flops_are_those_of_the_products_that_are_done():
     def papers(x_k, x_v, w_k, w_v):
         return jnp.einsum("tc,ce->te", x_k, w_k), jnp.einsum("tc,ce->te", x_v, w_v)
 
-    x_k, x_v, w_k, w_v, p = (tokens, key_width), (tokens, value_width), (key_width, kv_width), (value_width, kv_width), (heads, tokens)
-    assert roofline.flops_of_keys(key_width, value_width, kv_width, heads) == counted(ours, x_k, x_v, w_k, p)
+    x_k, x_v, w_k, w_v, p = (
+        (tokens, key_width),
+        (tokens, value_width),
+        (key_width, kv_width),
+        (value_width, kv_width),
+        (heads, tokens),
+    )
+    assert roofline.flops_of_keys(key_width, value_width, kv_width, heads) == counted(
+        ours, x_k, x_v, w_k, p
+    )
     assert 2 * (key_width + value_width) * kv_width == counted(papers, x_k, x_v, w_k, w_v)
     assert counted(ours, x_k, x_v, w_k, p) != counted(papers, x_k, x_v, w_k, w_v)
 
 
 def test_weighing_rows_before_projecting_gives_the_same_values():
     rng = np.random.default_rng(0)
-    p, x, w = rng.dirichlet(np.ones(50), 4), rng.standard_normal((50, 24)), rng.standard_normal((24, 8))
+    p, x, w = (
+        rng.dirichlet(np.ones(50), 4),
+        rng.standard_normal((50, 24)),
+        rng.standard_normal((24, 8)),
+    )
     np.testing.assert_allclose((p @ x) @ w, p @ (x @ w), rtol=1e-10)
 
 
-@pytest.mark.parametrize(("sizes", "per_square"), [(LLAMA_2_7B, 12), (LLAMA_3_1_8B, 13)], ids=["Llama-2-7B", "Llama-3.1-8B"])
-def test_weight_bytes_are_those_of_the_models_matrices_and_near_the_papers_multiple(sizes, per_square):
+@pytest.mark.parametrize(
+    ("sizes", "per_square"),
+    [(LLAMA_2_7B, 12), (LLAMA_3_1_8B, 13)],
+    ids=["Llama-2-7B", "Llama-3.1-8B"],
+)
+def test_weight_bytes_are_those_of_the_models_matrices_and_near_the_papers_multiple(
+    sizes, per_square
+):
     found = roofline.weight_bytes(config(sizes))
-    layer = [w.leaf for path, w in weights(abstract_llama(config(sizes), jnp.bfloat16)).items() if path.startswith("layers.0")]
+    layer = [
+        w.leaf
+        for path, w in weights(abstract_llama(config(sizes), jnp.bfloat16)).items()
+        if path.startswith("layers.0")
+    ]
     assert found == sum(leaf.size * leaf.dtype.itemsize for leaf in layer if len(leaf.shape) == 2)
     assert found == pytest.approx(2 * per_square * D**2, rel=0.006)
     assert roofline.weight_bytes(config(sizes), 0.5) == found / 4

@@ -1,4 +1,5 @@
-"""ZipCache against what its public code's functions return for the same numbers (tests/golden/), and its saliency against a definition."""
+"""ZipCache against what its public code's functions return for the same numbers (tests/golden/),
+and its saliency against a definition."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ TOKENS = 24
 
 def inputs(seed: int = 0, valid: int = TOKENS) -> kvq.LayerInputs:
     rng = np.random.default_rng(seed)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, heads, TOKENS, 32)), jnp.float32) for heads in (4, 2, 2))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(1, heads, TOKENS, 32)), jnp.float32) for heads in (4, 2, 2)
+    )
     real = jnp.arange(TOKENS)[None] < valid
     return kvq.LayerInputs(None, None, 2 * q, None, k, v, jnp.arange(TOKENS)[None], real, None)
 
@@ -45,7 +48,9 @@ def test_saliency_is_the_mean_attention_of_the_probes_that_see_a_token(valid: in
     actual = np.asarray(saliency(found, given.k_rot, given.positions))[0][:, :valid]
     np.testing.assert_allclose(actual, wanted, rtol=2e-4)
     over_all = wanted * (positions[:, None] >= np.arange(valid)).sum(0) / len(positions)
-    assert np.abs(over_all / wanted - 1).max() > 0.3, "dividing by the number of all probes would pass"
+    assert np.abs(over_all / wanted - 1).max() > 0.3, (
+        "dividing by the number of all probes would pass"
+    )
 
 
 def test_probes_are_the_last_tokens_and_others_spread_over_the_prompt():
@@ -58,7 +63,8 @@ def test_probes_are_the_last_tokens_and_others_spread_over_the_prompt():
 
 
 def test_codes_are_those_of_the_public_code():
-    """Keys of both classes, one group for each channel; values normalized by channel, whose rows of two heads the public code joins."""
+    """Keys of both classes, one group for each channel; values normalized by channel, whose rows of
+    two heads the public code joins."""
     data = golden("zipcache")
     important, others = data["important_ids"][0], data["unimportant_ids"][0]
     both = [np.concatenate([important[h], others[h]]) for h in range(2)]
@@ -76,16 +82,27 @@ def test_codes_are_those_of_the_public_code():
 
     norm = np.sqrt(np.abs(data["V"]).max(axis=(0, 2)))
     np.testing.assert_allclose(norm.ravel(), data["v_channel_scale"].ravel(), rtol=1e-6)
-    values = np.concatenate([data["V"][0, h, both[h]] / norm[h] for h in range(2)], axis=-1)[None, None].astype(np.float32)
+    values = np.concatenate([data["V"][0, h, both[h]] / norm[h] for h in range(2)], axis=-1)[
+        None, None
+    ].astype(np.float32)
     own = codec(128)
-    decoded = np.asarray(own._decoded(own._coded("v", jnp.asarray(values), mask[:, :1]), mask[:, :1]))[0, 0] * norm.ravel()
-    compare_numbers(decoded, np.concatenate([data["v_deq"][0, h, both[h]] for h in range(2)], axis=-1))
+    decoded = (
+        np.asarray(own._decoded(own._coded("v", jnp.asarray(values), mask[:, :1]), mask[:, :1]))[
+            0, 0
+        ]
+        * norm.ravel()
+    )
+    compare_numbers(
+        decoded, np.concatenate([data["v_deq"][0, h, both[h]] for h in range(2)], axis=-1)
+    )
 
 
 def test_salient_tokens_are_nearer_to_what_they_were():
     given = inputs(3)
     k_hat, v_hat, _ = kvq.roundtrip_layer("zipcache:probes=8,block=24", given)
-    mask = np.asarray(chosen(saliency(probes_of(given, 8), given.k_rot, given.positions), 24, 16))[0, :, 0]
+    mask = np.asarray(chosen(saliency(probes_of(given, 8), given.k_rot, given.positions), 24, 16))[
+        0, :, 0
+    ]
     assert mask.sum() == 2 * 16
     for found, rows in ((k_hat, given.k_rot), (v_hat, given.v)):
         error = np.linalg.norm(np.asarray(found - rows)[0], axis=-1)
@@ -98,7 +115,10 @@ def test_salient_tokens_are_nearer_to_what_they_were():
         ("zipcache:block=20", "block=20 must be a multiple of 8"),
         ("zipcache:unimportant_ratio=1", "unimportant_ratio=1 leaves one kind of tokens"),
         ("zipcache:probes=0", "probes=0 tells nothing"),
-        ("zipcache:subtract_bias=true", "subtract_bias=true has no meaning for keys of zipcache, which share a row with values"),
+        (
+            "zipcache:subtract_bias=true",
+            "subtract_bias=true has no meaning for keys of zipcache, which share a row with values",
+        ),
         ("k=zipcache+v=kivi", r"'k=zipcache\+v=kivi.*use it for both"),
     ],
 )

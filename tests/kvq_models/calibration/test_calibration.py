@@ -1,5 +1,5 @@
-"""Calibration: what a sample records is what the exact model computes, an interrupted run ends like one that was not, and requests that
-cannot be met are refused."""
+"""Calibration: what a sample records is what the exact model computes, an interrupted run ends like
+one that was not, and requests that cannot be met are refused."""
 
 from __future__ import annotations
 
@@ -30,29 +30,48 @@ from tests.exhaustive import some
 from tests.kvq_models.calibration_runs import KEYS_ONLY, LENGTH, SPEC, TEXT, model, one_line, run
 from tests.kvq_models.checkpoints import YARN, random_llama, random_tokens, row_errors, tiny_config
 
-# --- what a sample records ----------------------------------------------------------------------------------------------------------------
+# --- what a sample records
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def recorded(llama, window) -> tuple[float, dict[tuple[int, str, str], np.ndarray]]:
     found = {}
-    loss = record(llama, np.asarray(window), lambda r: found.update({(r.layer, r.side, r.what): np.asarray(r.array, np.float32)}))
+    loss = record(
+        llama,
+        np.asarray(window),
+        lambda r: found.update({(r.layer, r.side, r.what): np.asarray(r.array, np.float32)}),
+    )
     return loss, found
 
 
 def exact(
     llama, window, perturbations: dict[tuple[int, str], jax.Array] | None = None
 ) -> tuple[jax.Array, dict[tuple[int, str], jax.Array]]:
-    """Return (sum of the losses, rows [T, K, H]) of a plain forward pass, with something added to the keys or values of some layers."""
+    """Return (sum of the losses, rows [T, K, H]) of a plain forward pass, with something added to
+    the keys or values of some layers."""
     tokens = jnp.asarray(window)[None]
     length = tokens.shape[1] - 1
-    positions, valid, rope = jnp.arange(length)[None], jnp.ones((1, length), bool), rope_for(llama.config, length)
+    positions, valid, rope = (
+        jnp.arange(length)[None],
+        jnp.ones((1, length), bool),
+        rope_for(llama.config, length),
+    )
     hidden, rows = llama.embed_tokens(tokens[:, :-1]), {}
     for index, layer in enumerate(llama.layers):
         inputs = layer.attention_inputs(hidden, positions, valid, rope)
-        rows[index, "k"], rows[index, "v"] = (jnp.swapaxes(array[0], 0, 1) for array in (inputs.k_pre, inputs.v))
-        add = {side: jnp.swapaxes((perturbations or {}).get((index, side), 0 * rows[index, side]), 0, 1)[None] for side in ("k", "v")}
+        rows[index, "k"], rows[index, "v"] = (
+            jnp.swapaxes(array[0], 0, 1) for array in (inputs.k_pre, inputs.v)
+        )
+        add = {
+            side: jnp.swapaxes(
+                (perturbations or {}).get((index, side), 0 * rows[index, side]), 0, 1
+            )[None]
+            for side in ("k", "v")
+        }
         k_rot = rotate(inputs.k_pre + add["k"], positions, rope)
-        hidden = layer.finish(hidden, causal_attention(inputs.q_rot, k_rot, inputs.v + add["v"], valid))
+        hidden = layer.finish(
+            hidden, causal_attention(inputs.q_rot, k_rot, inputs.v + add["v"], valid)
+        )
     logprobs = jax.nn.log_softmax(llama.logits(hidden)[0], axis=-1)
     return -jnp.take_along_axis(logprobs, tokens[0, 1:, None], axis=1).sum(), rows
 
@@ -67,11 +86,16 @@ def test_a_sample_records_the_rows_of_the_exact_forward_pass_and_its_loss(dtype)
     for (layer, side), want in rows.items():
         errors = row_errors(found[layer, side, "rows"], want)
         assert errors.max() < tolerance, (
-            f"layer {layer}, {side}: {errors.max()} at (token, head) {np.unravel_index(errors.argmax(), errors.shape)}"
+            f"layer {layer}, {side}: {errors.max()} at (token, head)"
+            f" {np.unravel_index(errors.argmax(), errors.shape)}"
         )
-        assert row_errors(found[1 - layer, side, "rows"], want).min() > 0.1, "another layer's rows pass too"
+        assert row_errors(found[1 - layer, side, "rows"], want).min() > 0.1, (
+            "another layer's rows pass too"
+        )
     logprobs = jax.nn.log_softmax(jax.jit(forward)(llama, window[None, :-1])[0], axis=-1)
-    assert loss == pytest.approx(-float(jnp.take_along_axis(logprobs, window[1:, None], axis=1).mean()), rel=tolerance)
+    assert loss == pytest.approx(
+        -float(jnp.take_along_axis(logprobs, window[1:, None], axis=1).mean()), rel=tolerance
+    )
 
 
 def test_recorded_gradients_are_the_slopes_of_the_loss():
@@ -84,13 +108,22 @@ def test_recorded_gradients_are_the_slopes_of_the_loss():
         for side in ("k", "v"):
             gradient = found[layer, side, "gradients"]
             noise = random.standard_normal(gradient.shape, np.float32)
-            direction = gradient / np.linalg.norm(gradient) + noise / np.linalg.norm(noise)  # noise alone has almost no slope
+            direction = gradient / np.linalg.norm(gradient) + noise / np.linalg.norm(
+                noise
+            )  # noise alone has almost no slope
             direction = jnp.asarray(direction / np.linalg.norm(direction))
-            up, down = (float(loss(llama, window, {(layer, side): sign * step * direction})) for sign in (1, -1))
+            up, down = (
+                float(loss(llama, window, {(layer, side): sign * step * direction}))
+                for sign in (1, -1)
+            )
             slope, size = (up - down) / (2 * step), float(np.linalg.norm(gradient))
-            assert abs(slope - float(np.sum(gradient * direction))) < 0.02 * size, f"layer {layer}, {side}"
+            assert abs(slope - float(np.sum(gradient * direction))) < 0.02 * size, (
+                f"layer {layer}, {side}"
+            )
             for wrong in (np.roll(gradient, 1, axis=0), 1.1 * gradient):
-                assert abs(slope - float(np.sum(wrong * direction))) > 0.02 * size, f"layer {layer}, {side}: a wrong gradient passes too"
+                assert abs(slope - float(np.sum(wrong * direction))) > 0.02 * size, (
+                    f"layer {layer}, {side}: a wrong gradient passes too"
+                )
 
 
 def test_recorded_gradients_add_up_over_tokens_to_those_of_the_projections_biases():
@@ -104,7 +137,10 @@ def test_recorded_gradients_add_up_over_tokens_to_those_of_the_projections_biase
 
     weights = hf_names.weights(jax.jit(jax.grad(loss))(llama))
     for layer in range(2):
-        biases = {side: np.asarray(weights[f"layers.{layer}.{side}_proj.bias"].leaf) for side in ("k", "v")}
+        biases = {
+            side: np.asarray(weights[f"layers.{layer}.{side}_proj.bias"].leaf)
+            for side in ("k", "v")
+        }
         for side, other in (("k", "v"), ("v", "k")):
             total = found[layer, side, "gradients"].sum(axis=0).reshape(-1)
             assert row_errors(total, biases[side]) < 1e-4, f"layer {layer}, {side}"
@@ -120,7 +156,8 @@ def test_equal_layers_are_compiled_once():
     assert (activations._forward._cache_size(), activations._backward._cache_size()) == (1, 1)
 
 
-# --- what a codec is given ----------------------------------------------------------------------------------------------------------------
+# --- what a codec is given
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class Calls(NamedTuple):
@@ -142,22 +179,28 @@ def given(monkeypatch):
     return calls
 
 
-def test_a_codec_gets_the_rows_that_it_caches_without_sinks_and_gradients_of_the_mean_loss(given, tmp_path):
+def test_a_codec_gets_the_rows_that_it_caches_without_sinks_and_gradients_of_the_mean_loss(
+    given, tmp_path
+):
     llama, sink = model(), 3
     run(tmp_path / "w", f"{SPEC},sink={sink}", llama=llama)
     windows = samples.draw(TEXT, 3, LENGTH, 0)
     for index, name in enumerate(needs(kvq.parse(SPEC), llama.config)):
         layer, side = int(name.split(".")[1]), name[-1]
         rows, gradients = (
-            np.concatenate([recorded(llama, w)[1][layer, side, what][sink:] for w in windows]) for what in ("rows", "gradients")
+            np.concatenate([recorded(llama, w)[1][layer, side, what][sink:] for w in windows])
+            for what in ("rows", "gradients")
         )
         np.testing.assert_array_equal(given.rows[index], rows, err_msg=name)
-        np.testing.assert_allclose(given.gradients[index], gradients / LENGTH, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            given.gradients[index], gradients / LENGTH, rtol=1e-6, err_msg=name
+        )
         assert given.rows[index].dtype == given.gradients[index].dtype == np.float32
 
 
 def test_keys_that_are_cached_after_rope_come_rotated_and_so_do_their_gradients(given, tmp_path):
-    """A step dk before RoPE is the step rotate(dk) after it, so both gradients give the same change of the loss."""
+    """A step dk before RoPE is the step rotate(dk) after it, so both gradients give the same change
+    of the loss."""
     llama = model(head_dim=32, rope_scaling=YARN)
     factor = float(rope_for(llama.config, LENGTH).attention_factor)
     assert factor > 1.1, "the test needs an attention factor"
@@ -167,20 +210,33 @@ def test_keys_that_are_cached_after_rope_come_rotated_and_so_do_their_gradients(
     positions, rope = jnp.arange(LENGTH)[None], rope_for(llama.config, LENGTH)
 
     def rotated(rows):
-        return np.asarray(jnp.swapaxes(rotate(jnp.swapaxes(jnp.asarray(rows), 0, 1)[None], positions, rope)[0], 0, 1))
+        return np.asarray(
+            jnp.swapaxes(
+                rotate(jnp.swapaxes(jnp.asarray(rows), 0, 1)[None], positions, rope)[0], 0, 1
+            )
+        )
 
     step = np.random.default_rng(0).standard_normal(given.rows[0].shape).astype(np.float32)
     for layer in range(2):
         before, after = layer, 2 + layer
-        np.testing.assert_allclose(given.rows[after], rotated(given.rows[before]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            given.rows[after], rotated(given.rows[before]), rtol=1e-5, atol=1e-6
+        )
         change = np.sum(given.gradients[before] * step, axis=-1)
         np.testing.assert_allclose(
-            np.sum(given.gradients[after] * rotated(step), axis=-1), change, rtol=1e-3, atol=1e-6 * np.abs(change).max()
+            np.sum(given.gradients[after] * rotated(step), axis=-1),
+            change,
+            rtol=1e-3,
+            atol=1e-6 * np.abs(change).max(),
         )
-        assert np.abs(np.sum(factor * given.gradients[after] * rotated(step), axis=-1) - change).max() > 0.05 * np.abs(change).max()
+        assert (
+            np.abs(np.sum(factor * given.gradients[after] * rotated(step), axis=-1) - change).max()
+            > 0.05 * np.abs(change).max()
+        )
 
 
-# --- the same bytes -----------------------------------------------------------------------------------------------------------------------
+# --- the same bytes
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def saved(calibration, directory) -> str:
@@ -225,7 +281,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(expected, tmp
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_run_that_was_interrupted_between_samples_ends_with_the_same_bytes(after, expected, tmp_path, monkeypatch):
+def test_a_run_that_was_interrupted_between_samples_ends_with_the_same_bytes(
+    after, expected, tmp_path, monkeypatch
+):
     stopped(monkeypatch, "record", interrupts(record, after), tmp_path / "w")
     calls = []
     monkeypatch.setattr(fit, "record", lambda *a: calls.append(a) or record(*a))
@@ -233,15 +291,21 @@ def test_a_run_that_was_interrupted_between_samples_ends_with_the_same_bytes(aft
     assert len(calls) == 3 - after, "complete samples were run again"
 
 
-def test_a_run_that_was_interrupted_inside_a_sample_ends_with_the_same_bytes(expected, tmp_path, monkeypatch):
+def test_a_run_that_was_interrupted_inside_a_sample_ends_with_the_same_bytes(
+    expected, tmp_path, monkeypatch
+):
     def cut(llama, window, write):
-        return record(llama, window[::-1], interrupts(write, 3))  # three arrays of the sample are written, and not even the right ones
+        return record(
+            llama, window[::-1], interrupts(write, 3)
+        )  # three arrays of the sample are written, and not even the right ones
 
     stopped(monkeypatch, "record", cut, tmp_path / "w")
     assert saved(run(tmp_path / "w"), tmp_path) == expected
 
 
-def test_a_run_that_was_interrupted_between_fits_ends_with_the_same_bytes_and_fits_only_the_rest(expected, tmp_path, monkeypatch, given):
+def test_a_run_that_was_interrupted_between_fits_ends_with_the_same_bytes_and_fits_only_the_rest(
+    expected, tmp_path, monkeypatch, given
+):
     stopped(monkeypatch, "_rows", interrupts(fit._rows, 3), tmp_path / "w")
     assert len(given.rows) == 3
     monkeypatch.setattr(fit, "record", interrupts(record, 0))
@@ -249,12 +313,16 @@ def test_a_run_that_was_interrupted_between_fits_ends_with_the_same_bytes_and_fi
     assert len(given.rows) == 4, "sides that were fitted are fitted again"
 
 
-def test_another_cache_is_calibrated_from_the_same_samples_without_running_the_model(work, monkeypatch):
+def test_another_cache_is_calibrated_from_the_same_samples_without_running_the_model(
+    work, monkeypatch
+):
     monkeypatch.setattr(fit, "record", interrupts(record, 0))
     three, keys = run(work, SPEC.replace("bits=2", "bits=3")), run(work, KEYS_ONLY)
     assert three.tensors["layers.0.k.levels"].shape == (8,)
     assert set(keys.keys) == {"layers.0.k", "layers.1.k"}, "KIVI's values need nothing"
-    np.testing.assert_array_equal(keys.tensors["layers.1.k.levels"], three.tensors["layers.1.k.levels"])
+    np.testing.assert_array_equal(
+        keys.tensors["layers.1.k.levels"], three.tensors["layers.1.k.levels"]
+    )
 
 
 def test_fits_that_left_other_sinks_out_are_not_taken_up(work):
@@ -277,18 +345,31 @@ def test_windows_of_a_seed_are_the_same_and_reach_both_ends_of_the_text():
     assert not np.array_equal(windows, samples.draw(text, 400, 10, 1))
 
 
-# --- requests that cannot be met ----------------------------------------------------------------------------------------------------------
+# --- requests that cannot be met
+# ----------------------------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "short text": ({"text": TEXT[:LENGTH]}, "samples of 20 tokens need a text of at least 21 tokens, and this one has 20"),
+    "short text": (
+        {"text": TEXT[:LENGTH]},
+        "samples of 20 tokens need a text of at least 21 tokens, and this one has 20",
+    ),
     "empty text": ({"text": []}, "has 0"),
-    "unknown token": ({"text": [5] * 30 + [96]}, "token id 96 at position 30 is outside the vocabulary of 96"),
+    "unknown token": (
+        {"text": [5] * 30 + [96]},
+        "token id 96 at position 30 is outside the vocabulary of 96",
+    ),
     "no samples": ({"samples": 0}, "samples=0"),
     "a cache that needs none": ({"spec": "kivi"}, "'kivi' needs no calibration"),
     "only dense layers": ({"spec": f"{SPEC},skip_layers=0-1"}, "needs no calibration"),
-    "a cache that does not fit": ({"spec": "k=kvquant:bits=2,outliers=0.1+v=kivi:group_size=24+cache:block=8"}, "group_size=24"),
-    "sinks as long as samples": ({"spec": f"{SPEC},sink=20"}, "keeps the first 20 in full precision"),
+    "a cache that does not fit": (
+        {"spec": "k=kvquant:bits=2,outliers=0.1+v=kivi:group_size=24+cache:block=8"},
+        "group_size=24",
+    ),
+    "sinks as long as samples": (
+        {"spec": f"{SPEC},sink=20"},
+        "keeps the first 20 in full precision",
+    ),
 }
 
 
@@ -321,7 +402,10 @@ OTHER_RUNS = {
     "samples": ({"samples": 4}, "samples is 3 there and 4 here"),
     "length": ({"length": 19}, "length is 20 there and 19 here"),
     "seed": ({"seed": 7}, "seed is 0 there and 7 here"),
-    "dtype": ({"llama": random_llama(tiny_config(), dtype=jnp.bfloat16)}, "dtype is float32 there and bfloat16 here"),
+    "dtype": (
+        {"llama": random_llama(tiny_config(), dtype=jnp.bfloat16)},
+        "dtype is float32 there and bfloat16 here",
+    ),
 }
 
 
@@ -330,7 +414,9 @@ def test_a_work_directory_of_another_run_is_refused_by_name(case, work):
     options, message = OTHER_RUNS[case]
     before = {path: path.stat().st_mtime_ns for path in work.rglob("*")}
     one_line(message, run, work, **options)
-    assert {path: path.stat().st_mtime_ns for path in work.rglob("*")} == before, "another run's directory was touched"
+    assert {path: path.stat().st_mtime_ns for path in work.rglob("*")} == before, (
+        "another run's directory was touched"
+    )
 
 
 def test_a_directory_that_is_no_work_directory_is_refused(tmp_path):
@@ -344,11 +430,16 @@ def test_a_directory_that_is_no_work_directory_is_refused(tmp_path):
         (tmp_path / "state.json").write_text(text)
         one_line(message, run, tmp_path)
     identity = dataclasses.asdict(Identity("", "", 1, 1, 0, "float32"))
-    (tmp_path / "state.json").write_text(json.dumps({"format": "kvq-calibration-work-0", "identity": identity, "losses": []}))
+    (tmp_path / "state.json").write_text(
+        json.dumps({"format": "kvq-calibration-work-0", "identity": identity, "losses": []})
+    )
     one_line("another version", run, tmp_path)
 
 
-@pytest.mark.parametrize(("projection", "place"), [("v_proj", "layer 1, v: the values"), ("k_proj", "layer 1, k: the keys")])
+@pytest.mark.parametrize(
+    ("projection", "place"),
+    [("v_proj", "layer 1, v: the values"), ("k_proj", "layer 1, k: the keys")],
+)
 def test_rows_that_are_not_finite_name_their_layer_and_side(projection, place, tmp_path):
     llama = model()
     path = f"layers.1.{projection}.kernel"
@@ -359,7 +450,12 @@ def test_rows_that_are_not_finite_name_their_layer_and_side(projection, place, t
 def test_gradients_that_are_not_finite_name_their_layer_and_side(tmp_path):
     llama = model()
     broken = hf_names.weights(llama)["head.kernel"].leaf.at[0, 0].set(jnp.nan)
-    one_line("layer 1, k: the gradients in the keys", run, tmp_path / "w", llama=hf_names.replace_weights(llama, {"head.kernel": broken}))
+    one_line(
+        "layer 1, k: the gradients in the keys",
+        run,
+        tmp_path / "w",
+        llama=hf_names.replace_weights(llama, {"head.kernel": broken}),
+    )
 
 
 def test_what_a_codec_refuses_names_its_layer_and_side(work, monkeypatch):
@@ -382,5 +478,7 @@ def test_a_store_reads_what_was_written(tmp_path):
         for layer in range(2):
             for side in ("k", "v"):
                 for what, array in zip(("rows", "gradients"), store.read(layer, side), strict=True):
-                    np.testing.assert_array_equal(array, np.stack([one[layer, side, what] for one in found]))
+                    np.testing.assert_array_equal(
+                        array, np.stack([one[layer, side, what] for one in found])
+                    )
                     assert not np.array_equal(array[0], array[1])

@@ -1,4 +1,5 @@
-"""Calibrations as files and in prepared models: nothing that is not one for this model and cache is used as one."""
+"""Calibrations as files and in prepared models: nothing that is not one for this model and cache is
+used as one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from kvq_models.llama import hf_names
 from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
-# --- the file -----------------------------------------------------------------------------------------------------------------------------
+# --- the file
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_gives_back_the_calibration_bit_for_bit(work, file):
@@ -34,7 +36,13 @@ def test_a_file_gives_back_the_calibration_bit_for_bit(work, file):
 
 
 @pytest.mark.parametrize(
-    "spec", [f"{SPEC},skip_layers=1", f"{SPEC},sink=4,recent=32", f"{SPEC},qnorm=true", f"k={SPEC.removesuffix(',block=8')}+v=kivi:bits=2"]
+    "spec",
+    [
+        f"{SPEC},skip_layers=1",
+        f"{SPEC},sink=4,recent=32",
+        f"{SPEC},qnorm=true",
+        f"k={SPEC.removesuffix(',block=8')}+v=kivi:bits=2",
+    ],
 )
 def test_a_file_serves_caches_that_differ_in_windows_skipped_layers_or_the_other_side(spec, file):
     read = load_calibration(file, model(), spec)
@@ -46,15 +54,24 @@ def test_a_calibration_decides_what_its_spec_leaves_open_and_serves_every_budget
     spec = "waterfill:bits=2,sink=1,recent=3,block=16"
     made = run(work, spec)
     assert made.spec == str(resolved(spec, made)) != spec
-    assert kvq.body_bits_per_element(made.spec, made.dims) == kvq.body_bits_per_element(spec, made.dims)
+    assert kvq.body_bits_per_element(made.spec, made.dims) == kvq.body_bits_per_element(
+        spec, made.dims
+    )
     path = tmp_path / "waterfill.safetensors"
     save_calibration(made, path)
-    for asked in ("waterfill:bits=3,block=16", "k=dense+v=waterfill:bits=2,v_widths=4100", made.spec, f"{spec},skip_layers=0"):
+    for asked in (
+        "waterfill:bits=3,block=16",
+        "k=dense+v=waterfill:bits=2,v_widths=4100",
+        made.spec,
+        f"{spec},skip_layers=0",
+    ):
         read = load_calibration(path, model(), asked)
         used = resolved(asked, read)
         assert resolved(used, read) == used
         prepare(model(), used, read)
-    assert resolved(SPEC, run(work)) == kvq.parse(SPEC), "a method without open options stays as it is"
+    assert resolved(SPEC, run(work)) == kvq.parse(SPEC), (
+        "a method without open options stays as it is"
+    )
 
 
 def changed(path, change):
@@ -69,18 +86,38 @@ def changed(path, change):
 def without_layer(tensors, header):
     for name in [name for name in tensors if name.startswith("layers.1.k")]:
         del tensors[name]
-    header["keys"] = json.dumps({name: key for name, key in json.loads(header["keys"]).items() if name != "layers.1.k"})
+    header["keys"] = json.dumps(
+        {name: key for name, key in json.loads(header["keys"]).items() if name != "layers.1.k"}
+    )
 
 
 BROKEN = {
-    "missing tensor": (lambda t, h: t.pop("layers.1.v.levels"), "tensor layers.1.v.levels is missing"),
+    "missing tensor": (
+        lambda t, h: t.pop("layers.1.v.levels"),
+        "tensor layers.1.v.levels is missing",
+    ),
     "missing layer": (without_layer, "lacks layers.1.k, which"),
-    "unknown tensor": (lambda t, h: t.update({"layers.0.k.more": np.ones(2)}), "tensor layers.0.k.more is unknown"),
-    "unknown layer": (lambda t, h: t.update({"layers.9.k.levels": np.ones(4)}), "tensor layers.9.k.levels is unknown"),
+    "unknown tensor": (
+        lambda t, h: t.update({"layers.0.k.more": np.ones(2)}),
+        "tensor layers.0.k.more is unknown",
+    ),
+    "unknown layer": (
+        lambda t, h: t.update({"layers.9.k.levels": np.ones(4)}),
+        "tensor layers.9.k.levels is unknown",
+    ),
     "odd name": (lambda t, h: t.update({"levels": np.ones(4)}), "tensor levels is unknown"),
-    "other shape": (lambda t, h: t.update({"layers.0.k.levels": np.ones(5, np.float32)}), "is float32[5], expected float32[4]"),
-    "other dtype": (lambda t, h: t.update({"layers.0.k.levels": np.ones(4)}), "is F64[4], expected float32[4]"),
-    "not finite": (lambda t, h: t["layers.1.k.scale"].__setitem__((0, 3), np.inf), "tensor layers.1.k.scale is not finite"),
+    "other shape": (
+        lambda t, h: t.update({"layers.0.k.levels": np.ones(5, np.float32)}),
+        "is float32[5], expected float32[4]",
+    ),
+    "other dtype": (
+        lambda t, h: t.update({"layers.0.k.levels": np.ones(4)}),
+        "is F64[4], expected float32[4]",
+    ),
+    "not finite": (
+        lambda t, h: t["layers.1.k.scale"].__setitem__((0, 3), np.inf),
+        "tensor layers.1.k.scale is not finite",
+    ),
     "no calibration": (lambda t, h: h.clear() or h.update(format="pt"), "is not a calibration"),
     "later version": (lambda t, h: h.update(format_version="3"), "format_version='3'"),
     "no samples": (lambda t, h: h.pop("samples"), "header field samples=None"),
@@ -106,7 +143,9 @@ def test_a_broken_file_is_refused_by_name(case, file):
 
 def test_damage_of_tensors_of_the_header_and_of_their_order_is_found(file):
     whole = file.read_bytes()
-    levels, scale = (load_file(file)[f"layers.0.k.{name}"].tobytes() for name in ("levels", "scale"))
+    levels, scale = (
+        load_file(file)[f"layers.0.k.{name}"].tobytes() for name in ("levels", "scale")
+    )
     damaged = {
         "one bit of a level": whole.replace(levels, bytes([levels[0] ^ 1]) + levels[1:]),
         "the last bit": whole[:-1] + bytes([whole[-1] ^ 128]),
@@ -116,7 +155,13 @@ def test_damage_of_tensors_of_the_header_and_of_their_order_is_found(file):
     for name, content in damaged.items():
         assert content != whole, name
         file.write_bytes(content)
-        one_line("is damaged: its content does not have the checksum", load_calibration, file, model(), SPEC)
+        one_line(
+            "is damaged: its content does not have the checksum",
+            load_calibration,
+            file,
+            model(),
+            SPEC,
+        )
     changed_version = whole.replace(b'"format_version":"2"', b'"format_version":"1"')
     file.write_bytes(changed_version)
     one_line("is damaged", load_calibration, file, model(), SPEC)
@@ -142,14 +187,43 @@ def test_a_truncated_file_or_something_else_is_refused(file):
     for content in (whole[:-1], whole[:100], b"", b"{}", b"\xff" * 64):
         file.write_bytes(content)
         one_line("is not a whole safetensors file", load_calibration, file, model(), SPEC)
-    one_line("is not a file", load_calibration, file.with_name("none"), model(), SPEC, error=FileNotFoundError)
+    one_line(
+        "is not a file",
+        load_calibration,
+        file.with_name("none"),
+        model(),
+        SPEC,
+        error=FileNotFoundError,
+    )
 
 
 def test_another_model_or_other_options_are_refused_by_name(file):
-    one_line("another model of the same size", load_calibration, file, random_llama(tiny_config(), seed=1), SPEC)
-    one_line("num_hidden_layers 2, and this model has 3", load_calibration, file, model(num_hidden_layers=3), SPEC)
-    for option, other in (("bits=2", "bits=3"), ("outliers=0.1", "outliers=0.2"), ("bits=2", "bits=2,pre_rope=false")):
-        one_line("other options: layers.0.k for 'kvquant:bits=2", load_calibration, file, model(), SPEC.replace(option, other))
+    one_line(
+        "another model of the same size",
+        load_calibration,
+        file,
+        random_llama(tiny_config(), seed=1),
+        SPEC,
+    )
+    one_line(
+        "num_hidden_layers 2, and this model has 3",
+        load_calibration,
+        file,
+        model(num_hidden_layers=3),
+        SPEC,
+    )
+    for option, other in (
+        ("bits=2", "bits=3"),
+        ("outliers=0.1", "outliers=0.2"),
+        ("bits=2", "bits=2,pre_rope=false"),
+    ):
+        one_line(
+            "other options: layers.0.k for 'kvquant:bits=2",
+            load_calibration,
+            file,
+            model(),
+            SPEC.replace(option, other),
+        )
     one_line("takes no calibration", load_calibration, file, model(), "kivi")
 
 
@@ -157,7 +231,12 @@ def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
     llama = random_llama(tiny_config("qwen3"))
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llama)
     assert fingerprint(rounded) == fingerprint(llama)
-    for path in ("layers.0.k_proj.kernel", "layers.1.v_proj.kernel", "layers.1.k_norm.scale", "norm.scale"):
+    for path in (
+        "layers.0.k_proj.kernel",
+        "layers.1.v_proj.kernel",
+        "layers.1.k_norm.scale",
+        "norm.scale",
+    ):
         leaf = hf_names.weights(llama)[path].leaf
         other = hf_names.replace_weights(llama, {path: leaf.at[(0,) * leaf.ndim].add(1.0)})
         assert fingerprint(other) != fingerprint(llama), path
@@ -183,7 +262,8 @@ def test_a_file_appears_whole_or_not_at_all(work, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["f.safetensors"]
 
 
-# --- a prepared model ---------------------------------------------------------------------------------------------------------------------
+# --- a prepared model
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_prepared_model_decodes_with_what_was_calibrated_from_memory_and_from_file(work, file):
@@ -198,7 +278,10 @@ def test_a_prepared_model_decodes_with_what_was_calibrated_from_memory_and_from_
     found = logits(prepare(llama, SPEC, calibration))
     assert np.isfinite(found).all()
     np.testing.assert_array_equal(logits(prepare(llama, SPEC, file)), found)
-    doubled = {name: tensor * (2 if name.endswith("scale") else 1) for name, tensor in calibration.tensors.items()}
+    doubled = {
+        name: tensor * (2 if name.endswith("scale") else 1)
+        for name, tensor in calibration.tensors.items()
+    }
     other = logits(prepare(llama, SPEC, dataclasses.replace(calibration, tensors=doubled)))
     assert row_errors(other, found).min() > 1e-3, "the parameters are not used"
     assert llama.cache_parameters == (), "the given model was changed"
@@ -215,7 +298,12 @@ def test_parameters_stand_in_the_order_of_layers_and_sides(work):
 
 
 def test_a_cache_that_needs_a_calibration_says_which_command_makes_it():
-    one_line(f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}' --out F.safetensors", prepare, model(), SPEC)
+    one_line(
+        f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}' --out F.safetensors",
+        prepare,
+        model(),
+        SPEC,
+    )
     one_line("--calibration F.safetensors", prepare, model(), SPEC)
 
 
@@ -225,7 +313,13 @@ def test_a_calibration_in_memory_is_checked_like_a_file(work):
     one_line("another model", prepare, random_llama(tiny_config(), seed=1), SPEC, calibration)
     one_line("'kivi' takes no calibration", prepare, model(), "kivi", calibration)
     tensors = dict(calibration.tensors) | {"layers.0.k.scale": np.full((2, 16), np.nan, np.float32)}
-    one_line("layers.0.k.scale is not finite", prepare, model(), SPEC, dataclasses.replace(calibration, tensors=tensors))
+    one_line(
+        "layers.0.k.scale is not finite",
+        prepare,
+        model(),
+        SPEC,
+        dataclasses.replace(calibration, tensors=tensors),
+    )
 
 
 def test_preparing_for_a_method_without_parameters_leaves_none_behind(work):

@@ -1,4 +1,5 @@
-"""Weights of a few bits: levels of many rows are those of one, sensitivities are squared gradients, and few values are left."""
+"""Weights of a few bits: levels of many rows are those of one, sensitivities are squared gradients,
+and few values are left."""
 
 from __future__ import annotations
 
@@ -29,18 +30,29 @@ def distortion(y: np.ndarray, weight: np.ndarray, levels: np.ndarray) -> float:
 @pytest.mark.parametrize("entries", [4, 16])
 def test_levels_of_rows_are_as_good_as_those_of_one_row(numbers: int, entries: int):
     rng = np.random.default_rng(1)
-    y, weight = rng.standard_t(4, size=(6, numbers)) * np.geomspace(1e-3, 10, 6)[:, None], rng.gamma(0.5, size=(6, numbers)) + 1e-6
-    for row, own, levels in zip(y, weight, weighted_levels_of_rows(y, weight, entries), strict=True):
+    y, weight = (
+        rng.standard_t(4, size=(6, numbers)) * np.geomspace(1e-3, 10, 6)[:, None],
+        rng.gamma(0.5, size=(6, numbers)) + 1e-6,
+    )
+    for row, own, levels in zip(
+        y, weight, weighted_levels_of_rows(y, weight, entries), strict=True
+    ):
         size = np.abs(row).max()
         one = distortion(row, own, size * weighted_levels(row / size, own, entries))
         assert distortion(row, own, levels) <= 1.05 * one + 1e-12
-        assert distortion(row, own, np.quantile(row, (np.arange(entries) + 0.5) / entries)) > 1.1 * one, "quantiles would pass"
+        assert (
+            distortion(row, own, np.quantile(row, (np.arange(entries) + 0.5) / entries)) > 1.1 * one
+        ), "quantiles would pass"
 
 
 def test_fewer_numbers_than_levels_are_all_met_in_rows_of_any_size():
     y = np.array([[3.0, -1.0, 3.0], [0.0, 0.0, 0.0], [1e-30, 2e-30, 3e-30]])
     levels = weighted_levels_of_rows(y, np.ones_like(y), 4)
-    np.testing.assert_allclose(np.take_along_axis(levels, np.abs(y[:, :, None] - levels[:, None]).argmin(axis=-1), axis=1), y, rtol=1e-9)
+    np.testing.assert_allclose(
+        np.take_along_axis(levels, np.abs(y[:, :, None] - levels[:, None]).argmin(axis=-1), axis=1),
+        y,
+        rtol=1e-9,
+    )
     assert (np.diff(levels) >= 0).all()
 
 
@@ -51,7 +63,9 @@ def test_sensitivities_are_the_squared_gradients_of_the_loss(llama):
         logits = jax.nn.log_softmax(forward(changed, jnp.asarray(window[None, :-1], jnp.int32))[0])
         return -jnp.take_along_axis(logits, jnp.asarray(window[1:, None]), axis=-1).sum()
 
-    gradients = {path: weight.leaf for path, weight in hf_names.weights(jax.grad(loss)(llama)).items()}
+    gradients = {
+        path: weight.leaf for path, weight in hf_names.weights(jax.grad(loss)(llama)).items()
+    }
     seen = {}
 
     def spy(kernel, sensitivity, bits, sparse):
@@ -61,15 +75,25 @@ def test_sensitivities_are_the_squared_gradients_of_the_loss(llama):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "quantized_rows", spy)
         weights.quantize_weights(llama, TOKENS, bits=4, samples=1, length=16)
-    for path in ("layers.0.q_proj.kernel", "layers.0.mlp.down_proj.kernel", "layers.1.o_proj.kernel"):
+    for path in (
+        "layers.0.q_proj.kernel",
+        "layers.0.mlp.down_proj.kernel",
+        "layers.1.o_proj.kernel",
+    ):
         kernel = np.asarray(hf_names.weights(llama)[path].leaf, np.float32).T
         wanted = np.square(np.asarray(gradients[path]).T)
-        np.testing.assert_allclose(seen[kernel.tobytes()], wanted, rtol=2e-3, atol=1e-5 * wanted.max(), err_msg=path)
+        np.testing.assert_allclose(
+            seen[kernel.tobytes()], wanted, rtol=2e-3, atol=1e-5 * wanted.max(), err_msg=path
+        )
 
 
 @pytest.mark.parametrize(("bits", "sparse"), [(3, 0.0), (2, 0.02)])
-def test_each_output_channel_has_few_values_and_the_rest_of_the_model_stays(llama, bits: int, sparse: float):
-    quantized, count = weights.quantize_weights(llama, TOKENS, bits=bits, sparse=sparse, samples=2, length=16)
+def test_each_output_channel_has_few_values_and_the_rest_of_the_model_stays(
+    llama, bits: int, sparse: float
+):
+    quantized, count = weights.quantize_weights(
+        llama, TOKENS, bits=bits, sparse=sparse, samples=2, length=16
+    )
     before, after = hf_names.weights(llama), hf_names.weights(quantized)
     stayed = 0
     for path, weight in before.items():
@@ -80,7 +104,9 @@ def test_each_output_channel_has_few_values_and_the_rest_of_the_model_stays(llam
         same = old == new
         stayed += int(same.sum())
         for channel in range(old.shape[1]):
-            assert len(np.unique(new[~same[:, channel], channel])) <= 2**bits, f"{path}, channel {channel}"
+            assert len(np.unique(new[~same[:, channel], channel])) <= 2**bits, (
+                f"{path}, channel {channel}"
+            )
         assert 0 < np.square(new - old).mean() < 0.2 * np.square(old).mean(), path
     assert stayed >= sparse * count.weights
     assert count.bits > bits + 32 * sparse
@@ -118,4 +144,6 @@ def test_weights_that_matter_are_met_more_closely():
 )
 def test_requests_that_cannot_be_met_are_refused(llama, changed, message):
     with pytest.raises(ValueError, match=message):
-        weights.quantize_weights(llama, TOKENS, **({"bits": 4, "samples": 1, "length": 16} | changed))
+        weights.quantize_weights(
+            llama, TOKENS, **({"bits": 4, "samples": 1, "length": 16} | changed)
+        )

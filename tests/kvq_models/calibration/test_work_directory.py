@@ -15,7 +15,12 @@ from tests.kvq_models.work_directories import calibrate, opened
 
 
 def test_the_same_calibration_twice_at_once_is_one_line(tmp_path: pathlib.Path):
-    with opened(tmp_path / "work"), pytest.raises(ValueError, match=r"\Aanother process is calibrating in '[^\n]*work' right now[^\n]*\Z"):
+    with (
+        opened(tmp_path / "work"),
+        pytest.raises(
+            ValueError, match=r"\Aanother process is calibrating in '[^\n]*work' right now[^\n]*\Z"
+        ),
+    ):
         opened(tmp_path / "work").__enter__()
     with opened(tmp_path / "work"):
         Store.delete(tmp_path / "work")
@@ -55,7 +60,9 @@ def test_damage_of_a_half_made_calibration_is_found(name: str, tmp_path: pathlib
     content = damaged.read_bytes()
     for place in (content.index(b"0.5"),) if name == "state.json" else (3, len(content) - 2):
         damaged.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(ValueError, match=rf"\A'[^\n]*{name}' is damaged: [^\n]*delete '[^\n]*work'\Z"):
+        with pytest.raises(
+            ValueError, match=rf"\A'[^\n]*{name}' is damaged: [^\n]*delete '[^\n]*work'\Z"
+        ):
             calibrate(tmp_path, 0)
     damaged.write_bytes(content)
     calibrate(tmp_path, 0)
@@ -75,7 +82,9 @@ def test_damaged_and_swapped_fits_are_made_again(tmp_path: pathlib.Path):
         else:
             values.write_bytes(keys.read_bytes())
         calibrate(folder, 0)
-        assert (folder / "out.safetensors").read_bytes() == (tmp_path / "sound" / "out.safetensors").read_bytes(), damage
+        assert (folder / "out.safetensors").read_bytes() == (
+            tmp_path / "sound" / "out.safetensors"
+        ).read_bytes(), damage
 
 
 def test_a_work_directory_of_an_older_version_is_taken_up_with_a_note(tmp_path: pathlib.Path):

@@ -1,5 +1,5 @@
-"""prefill, decode_step and score: what goes through a cache equals what the exact model computes, and bad input is refused before any
-work."""
+"""prefill, decode_step and score: what goes through a cache equals what the exact model computes,
+and bad input is refused before any work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors
 
 CAPACITY = 96
 LENGTH = 72
-KIVI, INNERQ = "kivi:bits=4,recent=8,block=8", "innerq:bits=3,sink=4,recent=8,block=8"  # the same for many tests, which share programs
+KIVI, INNERQ = (
+    "kivi:bits=4,recent=8,block=8",
+    "innerq:bits=3,sink=4,recent=8,block=8",
+)  # the same for many tests, which share programs
 SPECS = ("dense", KIVI, f"{KIVI},pre_rope=true", INNERQ)
 EIGHT_BITS = "k=kivi:bits=8,pre_rope=true+v=innerq:bits=8+cache:recent=8,block=8,sink=2"
 step = jax.jit(decode_step, donate_argnames="cache")
@@ -57,13 +60,17 @@ def test_prefill_logits_equal_the_exact_model(spec):
     logits, cache = prefill(model(), new_cache(spec), tokens, logits="all")
     assert row_errors(logits, forward(model(), tokens)).max() < 1e-5, spec
     assert np.asarray(cache.lengths).tolist() == [LENGTH, LENGTH]
-    assert row_errors(logits, forward(model(), tokens.at[0, 0].add(1) % 96)).max() > 1e-3, "another first token must change the logits"
+    assert row_errors(logits, forward(model(), tokens.at[0, 0].add(1) % 96)).max() > 1e-3, (
+        "another first token must change the logits"
+    )
 
 
 def test_long_prompts_take_several_query_chunks_and_stay_exact():
     llama = random_llama(tiny_config(max_position_embeddings=2048))
     tokens = random_tokens((1, 600))
-    logits, _ = prefill(llama, kvq.init_cache("kivi", llama.config, 1, 640, "float32"), tokens, logits="all")
+    logits, _ = prefill(
+        llama, kvq.init_cache("kivi", llama.config, 1, 640, "float32"), tokens, logits="all"
+    )
     assert row_errors(logits, forward(llama, tokens)).max() < 1e-5
 
 
@@ -74,7 +81,9 @@ def test_last_logits_are_those_of_each_rows_last_token():
     last, cache = prefill(model(), new_cache(INNERQ), tokens, lengths)
     for row, length in enumerate(lengths):
         assert row_errors(last[row], every[row, length - 1]).max() < 1e-5, f"row {row}"
-        assert row_errors(last[row], every[row, length - 2]).max() > 1e-3, f"row {row}: the token before must differ"
+        assert row_errors(last[row], every[row, length - 2]).max() > 1e-3, (
+            f"row {row}: the token before must differ"
+        )
     assert np.asarray(cache.lengths).tolist() == lengths
 
 
@@ -85,7 +94,10 @@ def test_a_row_without_new_tokens_keeps_its_cache_and_gets_nan_logits():
     assert np.isnan(logits[1]).all()
     assert np.isfinite(logits[0]).all()
     assert np.asarray(after.lengths).tolist() == [64, 40]
-    changed = [jnp.array_equal(a[1], b[1]) for a, b in zip(jax.tree.leaves(before.layers), jax.tree.leaves(after.layers), strict=True)]
+    changed = [
+        jnp.array_equal(a[1], b[1])
+        for a, b in zip(jax.tree.leaves(before.layers), jax.tree.leaves(after.layers), strict=True)
+    ]
     assert all(changed), "row 1 was written"
 
 
@@ -95,11 +107,14 @@ def test_dense_decoding_equals_the_exact_model_for_every_split():
     for prompt in (1, 40):
         found, _ = decoded("dense", tokens, prompt)
         assert row_errors(found, exact[:, prompt:]).max() < 1e-5, f"prompt of {prompt}"
-        assert row_errors(found[:, 1:], exact[:, prompt:-1]).max() > 1e-3, "logits shifted by one token must differ"
+        assert row_errors(found[:, 1:], exact[:, prompt:-1]).max() > 1e-3, (
+            "logits shifted by one token must differ"
+        )
 
 
 def test_eight_bit_cache_with_keys_before_rope_is_close_to_exact():
-    """A rotation by the wrong position, or another RoPE than the model's, would show at any bit width."""
+    """A rotation by the wrong position, or another RoPE than the model's, would show at any bit
+    width."""
     tokens = random_tokens((2, LENGTH))
     exact = np.asarray(forward(model(), tokens))[:, 40:]
     errors = row_errors(decoded(EIGHT_BITS, tokens, 40)[0], exact)
@@ -118,16 +133,22 @@ def test_prompt_in_chunks_equals_one_prompt_for_dense():
 @pytest.mark.parametrize("spec", some(SPECS, SPECS[2:]))
 def test_several_tokens_in_a_step_equal_single_steps(spec):
     if spec != "dense":
-        spec += ",scale_dtype=float32"  # a float16 scale may differ by 2^-11 of itself between two compiled functions
+        spec += (  # a float16 scale may differ by 2^-11 of itself between two compiled functions
+            ",scale_dtype=float32"
+        )
     tokens = random_tokens((2, LENGTH))
-    # CPU kernels round differently for several tokens: a key on a tie gets another code, and logits move by 1e-3 (test_native_attention.py)
+    # CPU kernels round differently for several tokens: a key on a tie gets another code, and logits
+    # move by 1e-3 (test_native_attention.py)
     single, cache = decoded(spec, tokens, 40, xla_step)
     _, other = prefill(model(), new_cache(spec), tokens[:, :40])
     several, other = xla_step(model(), other, tokens[:, 40:])
     assert row_errors(several, single).max() < 1e-5, spec
     assert cache.lengths.tolist() == other.lengths.tolist()
     for i, (one, many) in enumerate(zip(cache.layers, other.layers, strict=True)):
-        for a, b in zip(*(decode_rows(cache.plans[i], (), state, cache.lengths) for state in (one, many)), strict=True):
+        for a, b in zip(
+            *(decode_rows(cache.plans[i], (), state, cache.lengths) for state in (one, many)),
+            strict=True,
+        ):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{spec}, layer {i}")
 
 
@@ -135,17 +156,21 @@ def test_several_tokens_in_a_step_equal_single_steps(spec):
 def test_score_equals_a_loop_over_decode_step(spec):
     tokens = random_tokens((2, LENGTH))
     logits, _ = decoded(spec, tokens, 20)
-    want = np.take_along_axis(logprobs(logits)[:, :-1], np.asarray(tokens)[:, 21:, None], axis=-1)[..., 0]
+    want = np.take_along_axis(logprobs(logits)[:, :-1], np.asarray(tokens)[:, 21:, None], axis=-1)[
+        ..., 0
+    ]
     _, cache = prefill(model(), new_cache(spec), tokens[:, :20])
     found, cache = score(model(), cache, tokens[:, 20:], [LENGTH - 20, 31])
     assert (np.asarray(found)[:, 0] == 0).all()
-    # the sums of a chunk round differently from those of a step (1e-6), which can turn one stored float16 by a unit in its last place:
-    # one zero point of 350 turned moves a score by 1.1e-4
+    # the sums of a chunk round differently from those of a step (1e-6), which can turn one stored
+    # float16 by a unit in its last place: one zero point of 350 turned moves a score by 1.1e-4
     np.testing.assert_allclose(found[0, 1:], want[0], atol=5e-4, err_msg=spec)
     np.testing.assert_allclose(found[1, 1:31], want[1, :30], atol=5e-4, err_msg=spec)
     assert (np.asarray(found)[1, 31:] == 0).all(), "padding has no score"
     assert np.asarray(cache.lengths).tolist() == [LENGTH, 51]
-    assert np.abs(np.asarray(found)[0, 2:] - want[0, :-1]).max() > 1e-2, "scores shifted by one token must differ"
+    assert np.abs(np.asarray(found)[0, 2:] - want[0, :-1]).max() > 1e-2, (
+        "scores shifted by one token must differ"
+    )
 
 
 def test_quantized_tokens_change_the_scores():
@@ -162,18 +187,23 @@ def test_a_ragged_batch_decodes_each_row_as_alone():
     tokens = np.asarray(random_tokens((2, LENGTH)))
     lengths = [50, 23]
     padded, given = right_padded([tokens[b, :n].tolist() for b, n in enumerate(lengths)], pad=7)
-    # fp32 scales: two programs round keys apart (1e-6), which can turn a float16 scale by a unit in its last place (4e-5 in the logits)
+    # fp32 scales: two programs round keys apart (1e-6), which can turn a float16 scale by a unit in
+    # its last place (4e-5 in the logits)
     spec = f"{INNERQ},scale_dtype=float32"
     together, cache = prefill(model(), new_cache(spec), padded, given)
     together = [np.asarray(together)]
     for t in range(10):
-        logits, cache = step(model(), cache, jnp.asarray([tokens[b, n + t] for b, n in enumerate(lengths)]))
+        logits, cache = step(
+            model(), cache, jnp.asarray([tokens[b, n + t] for b, n in enumerate(lengths)])
+        )
         together.append(np.asarray(logits))
     for b, n in enumerate(lengths):
         logits, cache = prefill(model(), new_cache(spec, 1), tokens[b : b + 1, :n])
         for t in range(10):
             assert row_errors(together[t][b], logits[0]).max() < 1e-5, f"row {b}, step {t}"
-            assert row_errors(together[t][1 - b], logits[0]).max() > 1e-2, "another row's logits must differ"
+            assert row_errors(together[t][1 - b], logits[0]).max() > 1e-2, (
+                "another row's logits must differ"
+            )
             logits, cache = step(model(), cache, jnp.asarray(tokens[b : b + 1, n + t]))
 
 
@@ -214,25 +244,49 @@ def test_decode_step_traces_once_for_equal_specs():
 
 @pytest.mark.parametrize("spec", ["dense", "kivi:bits=4", "innerq"])
 def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
-    """Temporary memory is far below one layer's cache, in bfloat16 too, and the cache is updated in its own buffers."""
-    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=2)
-    llama = random_llama(config)  # float32: a CPU widens bfloat16 weights, which are not what is measured here
+    """Temporary memory is far below one layer's cache, in bfloat16 too, and the cache is updated in
+    its own buffers."""
+    config = tiny_config(
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_hidden_layers=2,
+    )
+    llama = random_llama(
+        config
+    )  # float32: a CPU widens bfloat16 weights, which are not what is measured here
     cache = kvq.layout(spec, config, 1, 131072, "bfloat16")
     lowered = step.lower(llama, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     compiled = lowered.compile(USUAL_COMPILE).memory_analysis()
     layer = kvq.nbytes(cache.layers[0])
-    assert compiled.temp_size_in_bytes < layer / 10, f"{spec}: temp {compiled.temp_size_in_bytes} of {layer} bytes a layer"
+    assert compiled.temp_size_in_bytes < layer / 10, (
+        f"{spec}: temp {compiled.temp_size_in_bytes} of {layer} bytes a layer"
+    )
     assert compiled.alias_size_in_bytes >= kvq.nbytes(cache.layers), f"{spec}: the cache was copied"
 
 
 def test_prefill_into_a_quantized_cache_peaks_below_the_dense_one():
-    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=1)
+    config = tiny_config(
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_hidden_layers=1,
+    )
     llama = random_llama(config, dtype=jnp.bfloat16)
     peaks = {}
     for spec in ("dense", "kivi:bits=4", "innerq"):
         cache = kvq.layout(spec, config, 1, 4096, "bfloat16")
-        tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        memory = prefill_program.lower(llama, cache, tokens, lengths, False).compile(USUAL_COMPILE).memory_analysis()
+        tokens, lengths = (
+            jax.ShapeDtypeStruct((1, 4096), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        )
+        memory = (
+            prefill_program.lower(llama, cache, tokens, lengths, False)
+            .compile(USUAL_COMPILE)
+            .memory_analysis()
+        )
         peaks[spec] = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     assert peaks["kivi:bits=4"] <= peaks["dense"], peaks
     assert peaks["innerq"] <= peaks["dense"], peaks
@@ -242,7 +296,11 @@ def test_prefill_into_a_quantized_cache_peaks_below_the_dense_one():
     ("tokens", "lengths", "message"),
     [
         (np.zeros((2, CAPACITY + 1), int), None, "row 0 needs 97 tokens .* capacity is 96"),
-        (np.full((2, 4), 96), None, "token id 96 at row 0, position 0 is outside the vocabulary of 96"),
+        (
+            np.full((2, 4), 96),
+            None,
+            "token id 96 at row 0, position 0 is outside the vocabulary of 96",
+        ),
         (np.full((2, 4), -1), None, "token id -1"),
         (np.zeros((3, 4), int), None, r"tokens must be \[batch, length\] with batch 2"),
         (np.zeros((4,), int), None, "got shape"),
@@ -266,11 +324,17 @@ def test_a_cache_of_another_model_is_refused():
         prefill(model(), other, [[1]])
 
 
-@pytest.mark.parametrize("fields", [{"num_attention_heads": 8, "head_dim": 16}, {"num_key_value_heads": 4}, {"head_dim": 32}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_attention_heads": 8, "head_dim": 16}, {"num_key_value_heads": 4}, {"head_dim": 32}],
+)
 def test_a_cache_of_other_heads_is_refused_by_field(fields):
     config, (name, value) = tiny_config(**fields), next(iter(fields.items()))
     other = kvq.init_cache("dense", config, 1, 32, "float32")
-    message = f"^the cache was made for another model: it has {name}={value} and not {getattr(model().config, name)}"
+    message = (
+        f"^the cache was made for another model: it has {name}={value} and not"
+        f" {getattr(model().config, name)}"
+    )
     for step in (lambda: prefill(model(), other, [[1]]), lambda: score(model(), other, [[1]])):
         with pytest.raises(ValueError, match=message):
             step()
@@ -289,31 +353,67 @@ def test_prepare_is_the_identity_for_methods_without_parameters_and_refuses_a_ca
 @pytest.mark.parametrize("spec", some(["kivi:bits=4", "innerq"], ["innerq"]))
 def test_a_decode_step_through_kernels_gives_the_logits_of_xla(spec):
     llama = random_llama(
-        tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=1), dtype=jnp.bfloat16
+        tiny_config(
+            hidden_size=128,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            num_hidden_layers=1,
+        ),
+        dtype=jnp.bfloat16,
     )
     tokens = random_tokens((1, 300))
     found = {}
     for implementation in ("xla", Launch(interpret=True)):
-        _, cache = prefill(llama, kvq.init_cache(spec, llama.config, 1, 320, "bfloat16"), tokens[:, :-1])
-        kernel_step = jax.jit(decode_step, static_argnames="implementation", donate_argnames="cache")
+        _, cache = prefill(
+            llama, kvq.init_cache(spec, llama.config, 1, 320, "bfloat16"), tokens[:, :-1]
+        )
+        kernel_step = jax.jit(
+            decode_step, static_argnames="implementation", donate_argnames="cache"
+        )
         logits, cache = kernel_step(llama, cache, tokens[:, -1], implementation=implementation)
         found[implementation] = np.asarray(logits, np.float32)
-        assert implementations(cache, implementation) == (("xla",) if implementation == "xla" else ("pallas",)) * len(cache.plans)
+        assert implementations(cache, implementation) == (
+            ("xla",) if implementation == "xla" else ("pallas",)
+        ) * len(cache.plans)
     xla, kernels = found.values()
     assert row_errors(kernels, xla).max() < 2e-2, spec
     assert row_errors(kernels[:, ::-1], xla).max() > 0.3, "reversed logits would pass"
     with pytest.raises(ValueError, match="2 new tokens in one step"):
-        jax.eval_shape(lambda c, t: decode_step(llama, c, t, implementation=Launch(interpret=True)), cache, tokens[:, :2])
+        jax.eval_shape(
+            lambda c, t: decode_step(llama, c, t, implementation=Launch(interpret=True)),
+            cache,
+            tokens[:, :2],
+        )
 
 
 def test_a_step_of_one_sequence_for_a_gpu_gives_the_logits_of_xla():
     """There its row goes through each layer twice; kernels are interpreted."""
-    llama = model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=2)
-    cache, tokens = kvq.init_cache("kivi:bits=4", llama.config, 1, 256, "float32"), random_tokens((1, 200))
+    llama = model(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_hidden_layers=2,
+    )
+    cache, tokens = (
+        kvq.init_cache("kivi:bits=4", llama.config, 1, 256, "float32"),
+        random_tokens((1, 200)),
+    )
     _, cache = prefill(llama, cache, tokens, implementation="xla")
-    kernels, without = (jax.jit(functools.partial(decode_step, implementation=name)) for name in (Launch(interpret=True), "xla"))
-    (own, after), (xla, expected) = kernels(llama, cache, tokens[:, 0]), without(llama, cache, tokens[:, 0])
+    kernels, without = (
+        jax.jit(functools.partial(decode_step, implementation=name))
+        for name in (Launch(interpret=True), "xla")
+    )
+    (own, after), (xla, expected) = (
+        kernels(llama, cache, tokens[:, 0]),
+        without(llama, cache, tokens[:, 0]),
+    )
     assert own.shape == xla.shape
-    assert row_errors(own, xla).max() < 3e-3, "more than the half precision of the kernels' products"
-    assert row_errors(kernels(llama, cache, tokens[:, 0] + 1)[0], xla).max() > 3e-2, "another token passes"
+    assert row_errors(own, xla).max() < 3e-3, (
+        "more than the half precision of the kernels' products"
+    )
+    assert row_errors(kernels(llama, cache, tokens[:, 0] + 1)[0], xla).max() > 3e-2, (
+        "another token passes"
+    )
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, expected)

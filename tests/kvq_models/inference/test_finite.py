@@ -1,4 +1,5 @@
-"""What cannot mean anything says so: weights and logits that are not finite, rows beyond the cache's dtype, a cache that is gone."""
+"""What cannot mean anything says so: weights and logits that are not finite, rows beyond the
+cache's dtype, a cache that is gone."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     kernel[...] = kernel[...].at[0, 0].set(1e6)
     save_llama(llama, tmp_path)
     load_llama(tmp_path, dtype="bfloat16")
-    with pytest.raises(CheckpointError, match=r"tensor 'model.layers.0.self_attn.v_proj.weight' holds nan, or values beyond float16"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"tensor 'model.layers.0.self_attn.v_proj.weight' holds nan, or values beyond float16"
+        ),
+    ):
         load_llama(tmp_path, dtype="float16")
     kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
     save_llama(llama, tmp_path)
@@ -48,14 +54,21 @@ def test_rows_beyond_the_caches_dtype_are_told_and_named():
     out = generate(llama, cache, [[7, 7, 7], [1, 2, 3]], max_new_tokens=1)
     assert np.asarray(out.finite).tolist() == [True, False]
     assert Overflow(1, 0, "v") in kvq.overflowed(out.cache)
-    exact = generate(llama, kvq.init_cache("dense", llama.config, 2, 32), [[7, 7, 7], [1, 2, 3]], max_new_tokens=1)
+    exact = generate(
+        llama,
+        kvq.init_cache("dense", llama.config, 2, 32),
+        [[7, 7, 7], [1, 2, 3]],
+        max_new_tokens=1,
+    )
     assert np.asarray(exact.finite).all(), "float32 holds these rows"
     assert not kvq.overflowed(exact.cache)
 
 
 def test_a_consumed_cache_says_where_it_went(tmp_path):
     cache = kvq.init_cache("dense", model().config, 1, 32)
-    taken = jax.jit(lambda c: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), c), donate_argnums=0)(cache)
+    taken = jax.jit(
+        lambda c: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), c), donate_argnums=0
+    )(cache)
     uses = {
         "checked_tokens": lambda c: decoding.checked_tokens(model(), c, [[1]], None),
         "begin": lambda c: kvq.begin(c, 1, prefill=False),

@@ -1,7 +1,8 @@
-"""Random histories of a model's cache: turns of a prompt and generated tokens, and tokens that are taken back.
+"""Random histories of a model's cache: turns of a prompt and generated tokens, and tokens that are
+taken back.
 
-`generate` has loops of its own. Beside each call the same cache goes through `prefill` and single decode steps: the tokens must be the
-same, and so must the cache afterwards, but for rounding.
+`generate` has loops of its own. Beside each call the same cache goes through `prefill` and single
+decode steps: the tokens must be the same, and so must the cache afterwards, but for rounding.
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from tests.compile_options import QUICK_COMPILE
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 SPECS = ("kivi:bits=2,recent=8,block=32", "xquant_cl:bits=4,base_layer=0")
-BATCH, CAPACITY, TURN, NEW = 2, 64, 12, 7  # a turn has at most so many tokens, an answer exactly so many
-DIFFER = 2e-3  # of the entries, codes above all, which may turn where two programs round differently
+BATCH, CAPACITY, TURN, NEW = (
+    2,
+    64,
+    12,
+    7,
+)  # a turn has at most so many tokens, an answer exactly so many
+DIFFER = (
+    2e-3  # of the entries, codes above all, which may turn where two programs round differently
+)
 
 step = jax.jit(decode_step, donate_argnums=1, compiler_options=QUICK_COMPILE)
 copied = jax.jit(lambda cache: jax.tree.map(jnp.copy, cache))
@@ -42,7 +50,9 @@ class Turns(RuleBasedStateMachine):
     @rule(lengths=st.tuples(*[st.integers(1, TURN)] * BATCH), seed=st.integers(0, 99))
     def turn(self, lengths: tuple[int, ...], seed: int) -> None:
         """Give each row a prompt, and generate an answer."""
-        tokens = np.random.default_rng(seed).integers(0, self.llama.config.vocab_size, (BATCH, TURN), np.int32)
+        tokens = np.random.default_rng(seed).integers(
+            0, self.llama.config.vocab_size, (BATCH, TURN), np.int32
+        )
         beside, counts = copied(self.cache), np.array(lengths, np.int32)
         answer = generate(self.llama, self.cache, tokens, counts, max_new_tokens=NEW)
         logits, beside = prefill(self.llama, beside, tokens, counts)
@@ -50,11 +60,15 @@ class Turns(RuleBasedStateMachine):
         for _ in range(NEW):
             expected.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
             logits, beside = step(self.llama, beside, expected[-1])
-        np.testing.assert_array_equal(answer.tokens, jnp.stack(expected, axis=1), err_msg="generated tokens")
+        np.testing.assert_array_equal(
+            answer.tokens, jnp.stack(expected, axis=1), err_msg="generated tokens"
+        )
         self.cache = answer.cache
         held = np.asarray(self.cache.lengths)
         np.testing.assert_array_equal(held, self.lengths + counts + NEW, err_msg="lengths")
-        for path, (one, other) in enumerate(zip(jax.tree.leaves(self.cache), jax.tree.leaves(beside), strict=True)):
+        for path, (one, other) in enumerate(
+            zip(jax.tree.leaves(self.cache), jax.tree.leaves(beside), strict=True)
+        ):
             differ = np.count_nonzero(~np.isclose(one, other, rtol=1e-5, atol=1e-5))
             assert differ <= DIFFER * one.size, f"array {path} of the cache: {differ} of {one.size}"
         self.lengths = held
@@ -81,7 +95,13 @@ def run(llama: Llama, spec: str, phases: tuple[Phase, ...] = tuple(Phase)) -> di
     prepared = prepare(llama, spec)
     run_state_machine_as_test(
         lambda: Turns(prepared, spec, done),
-        settings=settings(max_examples=3, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck), phases=phases),
+        settings=settings(
+            max_examples=3,
+            stateful_step_count=8,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=phases,
+        ),
     )
     return done
 
@@ -93,11 +113,21 @@ def test_turns_of_generate_are_those_of_single_steps(llama: Llama, spec: str):
     assert done["trims"] > 1, done
 
 
-def test_a_prompt_with_another_token_would_be_noticed(llama: Llama, monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_with_another_token_would_be_noticed(
+    llama: Llama, monkeypatch: pytest.MonkeyPatch
+):
     real = generate
 
-    def other(llama: Llama, cache: kvq.Cache, tokens: np.ndarray, *rest: Any, **options: Any) -> Any:
-        return real(llama, cache, (tokens + (np.arange(TURN) == 0)) % llama.config.vocab_size, *rest, **options)
+    def other(
+        llama: Llama, cache: kvq.Cache, tokens: np.ndarray, *rest: Any, **options: Any
+    ) -> Any:
+        return real(
+            llama,
+            cache,
+            (tokens + (np.arange(TURN) == 0)) % llama.config.vocab_size,
+            *rest,
+            **options,
+        )
 
     monkeypatch.setattr(sys.modules[__name__], "generate", other)
     with pytest.raises(AssertionError, match=r"generated tokens|of the cache"):

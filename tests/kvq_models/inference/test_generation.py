@@ -1,4 +1,5 @@
-"""generate and its stream: the same tokens as transformers, for the same seed, alone or in a batch; and sampling keeps what it should."""
+"""generate and its stream: the same tokens as transformers, for the same seed, alone or in a batch;
+and sampling keeps what it should."""
 
 from __future__ import annotations
 
@@ -12,12 +13,31 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_models import Sampling, decode_step, generate, generate_stream, load_llama, prefill, right_padded
+from kvq_models import (
+    Sampling,
+    decode_step,
+    generate,
+    generate_stream,
+    load_llama,
+    prefill,
+    right_padded,
+)
 from kvq_models.inference.sampling import filter_logits, sample
 from tests.exhaustive import some
-from tests.kvq_models.checkpoints import CASES, SIZES, STORIES, build_checkpoint, random_llama, random_tokens, tiny_config
+from tests.kvq_models.checkpoints import (
+    CASES,
+    SIZES,
+    STORIES,
+    build_checkpoint,
+    random_llama,
+    random_tokens,
+    tiny_config,
+)
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="transformers' models need torch (extra parity)")
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None,
+    reason="transformers' models need torch (extra parity)",
+)
 NEW = 64
 
 
@@ -33,13 +53,21 @@ def new_cache(spec="dense", batch=2, config=None, capacity=128):
 def greedy_with_transformers(torch_model, prompt, new):
     import torch
 
-    out = torch_model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    out = torch_model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return out[0, len(prompt) :].tolist()
 
 
 def assert_greedy_matches(torch_model, llama, prompts):
     tokens, lengths = right_padded(prompts)
-    found = generate(llama, new_cache("dense", len(prompts), llama.config), tokens, lengths, max_new_tokens=NEW)
+    found = generate(
+        llama, new_cache("dense", len(prompts), llama.config), tokens, lengths, max_new_tokens=NEW
+    )
     for row, prompt in enumerate(prompts):
         want = greedy_with_transformers(torch_model, prompt, NEW)
         assert np.asarray(found.tokens[row]).tolist() == want, f"prompt of {len(prompt)} tokens"
@@ -48,16 +76,27 @@ def assert_greedy_matches(torch_model, llama, prompts):
 
 
 @needs_torch
-@pytest.mark.parametrize("name", some(CASES, ("llama_llama3", "mistral_head_dim", "qwen2", "qwen3")))
+@pytest.mark.parametrize(
+    "name", some(CASES, ("llama_llama3", "mistral_head_dim", "qwen2", "qwen3"))
+)
 def test_64_greedy_tokens_equal_transformers(name, tmp_path):
-    # prompt and new tokens stay inside the trained length and the sliding window, where dynamic RoPE and sliding windows change nothing
+    # prompt and new tokens stay inside the trained length and the sliding window, where dynamic
+    # RoPE and sliding windows change nothing
     windowed = CASES[name].fields.get("sliding_window")
-    longer = {"max_position_embeddings": 256, "sliding_window": 128} if windowed else {"max_position_embeddings": 128}
-    torch_model = build_checkpoint(tmp_path, dataclasses.replace(CASES[name], fields=CASES[name].fields | longer))
+    longer = (
+        {"max_position_embeddings": 256, "sliding_window": 128}
+        if windowed
+        else {"max_position_embeddings": 128}
+    )
+    torch_model = build_checkpoint(
+        tmp_path, dataclasses.replace(CASES[name], fields=CASES[name].fields | longer)
+    )
     llama, tokenizer = load_llama(tmp_path, dtype="float32")
     assert tokenizer is None
     rng = np.random.default_rng(3)
-    assert_greedy_matches(torch_model, llama, [rng.integers(0, SIZES["vocab_size"], n).tolist() for n in (11, 5)])
+    assert_greedy_matches(
+        torch_model, llama, [rng.integers(0, SIZES["vocab_size"], n).tolist() for n in (11, 5)]
+    )
 
 
 @needs_torch
@@ -67,7 +106,11 @@ def test_64_greedy_tokens_of_a_trained_model_equal_transformers():
 
     llama, tokenizer = load_llama(STORIES, dtype="float32")
     texts = ["Once upon a time", "Lily and Tom went to the park. They"]
-    assert_greedy_matches(AutoModelForCausalLM.from_pretrained(STORIES, dtype="float32"), llama, [tokenizer(t)["input_ids"] for t in texts])
+    assert_greedy_matches(
+        AutoModelForCausalLM.from_pretrained(STORIES, dtype="float32"),
+        llama,
+        [tokenizer(t)["input_ids"] for t in texts],
+    )
 
 
 def test_generate_equals_a_loop_over_decode_step_and_returns_the_cache():
@@ -78,7 +121,9 @@ def test_generate_equals_a_loop_over_decode_step_and_returns_the_cache():
     for t in range(20):
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         assert jnp.array_equal(token, found.tokens[:, t]), f"step {t}"
-        np.testing.assert_allclose(found.logprobs[:, t], jax.nn.log_softmax(logits)[jnp.arange(2), token], atol=1e-4)
+        np.testing.assert_allclose(
+            found.logprobs[:, t], jax.nn.log_softmax(logits)[jnp.arange(2), token], atol=1e-4
+        )
         logits, cache = jax.jit(decode_step)(model(), cache, token)
     assert np.asarray(found.cache.lengths).tolist() == [50, 32]
     assert np.asarray(found.lengths).tolist() == [20, 20]
@@ -110,8 +155,21 @@ def test_rows_stop_at_the_end_of_sequence_and_freeze():
 
 
 def test_a_seed_fixes_the_text_and_another_seed_changes_it():
-    tokens, sampling = random_tokens((2, 20)), Sampling(temperature=1.0, top_k=40, top_p=0.95, min_p=0.01)
-    runs = [generate(model(), new_cache(), tokens, max_new_tokens=16, sampling=sampling, key=jax.random.key(s)).tokens for s in (1, 1, 2)]
+    tokens, sampling = (
+        random_tokens((2, 20)),
+        Sampling(temperature=1.0, top_k=40, top_p=0.95, min_p=0.01),
+    )
+    runs = [
+        generate(
+            model(),
+            new_cache(),
+            tokens,
+            max_new_tokens=16,
+            sampling=sampling,
+            key=jax.random.key(s),
+        ).tokens
+        for s in (1, 1, 2)
+    ]
     assert jnp.array_equal(runs[0], runs[1])
     assert not jnp.array_equal(runs[0], runs[2])
 
@@ -121,7 +179,10 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
     options = dict(max_new_tokens=19, sampling=sampling, key=jax.random.key(4))
     tokens = random_tokens((2, 20))
     whole = generate(model(), new_cache("kivi:recent=8,block=8"), tokens, **options)
-    pieces = [np.asarray(piece.tokens) for piece in generate_stream(model(), new_cache("kivi:recent=8,block=8"), tokens, **options)]
+    pieces = [
+        np.asarray(piece.tokens)
+        for piece in generate_stream(model(), new_cache("kivi:recent=8,block=8"), tokens, **options)
+    ]
     assert len(pieces) == 3
     assert (pieces[0][:, :8] == np.asarray(whole.tokens)[:, :8]).all()
     assert not pieces[0][:, 8:].any()
@@ -135,7 +196,10 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
             [[1, 2]],
             None,
             {"max_new_tokens": 127},
-            r"row 0 needs 129 tokens \(0 cached \+ 2 prompt \+ 127 new\), but the cache's capacity is 128",
+            (
+                r"row 0 needs 129 tokens \(0 cached \+ 2 prompt \+ 127 new\), but the cache's"
+                r" capacity is 128"
+            ),
         ),
         ([[1, 2]], [0], {}, "row 0 has an empty prompt"),
         ([[1, 96]], None, {}, "token id 96"),
@@ -146,7 +210,9 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
         ([[1]], None, {"sampling": Sampling(top_p=0.0)}, "top_p=0.0 must be"),
     ],
 )
-def test_bad_requests_are_refused_before_any_work_and_the_cache_survives(tokens, lengths, options, message):
+def test_bad_requests_are_refused_before_any_work_and_the_cache_survives(
+    tokens, lengths, options, message
+):
     cache = new_cache(batch=1)
     with pytest.raises(ValueError, match=message) as refused:
         generate(model(), cache, tokens, lengths, **({"max_new_tokens": 4} | options))
@@ -172,6 +238,10 @@ def test_filters_keep_the_tokens_that_their_definitions_name():
 
 def test_samples_follow_the_filtered_distribution():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
-    draw = jax.jit(jax.vmap(lambda s: sample(logits, Sampling(temperature=1.0, top_k=2), jax.random.key(0), s)[0][0]))
+    draw = jax.jit(
+        jax.vmap(
+            lambda s: sample(logits, Sampling(temperature=1.0, top_k=2), jax.random.key(0), s)[0][0]
+        )
+    )
     counts = np.bincount(np.asarray(draw(jnp.arange(4000))), minlength=4) / 4000
     np.testing.assert_allclose(counts, [0.625, 0.375, 0, 0], atol=0.03)

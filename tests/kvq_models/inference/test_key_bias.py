@@ -1,4 +1,5 @@
-"""subtract_bias=true on whole models: what collapses under a key bias is restored, and what cannot be had is refused in one line."""
+"""subtract_bias=true on whole models: what collapses under a key bias is restored, and what cannot
+be had is refused in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 
 LENGTH = 64
-COLLAPSING = [("int4:block=8", 4), ("innerq:bits=4,sink=0,recent=0,block=8", 2)]  # and how many times the error grows, at least
+COLLAPSING = [
+    ("int4:block=8", 4),
+    ("innerq:bits=4,sink=0,recent=0,block=8", 2),
+]  # and how many times the error grows, at least
 EIGHT_BITS = ["int8:block=8,scale_dtype=float32", "int8:block=8,pre_rope=true,scale_dtype=float32"]
 jitted_forward = jax.jit(forward)
 
@@ -28,11 +32,16 @@ def stressed_qwen2(bias: float):
 
 
 def cache_error(llama, spec: str) -> float:
-    """Mean |change of a logit| of the second half of a text, which reads the first half from the cache."""
+    """Mean |change of a logit| of the second half of a text, which reads the first half from the
+    cache."""
     tokens, llama = random_tokens((2, LENGTH)), prepare(llama, spec)
-    _, cache = prefill(llama, kvq.init_cache(spec, llama.config, 2, LENGTH, "float32"), tokens[:, : LENGTH // 2])
+    _, cache = prefill(
+        llama, kvq.init_cache(spec, llama.config, 2, LENGTH, "float32"), tokens[:, : LENGTH // 2]
+    )
     logits, _ = prefill(llama, cache, tokens[:, LENGTH // 2 :], logits="all")
-    return float(np.abs(np.asarray(logits - jitted_forward(llama, tokens)[:, LENGTH // 2 :])).mean())
+    return float(
+        np.abs(np.asarray(logits - jitted_forward(llama, tokens)[:, LENGTH // 2 :])).mean()
+    )
 
 
 @pytest.mark.parametrize(("spec", "collapse"), some(COLLAPSING, COLLAPSING[:1]))
@@ -46,12 +55,17 @@ def test_what_collapses_under_a_key_bias_is_restored(spec: str, collapse: float)
 @pytest.mark.parametrize("spec", some(EIGHT_BITS, EIGHT_BITS[1:]))
 def test_eight_bits_give_the_same_logits_with_and_without_the_option(spec: str):
     llama = stressed_qwen2(0.0)  # which has the biases of its family
-    without, with_option = (cache_error(llama, f"{spec}{option}") for option in ("", ",subtract_bias=true"))
+    without, with_option = (
+        cache_error(llama, f"{spec}{option}") for option in ("", ",subtract_bias=true")
+    )
     assert with_option < 1.5 * without < 0.02, f"{without:.5f} without, {with_option:.5f} with"
     broken = prepare(llama, f"{spec},subtract_bias=true")
     k, v = broken.cache_parameters[0]
     broken.cache_parameters = (({"bias": k["bias"] * 0.9}, v),)
-    tokens, cache = random_tokens((2, LENGTH)), kvq.init_cache(f"{spec},subtract_bias=true", llama.config, 2, LENGTH, "float32")
+    tokens, cache = (
+        random_tokens((2, LENGTH)),
+        kvq.init_cache(f"{spec},subtract_bias=true", llama.config, 2, LENGTH, "float32"),
+    )
     _, cache = prefill(broken, cache, tokens[:, : LENGTH // 2])
     broken.cache_parameters = (({"bias": k["bias"]}, v),)
     logits, _ = prefill(broken, cache, tokens[:, LENGTH // 2 :], logits="all")
@@ -70,39 +84,61 @@ def test_parameters_are_the_models_own_biases():
 
 
 def test_calibration_sees_keys_without_their_bias(tmp_path):
-    """Levels and ranges of a model with a large bias are those of the model without it, and its keys are then coded as well."""
+    """Levels and ranges of a model with a large bias are those of the model without it, and its
+    keys are then coded as well."""
     tokens = np.asarray(random_tokens((1, 400)))[0]
     spec = "kvquant:bits=3,outliers=0,sink=0,block=8"
     found = {}
     for bias in (0.0, 50.0):
         for option in ("", ",subtract_bias=true"):
-            made = calibrate(stressed_qwen2(bias), tokens, spec + option, samples=2, length=LENGTH, work=tmp_path / str(bias))
+            made = calibrate(
+                stressed_qwen2(bias),
+                tokens,
+                spec + option,
+                samples=2,
+                length=LENGTH,
+                work=tmp_path / str(bias),
+            )
             found[bias, option] = made
     names = [name for name in found[0.0, ""].tensors if name.startswith("layers.0.k")]
     same, apart = (
-        max(np.abs(found[50.0, option].tensors[name] - found[0.0, option].tensors[name]).max() for name in names)
+        max(
+            np.abs(found[50.0, option].tensors[name] - found[0.0, option].tensors[name]).max()
+            for name in names
+        )
         for option in (",subtract_bias=true", "")
     )
-    assert same < 1e-2 < 10 < apart, f"parameters move by {same:.1e} with the option, by {apart:.1e} without"
+    assert same < 1e-2 < 10 < apart, (
+        f"parameters move by {same:.1e} with the option, by {apart:.1e} without"
+    )
     with pytest.raises(ValueError, match=r"\A[^\n]+ was calibrated for other options[^\n]+\Z"):
         prepare(stressed_qwen2(50.0), f"{spec},subtract_bias=true", found[50.0, ""])
-    ((k, v),) = prepare(stressed_qwen2(50.0), f"{spec},subtract_bias=true", found[50.0, ",subtract_bias=true"]).cache_parameters
+    ((k, v),) = prepare(
+        stressed_qwen2(50.0), f"{spec},subtract_bias=true", found[50.0, ",subtract_bias=true"]
+    ).cache_parameters
     assert set(k) == {"bias", *(name.removeprefix("layers.0.k.") for name in names)}
     assert "bias" not in v
 
 
-# --- what cannot be had -------------------------------------------------------------------------------------------------------------------
+# --- what cannot be had
+# -------------------------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "no bias": (tiny_config(), "int4:subtract_bias=true", "no bias; leave the option out"),
     "QK-norm": (tiny_config("qwen3", attention_bias=True), "int4:subtract_bias=true", "QK-norm"),
-    "exact keys": (tiny_config("qwen2"), "dense:subtract_bias=true", "keeps keys in full precision"),
+    "exact keys": (
+        tiny_config("qwen2"),
+        "dense:subtract_bias=true",
+        "keeps keys in full precision",
+    ),
     "rebuilt keys": (tiny_config("qwen2"), "xquant:subtract_bias=true", "caches no keys"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_or_method_without_a_known_constant_is_refused_in_one_line(case: str, tmp_path, run):
+def test_a_model_or_method_without_a_known_constant_is_refused_in_one_line(
+    case: str, tmp_path, run
+):
     config, spec, message = REFUSED[case]
     llama = random_llama(config)
     with pytest.raises(ValueError, match=r"\A[^\n]*subtract_bias=true[^\n]*\Z") as error:
@@ -116,14 +152,27 @@ def test_a_model_or_method_without_a_known_constant_is_refused_in_one_line(case:
 
 def test_doctor_suggests_the_option_and_tells_what_it_does(tmp_path, run, run_json):
     save_llama(stressed_qwen2(50.0), tmp_path)
-    for spec in ("int4", "innerq:sink=0,recent=8,block=8", "nf4", "kvquant:k_axis=token,outliers=0,block=8"):
-        (warning,) = (w for w in run_json("doctor", tmp_path, "--cache", spec)["warnings"] if "k_proj bias" in w)
+    for spec in (
+        "int4",
+        "innerq:sink=0,recent=8,block=8",
+        "nf4",
+        "kvquant:k_axis=token,outliers=0,block=8",
+    ):
+        (warning,) = (
+            w
+            for w in run_json("doctor", tmp_path, "--cache", spec)["warnings"]
+            if "k_proj bias" in w
+        )
         assert "add subtract_bias=true" in warning, spec
     found = run_json("doctor", tmp_path, "--cache", "int4:subtract_bias=true")
     assert not found["warnings"] or all("k_proj bias" not in w for w in found["warnings"])
     assert found["facts"]["k_proj_bias"].endswith("; subtracted before keys are quantized")
     layer = found["layers"][0]
-    assert (layer["k"]["codec"], layer["k"]["subtract_bias"], "subtract_bias" in layer["v"]) == ("GroupedCodec", True, False)
+    assert (layer["k"]["codec"], layer["k"]["subtract_bias"], "subtract_bias" in layer["v"]) == (
+        "GroupedCodec",
+        True,
+        False,
+    )
     assert layer["k"]["packing"] == layer["v"]["packing"]
     assert "subtract_bias=true adds" in layer["no_kernel"]
     _, text, _ = run("doctor", tmp_path, "--cache", "int4:subtract_bias=true")
@@ -134,7 +183,13 @@ def test_sizes_count_the_same_bytes_with_the_option(tmp_path, run_json):
     save_llama(stressed_qwen2(50.0), tmp_path)
     options = "recent=0,sink=0,block=8"
     caches = [f"innerq:{options}", f"innerq:{options},subtract_bias=true"]
-    asked = ("--context", 64, "--roofline", "h200", *(part for cache in caches for part in ("--cache", cache)))
+    asked = (
+        "--context",
+        64,
+        "--roofline",
+        "h200",
+        *(part for cache in caches for part in ("--cache", cache)),
+    )
     plain, without = run_json("memory", tmp_path, *asked)["caches"]
     for key in ("cache_bytes", "parameter_bytes", "paper_layout_bytes", "body_bits_per_element"):
         assert without[key] == plain[key], key

@@ -1,4 +1,5 @@
-"""Prompts that are prefilled into several caches at once leave each cache as its own prefill does."""
+"""Prompts that are prefilled into several caches at once leave each cache as its own prefill
+does."""
 
 from __future__ import annotations
 
@@ -28,9 +29,15 @@ def test_each_cache_is_the_one_of_its_own_prefill():
         assert row_errors(logits, own_logits).max() < 1e-5, spec
         assert np.asarray(shared.lengths).tolist() == [LENGTH, LENGTH], spec
         read, expected = (prefill(model, copy, tokens[:, :4])[0] for copy in (shared, own))
-        assert row_errors(read, expected).max() < 1e-4, f"{spec}: what is read from the two caches differs"
-        _, other = prefill(model, kvq.init_cache(spec, llama.config, 2, 64, "float32"), tokens[:, ::-1])
-        assert row_errors(prefill(model, other, tokens[:, :4])[0], expected).max() > 1e-3, f"{spec}: another prompt is read alike"
+        assert row_errors(read, expected).max() < 1e-4, (
+            f"{spec}: what is read from the two caches differs"
+        )
+        _, other = prefill(
+            model, kvq.init_cache(spec, llama.config, 2, 64, "float32"), tokens[:, ::-1]
+        )
+        assert row_errors(prefill(model, other, tokens[:, :4])[0], expected).max() > 1e-3, (
+            f"{spec}: another prompt is read alike"
+        )
 
 
 def test_padding_of_shared_prompts_changes_nothing():
@@ -39,15 +46,21 @@ def test_padding_of_shared_prompts_changes_nothing():
     new = [kvq.init_cache(spec, llama.config, 2, 64, "float32") for spec in SPECS]
     logits, together = prefill_together(models, new, jnp.asarray(tokens), lengths)
     for model, spec, shared in zip(models, SPECS, together, strict=True):
-        own_logits, own = prefill(model, kvq.init_cache(spec, llama.config, 2, 64, "float32"), tokens, lengths)
+        own_logits, own = prefill(
+            model, kvq.init_cache(spec, llama.config, 2, 64, "float32"), tokens, lengths
+        )
         assert row_errors(logits, own_logits).max() < 1e-5, spec
         assert np.asarray(shared.lengths).tolist() == [LENGTH, 25], spec
         read, expected = (prefill(model, copy, tokens[:, :4])[0] for copy in (shared, own))
-        assert row_errors(read, expected).max() < 1e-4, f"{spec}: what is read from the two caches differs"
+        assert row_errors(read, expected).max() < 1e-4, (
+            f"{spec}: what is read from the two caches differs"
+        )
 
 
 def test_a_cache_that_holds_tokens_is_refused():
     llama, tokens = random_llama(tiny_config()), random_tokens((2, 8))
     _, held = prefill(llama, kvq.init_cache("dense", llama.config, 2, 64, "float32"), tokens)
-    with pytest.raises(ValueError, match="a cache holds 8 tokens; prompts that are shared go into empty caches"):
+    with pytest.raises(
+        ValueError, match="a cache holds 8 tokens; prompts that are shared go into empty caches"
+    ):
         prefill_together([llama], [held], jnp.asarray(tokens))

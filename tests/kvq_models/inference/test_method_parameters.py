@@ -1,4 +1,5 @@
-"""Parameters and caches that do not belong together are refused where they meet; those that do are used without another trace."""
+"""Parameters and caches that do not belong together are refused where they meet; those that do are
+used without another trace."""
 
 from __future__ import annotations
 
@@ -42,14 +43,24 @@ def empty(spec: str) -> kvq.Cache:
 def prepared(spec: str, work, of: str | None = None) -> Llama:
     """Return the model prepared for a spec, with what was calibrated for the spec `of`."""
     calibration = calibration_runs.run(work, of or spec) if spec.startswith("kvquant") else None
-    return prepare(model("qwen2") if "subtract_bias" in (of or spec) else model(), spec, calibration)
+    return prepare(
+        model("qwen2") if "subtract_bias" in (of or spec) else model(), spec, calibration
+    )
 
 
 @pytest.mark.parametrize(
     ("made_for", "used_with", "message"),
     [
-        (KVQUANT, KVQUANT.replace("bits=2", "bits=4"), "keys of layer 0 were made for 'kvquant:bits=2,"),
-        (KVQUANT, f"{KVQUANT},datatype=nf", "needs those for 'kvquant:bits=2,outliers=0.1,datatype=nf,"),
+        (
+            KVQUANT,
+            KVQUANT.replace("bits=2", "bits=4"),
+            "keys of layer 0 were made for 'kvquant:bits=2,",
+        ),
+        (
+            KVQUANT,
+            f"{KVQUANT},datatype=nf",
+            "needs those for 'kvquant:bits=2,outliers=0.1,datatype=nf,",
+        ),
         (KVQUANT, "xquant:latent=false,block=8", "needs those for 'xquant:latent=false'"),
         (f"{CL},reading=unit_norm", CL, "made for 'xquant_cl:latent=false,reading=unit_norm'"),
         (CL, "xquant:bits=8,latent=true,block=8", "needs those for 'xquant:latent=true'"),
@@ -57,7 +68,9 @@ def prepared(spec: str, work, of: str | None = None) -> Llama:
         ("int8:subtract_bias=true", "xquant:latent=false", "made for 'int8:subtract_bias=true'"),
     ],
 )
-def test_parameters_made_for_other_options_are_refused_by_name(made_for: str, used_with: str, message: str, work):
+def test_parameters_made_for_other_options_are_refused_by_name(
+    made_for: str, used_with: str, message: str, work
+):
     llama, tokens = prepared(made_for, work), random_tokens((1, LENGTH))
     lengths = jnp.full((1,), LENGTH, jnp.int32)
     for use in (
@@ -76,11 +89,16 @@ def test_parameters_made_for_other_options_are_refused_by_name(made_for: str, us
     ("made_for", "used_with"),
     some(SERVED, SERVED[1:3]),
 )
-def test_parameters_serve_every_cache_that_needs_the_same_ones_or_none(made_for: str, used_with: str, work):
+def test_parameters_serve_every_cache_that_needs_the_same_ones_or_none(
+    made_for: str, used_with: str, work
+):
     llama, tokens = prepared(made_for, work), random_tokens((1, LENGTH))
     own = prepared(used_with, work, of=made_for)
     prompt = [prefill(m, empty(used_with), tokens)[1] for m in (llama, own)]
-    found, expected = (decode_step(m, cache, tokens[:, 0])[0] for m, cache in zip((llama, own), prompt, strict=True))
+    found, expected = (
+        decode_step(m, cache, tokens[:, 0])[0]
+        for m, cache in zip((llama, own), prompt, strict=True)
+    )
     assert row_errors(found, expected).max() <= 1e-5
     other = decode_step(own, prompt[1], tokens[:, 1])[0]
     assert row_errors(other, expected).max() > 1e-3, "the logits of another token would pass"
@@ -115,4 +133,9 @@ def test_parameters_put_in_by_hand_are_used_as_they_are():
     assert measure(llama, spec, random_tokens((1, LENGTH))) == wanted
     broken = jax.tree.map(lambda leaf: leaf * 0.5, tuple(llama.cache_parameters))
     llama.cache_parameters = broken
-    assert row_errors(np.array([measure(llama, spec, random_tokens((1, LENGTH))).kl]), np.array([wanted.kl])) > 1e-3
+    assert (
+        row_errors(
+            np.array([measure(llama, spec, random_tokens((1, LENGTH))).kl]), np.array([wanted.kl])
+        )
+        > 1e-3
+    )

@@ -56,7 +56,9 @@ def new_cache(spec: kvq.CacheSpec | str = "dense", batch=1, capacity=CAPACITY, c
 def test_widths_are_powers_of_two_and_the_halves_between_them():
     widths = sorted({bucket(n) for n in range(1, 1025)})
     assert widths == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    assert all(n <= bucket(n) < max(17, 1.5 * n + 1) for n in range(1, 1025)), "a width is below its tokens, or far above them"
+    assert all(n <= bucket(n) < max(17, 1.5 * n + 1) for n in range(1, 1025)), (
+        "a width is below its tokens, or far above them"
+    )
 
 
 @pytest.mark.parametrize("name", ["score", "generate"])
@@ -68,7 +70,13 @@ def test_200_random_lengths_compile_a_program_for_each_width(name):
         tokens = rng.integers(0, 96, (1, length))
         if name == "score":
             return score(model(), new_cache(), tokens)
-        return generate(model(), new_cache(), tokens[:, : CAPACITY - new], max_new_tokens=new, sampling=Sampling(1.0))
+        return generate(
+            model(),
+            new_cache(),
+            tokens[:, : CAPACITY - new],
+            max_new_tokens=new,
+            sampling=Sampling(1.0),
+        )
 
     lengths = [*range(1, CAPACITY + 1), *rng.integers(1, CAPACITY + 1, 150).tolist()]
     widths = {min(bucket(n), CAPACITY) for n in lengths}
@@ -97,7 +105,9 @@ def test_results_of_a_padded_prompt_are_those_of_the_exact_model(length):
     scores, _ = score(model(), new_cache(), tokens)
     assert scores.shape == (1, length)
     logprobs = np.asarray(jax.nn.log_softmax(want, axis=-1))
-    np.testing.assert_allclose(scores[0, 1:], logprobs[0, np.arange(length - 1), np.asarray(tokens)[0, 1:]], atol=1e-4)
+    np.testing.assert_allclose(
+        scores[0, 1:], logprobs[0, np.arange(length - 1), np.asarray(tokens)[0, 1:]], atol=1e-4
+    )
     assert np.asarray(cache.lengths).tolist() == [length]
 
 
@@ -120,17 +130,28 @@ def test_the_padding_that_a_caller_adds_changes_no_bit(spec):
         for one, other in zip(jax.tree.leaves(runs[30]), jax.tree.leaves(found), strict=True):
             assert one.tobytes() == other.tobytes(), f"{spec}: padded to {width} tokens"
     other = jax.tree.map(np.asarray, prefill(model(), new_cache(spec, 2), tokens, [30, 12]))
-    assert any(a.tobytes() != b.tobytes() for a, b in zip(jax.tree.leaves(runs[30]), jax.tree.leaves(other), strict=True))
+    assert any(
+        a.tobytes() != b.tobytes()
+        for a, b in zip(jax.tree.leaves(runs[30]), jax.tree.leaves(other), strict=True)
+    )
 
 
 @cases("innerq2", "squat2", "kvquant3_online", "xquant_cl2")
 def test_a_padded_prompt_leaves_the_cache_of_an_unpadded_one(case):
     """To rounding, for these are two programs."""
-    llama = random_llama(tiny_config(hidden_size=128, num_hidden_layers=1, intermediate_size=32, max_position_embeddings=128))
+    llama = random_llama(
+        tiny_config(
+            hidden_size=128, num_hidden_layers=1, intermediate_size=32, max_position_embeddings=128
+        )
+    )
     spec, length = kvq.parse(case.spec), 41
     cache = new_cache(spec, config=llama.config)
-    assert cache.dims == kvq.CacheDims(1, 4, 2, 32, 128), "the dimensions that these parameters are for"
-    llama.cache_parameters = nnx.data(tuple(parameters_of(plan) for plan in plans(spec, cache.dims, CAPACITY, "float32")))
+    assert cache.dims == kvq.CacheDims(1, 4, 2, 32, 128), (
+        "the dimensions that these parameters are for"
+    )
+    llama.cache_parameters = nnx.data(
+        tuple(parameters_of(plan) for plan in plans(spec, cache.dims, CAPACITY, "float32"))
+    )
     tokens, lengths = random_tokens((1, length)), np.array([length], np.int32)
     want, exact = prefill_program(llama, cache, tokens, jnp.asarray(lengths), False)
     found, after = prefill(llama, new_cache(spec, config=llama.config), tokens)
@@ -139,4 +160,6 @@ def test_a_padded_prompt_leaves_the_cache_of_an_unpadded_one(case):
     one, other = (live(exact.plans[0], c.layers[0], lengths) for c in (exact, after))
     assert not beyond_rounding(one, other)
     _, changed = prefill(llama, new_cache(spec, config=llama.config), tokens.at[0, 20].add(1) % 96)
-    assert beyond_rounding(one, live(exact.plans[0], changed.layers[0], lengths)), "another token goes unnoticed"
+    assert beyond_rounding(one, live(exact.plans[0], changed.layers[0], lengths)), (
+        "another token goes unnoticed"
+    )

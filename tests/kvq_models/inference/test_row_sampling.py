@@ -1,4 +1,5 @@
-"""Rows that sample by rules of their own: each draws what `sample` draws for its rule alone, whatever the other rows ask for."""
+"""Rows that sample by rules of their own: each draws what `sample` draws for its rule alone,
+whatever the other rows ask for."""
 
 from __future__ import annotations
 
@@ -26,12 +27,17 @@ RULES = (
 jitted, alone = jax.jit(draw), jax.jit(sample, static_argnames="sampling")
 
 
-def rules_of(rules: tuple[Sampling, ...], seed: int, step: int, alternatives: bool = False) -> RowRules:
+def rules_of(
+    rules: tuple[Sampling, ...], seed: int, step: int, alternatives: bool = False
+) -> RowRules:
     return row_rules((rule, seed, row, step, alternatives) for row, rule in enumerate(rules))
 
 
 def logits_of(seed: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(ROWS, VOCABULARY)).astype(np.float32)) * 3
+    return (
+        jnp.asarray(np.random.default_rng(seed).normal(size=(ROWS, VOCABULARY)).astype(np.float32))
+        * 3
+    )
 
 
 def test_each_row_draws_what_sample_draws_for_its_rule():
@@ -40,20 +46,27 @@ def test_each_row_draws_what_sample_draws_for_its_rule():
         logits = logits_of(step)
         found = jitted(logits, rules_of(RULES, seed=3, step=step))
         drawn.append(np.asarray(found.token))
-        each = [alone(logits, sampling=rule, key=jax.random.key(3), step=jnp.int32(step)) for rule in RULES]
+        each = [
+            alone(logits, sampling=rule, key=jax.random.key(3), step=jnp.int32(step))
+            for rule in RULES
+        ]
         expected.append([int(tokens[row]) for row, (tokens, _) in enumerate(each)])
         wanted = [float(logprobs[row]) for row, (_, logprobs) in enumerate(each)]
         np.testing.assert_allclose(found.logprob, wanted, rtol=1e-5, atol=1e-5, err_msg=f"{step=}")
     np.testing.assert_array_equal(drawn, expected)
     greedy = np.stack([np.asarray(jnp.argmax(logits_of(step), -1)) for step in range(12)])
-    assert (np.array(drawn) != greedy).any(axis=0).tolist() == [rule.temperature > 0 and rule.top_k != 1 for rule in RULES]
+    assert (np.array(drawn) != greedy).any(axis=0).tolist() == [
+        rule.temperature > 0 and rule.top_k != 1 for rule in RULES
+    ]
 
 
 def test_a_row_draws_the_same_bits_in_any_company():
     logits = logits_of(1)
     crowd = jitted(logits, rules_of(RULES, seed=5, step=2, alternatives=True))
     for row, rule in enumerate(RULES):
-        others = rules_of(tuple(rule if i == row else Sampling() for i in range(ROWS)), seed=5, step=2)
+        others = rules_of(
+            tuple(rule if i == row else Sampling() for i in range(ROWS)), seed=5, step=2
+        )
         found = jitted(jnp.where((np.arange(ROWS) == row)[:, None], logits, jnp.nan), others)
         for name in ("token", "logprob", "finite"):
             assert getattr(found, name)[row] == getattr(crowd, name)[row], (row, name)
@@ -73,5 +86,10 @@ def test_alternatives_are_the_most_probable_tokens():
 def test_another_seed_choice_or_step_draws_other_tokens(changed: str):
     base = rules_of((Sampling(3.0),) * ROWS, seed=1, step=1)
     logits = jnp.broadcast_to(logits_of(4)[:1], (ROWS, VOCABULARY))
-    other = {name: getattr(base, name) + (11 if name == changed else 0) for name in ("seed", "choice", "step")}
-    assert (jitted(logits, base).token != jitted(logits, dataclasses.replace(base, **other)).token).any()
+    other = {
+        name: getattr(base, name) + (11 if name == changed else 0)
+        for name in ("seed", "choice", "step")
+    }
+    assert (
+        jitted(logits, base).token != jitted(logits, dataclasses.replace(base, **other)).token
+    ).any()

@@ -1,4 +1,5 @@
-"""Drafts change the number of steps, and nothing else: tokens, log-probabilities and caches are those of greedy `generate`."""
+"""Drafts change the number of steps, and nothing else: tokens, log-probabilities and caches are
+those of greedy `generate`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ SPECS = (
     "innerq:bits=2,recent=8,block=32",
     "k=kivi:bits=2+v=dense+cache:recent=8",
 )
-# Rows that repeat themselves, at once or after a while, and one that does not; of different lengths.
+# Rows that repeat themselves, at once or after a while, and one that does not; of different
+# lengths.
 PROMPTS = np.array([[5, 6, 7, 8] * 5, [*range(20, 40)], [9] * 20], np.int32)
 LENGTHS = np.array([19, 20, 3], np.int32)
 
@@ -50,8 +52,9 @@ def test_drafts_give_the_greedy_tokens(spec: str):
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
     np.testing.assert_array_equal(drafted.lengths, plain.lengths)
     np.testing.assert_array_equal(drafted.cache.lengths, plain.cache.lengths)
-    # Several tokens at once round sums differently in the last bit of fp32. Where this moves a scale or a zero-point of a block to the
-    # next fp16 number, later steps of that row differ by about 2^-11 of a score.
+    # Several tokens at once round sums differently in the last bit of fp32. Where this moves a
+    # scale or a zero-point of a block to the next fp16 number, later steps of that row differ by
+    # about 2^-11 of a score.
     difference = np.abs(np.asarray(drafted.logprobs) - np.asarray(plain.logprobs))
     assert np.median(difference) < 1e-5
     assert difference.max() < 1e-3
@@ -72,8 +75,12 @@ def test_drafts_end_with_an_end_token():
 
 def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     plain, traced = np.asarray(generated(AGEING).logprobs), speculation.advance.__wrapped__
-    monkeypatch.setattr(speculation, "_until_ageing", lambda cache: cache.capacity - cache.lengths - 1)
-    monkeypatch.setattr(speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=(4, 5, 6)))  # traces it anew
+    monkeypatch.setattr(
+        speculation, "_until_ageing", lambda cache: cache.capacity - cache.lengths - 1
+    )
+    monkeypatch.setattr(
+        speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=(4, 5, 6))
+    )  # traces it anew
     careless = np.asarray(generated.__wrapped__(AGEING, DRAFTS).logprobs)
     assert np.abs(careless - plain).max() > 1e-2
 
@@ -93,18 +100,40 @@ def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.Mo
 )
 def test_drafts_are_what_followed_the_same_tokens(tokens: list[int], drafted: list[int]):
     padded = jnp.array([tokens + [2, 3] * 3], jnp.int32)  # what lies past the row is not read
-    assert jax.jit(look_up, static_argnums=1)(History(padded, jnp.array([len(tokens)], jnp.int32)), 3).tolist() == [drafted]
+    assert jax.jit(look_up, static_argnums=1)(
+        History(padded, jnp.array([len(tokens)], jnp.int32)), 3
+    ).tolist() == [drafted]
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps():
-    llama, tokens, lengths = model("dense"), jnp.asarray(PROMPTS[[0, 0, 0]]), jnp.asarray(LENGTHS[[0, 0, 0]])
-    state = speculation.start(llama, kvq.init_cache("dense", llama.config, 3, CAPACITY, "float32"), tokens, lengths, NEW, Sampling(), None)
+    llama, tokens, lengths = (
+        model("dense"),
+        jnp.asarray(PROMPTS[[0, 0, 0]]),
+        jnp.asarray(LENGTHS[[0, 0, 0]]),
+    )
+    state = speculation.start(
+        llama,
+        kvq.init_cache("dense", llama.config, 3, CAPACITY, "float32"),
+        tokens,
+        lengths,
+        NEW,
+        Sampling(),
+        None,
+    )
     begun = speculation.begun_history(tokens, lengths, NEW)
     state, history = speculation.advance(llama, state, begun, jnp.int32(NEW), DRAFTS, (), None)
     assert NEW / (1 + DRAFTS) <= int(state.step) < NEW
-    assert history.tokens[0, : LENGTHS[0] + NEW].tolist() == [*PROMPTS[0, : LENGTHS[0]], *state.tokens[0, :NEW].tolist()]
+    assert history.tokens[0, : LENGTHS[0] + NEW].tolist() == [
+        *PROMPTS[0, : LENGTHS[0]],
+        *state.tokens[0, :NEW].tolist(),
+    ]
 
 
 def test_what_cannot_be_drafted_is_refused():
     with pytest.raises(ValueError, match="drafts=0 must be at least 1"):
-        generate_drafted(model("dense"), kvq.init_cache("dense", model("dense").config, 3, CAPACITY), PROMPTS, drafts=0)
+        generate_drafted(
+            model("dense"),
+            kvq.init_cache("dense", model("dense").config, 3, CAPACITY),
+            PROMPTS,
+            drafts=0,
+        )

@@ -1,5 +1,6 @@
-"""XQuant on whole models: keys and values rebuilt from layer inputs are the model's own, for every family and form, and the accumulator
-flows through the layers of prompts, steps and ragged batches."""
+"""XQuant on whole models: keys and values rebuilt from layer inputs are the model's own, for every
+family and form, and the accumulator flows through the layers of prompts, steps and ragged
+batches."""
 
 from __future__ import annotations
 
@@ -24,19 +25,34 @@ MODELS = {
     "gqa4": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
     "bias": {"model_type": "qwen2", "num_attention_heads": 8},
     "qk_norm": {"model_type": "qwen3", "attention_bias": True},
-    "narrow": {"num_key_value_heads": 4, "head_dim": 24},  # keys wider than the model: latents of D channels
+    "narrow": {
+        "num_key_value_heads": 4,
+        "head_dim": 24,
+    },  # keys wider than the model: latents of D channels
 }
 EXACT = {
     "x": "xquant:bits=16,latent=false",
     "latent": "xquant:bits=16,latent=true",
     "cross_x": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1,latent=false",
     "cross_latent": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1,latent=true",
-    "cross_unit_x": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=false,reading=unit_norm",
-    "cross_unit_latent": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=true,reading=unit_norm",
-    "cross_residual": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,reading=residual_stream",
+    "cross_unit_x": (
+        "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=false,reading=unit_norm"
+    ),
+    "cross_unit_latent": (
+        "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=true,reading=unit_norm"
+    ),
+    "cross_residual": (
+        "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,reading=residual_stream"
+    ),
 }
 USUAL = [("gqa4", form) for form in EXACT]  # and what the other models have of their own
-USUAL += [("mha", "x"), ("bias", "cross_x"), ("qk_norm", "cross_latent"), ("narrow", "latent"), ("narrow", "cross_unit_latent")]
+USUAL += [
+    ("mha", "x"),
+    ("bias", "cross_x"),
+    ("qk_norm", "cross_latent"),
+    ("narrow", "latent"),
+    ("narrow", "cross_unit_latent"),
+]
 LENGTH, CAPACITY = 40, 48
 step = jax.jit(decode_step, donate_argnames="cache")
 
@@ -67,9 +83,17 @@ def test_without_quantization_keys_and_values_are_the_models_own(name: str, form
     for i, (inputs, own) in enumerate(zip(exact_inputs(name), llama.cache_parameters, strict=True)):
         k, v, carry = kvq.roundtrip_layer(EXACT[form], inputs, own, i, carry)
         for side, found, wanted in (("k", k, inputs.k_rot), ("v", v, inputs.v)):
-            assert row_errors(found, wanted).max() < 1e-5, f"layer {i}, {side}: {row_errors(found, wanted).max():.1e}"
+            assert row_errors(found, wanted).max() < 1e-5, (
+                f"layer {i}, {side}: {row_errors(found, wanted).max():.1e}"
+            )
         assert row_errors(k, inputs.k_pre).max() > 1e-2, "keys before RoPE pass"
-    other = kvq.roundtrip_layer(EXACT[form].replace("bits=16", "bits=8"), exact_inputs(name)[0], llama.cache_parameters[0], 0, ())
+    other = kvq.roundtrip_layer(
+        EXACT[form].replace("bits=16", "bits=8"),
+        exact_inputs(name)[0],
+        llama.cache_parameters[0],
+        0,
+        (),
+    )
     assert row_errors(other[1], exact_inputs(name)[0].v).max() > 1e-4, "8 bits pass for exact"
 
 
@@ -85,7 +109,11 @@ def decoded(llama, spec: str, tokens, prompt: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"), [("bias", "xquant:bits=16,latent=false"), ("gqa4", "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1")]
+    ("name", "spec"),
+    [
+        ("bias", "xquant:bits=16,latent=false"),
+        ("gqa4", "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1"),
+    ],
 )
 def test_exact_rows_decode_to_the_exact_models_logits(name: str, spec: str):
     tokens = random_tokens((2, LENGTH))
@@ -93,20 +121,30 @@ def test_exact_rows_decode_to_the_exact_models_logits(name: str, spec: str):
     wanted = forward(llama, tokens)[:, 20:]
     assert row_errors(decoded(llama, spec + ",block=8", tokens, 20), wanted).max() < 1e-5
     coarse = spec.replace("bits=16", "bits=2") + ",block=8"
-    assert row_errors(decoded(llama, coarse, tokens, 20), wanted).max() > 1e-2, "2 bits pass for exact"
+    assert row_errors(decoded(llama, coarse, tokens, 20), wanted).max() > 1e-2, (
+        "2 bits pass for exact"
+    )
 
 
 CROSS = "xquant_cl:bits=3,base_layer=1,sink=2,recent=3,block=8"
 
 
 def test_the_accumulator_serves_ragged_batches_and_many_tokens_at_once():
-    """Scores through the cache, 32 tokens a step, of rows alone and in a ragged batch, and one token at a time."""
+    """Scores through the cache, 32 tokens a step, of rows alone and in a ragged batch, and one
+    token at a time."""
     llama = prepare(model("gqa4"), CROSS)
     tokens, lengths = random_tokens((2, LENGTH)), jnp.asarray([LENGTH, 27])
-    together, _ = score(llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens, lengths)
+    together, _ = score(
+        llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens, lengths
+    )
     for row, length in enumerate(lengths.tolist()):
         padded = tokens[row : row + 1].at[:, length:].set(5)
-        alone, _ = score(llama, kvq.init_cache(CROSS, llama.config, 1, CAPACITY, "float32"), padded, lengths[row : row + 1])
+        alone, _ = score(
+            llama,
+            kvq.init_cache(CROSS, llama.config, 1, CAPACITY, "float32"),
+            padded,
+            lengths[row : row + 1],
+        )
         np.testing.assert_allclose(together[row], alone[0], atol=1e-4, err_msg=f"row {row}")
     cache, singles = kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), []
     for t in range(LENGTH - 1):
@@ -118,17 +156,24 @@ def test_the_accumulator_serves_ragged_batches_and_many_tokens_at_once():
 
 
 def test_a_second_prompt_reads_the_accumulator_of_the_first():
-    """A prompt in two parts: the second part attends to the quantized first, as decoding its tokens one by one does."""
+    """A prompt in two parts: the second part attends to the quantized first, as decoding its tokens
+    one by one does."""
     llama = prepare(model("gqa4"), CROSS)
     tokens = random_tokens((2, LENGTH))
-    _, first = prefill(llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens[:, :37])
+    _, first = prefill(
+        llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens[:, :37]
+    )
     kept = jax.tree.map(jnp.copy, first)
     chunk, after = prefill(llama, first, tokens[:, 37:39])
     for t in (37, 38):
         logits, kept = step(llama, kept, tokens[:, t])
     assert np.asarray(after.lengths).tolist() == np.asarray(kept.lengths).tolist() == [39, 39]
-    assert row_errors(chunk, logits).max() < 1e-4, "no block ages between the two, so both see the same cache"
-    assert row_errors(chunk, forward(llama, tokens[:, :39])[:, -1]).max() > 1e-3, "the exact model passes for the cache"
+    assert row_errors(chunk, logits).max() < 1e-4, (
+        "no block ages between the two, so both see the same cache"
+    )
+    assert row_errors(chunk, forward(llama, tokens[:, :39])[:, -1]).max() > 1e-3, (
+        "the exact model passes for the cache"
+    )
 
 
 def test_a_trimmed_cache_is_decoded_through_the_layers():
@@ -140,13 +185,23 @@ def test_a_trimmed_cache_is_decoded_through_the_layers():
         return step(llama, jax.tree.map(jnp.copy, trimmed), tokens[:, 0])[0]
 
     short = kvq.trim(cache, [22, 31], llama.cache_parameters)
-    first, again = next_logits(short), next_logits(kvq.trim(short, [22, 31], llama.cache_parameters))
+    first, again = (
+        next_logits(short),
+        next_logits(kvq.trim(short, [22, 31], llama.cache_parameters)),
+    )
     assert row_errors(again, first).max() <= 1e-5
     assert np.isfinite(first).all()
-    exact = jnp.stack([forward(llama, jnp.append(tokens[b, :n], tokens[b, 0])[None])[0, -1] for b, n in enumerate((22, 31))])
+    exact = jnp.stack(
+        [
+            forward(llama, jnp.append(tokens[b, :n], tokens[b, 0])[None])[0, -1]
+            for b, n in enumerate((22, 31))
+        ]
+    )
     errors = row_errors(first, exact)
     assert errors.max() < 0.2, f"a trimmed cache is far from the exact model: {errors}"
-    broken = kvq.trim(cache, [22, 31], ((), *jax.tree.map(jnp.zeros_like, llama.cache_parameters[1:])))
+    broken = kvq.trim(
+        cache, [22, 31], ((), *jax.tree.map(jnp.zeros_like, llama.cache_parameters[1:]))
+    )
     assert row_errors(next_logits(broken), first).max() > 1e-2, "parameters are not used"
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints in and out without torch, and every way in which one can be broken: one line that names the file or the tensor."""
+"""Checkpoints in and out without torch, and every way in which one can be broken: one line that
+names the file or the tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def assert_same_weights(got: Llama, want: Llama) -> None:
     assert got_weights.keys() == want_weights.keys()
     for path, weight in want_weights.items():
         assert got_weights[path].leaf.dtype == weight.leaf.dtype, path
-        np.testing.assert_array_equal(np.asarray(got_weights[path].leaf), np.asarray(weight.leaf), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(got_weights[path].leaf), np.asarray(weight.leaf), err_msg=path
+        )
 
 
 @pytest.fixture
@@ -44,7 +47,9 @@ def saved(tmp_path) -> pathlib.Path:
     return tmp_path
 
 
-def change_tensors(directory: pathlib.Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+def change_tensors(
+    directory: pathlib.Path, change: Callable[[dict[str, np.ndarray]], object]
+) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
@@ -62,7 +67,8 @@ def refusal(directory: pathlib.Path | str) -> str:
     return str(error.value)
 
 
-# --- the good ones ----------------------------------------------------------------------------------------------------------------------
+# --- the good ones
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -81,7 +87,10 @@ def test_every_weight_has_one_name_and_every_name_one_weight():
     names = [name for name, _, _ in hf_names.TABLE]
     assert len(set(paths)) == len(set(names)) == len(hf_names.TABLE)
     used = {
-        path.replace(".0.", ".#.") for config in CONFIGS.values() for path in hf_names.weights(random_llama(config)) if ".1." not in path
+        path.replace(".0.", ".#.")
+        for config in CONFIGS.values()
+        for path in hf_names.weights(random_llama(config))
+        if ".1." not in path
     }
     assert used == set(paths), "the table and the modules differ"
 
@@ -91,7 +100,10 @@ def test_every_weight_has_axes_of_its_shape():
     for config in CONFIGS.values():
         abstract = abstract_llama(config, "bfloat16")
         for path, weight in hf_names.weights(abstract).items():
-            assert (weight.spec.shape, weight.spec.dtype) == (weight.leaf.shape, weight.leaf.dtype.name), path
+            assert (weight.spec.shape, weight.spec.dtype) == (
+                weight.leaf.shape,
+                weight.leaf.dtype.name,
+            ), path
         assert kvq.nbytes(hf_names.describe(abstract)) == kvq.nbytes(abstract)
 
 
@@ -113,13 +125,17 @@ def test_axes_of_weights_are_called_what_they_run_along(field: str, names: set[s
         larger = hf_names.weights(abstract_llama(doubled))
         for path, weight in hf_names.weights(abstract_llama(config)).items():
             pairs = zip(weight.spec.names, weight.leaf.shape, larger[path].leaf.shape, strict=True)
-            assert all((b == 2 * a) == (name in names) and b in (a, 2 * a) for name, a, b in pairs), path
+            assert all(
+                (b == 2 * a) == (name in names) and b in (a, 2 * a) for name, a, b in pairs
+            ), path
 
 
 def test_weights_are_cast_to_the_asked_dtype_to_nearest(saved):
     exact = hf_names.weights(load_llama(saved, dtype="float32")[0])
     for path, weight in hf_names.weights(load_llama(saved, dtype="bfloat16")[0]).items():
-        np.testing.assert_array_equal(np.asarray(weight.leaf), np.asarray(exact[path].leaf.astype(jnp.bfloat16)), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(weight.leaf), np.asarray(exact[path].leaf.astype(jnp.bfloat16)), err_msg=path
+        )
 
 
 def test_shards_load_with_and_without_an_index(saved):
@@ -127,7 +143,10 @@ def test_shards_load_with_and_without_an_index(saved):
     tensors = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()
     names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    parts = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, members in parts.items():
         save_file({name: tensors[name] for name in members}, saved / file)
     assert_same_weights(load_llama(saved, dtype="float32")[0], whole)
@@ -140,7 +159,9 @@ def test_shards_load_with_and_without_an_index(saved):
 def test_a_tied_checkpoint_may_store_its_head_twice(tmp_path):
     llama = random_llama(tiny_config(tie_word_embeddings=True))
     save_llama(llama, tmp_path)
-    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    change_tensors(
+        tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()})
+    )
     assert_same_weights(load_llama(tmp_path, dtype="float32")[0], llama)
 
 
@@ -152,11 +173,16 @@ def test_a_tied_config_with_a_head_of_its_own_is_untied(tmp_path):
 
 
 def share(directory: pathlib.Path, kept: str, dropped: str, *, metadata: bool) -> None:
-    """Store one of two equal tensors, as `safetensors.torch.save_model` does; the other's name stands in the metadata."""
+    """Store one of two equal tensors, as `safetensors.torch.save_model` does; the other's name
+    stands in the metadata."""
     tensors = load_file(directory / "model.safetensors")
     tensors.setdefault(kept, tensors[hf_names.EMBED_NAME])
     del tensors[dropped]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"} | ({dropped: kept} if metadata else {}))
+    save_file(
+        tensors,
+        directory / "model.safetensors",
+        metadata={"format": "pt"} | ({dropped: kept} if metadata else {}),
+    )
 
 
 @pytest.mark.parametrize("metadata", [True, False])
@@ -167,7 +193,10 @@ def test_a_tied_checkpoint_may_store_its_head_alone(metadata, tmp_path):
     assert_same_weights(load_llama(tmp_path, dtype="float32")[0], llama)
 
 
-@pytest.mark.parametrize(("kept", "dropped"), [(hf_names.HEAD_NAME, hf_names.EMBED_NAME), (hf_names.EMBED_NAME, hf_names.HEAD_NAME)])
+@pytest.mark.parametrize(
+    ("kept", "dropped"),
+    [(hf_names.HEAD_NAME, hf_names.EMBED_NAME), (hf_names.EMBED_NAME, hf_names.HEAD_NAME)],
+)
 def test_weights_that_share_a_tensor_in_an_untied_model_need_the_metadata(kept, dropped, tmp_path):
     llama = random_llama(tiny_config())
     llama.head.kernel[...] = llama.embed[...].T
@@ -180,7 +209,10 @@ def test_weights_that_share_a_tensor_in_an_untied_model_need_the_metadata(kept, 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(saved):
     whole, _ = load_llama(saved, dtype="float32")
-    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32), "model.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    buffers = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+        "model.rotary_emb.inv_freq": np.ones(8, np.float32),
+    }
     change_tensors(saved, lambda t: t.update(buffers))
     assert_same_weights(load_llama(saved, dtype="float32")[0], whole)
 
@@ -197,7 +229,9 @@ def test_saving_replaces_an_older_checkpoint_and_leaves_no_other_files(saved):
     save_llama(llama, saved)
     assert_same_weights(load_llama(saved, dtype="float32")[0], llama)
     assert sorted(file.name for file in saved.iterdir()) == ["config.json", "model.safetensors"]
-    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1, "others may read one of the files alone"
+    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1, (
+        "others may read one of the files alone"
+    )
 
 
 def test_parameters_of_a_cache_method_are_not_saved(tmp_path):
@@ -220,20 +254,27 @@ def test_the_tokenizer_is_loaded_and_saved(tmp_path):
 
 
 def test_a_sentencepiece_tokenizer_alone_is_read(saved, tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece", reason="the extra sentencepiece is not installed")
+    sentencepiece = pytest.importorskip(
+        "sentencepiece", reason="the extra sentencepiece is not installed"
+    )
     text = "the cat sat on the mat and the dog sat on the log"
     (tmp_path / "text.txt").write_text("\n".join([text] * 20))
     options = {"vocab_size": 40, "model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text.txt"), model_prefix=str(saved / "tokenizer"), **options)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"), model_prefix=str(saved / "tokenizer"), **options
+    )
     (saved / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     _, tokenizer = load_llama(saved)
     model = sentencepiece.SentencePieceProcessor(model_file=str(saved / "tokenizer.model"))
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text
-    assert ids == model.encode(text), "transformers' tokenizer and sentencepiece cut the text differently"
+    assert ids == model.encode(text), (
+        "transformers' tokenizer and sentencepiece cut the text differently"
+    )
 
 
-# --- the broken ones --------------------------------------------------------------------------------------------------------------------
+# --- the broken ones
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_sentencepiece_tokenizer_without_its_reader_names_the_extra(saved, monkeypatch):
@@ -244,7 +285,9 @@ def test_a_sentencepiece_tokenizer_without_its_reader_names_the_extra(saved, mon
     assert "sentencepiece]" not in refusal(saved), "a broken file is another problem"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"added_tokens": [], "model": {"type": "BPE", "vocab": 5}}', "null"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"added_tokens": [], "model": {"type": "BPE", "vocab": 5}}', "null"]
+)
 def test_a_broken_tokenizer_file_is_named(content, saved):
     (saved / "tokenizer.json").write_text(content)
     (saved / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -267,9 +310,13 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
 
         return snapshot_download
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(LocalEntryNotFoundError("no\nnetwork")))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", raising(LocalEntryNotFoundError("no\nnetwork"))
+    )
     assert "'some/model' does not exist here" in refusal("some/model")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(OSError("404 Client Error\nfor url")))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", raising(OSError("404 Client Error\nfor url"))
+    )
     assert "the Hub answered: 404 Client Error" in refusal("some/model")
     assert issubclass(HfHubHTTPError, OSError), "HTTP errors would pass uncaught"
 
@@ -289,7 +336,11 @@ def test_only_safe_files_are_downloaded(saved, monkeypatch):
     assert set(asked["allow_patterns"]) == {"config.json", "generation_config.json"}
     load_llama("some/model")
     assert "*.safetensors" in asked["allow_patterns"]
-    assert not [pattern for pattern in asked["allow_patterns"] if pattern.endswith((".bin", ".py", ".pt", ".pkl", "*"))]
+    assert not [
+        pattern
+        for pattern in asked["allow_patterns"]
+        if pattern.endswith((".bin", ".py", ".pt", ".pkl", "*"))
+    ]
 
 
 def test_a_file_in_place_of_a_directory_is_refused(saved):
@@ -314,7 +365,9 @@ def test_pickled_weights_are_refused_and_absent_ones_named(saved):
     assert "pickled weights only" in refusal(saved)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, -1], ids=["empty", "in_length", "in_header", "last_byte"])
+@pytest.mark.parametrize(
+    "kept", [0, 4, 100, -1], ids=["empty", "in_length", "in_header", "last_byte"]
+)
 def test_truncated_files_are_named(saved, kept):
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
@@ -323,7 +376,9 @@ def test_truncated_files_are_named(saved, kept):
 
 
 def test_a_pointer_in_place_of_a_file_is_named(saved):
-    (saved / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (saved / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     assert "model.safetensors' is not a whole safetensors file" in refusal(saved)
 
 
@@ -332,7 +387,11 @@ def test_an_index_is_checked(saved):
     index = saved / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}}))
     assert "has no weight_map" in refusal(saved)
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": whole.name, "model.norm.weight": "gone.safetensors"}}))
+    index.write_text(
+        json.dumps(
+            {"weight_map": {"lm_head.weight": whole.name, "model.norm.weight": "gone.safetensors"}}
+        )
+    )
     assert "lists 'gone.safetensors', which is missing" in refusal(saved)
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../shard.safetensors"}}))
     assert "not a file name in the same directory" in refusal(saved)
@@ -341,7 +400,10 @@ def test_an_index_is_checked(saved):
 def test_a_tensor_in_two_files_is_named(saved):
     (saved / "model.safetensors").rename(saved / "a.safetensors")
     save_file({"model.norm.weight": np.ones(64, np.float32)}, saved / "b.safetensors")
-    assert refusal(saved) == "tensor 'model.norm.weight' is in both 'a.safetensors' and 'b.safetensors'"
+    assert (
+        refusal(saved)
+        == "tensor 'model.norm.weight' is in both 'a.safetensors' and 'b.safetensors'"
+    )
 
 
 def test_missing_and_unmatched_tensors_are_named(saved):
@@ -350,17 +412,29 @@ def test_missing_and_unmatched_tensors_are_named(saved):
     change_tensors(saved, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     assert "lack tensor 'model.layers.1.mlp.up_proj.weight'" in refusal(saved)
     shutil.copy(backup, saved / "model.safetensors")
-    change_tensors(saved, lambda t: t.update({"model.layers.0.self_attn.k_proj.bias": np.ones(32, np.float32)}))
+    change_tensors(
+        saved, lambda t: t.update({"model.layers.0.self_attn.k_proj.bias": np.ones(32, np.float32)})
+    )
     assert "hold tensor 'model.layers.0.self_attn.k_proj.bias'" in refusal(saved)
 
 
 def test_a_tensor_of_wrong_shape_is_named_with_both_shapes(saved):
-    change_tensors(saved, lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": np.ones((64, 32), np.float32)}))
+    change_tensors(
+        saved,
+        lambda t: t.update(
+            {"model.layers.0.self_attn.k_proj.weight": np.ones((64, 32), np.float32)}
+        ),
+    )
     message = refusal(saved)
-    assert message == "tensor 'model.layers.0.self_attn.k_proj.weight' has shape (64, 32), and the configuration asks for (32, 64)"
+    assert (
+        message == "tensor 'model.layers.0.self_attn.k_proj.weight' has shape (64, 32), and the"
+        " configuration asks for (32, 64)"
+    )
 
 
-@pytest.mark.parametrize(("dtype", "named"), [(np.int32, "I32"), (np.int8, "I8"), (np.bool_, "BOOL")])
+@pytest.mark.parametrize(
+    ("dtype", "named"), [(np.int32, "I32"), (np.int8, "I8"), (np.bool_, "BOOL")]
+)
 def test_a_tensor_that_is_not_float_is_named(saved, dtype, named):
     change_tensors(saved, lambda t: t.update({"model.norm.weight": np.ones(64, dtype)}))
     assert f"tensor 'model.norm.weight' is stored as {named}" in refusal(saved)
@@ -371,8 +445,17 @@ def test_a_tensor_that_is_not_float_is_named(saved, dtype, named):
     [
         ({"num_hidden_layers": 1}, "hold tensor 'model.layers.1."),
         ({"num_hidden_layers": 3}, "lack tensor 'model.layers.2."),
-        ({"vocab_size": 97}, "'model.embed_tokens.weight' has shape (96, 64), and the configuration asks for (97, 64)"),
-        ({"num_key_value_heads": 4}, "k_proj.weight' has shape (32, 64), and the configuration asks for (64, 64)"),
+        (
+            {"vocab_size": 97},
+            (
+                "'model.embed_tokens.weight' has shape (96, 64), and the configuration asks for"
+                " (97, 64)"
+            ),
+        ),
+        (
+            {"num_key_value_heads": 4},
+            "k_proj.weight' has shape (32, 64), and the configuration asks for (64, 64)",
+        ),
         ({"attention_bias": True}, "lack tensor 'model.layers.0.self_attn."),
     ],
 )
@@ -383,7 +466,10 @@ def test_a_config_that_does_not_fit_its_tensors_is_refused(saved, changes, named
 
 def test_an_unsupported_dtype_is_refused(saved):
     for dtype in ("int8", "float64"):
-        with pytest.raises(ValueError, match=f"dtype='{dtype}' is not supported; supported: float32, bfloat16, float16"):
+        with pytest.raises(
+            ValueError,
+            match=f"dtype='{dtype}' is not supported; supported: float32, bfloat16, float16",
+        ):
             load_llama(saved, dtype=dtype)
 
 

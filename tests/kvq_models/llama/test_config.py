@@ -1,4 +1,5 @@
-"""config.json in and out: both spellings, the families' implied fields, and refusals that name the field."""
+"""config.json in and out: both spellings, the families' implied fields, and refusals that name the
+field."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ ROPES = {
 
 def test_equal_configs_hash_equal():
     assert LlamaConfig.from_hf(LLAMA) == LlamaConfig.from_hf(json.loads(json.dumps(LLAMA)))
-    assert hash(LlamaConfig.from_hf(LLAMA)) == hash(LlamaConfig.from_hf(dict(reversed(LLAMA.items()))))
+    assert hash(LlamaConfig.from_hf(LLAMA)) == hash(
+        LlamaConfig.from_hf(dict(reversed(LLAMA.items())))
+    )
     assert LlamaConfig.from_hf(LLAMA) != LlamaConfig.from_hf(LLAMA | {"rms_norm_eps": 1e-6})
 
 
@@ -41,20 +44,31 @@ def test_both_spellings_of_rope_give_one_config(rope):
     assert new.rope.theta == 5e5
     old_fields = {name: value for name, value in rope.items() if name != "rope_type"}
     for type_key in ("type", "rope_type"):
-        scaling = None if rope["rope_type"] == "default" else {type_key: rope["rope_type"]} | old_fields
+        scaling = (
+            None if rope["rope_type"] == "default" else {type_key: rope["rope_type"]} | old_fields
+        )
         old = LlamaConfig.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
         assert old == new, f"spelled with {type_key!r}"
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-@pytest.mark.parametrize("fields", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda fields: fields["model_type"])
+@pytest.mark.parametrize(
+    "fields", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda fields: fields["model_type"]
+)
 def test_a_written_config_reads_back_equal(fields, rope):
-    extras = {"rope_parameters": rope, "eos_token_id": [2, 7], "pad_token_id": 0, "tie_word_embeddings": True}
+    extras = {
+        "rope_parameters": rope,
+        "eos_token_id": [2, 7],
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    }
     config = LlamaConfig.from_hf(fields | extras)
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
-@pytest.mark.parametrize("config", [LLAMA | {"attention_bias": True, "mlp_bias": True}, QWEN3 | {"attention_bias": True}])
+@pytest.mark.parametrize(
+    "config", [LLAMA | {"attention_bias": True, "mlp_bias": True}, QWEN3 | {"attention_bias": True}]
+)
 def test_written_biases_read_back_equal(config):
     assert LlamaConfig.from_hf(LlamaConfig.from_hf(config).to_hf()) == LlamaConfig.from_hf(config)
 
@@ -89,13 +103,18 @@ def test_absent_fields_take_the_familys_defaults():
     assert LlamaConfig.from_hf(LLAMA | {"head_dim": None}).head_dim == 16
     assert LlamaConfig.from_hf(SIZES | {"model_type": "qwen3"}).head_dim == 128
     assert LlamaConfig.from_hf(LLAMA).rope == RopeConfig()
-    yarn = LlamaConfig.from_hf(LLAMA | {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}}).rope
+    yarn = LlamaConfig.from_hf(
+        LLAMA | {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}}
+    ).rope
     assert yarn.factor == SIZES["max_position_embeddings"] / 16
 
 
 def test_token_ids_may_be_absent_one_or_many():
     assert LlamaConfig.from_hf(LLAMA | {"eos_token_id": [5, 9]}).eos_token_ids == (5, 9)
-    assert LlamaConfig.from_hf(LLAMA | {"eos_token_id": None, "bos_token_id": None}).eos_token_ids == ()
+    assert (
+        LlamaConfig.from_hf(LLAMA | {"eos_token_id": None, "bos_token_id": None}).eos_token_ids
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,16 +137,32 @@ def test_inactive_options_pass(fields):
     [
         (MISTRAL | {"sliding_window": 16}, 16, (0, 1)),
         (SIZES | {"model_type": "mistral", "max_position_embeddings": 32768}, 4096, (0, 1)),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16, (1,)),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}, 16, (1,)),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            16,
+            (1,),
+        ),
+        (
+            QWEN3 | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16},
+            16,
+            (1,),
+        ),
     ],
 )
 def test_a_model_with_a_sliding_window_serves_sequences_up_to_its_length(fields, window, layers):
     config = LlamaConfig.from_hf(fields)
-    assert (config.sliding_window, config.windowed_layers, config.positions) == (window, layers, window)
-    assert LlamaConfig.from_hf(config.to_hf()) == config, "what is saved has the same window in the same layers"
+    assert (config.sliding_window, config.windowed_layers, config.positions) == (
+        window,
+        layers,
+        window,
+    )
+    assert LlamaConfig.from_hf(config.to_hf()) == config, (
+        "what is saved has the same window in the same layers"
+    )
     rope_for(config, window)
-    with pytest.raises(ValueError, match=f"{window + 1} tokens are beyond the sliding window of {window}") as refusal:
+    with pytest.raises(
+        ValueError, match=f"{window + 1} tokens are beyond the sliding window of {window}"
+    ) as refusal:
         rope_for(config, window + 1)  # which every way through the layers asks for
     assert "\n" not in str(refusal.value)
 
@@ -136,14 +171,26 @@ def test_a_model_with_a_sliding_window_serves_sequences_up_to_its_length(fields,
     ("fields", "named"),
     [
         (LLAMA | {"model_type": "gpt2"}, "model_type='gpt2'"),
-        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "architectures=.*LlamaForSequenceClassification"),
+        (
+            LLAMA | {"architectures": ["LlamaForSequenceClassification"]},
+            "architectures=.*LlamaForSequenceClassification",
+        ),
         (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
-        (LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
-        (LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (
+            LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
         (LLAMA | {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        (LLAMA | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types contains chunked_attention"),
+        (
+            LLAMA | {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types contains chunked_attention",
+        ),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):
@@ -155,8 +202,14 @@ def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
-        (LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads=3 must divide hidden_size=64"),
+        (
+            LLAMA | {"num_key_value_heads": 3},
+            "num_key_value_heads=3 must divide num_attention_heads=4",
+        ),
+        (
+            LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "num_attention_heads=3 must divide hidden_size=64",
+        ),
         (LLAMA | {"num_attention_heads": 0}, "num_attention_heads=0"),
         (LLAMA | {"head_dim": 15}, "head_dim=15 must be even"),
         (LLAMA | {"vocab_size": -5}, "vocab_size=-5 must be a positive integer"),
@@ -165,7 +218,10 @@ def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):
         (LLAMA | {"eos_token_id": ["</s>"]}, "eos_token_id='</s>'"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
-        (LLAMA | {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0 must be below"),
+        (
+            LLAMA | {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor=4.0 must be below",
+        ),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0.0 must be above 0"),
         (LLAMA | {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
         (LLAMA | {"rope_theta": 0.0}, "rope_theta=0.0 must be above 1"),
@@ -174,19 +230,43 @@ def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):
         (LLAMA | {"rope_theta": 10**400}, "rope_theta is an integer of 1329 bits"),
         (LLAMA | {"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be above 0 and finite"),
         (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 must be above 0"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor=inf must be above 0 and finite"),
-        (LLAMA | {"rope_scaling": LLAMA3 | {"low_freq_factor": math.nan}}, "low_freq_factor=nan must be above 0"),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "factor": math.inf}},
+            "factor=inf must be above 0 and finite",
+        ),
+        (
+            LLAMA | {"rope_scaling": LLAMA3 | {"low_freq_factor": math.nan}},
+            "low_freq_factor=nan must be above 0",
+        ),
         (LLAMA | {"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast=0.0 must be above 0"),
         (LLAMA | {"rope_scaling": YARN | {"beta_slow": -1}}, "beta_slow=-1.0 must be above 0"),
-        (LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0.0 must be above 0"),
+        (
+            LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.0}},
+            "attention_factor=0.0 must be above 0",
+        ),
         (LLAMA | {"rope_scaling": YARN | {"mscale": math.nan}}, "mscale=nan must be above 0"),
-        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim=2 is too small for rope_type='dynamic'"),
+        (
+            LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2},
+            "head_dim=2 is too small for rope_type='dynamic'",
+        ),
         (LLAMA | {"layer_types": 5}, "layer_types=5 must be of type list"),
-        (QWEN3 | {"layer_types": "full_attention"}, "layer_types='full_attention' must be of type list"),
+        (
+            QWEN3 | {"layer_types": "full_attention"},
+            "layer_types='full_attention' must be of type list",
+        ),
         (MISTRAL | {"sliding_window": "4096"}, "sliding_window='4096' must be of type int"),
-        (LLAMA | {"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings=0 must be positive"),
-        ({name: value for name, value in MISTRAL.items() if name != "num_key_value_heads"}, "num_key_value_heads is missing"),
-        ({name: value for name, value in LLAMA.items() if name != "model_type"}, "model_type is missing"),
+        (
+            LLAMA | {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings=0 must be positive",
+        ),
+        (
+            {name: value for name, value in MISTRAL.items() if name != "num_key_value_heads"},
+            "num_key_value_heads is missing",
+        ),
+        (
+            {name: value for name, value in LLAMA.items() if name != "model_type"},
+            "model_type is missing",
+        ),
     ],
 )
 def test_malformed_fields_are_named(fields, named):
@@ -196,7 +276,15 @@ def test_malformed_fields_are_named(fields, named):
 
 
 @pytest.mark.parametrize(
-    "name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "rms_norm_eps"]
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    ],
 )
 def test_missing_fields_are_named(name):
     with pytest.raises(ValueError, match=f"config field {name} is missing"):
@@ -207,4 +295,9 @@ def test_a_real_config_reads():
     if not STORIES.is_dir():
         pytest.skip(f"no checkpoint at {STORIES}")
     config = LlamaConfig.from_hf(json.loads((STORIES / "config.json").read_text()))
-    assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.tie_word_embeddings) == (5, 4, 8, True)
+    assert (
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.tie_word_embeddings,
+    ) == (5, 4, 8, True)

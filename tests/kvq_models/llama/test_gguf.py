@@ -1,4 +1,5 @@
-"""GGUF files load as the checkpoints that they were made from: weights, configuration, tokens; what is not supported is refused by name."""
+"""GGUF files load as the checkpoints that they were made from: weights, configuration, tokens; what
+is not supported is refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from kvq_models.llama.config import LlamaConfig, RopeConfig
 from kvq_models.llama.hf_directory import load_tokenizer
 from kvq_models.llama.model import forward
 from kvq_models.llama.rope import rope_for
-from tests.kvq_models.checkpoints import STORIES, random_llama, random_tokens, row_errors, tiny_config
+from tests.kvq_models.checkpoints import (
+    STORIES,
+    random_llama,
+    random_tokens,
+    row_errors,
+    tiny_config,
+)
 from tests.kvq_models.gguf_files import byte_level, write_gguf
 
 MODELS = {
@@ -30,7 +37,11 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return write_gguf(random_llama(tiny_config()), tmp_path_factory.mktemp("gguf") / "plain.gguf", tokenizer=byte_level())
+    return write_gguf(
+        random_llama(tiny_config()),
+        tmp_path_factory.mktemp("gguf") / "plain.gguf",
+        tokenizer=byte_level(),
+    )
 
 
 def refusal(path: pathlib.Path) -> str:
@@ -44,17 +55,28 @@ def refusal(path: pathlib.Path) -> str:
 def test_a_model_of_each_family_computes_what_its_source_does(name: str, tmp_path: pathlib.Path):
     architecture, config = MODELS[name]
     source = random_llama(config)
-    llama, _ = load_llama(write_gguf(source, tmp_path / "m.gguf", architecture=architecture), dtype="float32")
+    llama, _ = load_llama(
+        write_gguf(source, tmp_path / "m.gguf", architecture=architecture), dtype="float32"
+    )
     tokens = random_tokens((2, 12))
     wanted, found = (np.asarray(jax.jit(forward)(model, tokens)) for model in (source, llama))
     assert row_errors(found, wanted).max() < 1e-5
-    other = write_gguf(random_llama(config, seed=1), tmp_path / "other.gguf", architecture=architecture)
-    assert row_errors(jax.jit(forward)(load_llama(other, dtype="float32")[0], tokens), wanted).min() > 1e-2
-    kept = {f.name for f in dataclasses.fields(LlamaConfig) if f.compare} - {"model_type"}  # Mistral's files say llama
+    other = write_gguf(
+        random_llama(config, seed=1), tmp_path / "other.gguf", architecture=architecture
+    )
+    assert (
+        row_errors(jax.jit(forward)(load_llama(other, dtype="float32")[0], tokens), wanted).min()
+        > 1e-2
+    )
+    kept = {f.name for f in dataclasses.fields(LlamaConfig) if f.compare} - {
+        "model_type"
+    }  # Mistral's files say llama
     assert {n: getattr(llama.config, n) for n in kept} == {n: getattr(config, n) for n in kept}
 
 
-def test_rows_in_the_files_order_would_be_another_model(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_in_the_files_order_would_be_another_model(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     source = random_llama(tiny_config())
     path, tokens = write_gguf(source, tmp_path / "m.gguf"), random_tokens((1, 12))
     monkeypatch.setattr("kvq_models.llama.gguf_metadata.has_swapped_rows", lambda config, name: 0)
@@ -62,42 +84,73 @@ def test_rows_in_the_files_order_would_be_another_model(tmp_path: pathlib.Path, 
     assert row_errors(wrong, jax.jit(forward)(source, tokens)).max() > 1e-2
 
 
-@pytest.mark.parametrize(("kind", "error"), [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 1e-2), ("Q5_1", 5e-2), ("Q4_1", 0.1), ("Q4_0", 0.15)])
-def test_matrices_are_the_numbers_that_their_blocks_stand_for(kind: str, error: float, tmp_path: pathlib.Path):
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 1e-2), ("Q5_1", 5e-2), ("Q4_1", 0.1), ("Q4_0", 0.15)],
+)
+def test_matrices_are_the_numbers_that_their_blocks_stand_for(
+    kind: str, error: float, tmp_path: pathlib.Path
+):
     source = random_llama(tiny_config())
     files = open_checkpoint(write_gguf(source, tmp_path / "m.gguf", kind=kind))
     assert files.tensors["model.layers.1.mlp.up_proj.weight"].dtype == kind
     wanted = np.asarray(source.layers[1].mlp.up_proj.kernel[...]).T
     found = files.read("model.layers.1.mlp.up_proj.weight")
-    assert np.array_equal(found, gguf.dequantize(gguf.quantize(wanted, gguf.GGMLQuantizationType[kind]), gguf.GGMLQuantizationType[kind]))
+    assert np.array_equal(
+        found,
+        gguf.dequantize(
+            gguf.quantize(wanted, gguf.GGMLQuantizationType[kind]), gguf.GGMLQuantizationType[kind]
+        ),
+    )
     assert error / 10 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < error
 
 
 def test_llama3s_frequencies_come_from_their_quotients(tmp_path: pathlib.Path):
     rope = RopeConfig(
-        rope_type="llama3", theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        rope_type="llama3",
+        theta=5e5,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     )
     config = dataclasses.replace(tiny_config(head_dim=32), rope=rope)
     plain = dataclasses.replace(config, rope=RopeConfig(theta=5e5))
-    quotients = np.asarray(rope_for(plain, 1).inverse_frequencies / rope_for(config, 1).inverse_frequencies)
+    quotients = np.asarray(
+        rope_for(plain, 1).inverse_frequencies / rope_for(config, 1).inverse_frequencies
+    )
     source = random_llama(config)
     assert read_config(write_gguf(source, tmp_path / "m.gguf", rope_factors=quotients)).rope == rope
-    bent = write_gguf(source, tmp_path / "bent.gguf", rope_factors=quotients * np.linspace(1, 1.1, quotients.size))
+    bent = write_gguf(
+        source, tmp_path / "bent.gguf", rope_factors=quotients * np.linspace(1, 1.1, quotients.size)
+    )
     assert "rope_freqs.weight" in refusal(bent)
 
 
 @pytest.mark.parametrize(
     ("fields", "rope"),
     [
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, RopeConfig(rope_type="linear", factor=2.0)),
         (
-            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            RopeConfig(rope_type="linear", factor=2.0),
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 16,
+            },
             RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
         ),
     ],
 )
 def test_scaled_rope_is_read(fields: dict, rope: RopeConfig, tmp_path: pathlib.Path):
-    assert read_config(write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields=fields)).rope == rope
+    assert (
+        read_config(
+            write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields=fields)
+        ).rope
+        == rope
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,13 +163,23 @@ def test_scaled_rope_is_read(fields: dict, rope: RopeConfig, tmp_path: pathlib.P
         ({"embedding_length": "wide"}, "llama.embedding_length='wide' is of the wrong type"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_field(fields: dict, message: str, tmp_path: pathlib.Path):
-    assert message in refusal(write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields=fields))
+def test_what_would_be_computed_wrongly_is_refused_by_field(
+    fields: dict, message: str, tmp_path: pathlib.Path
+):
+    assert message in refusal(
+        write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields=fields)
+    )
 
 
 @pytest.mark.parametrize(("window", "positions"), [(16, 16), (64, 64), (0, 64)])
-def test_a_sliding_window_bounds_the_sequences_that_are_served(window: int, positions: int, tmp_path: pathlib.Path):
-    file = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields={"attention.sliding_window": window})
+def test_a_sliding_window_bounds_the_sequences_that_are_served(
+    window: int, positions: int, tmp_path: pathlib.Path
+):
+    file = write_gguf(
+        random_llama(tiny_config()),
+        tmp_path / "m.gguf",
+        fields={"attention.sliding_window": window},
+    )
     config = read_config(file)
     assert (config.positions, config.sliding_window) == (positions, 16 if window == 16 else None)
 
@@ -128,7 +191,9 @@ def test_another_architecture_is_refused_by_name(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 20, 200, 3000, -1])
-def test_a_file_that_is_cut_off_ends_in_one_line(kept: int, plain: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_file_that_is_cut_off_ends_in_one_line(
+    kept: int, plain: pathlib.Path, tmp_path: pathlib.Path
+):
     whole, path = plain.read_bytes(), tmp_path / "cut.gguf"
     path.write_bytes(whole[:kept])
     assert str(path) in refusal(path)
@@ -136,7 +201,9 @@ def test_a_file_that_is_cut_off_ends_in_one_line(kept: int, plain: pathlib.Path,
 
 def test_an_unknown_type_of_tensors_is_refused_by_name(plain: pathlib.Path, tmp_path: pathlib.Path):
     whole = plain.read_bytes()
-    at = whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8  # dimensions, one length, then the type
+    at = (
+        whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
+    )  # dimensions, one length, then the type
     path = tmp_path / "odd.gguf"
     path.write_bytes(whole[:at] + (199).to_bytes(4, "little") + whole[at + 4 :])
     assert "199" in refusal(path)
@@ -148,18 +215,27 @@ def test_another_file_is_no_checkpoint(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize(
-    ("pre", "ids"), [("gpt-2", ["Ġthe", "Ġ", "12"]), ("smollm", ["Ġthe", "Ġ", "1", "2"]), ("qwen2", ["Ġthe", "Ġ", "1", "2"])]
+    ("pre", "ids"),
+    [
+        ("gpt-2", ["Ġthe", "Ġ", "12"]),
+        ("smollm", ["Ġthe", "Ġ", "1", "2"]),
+        ("qwen2", ["Ġthe", "Ġ", "1", "2"]),
+    ],
 )
 def test_text_is_cut_as_the_file_says(pre: str, ids: list[str], tmp_path: pathlib.Path):
     path = write_gguf(
-        random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=byte_level(pre=pre, chat_template="{{ messages[0]['content'] }}")
+        random_llama(tiny_config()),
+        tmp_path / "m.gguf",
+        tokenizer=byte_level(pre=pre, chat_template="{{ messages[0]['content'] }}"),
     )
     tokenizer = open_checkpoint(path).tokenizer()
     assert tokenizer.tokenize(" the 12") == ids
     assert tokenizer.decode(tokenizer(" THE <|end|>").input_ids) == " THE <|end|>"
     assert tokenizer("<|end|>").input_ids == [0]
     assert tokenizer.eos_token == "<|end|>"
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "HI"}], tokenize=False) == "HI"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "HI"}], tokenize=False) == "HI"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,8 +249,12 @@ def test_text_is_cut_as_the_file_says(pre: str, ids: list[str], tmp_path: pathli
         ({"merges": ["ab"]}, "no pair"),
     ],
 )
-def test_a_tokenizer_that_would_give_other_tokens_is_refused(fields: dict, message: str, tmp_path: pathlib.Path):
-    assert message in refusal(write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=byte_level(**fields)))
+def test_a_tokenizer_that_would_give_other_tokens_is_refused(
+    fields: dict, message: str, tmp_path: pathlib.Path
+):
+    assert message in refusal(
+        write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=byte_level(**fields))
+    )
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="the small public Llama is not beside the project")
@@ -183,9 +263,26 @@ def test_sentence_pieces_merge_as_in_the_source(tmp_path: pathlib.Path):
     vocabulary = sorted(source.get_vocab().items(), key=lambda entry: entry[1])
     tokens = [token for token, _ in vocabulary]
     kinds = [2 if i == 0 else 3 if i < 3 else 6 if i < 259 else 1 for i in range(len(tokens))]
-    scores = [-float(max(i - 259, 0)) for i in range(len(tokens))]  # Llama's pieces stand in the order of their scores
-    fields = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, "add_bos_token": True, "unknown_token_id": 0}
-    own = open_checkpoint(write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=fields)).tokenizer()
-    for text in ("Once upon a time, there was a little girl named Lily.", "tabs\tand\n\nlines  of é 日本 🙂", " leading and trailing "):
+    scores = [
+        -float(max(i - 259, 0)) for i in range(len(tokens))
+    ]  # Llama's pieces stand in the order of their scores
+    fields = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": kinds,
+        "add_bos_token": True,
+        "unknown_token_id": 0,
+    }
+    own = open_checkpoint(
+        write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=fields)
+    ).tokenizer()
+    for text in (
+        "Once upon a time, there was a little girl named Lily.",
+        "tabs\tand\n\nlines  of é 日本 🙂",
+        " leading and trailing ",
+    ):
         assert own(text).input_ids == source(text).input_ids, text
-        assert own.decode(own(text).input_ids, skip_special_tokens=True) == source.decode(source(text).input_ids, skip_special_tokens=True)
+        assert own.decode(own(text).input_ids, skip_special_tokens=True) == source.decode(
+            source(text).input_ids, skip_special_tokens=True
+        )

@@ -1,4 +1,5 @@
-"""SmolLM2 from its GGUF file against the checkpoint that transformers converts from the same file: logits and token ids."""
+"""SmolLM2 from its GGUF file against the checkpoint that transformers converts from the same file:
+logits and token ids."""
 
 from __future__ import annotations
 
@@ -21,12 +22,15 @@ from tests.kvq_models.checkpoints import row_errors, torch_logits
 from tests.kvq_models.gguf_files import swapped
 
 torch = pytest.importorskip("torch", reason="parity with transformers needs torch")
-pytestmark = pytest.mark.skipif(not SMOLLM2.is_here, reason=f"{SMOLLM2.title} is not here: `kvq fetch {SMOLLM2.name}`")
+pytestmark = pytest.mark.skipif(
+    not SMOLLM2.is_here, reason=f"{SMOLLM2.title} is not here: `kvq fetch {SMOLLM2.name}`"
+)
 
 TOLERANCE = 1e-4
 TOKENS = 64
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
-# no numbers but 0 to 9: transformers does not read tokenizer.ggml.pre, by which any other number stands alone as well
+# no numbers but 0 to 9: transformers does not read tokenizer.ggml.pre, by which any other number
+# stands alone as well
 MIXED = """# Prices in 2024, in €
 
 | item | price |
@@ -51,11 +55,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path
 
     folder, file = tmp_path_factory.mktemp("converted"), SMOLLM2.path
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))  # seconds for every time that the vocabulary is parsed
+        patch.setattr(
+            gguf, "GGUFReader", functools.cache(gguf.GGUFReader)
+        )  # seconds for every time that the vocabulary is parsed
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         with torch.device("meta"):
             names = AutoModelForCausalLM.from_config(config)
-        tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=names)["tensors"]
+        tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=names)[
+            "tensors"
+        ]
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     weights = folder / "model.safetensors"
@@ -71,20 +79,28 @@ def ours() -> tuple[Llama, Any]:
     return load_llama(SMOLLM2.name, dtype="float32")
 
 
-def test_logits_are_those_of_the_converted_checkpoint(converted: pathlib.Path, ours: tuple[Llama, Any]):
+def test_logits_are_those_of_the_converted_checkpoint(
+    converted: pathlib.Path, ours: tuple[Llama, Any]
+):
     from transformers import AutoModelForCausalLM
 
     llama, tokenizer = ours
     tokens = np.asarray([tokenizer(MIXED).input_ids[:TOKENS]])
-    wanted = torch_logits(AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval(), tokens)
+    wanted = torch_logits(
+        AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval(), tokens
+    )
     jitted = jax.jit(forward)
     errors = row_errors(jitted(llama, jnp.asarray(tokens)), wanted)
     assert errors.max() < TOLERANCE, f"relative error {errors.max():.2e} at token {errors.argmax()}"
     control = row_errors(jitted(_with_rows_of_the_file(llama), jnp.asarray(tokens)), wanted)
-    assert control.max() > 100 * TOLERANCE, "the comparison does not see one projection's rows in the file's order"
+    assert control.max() > 100 * TOLERANCE, (
+        "the comparison does not see one projection's rows in the file's order"
+    )
 
 
-def test_token_ids_are_those_of_the_converted_checkpoint(converted: pathlib.Path, ours: tuple[Llama, Any]):
+def test_token_ids_are_those_of_the_converted_checkpoint(
+    converted: pathlib.Path, ours: tuple[Llama, Any]
+):
     from transformers import AutoTokenizer
 
     own, theirs = ours[1], AutoTokenizer.from_pretrained(converted)
@@ -96,7 +112,10 @@ def test_token_ids_are_those_of_the_converted_checkpoint(converted: pathlib.Path
 
 
 def _with_rows_of_the_file(llama: Llama) -> Llama:
-    """Return the model as a loader would leave it that takes the last layer's queries in GGUF's order of rows."""
+    """Return the model as a loader would leave it that takes the last layer's queries in GGUF's
+    order of rows."""
     path = f"layers.{llama.config.num_hidden_layers - 1}.q_proj.kernel"
     kernel = np.asarray(hf_names.weights(llama)[path].leaf)
-    return hf_names.replace_weights(llama, {path: jnp.asarray(swapped(kernel.T, llama.config.num_attention_heads).T)})
+    return hf_names.replace_weights(
+        llama, {path: jnp.asarray(swapped(kernel.T, llama.config.num_attention_heads).T)}
+    )

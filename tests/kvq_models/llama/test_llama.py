@@ -1,4 +1,5 @@
-"""The model as a pytree under plain jax transforms, and the laws of its forward pass. No torch needed."""
+"""The model as a pytree under plain jax transforms, and the laws of its forward pass. No torch
+needed."""
 
 from __future__ import annotations
 
@@ -45,8 +46,12 @@ def test_another_config_is_another_trace():
     config = tiny_config()
     llama = random_llama(config)
     stretched = dataclasses.replace(config, rope=dataclasses.replace(config.rope, theta=1e6))
-    same_weights = hf_names.replace_weights(abstract_llama(stretched), {p: w.leaf for p, w in hf_names.weights(llama).items()})
-    assert row_errors(jitted(same_weights, tokens), jitted(llama, tokens)).max() > 1e-3, "a stale compiled function answered"
+    same_weights = hf_names.replace_weights(
+        abstract_llama(stretched), {p: w.leaf for p, w in hf_names.weights(llama).items()}
+    )
+    assert row_errors(jitted(same_weights, tokens), jitted(llama, tokens)).max() > 1e-3, (
+        "a stale compiled function answered"
+    )
 
 
 def test_cache_parameters_are_data_of_a_copy_and_not_weights():
@@ -62,7 +67,9 @@ def test_cache_parameters_are_data_of_a_copy_and_not_weights():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_reach_every_weight_in_its_dtype_with_and_without_remat(dtype):
-    llama = random_llama(tiny_config("qwen3", attention_bias=True, num_hidden_layers=1), dtype=jnp.dtype(dtype))
+    llama = random_llama(
+        tiny_config("qwen3", attention_bias=True, num_hidden_layers=1), dtype=jnp.dtype(dtype)
+    )
     tokens = random_tokens((2, 12))
 
     def loss(llama, remat):
@@ -75,7 +82,13 @@ def test_gradients_reach_every_weight_in_its_dtype_with_and_without_remat(dtype)
         assert leaf.dtype == dtype, path
         assert np.isfinite(leaf.astype(np.float32)).all(), path
         assert np.abs(leaf.astype(np.float32)).max() > 0, f"no gradient reaches {path}"
-        np.testing.assert_allclose(remat[path].astype(np.float32), leaf.astype(np.float32), rtol=1e-3, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(
+            remat[path].astype(np.float32),
+            leaf.astype(np.float32),
+            rtol=1e-3,
+            atol=1e-6,
+            err_msg=path,
+        )
 
 
 def test_bfloat16_logits_are_float32_and_near_the_float32_model():
@@ -85,7 +98,9 @@ def test_bfloat16_logits_are_float32_and_near_the_float32_model():
     rounded = jitted(random_llama(tiny_config(), dtype=jnp.bfloat16), tokens)
     assert rounded.dtype == jnp.float32
     errors = row_errors(rounded, exact)
-    assert errors.max() < 0.05, f"{errors.max():.3f} at (row, token) {np.unravel_index(errors.argmax(), errors.shape)}"
+    assert errors.max() < 0.05, (
+        f"{errors.max():.3f} at (row, token) {np.unravel_index(errors.argmax(), errors.shape)}"
+    )
 
 
 def test_right_padding_does_not_change_the_logits_of_real_tokens():
@@ -121,24 +136,36 @@ def test_unknown_token_ids_give_nan_not_another_tokens_row():
 def test_causal_attention_reads_kv_head_n_over_g_for_query_head_n(heads, kv_heads):
     length, head_dim = 9, 8
     random = np.random.default_rng(0)
-    q, k, v = (random.standard_normal((2, count, length, head_dim), np.float32) for count in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        random.standard_normal((2, count, length, head_dim), np.float32)
+        for count in (heads, kv_heads, kv_heads)
+    )
     got = np.asarray(jax.jit(causal_attention)(q, k, v, np.ones((2, length), bool)))
     mask = np.tril(np.ones((length, length), bool))
     for n in range(heads):
-        scores = np.where(mask, np.einsum("bth,bsh->bts", q[:, n], k[:, n * kv_heads // heads]) / np.sqrt(head_dim), -np.inf)
+        scores = np.where(
+            mask,
+            np.einsum("bth,bsh->bts", q[:, n], k[:, n * kv_heads // heads]) / np.sqrt(head_dim),
+            -np.inf,
+        )
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         want = (weights / weights.sum(-1, keepdims=True)) @ v[:, n * kv_heads // heads]
         np.testing.assert_allclose(got[:, n], want, rtol=1e-4, atol=1e-5, err_msg=f"query head {n}")
 
 
 def test_layer_inputs_rebuild_keys_and_values_from_x():
-    """Methods that cache x or pre-RoPE keys rely on this: x alone gives back every row that attention reads."""
+    """Methods that cache x or pre-RoPE keys rely on this: x alone gives back every row that
+    attention reads."""
     llama = random_llama(QWEN3)
     layer: Layer = llama.layers[0]
     rope = rope_for(llama.config, capacity=8)
     positions = jnp.asarray([[0, 1, 2], [4, 5, 6]])
-    inputs = jax.jit(Layer.attention_inputs)(layer, llama.embed_tokens(random_tokens((2, 3))), positions, jnp.ones((2, 3), bool), rope)
-    shapes = {name: getattr(inputs, name).shape for name in ("x", "q_pre", "q_rot", "k_pre", "k_rot", "v")}
+    inputs = jax.jit(Layer.attention_inputs)(
+        layer, llama.embed_tokens(random_tokens((2, 3))), positions, jnp.ones((2, 3), bool), rope
+    )
+    shapes = {
+        name: getattr(inputs, name).shape for name in ("x", "q_pre", "q_rot", "k_pre", "k_rot", "v")
+    }
     assert shapes == {
         "x": (2, 3, 64),
         "q_pre": (2, 4, 3, 16),
@@ -147,11 +174,15 @@ def test_layer_inputs_rebuild_keys_and_values_from_x():
     }
     np.testing.assert_allclose(layer.keys(inputs.x), inputs.k_pre, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(layer.values(inputs.x), inputs.v, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(inputs.k_rot, axis=-1), np.linalg.norm(inputs.k_pre, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.linalg.norm(inputs.k_rot, axis=-1), np.linalg.norm(inputs.k_pre, axis=-1), rtol=1e-5
+    )
     assert not np.allclose(inputs.k_rot[:, :, 1:], inputs.k_pre[:, :, 1:]), "keys were not rotated"
 
 
 def test_abstract_model_has_the_tree_and_shapes_of_the_real_one():
     abstract, real = abstract_llama(QWEN3, jnp.bfloat16), random_llama(QWEN3, dtype=jnp.bfloat16)
     assert jax.tree.structure(abstract) == jax.tree.structure(real)
-    assert [(a.shape, a.dtype) for a in jax.tree.leaves(abstract)] == [(r.shape, r.dtype) for r in jax.tree.leaves(real)]
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(abstract)] == [
+        (r.shape, r.dtype) for r in jax.tree.leaves(real)
+    ]

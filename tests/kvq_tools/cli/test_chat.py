@@ -29,10 +29,12 @@ WIDTH = 128  # tokens of every prefill of a replay; those of `kvq chat` are as w
 STEP, TRIM = jax.jit(decode_step), jax.jit(kvq.trim)
 SAID = ("the cat is", "the dog", "the key of the key is seven")
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}END{% else %}|{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}END{% else"
+    " %}|{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-REWRITING = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'assistant' %}gone{% else %}{{ m.content }}{% endif %}")
+REWRITING = TEMPLATE.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}gone{% else %}{{ m.content }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +52,28 @@ def loaded(endless):
     return load_llama(endless, dtype="float32")
 
 
-def conversation(loaded, spec=CACHE, *, template=TEMPLATE, end="|", capacity=256, new=NEW, system=None, llama=None):
+def conversation(
+    loaded,
+    spec=CACHE,
+    *,
+    template=TEMPLATE,
+    end="|",
+    capacity=256,
+    new=NEW,
+    system=None,
+    llama=None,
+):
     own, tokenizer = loaded
     own = llama or own
     tokenizer.chat_template = template.replace("END", end)
     settings = AnswerSettings(new, Sampling(), 0, None)
-    return Conversation(own, tokenizer, lambda: kvq.init_cache(spec, own.config, 1, capacity, "float32"), settings, system)
+    return Conversation(
+        own,
+        tokenizer,
+        lambda: kvq.init_cache(spec, own.config, 1, capacity, "float32"),
+        settings,
+        system,
+    )
 
 
 def said(talk, message, **options):
@@ -66,7 +84,8 @@ def said(talk, message, **options):
 
 
 def replayed(llama, spec, steps, capacity=256):
-    """A fresh cache that is fed with the same steps: what a turn keeps, its tokens in one prefill, the answer token by token."""
+    """A fresh cache that is fed with the same steps: what a turn keeps, its tokens in one prefill,
+    the answer token by token."""
     cache = kvq.init_cache(spec, llama.config, 1, capacity, "float32")
     for turn, answer in steps:
         if turn.kept < int(cache.lengths[0]):
@@ -84,7 +103,8 @@ def next_logits(llama, cache):
 
 
 def assert_holds(talk, llama, spec, steps):
-    """The cache holds the tokens of the conversation, and reads as a fresh one that was fed with them."""
+    """The cache holds the tokens of the conversation, and reads as a fresh one that was fed with
+    them."""
     assert int(talk.cache.lengths[0]) == len(talk.ids)
     kept = []
     for turn, answer in steps:
@@ -94,7 +114,9 @@ def assert_holds(talk, llama, spec, steps):
     np.testing.assert_allclose(next_logits(llama, talk.cache), want, rtol=1e-4, atol=1e-4)
     turn, answer = steps[-1]
     other = [*steps[:-1], (turn, [*answer[:-1], (answer[-1] + 1) % 300])]
-    assert np.abs(next_logits(llama, replayed(llama, spec, other)) - want).max() > 1e-2, "one other token must show"
+    assert np.abs(next_logits(llama, replayed(llama, spec, other)) - want).max() > 1e-2, (
+        "one other token must show"
+    )
 
 
 @pytest.mark.parametrize("spec", CACHES)
@@ -102,19 +124,28 @@ def test_turns_add_their_own_tokens_to_one_cache(loaded, spec):
     llama, tokenizer = loaded
     talk = conversation(loaded, spec)
     steps = [said(talk, message) for message in SAID]
-    assert [turn.kept for turn, _ in steps] == [0, *(sum(len(t.tokens) + len(a) for t, a in steps[:n]) for n in (1, 2))]
+    assert [turn.kept for turn, _ in steps] == [
+        0,
+        *(sum(len(t.tokens) + len(a) for t, a in steps[:n]) for n in (1, 2)),
+    ]
     assert all(len(answer) == NEW for _, answer in steps)
     assert_holds(talk, llama, spec, steps)
     rendered = inputs.render_chat(tokenizer, list(talk.messages))
-    assert rendered.startswith(tokenizer.decode(talk.ids)), "the template goes on from what is in the cache"
+    assert rendered.startswith(tokenizer.decode(talk.ids)), (
+        "the template goes on from what is in the cache"
+    )
     for message in SAID:
         assert rendered.count(f"<user>{message}|") == 1
 
 
-def test_the_token_that_ends_an_answer_stays_in_the_cache_and_is_not_written_again(loaded, model, tmp_path):
+def test_the_token_that_ends_an_answer_stays_in_the_cache_and_is_not_written_again(
+    loaded, model, tmp_path
+):
     _, tokenizer = loaded
     _, free = said(conversation(loaded), SAID[0])
-    end = next(token for token in free[2:] if re.fullmatch(r" ?\w+", tokenizer.decode([token]), re.ASCII))
+    end = next(
+        token for token in free[2:] if re.fullmatch(r" ?\w+", tokenizer.decode([token]), re.ASCII)
+    )
     shutil.copytree(model, tmp_path / "ending")
     (tmp_path / "ending" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     llama, _ = load_llama(tmp_path / "ending", dtype="float32")
@@ -125,8 +156,12 @@ def test_the_token_that_ends_an_answer_stays_in_the_cache_and_is_not_written_aga
     assert talk.finish == "ended"
     assert talk.messages[-1]["content"] == tokenizer.decode(answer[:-1])
     steps.append(said(talk, SAID[1]))
-    assert steps[1][0].kept == len(steps[0][0].tokens) + len(answer), "nothing is dropped, the ending token included"
-    assert not tokenizer.decode(steps[1][0].tokens).startswith(tokenizer.decode([end])), "the template's own end is there already"
+    assert steps[1][0].kept == len(steps[0][0].tokens) + len(answer), (
+        "nothing is dropped, the ending token included"
+    )
+    assert not tokenizer.decode(steps[1][0].tokens).startswith(tokenizer.decode([end])), (
+        "the template's own end is there already"
+    )
     assert_holds(talk, llama, CACHE, steps)
 
 
@@ -136,7 +171,9 @@ def test_a_template_that_rewrites_what_was_said_keeps_what_is_left_of_it(loaded)
     steps = [said(talk, SAID[0]), said(talk, SAID[1])]
     first = len(steps[0][0].tokens)
     assert 0 < steps[1][0].kept <= first, "the answer went, what came before it stayed"
-    assert tokenizer.decode(talk.ids).startswith(f"<user>{SAID[0]}|<assistant>gone|<user>{SAID[1]}|<assistant>")
+    assert tokenizer.decode(talk.ids).startswith(
+        f"<user>{SAID[0]}|<assistant>gone|<user>{SAID[1]}|<assistant>"
+    )
     assert_holds(talk, llama, CACHE, steps)
 
 
@@ -153,7 +190,9 @@ def test_an_answer_can_be_stopped_and_the_conversation_goes_on_from_what_was_sho
     assert silent[1] == [], "stopped before the first token"
     assert talk.messages[-1] == {"role": "assistant", "content": ""}
     steps = [(turn, shown), silent, said(talk, SAID[2], stopped=lambda: False)]
-    assert tokenizer.decode(steps[2][0].tokens) == f"|<user>{SAID[2]}|<assistant>", "the answer that never came gets its end"
+    assert tokenizer.decode(steps[2][0].tokens) == f"|<user>{SAID[2]}|<assistant>", (
+        "the answer that never came gets its end"
+    )
     assert_holds(talk, llama, CACHE, steps)
 
 
@@ -163,7 +202,9 @@ def test_a_full_cache_takes_no_more_and_loses_nothing(loaded):
     assert talk.finish == "full"
     assert int(talk.cache.lengths[0]) == 64
     held, messages = list(talk.ids), talk.messages
-    with pytest.raises(CacheFull, match=r"the cache has 64 tokens, of which 64 are in use, .*/reset"):
+    with pytest.raises(
+        CacheFull, match=r"the cache has 64 tokens, of which 64 are in use, .*/reset"
+    ):
         talk.turn(SAID[1])
     assert (talk.ids, talk.messages, int(talk.cache.lengths[0])) == (held, messages, 64)
     talk.reset()
@@ -177,11 +218,14 @@ def test_a_system_message_opens_every_conversation(loaded):
     talk = conversation(loaded, system="be kind")
     for _ in range(2):
         turn, _ = said(talk, SAID[0])
-        assert tokenizer.decode(turn.tokens).startswith(f"<system>be kind|<user>{SAID[0]}|<assistant>")
+        assert tokenizer.decode(turn.tokens).startswith(
+            f"<system>be kind|<user>{SAID[0]}|<assistant>"
+        )
         talk.reset()
 
 
-# --- the command --------------------------------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 class Typed(io.StringIO):
@@ -193,14 +237,25 @@ class Typed(io.StringIO):
 
 @pytest.fixture
 def talking(endless, tmp_path, run, monkeypatch):
-    """talk(text, *arguments): `kvq chat` with that text on its stdin, from a pipe or, for Typed, a terminal."""
+    """talk(text, *arguments): `kvq chat` with that text on its stdin, from a pipe or, for Typed, a
+    terminal."""
     directory = tmp_path / "talking"
     shutil.copytree(endless, directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE.replace("END", "|"))
 
     def talk(typed, *arguments):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed) if isinstance(typed, str) else typed)
-        return run("chat", directory, "--cache", CACHE, "--dtype", "float32", "--max-new-tokens", NEW, *arguments)
+        return run(
+            "chat",
+            directory,
+            "--cache",
+            CACHE,
+            "--dtype",
+            "float32",
+            "--max-new-tokens",
+            NEW,
+            *arguments,
+        )
 
     return talk
 
@@ -212,16 +267,27 @@ def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talkin
     turns = json.loads(found)["turns"]
     assert [turn["user"] for turn in turns] == list(SAID[:2]), "an empty line says nothing"
     lines = re.findall(
-        r"^\[cache .*?: (\d+) of 256 tokens, (\d+) in full precision, (\d+) quantized; .*, ratio ([\d.]+)\].*$", out, re.MULTILINE
+        r"^\[cache .*?: (\d+) of 256 tokens, (\d+) in full precision, (\d+) quantized; .*, ratio"
+        r" ([\d.]+)\].*$",
+        out,
+        re.MULTILINE,
     )
     assert len(lines) == 2
     llama, _ = loaded
     before = 0
     for turn, (tokens, exact, quantized, ratio) in zip(turns, lines, strict=True):
         held = turn["holds"]
-        assert held["tokens"] == before + turn["prefilled_tokens"] + turn["new_tokens"] == int(tokens)
-        assert held["full_precision_tokens"] + held["quantized_tokens"] == held["tokens"] == int(exact) + int(quantized)
-        assert held["bytes"] == kvq.nbytes(kvq.init_cache(CACHE, llama.config, 1, held["tokens"], "float32"))
+        assert (
+            held["tokens"] == before + turn["prefilled_tokens"] + turn["new_tokens"] == int(tokens)
+        )
+        assert (
+            held["full_precision_tokens"] + held["quantized_tokens"]
+            == held["tokens"]
+            == int(exact) + int(quantized)
+        )
+        assert held["bytes"] == kvq.nbytes(
+            kvq.init_cache(CACHE, llama.config, 1, held["tokens"], "float32")
+        )
         assert held["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, held["tokens"])
         assert float(ratio) == pytest.approx(held["bf16_bytes"] / held["bytes"], abs=0.01)
         assert turn["finish"] == "max-new-tokens"
@@ -231,12 +297,16 @@ def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talkin
 
 
 def test_in_a_terminal_mistakes_are_lines_and_the_conversation_goes_on(talking):
-    code, out, err = talking(Typed(f"/what\n/help\n{SAID[0]}\n/reset\n{SAID[0]}\n/quit\n{SAID[1]}\n"))
+    code, out, err = talking(
+        Typed(f"/what\n/help\n{SAID[0]}\n/reset\n{SAID[0]}\n/quit\n{SAID[1]}\n")
+    )
     assert code == 0
     assert "kvq: /what is no command; /help lists them" in err
     assert "Ctrl-C" in err
     first, second = re.findall(r"^\[cache .*$", out, re.MULTILINE)
-    assert first == second, "after /reset the same words find the same cache; after /quit nothing is read"
+    assert first == second, (
+        "after /reset the same words find the same cache; after /quit nothing is read"
+    )
     assert out.count(first) == 2
 
 
@@ -274,14 +344,18 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
     evil = "a\x1b]0;title\x07b\x9b31m\rc\n\td\x00\x7f"
     ids = tokenizer(evil, add_special_tokens=False).input_ids
     stream = Continuation(tokenizer, [1])
-    shown = "".join(stream.push(ids[:n]) for n in range(1, len(ids) + 1)) + stream.push(ids, last=True)
+    shown = "".join(stream.push(ids[:n]) for n in range(1, len(ids) + 1)) + stream.push(
+        ids, last=True
+    )
     assert shown == r"a\x1b]0;title\x07b\x9b31m\rc" + "\n\td" + r"\x00\x7f"
     assert stream.text(ids) == evil, "what is not shown keeps them"
 
 
 def test_a_chat_template_that_takes_too_long_is_stopped(model, monkeypatch):
     tokenizer = inputs.load_tokenizer(str(model))
-    tokenizer.chat_template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    )
     messages, handler = [{"role": "user", "content": SAID[0]}], signal.getsignal(signal.SIGALRM)
     monkeypatch.setattr(inputs, "TEMPLATE_SECONDS", 1)
     with pytest.raises(UserError, match=r"\Athe tokenizer's chat template takes longer than 1 s\Z"):
@@ -299,18 +373,25 @@ BAD = {
     "no tokenizer": (("{bare}",), "has no tokenizer"),
     "bad temperature": (("{model}", "--temperature=-1"), "temperature=-1.0"),
     "unknown method": (("{model}", "--cache", "kivy"), "methods: dense"),
-    "a cache that needs a calibration": (("{model}", "--cache", "kvquant:bits=2,outliers=0.0625"), "needs a calibration"),
+    "a cache that needs a calibration": (
+        ("{model}", "--cache", "kvquant:bits=2,outliers=0.0625"),
+        "needs a calibration",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, bare, run, monkeypatch):
+def test_bad_input_is_one_line_and_found_before_weights_are_read(
+    case, model, bare, run, monkeypatch
+):
     def stop(*_, **__):
         raise ValueError("weights were read")
 
     monkeypatch.setattr(chat, "load_llama", stop)
     arguments, message = BAD[case]
-    assert_one_line_error(run("chat", *(a.format(model=model, bare=bare) for a in arguments)), message)
+    assert_one_line_error(
+        run("chat", *(a.format(model=model, bare=bare) for a in arguments)), message
+    )
 
 
 def test_a_template_that_refuses_a_system_message_is_one_line(loaded):

@@ -1,4 +1,5 @@
-"""kvq: what each command prints equals what the library does, and what a user gets wrong is one line and exit code 2."""
+"""kvq: what each command prints equals what the library does, and what a user gets wrong is one
+line and exit code 2."""
 
 from __future__ import annotations
 
@@ -30,32 +31,60 @@ NEW = 24
 
 
 def generate_arguments(directory, *more):
-    return ("generate", directory, "--prompt", PROMPT, "--cache", CACHE, "--max-new-tokens", NEW, "--dtype", "float32", *more)
+    return (
+        "generate",
+        directory,
+        "--prompt",
+        PROMPT,
+        "--cache",
+        CACHE,
+        "--max-new-tokens",
+        NEW,
+        "--dtype",
+        "float32",
+        *more,
+    )
 
 
 def test_the_package_runs_as_a_module_and_tells_its_version():
     command = [sys.executable, "-m", "kvq_tools", "--version"]
-    assert subprocess.run(command, timeout=60, check=True, capture_output=True, text=True).stdout == f"kvq {kvq.__version__}\n"
+    assert (
+        subprocess.run(command, timeout=60, check=True, capture_output=True, text=True).stdout
+        == f"kvq {kvq.__version__}\n"
+    )
 
 
 def test_commands_do_not_import_each_other():
     folder = pathlib.Path(main.__file__).parent / "commands"
     files = {file: file.read_text(encoding="utf-8") for file in folder.glob("*.py")}
-    assert {file.stem for file in files} == {"__init__", *(command.replace("-", "_") for command in main.COMMANDS)}
+    assert {file.stem for file in files} == {
+        "__init__",
+        *(command.replace("-", "_") for command in main.COMMANDS),
+    }
     found = [
-        file.name for file, text in files.items() if re.search(r"kvq_tools\.cli\.commands|from kvq_tools\.cli import .*commands", text)
+        file.name
+        for file, text in files.items()
+        if re.search(r"kvq_tools\.cli\.commands|from kvq_tools\.cli import .*commands", text)
     ]
     assert not found, found
 
 
-# --- generate -----------------------------------------------------------------------------------------------------------------------------
+# --- generate
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_help_does_not_wait_for_jax():
-    code = "import sys; from kvq_tools.cli.main import build_parser; build_parser().format_help(); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0, "`kvq --help` imports JAX"
+    code = (
+        "import sys; from kvq_tools.cli.main import build_parser; build_parser().format_help();"
+        " sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0, (
+        "`kvq --help` imports JAX"
+    )
     code = code.replace("; sys.exit", "; from kvq_models import prefill; sys.exit")
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 1, "the check above sees nothing"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 1, (
+        "the check above sees nothing"
+    )
 
 
 def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cache(model, run_json):
@@ -64,9 +93,15 @@ def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cach
     tokens, lengths = right_padded([tokenizer(PROMPT).input_ids])
     cache = kvq.init_cache(CACHE, llama.config, 1, found["capacity"], "float32")
     size = kvq.nbytes(cache)
-    out = generate(llama, cache, tokens, lengths, max_new_tokens=NEW, eos_ids=llama.config.eos_token_ids)
-    assert found["tokens"] == np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist(), "generate and kvq generate differ"
-    assert found["capacity"] == inputs.round_up(int(lengths[0]) + NEW, 64), "the default capacity is prompt + new, up to a multiple of 64"
+    out = generate(
+        llama, cache, tokens, lengths, max_new_tokens=NEW, eos_ids=llama.config.eos_token_ids
+    )
+    assert found["tokens"] == np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist(), (
+        "generate and kvq generate differ"
+    )
+    assert found["capacity"] == inputs.round_up(int(lengths[0]) + NEW, 64), (
+        "the default capacity is prompt + new, up to a multiple of 64"
+    )
     assert found["cache_bytes"] == size
     assert found["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, found["capacity"])
     assert found["ratio"] == found["bf16_bytes"] / found["cache_bytes"]
@@ -75,7 +110,9 @@ def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cach
     assert min(found["prefill_seconds"], found["decode_seconds"], found["compile_seconds"]) > 0
 
 
-def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_with_json(model, run, run_json):
+def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_with_json(
+    model, run, run_json
+):
     expected = run_json(*generate_arguments(model))
     _, plain, _ = run(*generate_arguments(model))
     _, streamed, _ = run(*generate_arguments(model, "--stream"))
@@ -83,28 +120,46 @@ def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_
         text, footer = out.removesuffix("\n").rsplit("\n", 1)
         assert text == printable(expected["text"]), f"{name} text differs from --json"
         numbers = re.search(
-            r"for (\d+) tokens, bf16 .* ratio ([\d.]+), .*; (\d+) of (\d+) tokens quantized; (\d+) prompt \+ (\d+) new", footer
+            r"for (\d+) tokens, bf16 .* ratio ([\d.]+), .*; (\d+) of (\d+) tokens quantized; (\d+)"
+            r" prompt \+ (\d+) new",
+            footer,
         )
         assert numbers is not None, f"{name} footer cannot be parsed: {footer}"
         capacity, ratio, quantized, live, prompt, new = (float(n) for n in numbers.groups())
         names = ("capacity", "quantized_tokens", "prompt_tokens", "new_tokens")
-        assert (capacity, quantized, prompt, new) == tuple(expected[n] for n in names), f"{name} footer differs from --json"
+        assert (capacity, quantized, prompt, new) == tuple(expected[n] for n in names), (
+            f"{name} footer differs from --json"
+        )
         assert live == prompt + new
         assert ratio == pytest.approx(expected["ratio"], abs=0.01)
-        for part in ("tokens/s", "compilation", f"implementation {HERE}", "layers skipped: none", expected["cache"]):
+        for part in (
+            "tokens/s",
+            "compilation",
+            f"implementation {HERE}",
+            "layers skipped: none",
+            expected["cache"],
+        ):
             assert part in footer, f"{name} footer lacks {part!r}"
 
 
 def test_generate_without_a_tokenizer_takes_ids_and_prints_ids(model, bare, run):
     ids = inputs.load_tokenizer(str(model))(PROMPT).input_ids
-    arguments = ("generate", bare, "--prompt-ids", ",".join(map(str, ids)), *generate_arguments(bare)[4:])
+    arguments = (
+        "generate",
+        bare,
+        "--prompt-ids",
+        ",".join(map(str, ids)),
+        *generate_arguments(bare)[4:],
+    )
     code, out, _ = run(*arguments)
     printed = [int(part) for part in out.splitlines()[0].split()]
     assert code == 0
     assert len(printed) == NEW, "every generated id is printed"
 
 
-def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_json(model, run, monkeypatch):
+def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_json(
+    model, run, monkeypatch
+):
     from kvq_tools.cli.commands import generate as command
 
     monkeypatch.setattr(command, "load_llama", stop_before_weights)
@@ -122,7 +177,8 @@ def test_a_chat_template_wraps_the_prompt_as_the_users_turn(model):
     pytest.importorskip("jinja2", reason="chat templates need jinja2")
     tokenizer = inputs.load_tokenizer(str(model))
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if"
+        " add_generation_prompt %}<bot>{% endif %}"
     )
     ids = inputs.encode(tokenizer, "hi", chat=True)
     assert tokenizer.decode(ids) == "<user>hi<bot>"
@@ -138,30 +194,48 @@ def test_a_stream_never_shows_a_part_of_a_character_and_adds_up_to_the_text(mode
     ids = tokenizer(text, add_special_tokens=False).input_ids
     stream = Continuation(tokenizer, prompt)
     parts = [stream.push(ids[:n]) for n in range(1, len(ids) + 1)]
-    assert not any(UNFINISHED in part for part in parts), f"a part of a character was shown: {parts}"
+    assert not any(UNFINISHED in part for part in parts), (
+        f"a part of a character was shown: {parts}"
+    )
     assert "".join(parts) + stream.push(ids, last=True) == text
     cut = Continuation(tokenizer, prompt)
     tail = tokenizer("é", add_special_tokens=False).input_ids[:1]
     assert cut.push([*ids, *tail]) == text, "the first byte of a character must be held back"
-    assert cut.push([*ids, *tail], last=True) == UNFINISHED, "what never became a character is shown at the end"
+    assert cut.push([*ids, *tail], last=True) == UNFINISHED, (
+        "what never became a character is shown at the end"
+    )
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the trained stories260K checkpoint is not here")
 def test_stories260k_continues_fluently_through_a_quantized_cache(run_json):
-    found = run_json("generate", STORIES, "--prompt", "Once upon a time", "--cache", "kivi:bits=8,recent=8,block=8", "--max-new-tokens", 20)
+    found = run_json(
+        "generate",
+        STORIES,
+        "--prompt",
+        "Once upon a time",
+        "--cache",
+        "kivi:bits=8,recent=8,block=8",
+        "--max-new-tokens",
+        20,
+    )
     assert found["text"].startswith(", there was a little girl named"), found["text"]
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------------------------
+# --- memory
+# -------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["dense", CACHE, "innerq:bits=2,sink=4,recent=8,block=8", "k=kivi:bits=4+v=dense"])
+@pytest.mark.parametrize(
+    "spec", ["dense", CACHE, "innerq:bits=2,sink=4,recent=8,block=8", "k=kivi:bits=4+v=dense"]
+)
 def test_memory_counts_the_bytes_of_the_real_cache(model, run_json, spec):
     found = run_json("memory", model, "--cache", spec, "--context", 96, "--batch", 3)
     cache = kvq.init_cache(spec, read_config(model), 3, 96)
     (row,) = found["caches"]
     assert row["cache_bytes"] == kvq.nbytes(cache)
-    assert sum(part["bytes"] for part in row["components"]) == row["cache_bytes"], "components add up to the cache"
+    assert sum(part["bytes"] for part in row["components"]) == row["cache_bytes"], (
+        "components add up to the cache"
+    )
     assert row["ratio"] == kvq.dense_nbytes(read_config(model), 3, 96) / row["cache_bytes"]
     assert row["bits_per_element"] == kvq.bits_per_element(spec, read_config(model), 96)
 
@@ -170,27 +244,41 @@ def test_memory_finds_the_largest_context_that_fits_and_needs_no_weights(model, 
     shutil.copy(model / "config.json", tmp_path)
     budget = 100_000
     (row,) = run_json("memory", tmp_path, "--cache", CACHE, "--budget", budget)["caches"]
-    fitting, above = (kvq.nbytes(kvq.layout(CACHE, read_config(model), 1, row["largest_context"] + i)) for i in (0, 1))
+    fitting, above = (
+        kvq.nbytes(kvq.layout(CACHE, read_config(model), 1, row["largest_context"] + i))
+        for i in (0, 1)
+    )
     assert fitting <= budget < above
-    assert memory.largest_context(kvq.parse(CACHE), read_config(model), 1, "bfloat16", 10) == 0, "nothing fits 10 bytes"
+    assert memory.largest_context(kvq.parse(CACHE), read_config(model), 1, "bfloat16", 10) == 0, (
+        "nothing fits 10 bytes"
+    )
 
 
 def test_memory_reports_innerqs_hybrid_in_the_papers_layout_too(model, run_json):
     spec = "innerq:bits=2,sink=0,recent=0,block=32,group_size=16,normalize=false"
     (row,) = run_json("memory", model, "--cache", spec, "--context", 64)["caches"]
     config = read_config(model)
-    elements = 2 * config.num_key_value_heads * 32 * config.head_dim  # of one side and layer at 64 tokens: the body holds 64
+    elements = (
+        2 * config.num_key_value_heads * 32 * config.head_dim
+    )  # of one side and layer at 64 tokens: the body holds 64
     body = sum(p["bytes"] for p in row["components"] if p["name"] in ("words", "scale", "zero"))
-    assert row["paper_layout_bytes"] == row["cache_bytes"] - body + 2 * elements * (2 + (32 + 16 + 1) / 16) / 8
+    assert (
+        row["paper_layout_bytes"]
+        == row["cache_bytes"] - body + 2 * elements * (2 + (32 + 16 + 1) / 16) / 8
+    )
     assert run_json("memory", model, "--cache", CACHE)["caches"][0]["paper_layout_bytes"] is None
 
 
-@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000), ("4096", 4096), ("2k", 2000), ("1TiB", 2**40)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000), ("4096", 4096), ("2k", 2000), ("1TiB", 2**40)],
+)
 def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
     assert inputs.byte_size(text) == size
 
 
-# --- methods, doctor ----------------------------------------------------------------------------------------------------------------------
+# --- methods, doctor
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_methods_lists_every_method_with_its_declared_options(run, run_json):
@@ -217,28 +305,40 @@ def save_qwen2(directory, peak):
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_reads_no_other_tensor(tmp_path, run_json, monkeypatch):
+def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_reads_no_other_tensor(
+    tmp_path, run_json, monkeypatch
+):
     save_qwen2(tmp_path, 90.0)
     read, names = HfDirectory.read, []
-    monkeypatch.setattr(HfDirectory, "read", lambda self, name: names.append(name) or read(self, name))
+    monkeypatch.setattr(
+        HfDirectory, "read", lambda self, name: names.append(name) or read(self, name)
+    )
     options = "sink=0,recent=8,block=8"
     hit = run_json("doctor", tmp_path, "--cache", f"innerq:normalize=false,{options}")
-    assert [w for w in hit["warnings"] if w.startswith("layer 0: k_proj bias up to 90")], hit["warnings"]
+    assert [w for w in hit["warnings"] if w.startswith("layer 0: k_proj bias up to 90")], hit[
+        "warnings"
+    ]
     assert not [w for w in hit["warnings"] if w.startswith("layer 1")], "layer 1 has a small bias"
     assert hit["layers"][0]["k_proj_bias"]["largest"] == 90.0
     assert set(names) == {doctor.BIAS_NAME.format(layer) for layer in (0, 1)}
     spared = run_json("doctor", tmp_path, "--cache", "kivi:recent=8,block=8")
-    assert not [w for w in spared["warnings"] if "k_proj bias" in w], "per-channel keys give each channel its own range"
+    assert not [w for w in spared["warnings"] if "k_proj bias" in w], (
+        "per-channel keys give each channel its own range"
+    )
 
 
 def test_doctor_tells_which_layers_are_exact_and_why(tmp_path, run, run_json):
     save_llama(random_llama(tiny_config()), tmp_path)
-    found = run_json("doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0")
+    found = run_json(
+        "doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
+    )
     first, second = found["layers"]
     assert (first["quantized"], first["reason"]) == (False, "skip_layers names it")
     assert (second["quantized"], second["reason"]) == (True, None)
     assert second["k"]["bits"] == second["v"]["bits"] == 4, "the per-layer value is resolved"
-    _, text, _ = run("doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0")
+    _, text, _ = run(
+        "doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
+    )
     assert "skip_layers names it" in text
 
 
@@ -246,7 +346,11 @@ def test_doctor_tells_which_layers_are_exact_and_why(tmp_path, run, run_json):
     ("fields", "cache", "warning"),
     [
         ({}, "kivi", "nothing is quantized within 64 tokens"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dense", "base is frozen from the capacity (64)"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "dense",
+            "base is frozen from the capacity (64)",
+        ),
         ({"head_dim": 24}, "kivi:recent=8,block=8,group_size=8", "fits no GPU kernel"),
         ({"head_dim": 8}, "kivi:recent=8,block=8", "padded to"),
     ],
@@ -263,28 +367,51 @@ def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
     assert {layer["no_kernel"] for layer in served["layers"]} == {None}
     spec = "kivi:bits=4,group_size=16"
     refused = run_json("doctor", EMBEDDED, "--cache", spec)
-    assert all(layer["no_kernel"] == "k: blocks of 16 tokens; kernels read spans of 32" for layer in refused["layers"])
-    assert "no: k: blocks of 16 tokens" in " ".join(run("doctor", EMBEDDED, "--cache", spec)[1].split())
+    assert all(
+        layer["no_kernel"] == "k: blocks of 16 tokens; kernels read spans of 32"
+        for layer in refused["layers"]
+    )
+    assert "no: k: blocks of 16 tokens" in " ".join(
+        run("doctor", EMBEDDED, "--cache", spec)[1].split()
+    )
 
 
-# --- demo ---------------------------------------------------------------------------------------------------------------------------------
+# --- demo
+# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
     tight = "kivi:bits=2,recent=0,block=8"
-    found = run_json("demo", "--model", model, "--context", 96, "--new-tokens", 8, "--cache", "dense", "--cache", tight)
+    found = run_json(
+        "demo",
+        "--model",
+        model,
+        "--context",
+        96,
+        "--new-tokens",
+        8,
+        "--cache",
+        "dense",
+        "--cache",
+        tight,
+    )
     dense, quantized = found["caches"]
     assert (dense["name"], quantized["name"]) == ("dense", tight)
     assert dense["tokens_as_dense"] == 8, "the dense row agrees with itself"
-    assert quantized["cache_bytes"] == kvq.nbytes(kvq.layout(tight, read_config(model), 1, found["capacity"]))
+    assert quantized["cache_bytes"] == kvq.nbytes(
+        kvq.layout(tight, read_config(model), 1, found["capacity"])
+    )
     assert found["prompt_tokens"] + found["scored_tokens"] + 1 == found["context"] == 96
-    assert dense["perplexity"] != quantized["perplexity"], "the second half was not read from the quantized body"
+    assert dense["perplexity"] != quantized["perplexity"], (
+        "the second half was not read from the quantized body"
+    )
     assert quantized["ratio"] > 1.5 > dense["ratio"]
     assert all(row["tokens_per_second"] > 0 and len(row["tokens"]) == 8 for row in found["caches"])
     assert {row["implementation"] for row in found["caches"]} == {HERE}
 
 
-# --- the command itself -------------------------------------------------------------------------------------------------------------------
+# --- the command itself
+# -------------------------------------------------------------------------------------------------------------------
 
 
 WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan", "quantize-weights")
@@ -302,21 +429,49 @@ def test_help_of_every_command_has_a_sentence_an_example_and_the_grammar(command
         assert part in text, f"kvq {command} --help lacks {part!r}"
 
 
-def test_kvq_runs_from_an_empty_directory_and_imports_transformers_only_when_a_tokenizer_is_read(tmp_path):
-    code = "import sys; from kvq_tools.cli import main; main.main(['methods', '--json']); assert 'transformers' not in sys.modules"
-    environment = {"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+def test_kvq_runs_from_an_empty_directory_and_imports_transformers_only_when_a_tokenizer_is_read(
+    tmp_path,
+):
+    code = (
+        "import sys; from kvq_tools.cli import main; main.main(['methods', '--json']); assert"
+        " 'transformers' not in sys.modules"
+    )
+    environment = {
+        "PYTHONPATH": ":".join(p for p in sys.path if p),
+        "PATH": "",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["methods"]
 
 
 def test_generate_drafts_the_same_text_and_tells_the_steps(model, run, run_json):
-    prompt = ("generate", model, "--prompt", "the cat is the cat is the cat", "--cache", "kivi:bits=2", "--max-new-tokens", 24)
+    prompt = (
+        "generate",
+        model,
+        "--prompt",
+        "the cat is the cat is the cat",
+        "--cache",
+        "kivi:bits=2",
+        "--max-new-tokens",
+        24,
+    )
     plain, drafted = run_json(*prompt), run_json(*prompt, "--draft", 3)
     assert drafted["tokens"] == plain["tokens"]
     assert (plain["steps"], plain["drafts"], drafted["drafts"]) == (24, None, 3)
     assert drafted["steps"] <= 24
-    assert f"24 new tokens in {drafted['steps']} steps with drafts of up to 3" in run(*prompt, "--draft", 3)[1]
+    assert (
+        f"24 new tokens in {drafted['steps']} steps with drafts of up to 3"
+        in run(*prompt, "--draft", 3)[1]
+    )
     for options, message in (
         (("--temperature", "0.5"), "for greedy decoding"),
         (("--mesh", "heads=2"), "on one device"),

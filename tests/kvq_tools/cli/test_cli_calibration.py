@@ -1,4 +1,5 @@
-"""kvq calibrate and --calibration: the file is the library's, commands use it, and what is wrong with it is one line."""
+"""kvq calibrate and --calibration: the file is the library's, commands use it, and what is wrong
+with it is one line."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ import shutil
 import pytest
 
 import kvq_jax as kvq
-from kvq_models import calibrate, generate, load_calibration, load_llama, prepare, resolved, right_padded, save_calibration, save_llama
+from kvq_models import (
+    calibrate,
+    generate,
+    load_calibration,
+    load_llama,
+    prepare,
+    resolved,
+    right_padded,
+    save_calibration,
+    save_llama,
+)
 from kvq_models.calibration import fit
 from kvq_tools.cli import main
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -16,7 +27,11 @@ from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 SPEC = "kvquant:bits=2,outliers=0.1,block=8"
 PROMPT = "the key of the cat is seven, and the key of the dog is"
-TEXT = " ".join(f"the key of the {a} is {b}." for a in ("cat", "dog", "cow") for b in ("seven", "four", "nine", "two"))
+TEXT = " ".join(
+    f"the key of the {a} is {b}."
+    for a in ("cat", "dog", "cow")
+    for b in ("seven", "four", "nine", "two")
+)
 SIZES = ("--samples", 2, "--length", 32, "--dtype", "float32")
 
 
@@ -24,14 +39,28 @@ SIZES = ("--samples", 2, "--length", 32, "--dtype", "float32")
 def model(tmp_path_factory):
     """Return a directory with a random one-layer model, a tokenizer and a text."""
     directory = tmp_path_factory.mktemp("model")
-    save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64)), directory)
+    save_llama(
+        random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64)),
+        directory,
+    )
     save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)
     (directory / "text.txt").write_text(TEXT)
     return directory
 
 
 def request(model, out, *more, spec=SPEC):
-    return ("calibrate", model, "--text", model / "text.txt", "--cache", spec, "--out", out, *SIZES, *more)
+    return (
+        "calibrate",
+        model,
+        "--text",
+        model / "text.txt",
+        "--cache",
+        spec,
+        "--out",
+        out,
+        *SIZES,
+        *more,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +84,18 @@ def no_weights(monkeypatch, *commands):
         raise ValueError("weights were read")
 
     for command in commands:
-        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.commands.{command}"), "load_llama", stop)
+        monkeypatch.setattr(
+            importlib.import_module(f"kvq_tools.cli.commands.{command}"), "load_llama", stop
+        )
 
 
-# --- calibrate ----------------------------------------------------------------------------------------------------------------------------
+# --- calibrate
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(model, tmp_path, run_json):
+def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(
+    model, tmp_path, run_json
+):
     out = tmp_path / "f.safetensors"
     found = run_json(*request(model, out))
     llama, tokenizer = load_llama(model, dtype="float32")
@@ -69,28 +103,66 @@ def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(model,
     made = calibrate(llama, ids, SPEC, samples=2, length=32, work=tmp_path / "w", text="text.txt")
     save_calibration(made, tmp_path / "library")
     assert out.read_bytes() == (tmp_path / "library").read_bytes()
-    assert (found["bytes"], found["samples"], found["length"], found["text_tokens"]) == (out.stat().st_size, 2, 32, len(ids))
-    assert found["layers"] == [{"layer": 0, "k": made.keys["layers.0.k"], "v": made.keys["layers.0.v"]}]
+    assert (found["bytes"], found["samples"], found["length"], found["text_tokens"]) == (
+        out.stat().st_size,
+        2,
+        32,
+        len(ids),
+    )
+    assert found["layers"] == [
+        {"layer": 0, "k": made.keys["layers.0.k"], "v": made.keys["layers.0.v"]}
+    ]
     assert found["loss"] == made.origin.loss
     assert found["seconds"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.safetensors", "library", "w"], "OUT.work was left behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "f.safetensors",
+        "library",
+        "w",
+    ], "OUT.work was left behind"
 
 
 def test_calibrate_prints_a_table_a_summary_and_how_to_go_on(model, tmp_path, run):
     out = tmp_path / "f.safetensors"
-    code, text, err = run(*request(model, out, spec="k=kvquant:bits=3,outliers=0.1+v=kivi+cache:sink=0,recent=8,block=32"))
+    code, text, err = run(
+        *request(
+            model, out, spec="k=kvquant:bits=3,outliers=0.1+v=kivi+cache:sink=0,recent=8,block=32"
+        )
+    )
     assert code == 0, err
-    for part in ("bits=3", "need none", "2 samples of 32 tokens", "seed 0, float32", f"--calibration {out}"):
+    for part in (
+        "bits=3",
+        "need none",
+        "2 samples of 32 tokens",
+        "seed 0, float32",
+        f"--calibration {out}",
+    ):
         assert part in text, f"{part!r} is missing in {text}"
     assert "kvq: running samples, 2 ..." in err
     assert "kvq: fitting, 1 ..." in err
 
 
-def test_the_default_fraction_of_outliers_serves_a_model_where_it_is_less_than_one_value_and_that_is_said(model, tmp_path, run, run_json):
-    spec, out, told = "kvquant:bits=2,block=8", tmp_path / "f", "values have no outliers in full precision: outliers=0.01 is less than one"
+def test_the_default_fraction_of_outliers_serves_a_model_where_it_is_less_than_one_value_and_that_is_said(
+    model, tmp_path, run, run_json
+):
+    spec, out, told = (
+        "kvquant:bits=2,block=8",
+        tmp_path / "f",
+        "values have no outliers in full precision: outliers=0.01 is less than one",
+    )
     code, _, err = run(*request(model, out, spec=spec))
     assert (code, told in err) == (0, True), err
-    found = run_json("generate", model, "--prompt", PROMPT, "--cache", spec, "--calibration", out, "--max-new-tokens", 8)
+    found = run_json(
+        "generate",
+        model,
+        "--prompt",
+        PROMPT,
+        "--cache",
+        spec,
+        "--calibration",
+        out,
+        "--max-new-tokens",
+        8,
+    )
     assert found["quantized_tokens"] > 0
     (warning,) = run_json("doctor", model, "--cache", spec, "--calibration", out)["warnings"][-1:]
     assert told in warning, warning
@@ -99,17 +171,23 @@ def test_the_default_fraction_of_outliers_serves_a_model_where_it_is_less_than_o
     assert (code, told in err) == (0, False), "the remedy that is named is one"
 
 
-def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(model, tmp_path, run_json, monkeypatch):
+def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(
+    model, tmp_path, run_json, monkeypatch
+):
     work = ("--work", tmp_path / "w")
     run_json(*request(model, tmp_path / "two", *work))
     monkeypatch.setattr(fit, "record", lambda *_: pytest.fail("the model was run again"))
-    found = run_json(*request(model, tmp_path / "three", *work, spec=SPEC.replace("bits=2", "bits=3")))
+    found = run_json(
+        *request(model, tmp_path / "three", *work, spec=SPEC.replace("bits=2", "bits=3"))
+    )
     assert "bits=3" in found["layers"][0]["k"]
     assert found["work"] == str(tmp_path / "w")
     assert (tmp_path / "two").read_bytes() != (tmp_path / "three").read_bytes()
 
 
-def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file(model, file, tmp_path, run, monkeypatch):
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file(
+    model, file, tmp_path, run, monkeypatch
+):
     out, record, calls = tmp_path / "f.safetensors", fit.record, []
 
     def interrupt(*arguments):
@@ -122,7 +200,10 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file
         patch.setattr(fit, "record", interrupt)
         code, text, err = run(*request(model, out))
     assert (code, text) == (130, "")
-    assert err.splitlines()[-1] == f"kvq: interrupted: the same command goes on from what is in '{out}.work'"
+    assert (
+        err.splitlines()[-1]
+        == f"kvq: interrupted: the same command goes on from what is in '{out}.work'"
+    )
     assert not out.exists()
     code, _, err = run(*request(model, out))
     assert code == 0, err
@@ -154,7 +235,9 @@ def test_a_bad_request_is_one_line_before_weights_are_read(case, model, tmp_path
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     options, message = BEFORE_WEIGHTS[case]
     before = sorted(tmp_path.iterdir())
-    assert_one_line_error(run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options))), message)
+    assert_one_line_error(
+        run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options))), message
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -173,7 +256,9 @@ def test_a_full_disk_is_one_line(model, tmp_path, run, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(model, tmp_path, run_json, run):
+def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(
+    model, tmp_path, run_json, run
+):
     arguments = [a for a in request(model, tmp_path / "f") if a not in ("--length", 32)]
     assert run_json(*arguments)["length"] == 64
     code, _, err = run(*request(model, tmp_path / "f", "--length", 65))
@@ -181,37 +266,84 @@ def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(mod
     assert "kvq: warning: samples of 65 tokens go beyond the 64 positions" in err
 
 
-# --- commands that run a cache ------------------------------------------------------------------------------------------------------------
+# --- commands that run a cache
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_json):
-    arguments = ("generate", model, "--prompt", PROMPT, "--cache", SPEC, "--max-new-tokens", 16, "--dtype", "float32")
+    arguments = (
+        "generate",
+        model,
+        "--prompt",
+        PROMPT,
+        "--cache",
+        SPEC,
+        "--max-new-tokens",
+        16,
+        "--dtype",
+        "float32",
+    )
     found = run_json(*arguments, "--calibration", file)
     llama, tokenizer = load_llama(model, dtype="float32")
     tokens, lengths = right_padded([tokenizer(PROMPT).input_ids])
     cache = kvq.init_cache(SPEC, llama.config, 1, found["capacity"], "float32")
-    out = generate(prepare(llama, SPEC, file), cache, tokens, lengths, max_new_tokens=16, eos_ids=llama.config.eos_token_ids)
+    out = generate(
+        prepare(llama, SPEC, file),
+        cache,
+        tokens,
+        lengths,
+        max_new_tokens=16,
+        eos_ids=llama.config.eos_token_ids,
+    )
     assert found["tokens"] == out.tokens[0, : int(out.lengths[0])].tolist()
     assert found["calibration"] == str(file)
 
 
-def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(model, file, run, monkeypatch):
+def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(
+    model, file, run, monkeypatch
+):
     no_weights(monkeypatch, "generate", "demo")
     generate = ("generate", model, "--prompt", "a", "--cache")
-    demo = ("demo", "--model", model, "--context", 64, "--new-tokens", 8, "--cache", "dense", "--cache")
+    demo = (
+        "demo",
+        "--model",
+        model,
+        "--context",
+        64,
+        "--new-tokens",
+        8,
+        "--cache",
+        "dense",
+        "--cache",
+    )
     for command in (generate, demo):
-        assert_one_line_error(run(*command, SPEC), f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}'")
-        assert_one_line_error(run(*command, SPEC.replace("bits=2", "bits=3"), "--calibration", file), "for other options")
-        assert_one_line_error(run(*command, "kivi", "--calibration", file), f"calibration '{file}' is not needed for")
+        assert_one_line_error(
+            run(*command, SPEC), f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}'"
+        )
+        assert_one_line_error(
+            run(*command, SPEC.replace("bits=2", "bits=3"), "--calibration", file),
+            "for other options",
+        )
+        assert_one_line_error(
+            run(*command, "kivi", "--calibration", file), f"calibration '{file}' is not needed for"
+        )
         assert_one_line_error(run(*command, SPEC, "--calibration", f"{file}.none"), "is not a file")
-        assert_one_line_error(run(*command, SPEC, "--calibration", model / "model.safetensors"), "is not a calibration")
+        assert_one_line_error(
+            run(*command, SPEC, "--calibration", model / "model.safetensors"),
+            "is not a calibration",
+        )
         assert_one_line_error(run(*command, SPEC, "--calibration", file), "weights were read")
 
 
 def test_a_calibration_of_other_weights_is_one_line(model, file, tmp_path, run):
     other = tmp_path / "other"
     shutil.copytree(model, other)
-    save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64), seed=1), other)
+    save_llama(
+        random_llama(
+            tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64), seed=1
+        ),
+        other,
+    )
     arguments = ("--prompt", "a", "--cache", SPEC, "--calibration", file)
     assert_one_line_error(run("generate", other, *arguments), "another model of the same size")
     assert_one_line_error(run("doctor", other, *arguments[2:]), "another model of the same size")
@@ -222,25 +354,52 @@ def test_demo_gives_every_cache_the_calibration_that_fits_it(model, file, tmp_pa
     run_json(*request(model, tmp_path / "three", spec=three))
     caches = [part for spec in ("dense", three, f"{SPEC},sink=4") for part in ("--cache", spec)]
     files = ("--calibration", file, "--calibration", tmp_path / "three")
-    found = run_json("demo", "--model", model, "--text", model / "text.txt", "--context", 64, "--new-tokens", 8, *caches, *files)
+    found = run_json(
+        "demo",
+        "--model",
+        model,
+        "--text",
+        model / "text.txt",
+        "--context",
+        64,
+        "--new-tokens",
+        8,
+        *caches,
+        *files,
+    )
     dense, *rows = (row["perplexity"] for row in found["caches"])
     assert len({dense, *rows}) == 3
     assert all(row is not None for row in rows)
 
 
-def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(model, file, tmp_path, run_json, run):
+def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(
+    model, file, tmp_path, run_json, run
+):
     needed = run_json("doctor", model, "--cache", SPEC)
     assert needed["facts"]["calibration"] == "needed for the keys of 1 layers and the values of 1"
     assert any("kvq calibrate MODEL" in warning for warning in needed["warnings"])
     fits = run_json("doctor", model, "--cache", SPEC, "--calibration", file)
-    assert fits["facts"]["calibration"] == "fits this cache and model: 2 samples of 32 tokens of text.txt, seed 0, float32"
+    assert (
+        fits["facts"]["calibration"]
+        == "fits this cache and model: 2 samples of 32 tokens of text.txt, seed 0, float32"
+    )
     assert not any("calibrat" in warning for warning in fits["warnings"])
-    assert run_json("doctor", model, "--cache", "kivi:block=8")["facts"]["calibration"] == "not needed"
-    assert_one_line_error(run("doctor", model, "--cache", "kivi", "--calibration", file), "takes no calibration")
-    assert_one_line_error(run("doctor", model, "--cache", f"{SPEC},pre_rope=false", "--calibration", file), "other options")
+    assert (
+        run_json("doctor", model, "--cache", "kivi:block=8")["facts"]["calibration"] == "not needed"
+    )
+    assert_one_line_error(
+        run("doctor", model, "--cache", "kivi", "--calibration", file), "takes no calibration"
+    )
+    assert_one_line_error(
+        run("doctor", model, "--cache", f"{SPEC},pre_rope=false", "--calibration", file),
+        "other options",
+    )
     shutil.copy(model / "config.json", tmp_path)
     bare = run_json("doctor", tmp_path, "--cache", SPEC, "--calibration", file)
-    assert "the weights are not in a local directory and were not compared" in bare["facts"]["calibration"]
+    assert (
+        "the weights are not in a local directory and were not compared"
+        in bare["facts"]["calibration"]
+    )
 
 
 def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(model, tmp_path, run):
@@ -251,12 +410,25 @@ def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(model,
     assert "k_widths=" in used
     assert f"--cache '{used}'" in printed
     for cache, told in ((spec, True), (used, False)):
-        code, _, err = run("generate", model, "--prompt", PROMPT, "--cache", cache, "--calibration", out, "--max-new-tokens", 2)
+        code, _, err = run(
+            "generate",
+            model,
+            "--prompt",
+            PROMPT,
+            "--cache",
+            cache,
+            "--calibration",
+            out,
+            "--max-new-tokens",
+            2,
+        )
         assert code == 0, err
         assert (f"--cache '{used}' uses it" in err) == told
 
 
-def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(model, tmp_path, run, run_json):
+def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(
+    model, tmp_path, run, run_json
+):
     out = tmp_path / "w.safetensors"
     assert run(*request(model, out, spec="waterfill:bits=4,sink=1,block=16"))[0] == 0
     sizes = ("--context", 256, "--batch", 2)
@@ -264,7 +436,9 @@ def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(mo
     caches = {cache["bits"]: cache for cache in by_bits["caches"]}
     assert by_bits["chosen"] == caches[3.0]["name"]
     llama = load_llama(model)[0]
-    assert by_bits["chosen"] == str(resolved("waterfill:bits=3", load_calibration(out, llama, "waterfill")))
+    assert by_bits["chosen"] == str(
+        resolved("waterfill:bits=3", load_calibration(out, llama, "waterfill"))
+    )
     predicted = [caches[bits]["predicted_kl"] for bits in sorted(caches)]
     assert predicted == sorted(predicted, reverse=True)
     assert len(set(predicted)) == len(predicted)
@@ -274,13 +448,20 @@ def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(mo
         found = run_json("plan", model, "--calibration", out, "--budget", given, *sizes)
         own = {cache["name"]: cache for cache in found["caches"]}[found["chosen"]]
         assert own["bytes"] <= allowed
-        assert (own["body_bits_per_element"] >= caches[3.0]["body_bits_per_element"]) == (given == size)
+        assert (own["body_bits_per_element"] >= caches[3.0]["body_bits_per_element"]) == (
+            given == size
+        )
     _, text, _ = run("plan", model, "--calibration", out, "--budget", "3bits", *sizes)
     assert f"--cache '{by_bits['chosen']}'" in text
 
 
 @pytest.mark.parametrize(
-    ("budget", "message"), [("1KiB", "no cache fits 1.00 KiB"), ("0.2bits", "bits=0.2"), ("2.5bots", "write 2.5bits, 600MiB")]
+    ("budget", "message"),
+    [
+        ("1KiB", "no cache fits 1.00 KiB"),
+        ("0.2bits", "bits=0.2"),
+        ("2.5bots", "write 2.5bits, 600MiB"),
+    ],
 )
 def test_a_plan_without_a_cache_is_one_line(model, tmp_path, run, budget, message):
     out = tmp_path / "w.safetensors"

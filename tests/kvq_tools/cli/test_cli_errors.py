@@ -1,4 +1,5 @@
-"""What a user gets wrong is one line and exit code 2, found before weights are read; a bug keeps its traceback."""
+"""What a user gets wrong is one line and exit code 2, found before weights are read; a bug keeps
+its traceback."""
 
 from __future__ import annotations
 
@@ -19,59 +20,132 @@ def stop_before_weights(*_, **__):
 
 BEFORE_WEIGHTS = {
     "missing directory": (("generate", "{tmp}/missing", "--prompt", "a"), "does not exist"),
-    "unknown method": (("generate", "{model}", "--prompt", "a", "--cache", "kivy"), "methods: dense, kivi, innerq"),
-    "unknown option": (("generate", "{model}", "--prompt", "a", "--cache", "kivi:bit=2"), "options: bits, k_bits"),
-    "option that does not fit": (("generate", "{model}", "--prompt", "a", "--cache", "kivi:group_size=7,block=7"), "divisors"),
-    "layer beyond the last": (("memory", "{model}", "--cache", "kivi:skip_layers=9"), "skip_layers names layer 9"),
-    "over capacity": (("generate", "{model}", "--prompt-ids", "1,2,3", "--max-new-tokens", "8", "--capacity", "10"), "over --capacity 10"),
+    "unknown method": (
+        ("generate", "{model}", "--prompt", "a", "--cache", "kivy"),
+        "methods: dense, kivi, innerq",
+    ),
+    "unknown option": (
+        ("generate", "{model}", "--prompt", "a", "--cache", "kivi:bit=2"),
+        "options: bits, k_bits",
+    ),
+    "option that does not fit": (
+        ("generate", "{model}", "--prompt", "a", "--cache", "kivi:group_size=7,block=7"),
+        "divisors",
+    ),
+    "layer beyond the last": (
+        ("memory", "{model}", "--cache", "kivi:skip_layers=9"),
+        "skip_layers names layer 9",
+    ),
+    "over capacity": (
+        (
+            "generate",
+            "{model}",
+            "--prompt-ids",
+            "1,2,3",
+            "--max-new-tokens",
+            "8",
+            "--capacity",
+            "10",
+        ),
+        "over --capacity 10",
+    ),
     "empty prompt": (("generate", "{model}", "--prompt", ""), "prompt is empty"),
-    "token id out of range": (("generate", "{bare}", "--prompt-ids", "1,300"), "token id 300 is outside"),
+    "token id out of range": (
+        ("generate", "{bare}", "--prompt-ids", "1,300"),
+        "token id 300 is outside",
+    ),
     "negative token id": (("generate", "{bare}", "--prompt-ids=-1,3"), "token id -1 is outside"),
     "malformed ids": (("generate", "{bare}", "--prompt-ids", "1,x"), "list of token ids"),
     "no tokenizer": (("generate", "{bare}", "--prompt", "a"), "--prompt-ids"),
     "no prompt": (("generate", "{model}"), "--prompt"),
-    "two prompts": (("generate", "{model}", "--prompt", "a", "--prompt-ids", "1"), "not allowed with"),
-    "prompt file that is missing": (("generate", "{model}", "--prompt-file", "{tmp}/none.txt"), "none.txt"),
-    "prompt file that is no text": (("generate", "{model}", "--prompt-file", "{tmp}/binary"), "not UTF-8"),
-    "bad temperature": (("generate", "{model}", "--prompt", "a", "--temperature=-1"), "temperature=-1.0"),
-    "temperature that is no number": (("generate", "{model}", "--prompt", "a", "--temperature=nan"), "temperature=nan"),
-    "prompt that is no text": (("generate", "{model}", "--prompt", "a\udcffb"), "the prompt is not UTF-8 text"),
-    "enormous seed": (("generate", "{model}", "--prompt", "a", "--seed", "9" * 26), "argument --seed: '9999"),
-    "negative seed": (("calibrate", "{model}", "--cache", "kivi", "--out", "{tmp}/f", "--seed", "-1"), "argument --seed: '-1' must be"),
+    "two prompts": (
+        ("generate", "{model}", "--prompt", "a", "--prompt-ids", "1"),
+        "not allowed with",
+    ),
+    "prompt file that is missing": (
+        ("generate", "{model}", "--prompt-file", "{tmp}/none.txt"),
+        "none.txt",
+    ),
+    "prompt file that is no text": (
+        ("generate", "{model}", "--prompt-file", "{tmp}/binary"),
+        "not UTF-8",
+    ),
+    "bad temperature": (
+        ("generate", "{model}", "--prompt", "a", "--temperature=-1"),
+        "temperature=-1.0",
+    ),
+    "temperature that is no number": (
+        ("generate", "{model}", "--prompt", "a", "--temperature=nan"),
+        "temperature=nan",
+    ),
+    "prompt that is no text": (
+        ("generate", "{model}", "--prompt", "a\udcffb"),
+        "the prompt is not UTF-8 text",
+    ),
+    "enormous seed": (
+        ("generate", "{model}", "--prompt", "a", "--seed", "9" * 26),
+        "argument --seed: '9999",
+    ),
+    "negative seed": (
+        ("calibrate", "{model}", "--cache", "kivi", "--out", "{tmp}/f", "--seed", "-1"),
+        "argument --seed: '-1' must be",
+    ),
     "enormous capacity": (
         ("generate", "{model}", "--prompt", "a", "--cache", "dense", "--capacity", "999999999999"),
         "a cache of 999999999999 tokens takes 116.42 TiB, and this device has",
     ),
-    "capacity beyond any array": (("generate", "{model}", "--prompt", "a", "--capacity", "9" * 40), "tokens takes"),
-    "no new tokens": (("generate", "{model}", "--prompt", "a", "--max-new-tokens", "0"), "at least 1"),
+    "capacity beyond any array": (
+        ("generate", "{model}", "--prompt", "a", "--capacity", "9" * 40),
+        "tokens takes",
+    ),
+    "no new tokens": (
+        ("generate", "{model}", "--prompt", "a", "--max-new-tokens", "0"),
+        "at least 1",
+    ),
     "no chat template": (("generate", "{model}", "--prompt", "a", "--chat"), "no chat template"),
     "chat with ids": (("generate", "{model}", "--prompt-ids", "1", "--chat"), "--chat needs"),
     "broken config.json": (("doctor", "{tmp}/broken"), "not valid JSON"),
     "malformed budget": (("memory", "{model}", "--cache", "dense", "--budget", "lots"), "24GiB"),
     "memory without a cache": (("memory", "{model}"), "--cache"),
     "demo without a tokenizer": (("demo", "--model", "{bare}"), "has no tokenizer"),
-    "demo on a short text": (("demo", "--model", "{model}", "--text", "{tmp}/short.txt"), "at least 32 tokens"),
-    "demo that generates too much": (("demo", "--model", "{model}", "--new-tokens", "500"), "more than the 128 tokens"),
+    "demo on a short text": (
+        ("demo", "--model", "{model}", "--text", "{tmp}/short.txt"),
+        "at least 32 tokens",
+    ),
+    "demo that generates too much": (
+        ("demo", "--model", "{model}", "--new-tokens", "500"),
+        "more than the 128 tokens",
+    ),
     "unknown command": (("generat",), "invalid choice"),
     "no command": ((), "COMMAND"),
 }
 
 
 @pytest.mark.parametrize("case", BEFORE_WEIGHTS)
-def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, bare, tmp_path, run, monkeypatch):
+def test_bad_input_is_one_line_and_found_before_weights_are_read(
+    case, model, bare, tmp_path, run, monkeypatch
+):
     for name in ("generate", "demo"):
-        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.commands.{name}"), "load_llama", stop_before_weights)
+        monkeypatch.setattr(
+            importlib.import_module(f"kvq_tools.cli.commands.{name}"),
+            "load_llama",
+            stop_before_weights,
+        )
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     arguments, message = BEFORE_WEIGHTS[case]
-    assert_one_line_error(run(*(a.format(model=model, bare=bare, tmp=tmp_path) for a in arguments)), message)
+    assert_one_line_error(
+        run(*(a.format(model=model, bare=bare, tmp=tmp_path) for a in arguments)), message
+    )
 
 
 def assert_one_line_error(result, message):
     code, out, err = result
-    errors = [line for line in err.splitlines() if not line.startswith(("kvq: loading", "kvq: warning"))]
+    errors = [
+        line for line in err.splitlines() if not line.startswith(("kvq: loading", "kvq: warning"))
+    ]
     assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
     assert len(errors) == 1, f"expected one line, got {err!r}"
     assert errors[0].startswith("kvq: error: ")
@@ -83,37 +157,65 @@ def test_a_truncated_weight_file_is_one_line(bare, tmp_path, run):
     shutil.copytree(bare, tmp_path / "cut")
     whole = (bare / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert_one_line_error(run("generate", tmp_path / "cut", "--prompt-ids", "1,2"), "not a whole safetensors file")
+    assert_one_line_error(
+        run("generate", tmp_path / "cut", "--prompt-ids", "1,2"), "not a whole safetensors file"
+    )
 
 
 def test_a_config_that_does_not_fit_the_tensors_is_one_line(bare, tmp_path, run):
     shutil.copytree(bare, tmp_path / "odd")
     fields = json.loads((bare / "config.json").read_text())
     (tmp_path / "odd" / "config.json").write_text(json.dumps(fields | {"intermediate_size": 48}))
-    assert_one_line_error(run("generate", tmp_path / "odd", "--prompt-ids", "1,2"), "the configuration asks for")
+    assert_one_line_error(
+        run("generate", tmp_path / "odd", "--prompt-ids", "1,2"), "the configuration asks for"
+    )
 
 
-def test_a_cache_without_room_beside_the_model_is_one_line_that_names_its_bytes(bare, run, monkeypatch):
+def test_a_cache_without_room_beside_the_model_is_one_line_that_names_its_bytes(
+    bare, run, monkeypatch
+):
     def full(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating")
 
     monkeypatch.setattr(kvq, "init_cache", full)
-    result = run("generate", bare, "--prompt-ids", "1,2", "--capacity", "4096", "--max-new-tokens", "8")
-    assert_one_line_error(result, "a cache of 4096 tokens, which takes 512.13 KiB, beside the model: RESOURCE_EXHAUSTED")
+    result = run(
+        "generate", bare, "--prompt-ids", "1,2", "--capacity", "4096", "--max-new-tokens", "8"
+    )
+    assert_one_line_error(
+        result,
+        "a cache of 4096 tokens, which takes 512.13 KiB, beside the model: RESOURCE_EXHAUSTED",
+    )
 
 
 def test_an_implementation_that_cannot_run_is_one_line_before_anything_is_loaded(bare, run):
-    arguments = ("generate", bare, "--prompt-ids", "1,2", "--cache", "kivi:pre_rope=true", "--implementation", "pallas")
+    arguments = (
+        "generate",
+        bare,
+        "--prompt-ids",
+        "1,2",
+        "--cache",
+        "kivi:pre_rope=true",
+        "--implementation",
+        "pallas",
+    )
     assert_one_line_error(run(*arguments), "implementation='pallas' cannot run: ")
 
 
 def test_ctrl_c_is_one_line_and_exits_130(run, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.methods"), "run", raiser(KeyboardInterrupt()))
+    monkeypatch.setattr(
+        importlib.import_module("kvq_tools.cli.commands.methods"),
+        "run",
+        raiser(KeyboardInterrupt()),
+    )
     assert run("methods") == (130, "", "kvq: interrupted\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.methods"), "run", raiser(ValueError("a bug")))
+    monkeypatch.setattr(
+        importlib.import_module("kvq_tools.cli.commands.methods"),
+        "run",
+        raiser(ValueError("a bug")),
+    )
     with pytest.raises(ValueError, match="a bug"):
         main.main(["methods"])
 

@@ -1,4 +1,5 @@
-"""What `kvq generate` says of kernels is what ran: on a process that believes in a GPU, with kernels interpreted."""
+"""What `kvq generate` says of kernels is what ran: on a process that believes in a GPU, with
+kernels interpreted."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ NEW = 6
 
 def saved(layers: int, directory):
     """Write random layers of a head dim that kernels serve, without a tokenizer."""
-    save_llama(random_llama(tiny_config(head_dim=64, num_hidden_layers=layers, max_position_embeddings=256)), directory)
+    save_llama(
+        random_llama(
+            tiny_config(head_dim=64, num_hidden_layers=layers, max_position_embeddings=256)
+        ),
+        directory,
+    )
     return directory
 
 
@@ -35,14 +41,29 @@ def launched(monkeypatch) -> list[Launch]:
     monkeypatch.setattr(dispatch, "_kernels_here", lambda: "pallas")
     monkeypatch.setattr(dispatch, "LAUNCH", Launch(interpret=True))
     monkeypatch.setattr(
-        fused, "decode_attention", lambda *args, launch, **named: found.append(launch) or attention(*args, launch=launch, **named)
+        fused,
+        "decode_attention",
+        lambda *args, launch, **named: (
+            found.append(launch) or attention(*args, launch=launch, **named)
+        ),
     )
     return found
 
 
 def arguments(model, cache: str = CACHE) -> list[str]:
     ids = np.random.default_rng(0).integers(3, 96, 100)
-    return ["generate", model, "--prompt-ids", ",".join(map(str, ids)), "--cache", cache, "--max-new-tokens", NEW, "--dtype", "float32"]
+    return [
+        "generate",
+        model,
+        "--prompt-ids",
+        ",".join(map(str, ids)),
+        "--cache",
+        cache,
+        "--max-new-tokens",
+        NEW,
+        "--dtype",
+        "float32",
+    ]
 
 
 def test_the_footer_says_pallas_where_kernels_read_the_cache(model, launched, run, run_json):
@@ -61,8 +82,8 @@ def test_layers_that_kernels_cannot_read_are_told(launched, run, tmp_path):
     """A layer that is skipped holds float32 rows."""
     _, out, _ = run(*arguments(saved(2, tmp_path), f"{CACHE},skip_layers=0"))
     assert (
-        "; implementation pallas+xla (no kernel: k: full-precision rows in float32; kernels read bfloat16 and float16); layers skipped: 0]"
-        in out.splitlines()[-1]
+        "; implementation pallas+xla (no kernel: k: full-precision rows in float32; kernels read"
+        " bfloat16 and float16); layers skipped: 0]" in out.splitlines()[-1]
     )
     assert launched
 
@@ -72,17 +93,27 @@ def test_without_a_gpu_the_footer_says_native_or_why_not(model, run):
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
     _, out, _ = run(*arguments(model))
-    here = "native; " if dispatch.no_device("native") is None else "xla (no kernel: the CPU kernels "
+    here = (
+        "native; " if dispatch.no_device("native") is None else "xla (no kernel: the CPU kernels "
+    )
     assert f"; implementation {here}" in out.splitlines()[-1]
     _, out, _ = run(*arguments(model), "--implementation", "xla")
-    assert "; implementation xla; " in out.splitlines()[-1], "XLA needs no reason where it was asked for"
+    assert "; implementation xla; " in out.splitlines()[-1], (
+        "XLA needs no reason where it was asked for"
+    )
 
 
 def test_the_footer_says_why_no_native_kernel_ran(model, monkeypatch, run, run_json):
     monkeypatch.setattr(dispatch, "unavailable", lambda: "the CPU kernels were not compiled")
     _, out, _ = run(*arguments(model))
-    assert "; implementation xla (no kernel: the CPU kernels were not compiled); " in out.splitlines()[-1]
-    assert run_json("doctor", model, "--cache", CACHE)["facts"]["kernels here"] == "none: the CPU kernels were not compiled"
+    assert (
+        "; implementation xla (no kernel: the CPU kernels were not compiled); "
+        in out.splitlines()[-1]
+    )
+    assert (
+        run_json("doctor", model, "--cache", CACHE)["facts"]["kernels here"]
+        == "none: the CPU kernels were not compiled"
+    )
     code, _, err = run(*arguments(model), "--implementation", "native")
     assert code != 0
     assert "implementation='native' cannot run: the CPU kernels were not compiled" in err
@@ -90,7 +121,11 @@ def test_the_footer_says_why_no_native_kernel_ran(model, monkeypatch, run, run_j
 
 def test_doctor_tells_that_this_jax_compiles_no_kernels(model, monkeypatch, run, run_json):
     reason = "kernels need Triton"
-    assert {layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]} != {reason}
+    assert {
+        layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]
+    } != {reason}
     monkeypatch.setattr(dispatch, "no_triton", lambda: reason)
-    assert {layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]} == {reason}
+    assert {
+        layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]
+    } == {reason}
     assert f"no: {reason}" in " ".join(run("doctor", model, "--cache", CACHE)[1].split())

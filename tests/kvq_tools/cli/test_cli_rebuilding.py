@@ -1,4 +1,5 @@
-"""What `kvq memory` and `kvq doctor` say of caches that rebuild keys and values: the roofline, what stands beside the cache, its layers."""
+"""What `kvq memory` and `kvq doctor` say of caches that rebuild keys and values: the roofline, what
+stands beside the cache, its layers."""
 
 from __future__ import annotations
 
@@ -25,10 +26,17 @@ D, HEADS, LAYERS = 4096, 32, 4
 
 @pytest.fixture
 def shapes(tmp_path):
-    """shapes(sizes) -> a directory with nothing but the config.json of a model of that width, four layers deep."""
+    """shapes(sizes) -> a directory with nothing but the config.json of a model of that width, four
+    layers deep."""
 
     def write(sizes):
-        fields = dict(model_type="llama", hidden_size=D, num_attention_heads=HEADS, num_hidden_layers=LAYERS, max_position_embeddings=4096)
+        fields = dict(
+            model_type="llama",
+            hidden_size=D,
+            num_attention_heads=HEADS,
+            num_hidden_layers=LAYERS,
+            max_position_embeddings=4096,
+        )
         (tmp_path / "config.json").write_text(json.dumps(SIZES | fields | sizes))
         return tmp_path
 
@@ -36,11 +44,20 @@ def shapes(tmp_path):
 
 
 # (sizes, device) -> tokens in the paper, or as its equations give for the other device
-PRINTED = [(LLAMA_2_7B, "h100-pcie", 2.3e3), (LLAMA_3_1_8B, "h100-pcie", 40.6e3), (LLAMA_2_7B, "h200", 1.2e3), (LLAMA_3_1_8B, "h200", 22e3)]
+PRINTED = [
+    (LLAMA_2_7B, "h100-pcie", 2.3e3),
+    (LLAMA_3_1_8B, "h100-pcie", 40.6e3),
+    (LLAMA_2_7B, "h200", 1.2e3),
+    (LLAMA_3_1_8B, "h200", 22e3),
+]
 
 
-@pytest.mark.parametrize(("sizes", "device", "tokens"), PRINTED, ids=["MHA", "GQA", "MHA on an H200", "GQA on an H200"])
-def test_the_papers_lengths_are_printed_for_its_models(sizes, device, tokens, shapes, run, run_json):
+@pytest.mark.parametrize(
+    ("sizes", "device", "tokens"), PRINTED, ids=["MHA", "GQA", "MHA on an H200", "GQA on an H200"]
+)
+def test_the_papers_lengths_are_printed_for_its_models(
+    sizes, device, tokens, shapes, run, run_json
+):
     arguments = ("memory", shapes(sizes), "--cache", "xquant:bits=2", "--roofline", device)
     found = run_json(*arguments)
     (cache,) = found["caches"]
@@ -55,14 +72,21 @@ def test_the_papers_lengths_are_printed_for_its_models(sizes, device, tokens, sh
 def test_without_a_name_the_device_is_the_papers_and_peaks_may_be_given(shapes, run_json):
     directory = shapes(LLAMA_2_7B)
     arguments = ("memory", directory, "--cache", "xquant:bits=2", "--roofline")
-    default, given, slower = (run_json(*arguments, *more) for more in ((), ("756e12:2e12",), ("756e11:2e12",)))
+    default, given, slower = (
+        run_json(*arguments, *more) for more in ((), ("756e12:2e12",), ("756e11:2e12",))
+    )
     assert default["device"]["name"] == "h100-pcie"
     assert default["caches"] == given["caches"]
-    assert slower["caches"][0]["roofline"]["hidden_tokens"] < given["caches"][0]["roofline"]["hidden_tokens"] / 9
+    assert (
+        slower["caches"][0]["roofline"]["hidden_tokens"]
+        < given["caches"][0]["roofline"]["hidden_tokens"] / 9
+    )
     assert run_json(*arguments[:-1])["caches"][0]["roofline"] is None
 
 
-@pytest.mark.parametrize(("sizes", "width"), [(LLAMA_2_7B, D), (LLAMA_3_1_8B, 1024)], ids=["x", "latents"])
+@pytest.mark.parametrize(
+    ("sizes", "width"), [(LLAMA_2_7B, D), (LLAMA_3_1_8B, 1024)], ids=["x", "latents"]
+)
 def test_here_keys_are_rebuilt_and_stored_bytes_are_read(sizes, width, shapes, run_json):
     (cache,) = run_json("memory", shapes(sizes), "--cache", "xquant:bits=2", "--roofline")["caches"]
     kv_width = sizes["num_key_value_heads"] * 128
@@ -71,17 +95,27 @@ def test_here_keys_are_rebuilt_and_stored_bytes_are_read(sizes, width, shapes, r
     made = 0 if width == D else 2 * 2 * (D * width + width * kv_width)  # U and S B^T of both sides
     for layer in cache["roofline"]["layers"]:
         assert layer["here"]["flops_per_token"] == 2 * width * kv_width + 2 * HEADS * width
-        assert layer["here"]["cache_bytes_per_token"] == bodies * width * 2.25 / 8, "2 bits, scale and zero of groups of 128"
+        assert layer["here"]["cache_bytes_per_token"] == bodies * width * 2.25 / 8, (
+            "2 bits, scale and zero of groups of 128"
+        )
         assert layer["here"]["weight_bytes"] == weights + made
     here = cache["roofline"]["layers"][0]["here"]
     ridge = 378
-    expected = ridge * here["weight_bytes"] / (here["flops_per_token"] - ridge * here["cache_bytes_per_token"])
+    expected = (
+        ridge
+        * here["weight_bytes"]
+        / (here["flops_per_token"] - ridge * here["cache_bytes_per_token"])
+    )
     assert cache["roofline"]["hidden_tokens"] == pytest.approx(expected)
-    assert cache["roofline"]["hidden_tokens"] > 1.9 * cache["roofline"]["paper_hidden_tokens"], "values need not be rebuilt"
+    assert cache["roofline"]["hidden_tokens"] > 1.9 * cache["roofline"]["paper_hidden_tokens"], (
+        "values need not be rebuilt"
+    )
 
 
 def test_an_accumulator_is_read_and_written_and_the_tightest_layer_decides(shapes, run_json):
-    (cache,) = run_json("memory", shapes(LLAMA_3_1_8B), "--cache", "xquant_cl:bits=2", "--roofline")["caches"]
+    (cache,) = run_json(
+        "memory", shapes(LLAMA_3_1_8B), "--cache", "xquant_cl:bits=2", "--roofline"
+    )["caches"]
     early, _, base, delta = (layer["here"] for layer in cache["roofline"]["layers"])
     assert early["cache_bytes_per_token"] == 2 * 1024 * 4.25 / 8
     assert base["cache_bytes_per_token"] == D * 4.25 / 8 + 2 * 4 * D
@@ -89,36 +123,64 @@ def test_an_accumulator_is_read_and_written_and_the_tightest_layer_decides(shape
     assert delta["flops_per_token"] == 2 * D * 1024 + 2 * HEADS * D + 2 * 2048 * D
     lengths = [layer["here"]["hidden_tokens"] for layer in cache["roofline"]["layers"]]
     assert lengths[2] is None, "the base layer reads longer than it computes, at any length"
-    assert cache["roofline"]["hidden_tokens"] == min(length for length in lengths if length is not None)
+    assert cache["roofline"]["hidden_tokens"] == min(
+        length for length in lengths if length is not None
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2], ids=["x", "latents"])
 def test_flops_are_those_of_the_compiled_attention(kv_heads):
     tokens, group, head_dim = 256, 8 // kv_heads, 64
-    sizes = dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim)
+    sizes = dict(
+        hidden_size=512, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim
+    )
     config = tiny_config(num_hidden_layers=1, **sizes)
     (plan,) = kvq.layout("xquant:bits=2", config, 1, tokens, "float32").plans
     params = plan.from_weights(layer_weights(abstract_llama(config, "float32").layers[0]))
-    frequencies, factor = jax.ShapeDtypeStruct((head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    frequencies, factor = (
+        jax.ShapeDtypeStruct((head_dim // 2,), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    )
     rope = describe(kvq.Rope, inverse_frequencies=frequencies, attention_factor=factor)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def counted(read, codec, own, rows):
-        body = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), codec.body(1, kv_heads, tokens))
-        lowered = jax.jit(lambda *arrays: read(codec)(arrays[0], (), *arrays[1:])).lower(own, rows, body, positions, rope)
+        body = jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)),
+            codec.body(1, kv_heads, tokens),
+        )
+        lowered = jax.jit(lambda *arrays: read(codec)(arrays[0], (), *arrays[1:])).lower(
+            own, rows, body, positions, rope
+        )
         return lowered.compile().cost_analysis()["flops"] / tokens
 
-    keys = counted(lambda codec: codec.scores, plan.k, params[0], jax.ShapeDtypeStruct((1, kv_heads, group, head_dim), jnp.float32))
-    values = counted(lambda codec: codec.weighted, plan.v, params[1], jax.ShapeDtypeStruct((1, kv_heads, group, tokens), jnp.float32))
+    keys = counted(
+        lambda codec: codec.scores,
+        plan.k,
+        params[0],
+        jax.ShapeDtypeStruct((1, kv_heads, group, head_dim), jnp.float32),
+    )
+    values = counted(
+        lambda codec: codec.weighted,
+        plan.v,
+        params[1],
+        jax.ShapeDtypeStruct((1, kv_heads, group, tokens), jnp.float32),
+    )
     expected = memory_roofline.layer_cost(plan, config, 0).flops_per_token
-    assert keys + values == pytest.approx(expected, rel=0.15), "decoding, RoPE and the scores themselves are the rest"
+    assert keys + values == pytest.approx(expected, rel=0.15), (
+        "decoding, RoPE and the scores themselves are the rest"
+    )
     width = plan.row_width
     assert values < 2 * width * kv_heads * head_dim / 3, "values are not rebuilt"
 
 
 def test_what_rebuilds_nothing_says_so_and_one_side_may_be_rebuilt_alone(shapes, run, run_json):
     directory = shapes(LLAMA_3_1_8B)
-    caches = [part for spec in ("kivi:bits=2", "k=xquant:bits=2+v=kivi:bits=2", "dense") for part in ("--cache", spec)]
+    caches = [
+        part
+        for spec in ("kivi:bits=2", "k=xquant:bits=2+v=kivi:bits=2", "dense")
+        for part in ("--cache", spec)
+    ]
     kivi, mixed, dense = run_json("memory", directory, *caches, "--roofline")["caches"]
     for cache in (kivi, dense):
         assert (cache["roofline"]["rebuilds"], cache["roofline"]["hidden_tokens"]) == (False, None)
@@ -129,11 +191,15 @@ def test_what_rebuilds_nothing_says_so_and_one_side_may_be_rebuilt_alone(shapes,
 
 
 def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, run, run_json):
-    config = tiny_config(num_attention_heads=8, num_key_value_heads=2, head_dim=8, num_hidden_layers=4)
+    config = tiny_config(
+        num_attention_heads=8, num_key_value_heads=2, head_dim=8, num_hidden_layers=4
+    )
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     specs = ("xquant:bits=2", "xquant_cl:bits=2", "kivi:bits=2,group_size=8")
     caches = [part for spec in specs for part in ("--cache", spec)]
-    found = run_json("memory", tmp_path, *caches, "--context", "512", "--batch", "3", "--dtype", "float32")["caches"]
+    found = run_json(
+        "memory", tmp_path, *caches, "--context", "512", "--batch", "3", "--dtype", "float32"
+    )["caches"]
     llama = random_llama(config)
     own = {id(leaf) for leaf in jax.tree.leaves(llama)}
     for spec, cache in zip(specs, found, strict=True):
@@ -143,7 +209,9 @@ def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, r
     working = [cache["working_bytes"] for cache in found]
     body = kvq.parse("xquant_cl:bits=2").regions(512).body_capacity
     assert working == [0, 3 * body * 64 * 4, 0], "an accumulator [B, S, D] in fp32"
-    assert found[0]["parameter_bytes"] == 4 * 4 * 2 * (64 * 16 + 16 * 16), "U and S B^T of both sides in four layers"
+    assert found[0]["parameter_bytes"] == 4 * 4 * 2 * (64 * 16 + 16 * 16), (
+        "U and S B^T of both sides in four layers"
+    )
     out = run("memory", tmp_path, *caches, "--context", "512")[1]
     assert "beside the cache" in out
     assert np.all([part in out for part in ("parameters", "working memory")])
@@ -156,15 +224,23 @@ def test_an_unknown_device_is_one_line(shapes, run):
     assert "FLOPS:BYTES" in err
 
 
-@pytest.mark.parametrize(("sizes", "sides", "bits"), [(LLAMA_2_7B, ["kv"], 1.125), (LLAMA_3_1_8B, ["k", "v"], 2.25)], ids=["x", "latents"])
-def test_doctor_describes_rows_that_serve_both_sides_once(sizes, sides, bits, shapes, run, run_json):
+@pytest.mark.parametrize(
+    ("sizes", "sides", "bits"),
+    [(LLAMA_2_7B, ["kv"], 1.125), (LLAMA_3_1_8B, ["k", "v"], 2.25)],
+    ids=["x", "latents"],
+)
+def test_doctor_describes_rows_that_serve_both_sides_once(
+    sizes, sides, bits, shapes, run, run_json
+):
     arguments = ("doctor", shapes(sizes), "--cache", "xquant:bits=2,skip_layers=0")
     found = run_json(*arguments)
     skipped, *others = found["layers"]
     assert (skipped["quantized"], "k" in skipped, "v" in skipped) == (False, True, True)
     for layer in others:
         assert [side for side in ("k", "v", "kv") if side in layer] == sides
-        assert {layer[side]["stored_bits"] for side in sides} == {bits}, "of an element of keys or values"
+        assert {layer[side]["stored_bits"] for side in sides} == {bits}, (
+            "of an element of keys or values"
+        )
         assert "rebuilt" in layer["no_kernel"]
     assert "made from the weights" in found["facts"]["calibration"]
     out = run(*arguments)[1]
@@ -173,7 +249,10 @@ def test_doctor_describes_rows_that_serve_both_sides_once(sizes, sides, bits, sh
 
 def test_doctor_says_where_qk_norm_is_applied(tmp_path, run_json):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3").to_hf()))
-    rebuilt, cached = (run_json("doctor", tmp_path, "--cache", spec)["facts"] for spec in ("xquant", "kivi:group_size=8"))
+    rebuilt, cached = (
+        run_json("doctor", tmp_path, "--cache", spec)["facts"]
+        for spec in ("xquant", "kivi:group_size=8")
+    )
     assert rebuilt["qk_norm"] == "yes; applied when keys are rebuilt"
     assert cached["qk_norm"] == "yes; keys are cached after it"
     assert cached["calibration"] == "not needed"

@@ -1,4 +1,5 @@
-"""Compiled programs are kept between runs of the command: where, how long, and not where the user says otherwise."""
+"""Compiled programs are kept between runs of the command: where, how long, and not where the user
+says otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from kvq_tools.cli import compilation_cache
 from kvq_tools.cli.main import main
 
-SETTINGS = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs")
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
 
 
 @pytest.fixture
@@ -33,12 +38,16 @@ def no_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     jax_cache.reset_cache()
 
 
-def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(
+    no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     assert compilation_cache.described() == "none: every run compiles anew"
     monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
     compilation_cache.begin()
     assert compilation_cache.folder().is_relative_to(no_cache)
-    assert compilation_cache.described().startswith("0 compiled programs"), compilation_cache.described()
+    assert compilation_cache.described().startswith("0 compiled programs"), (
+        compilation_cache.described()
+    )
     jax.jit(lambda x: jnp.sin(x) * 3.25)(jnp.ones(7)).block_until_ready()
     count, told = int(compilation_cache.described().split()[0]), compilation_cache.described()
     assert count >= 1, "the program was not kept"
@@ -68,7 +77,8 @@ def test_the_command_keeps_programs_unless_told_otherwise(
     assert ("every run compiles anew" in printed) != kept, printed
 
 
-# Runs the command, and says on stderr what compiling was: programs that the cache held and that it did not, and seconds.
+# Runs the command, and says on stderr what compiling was: programs that the cache held and that it
+# did not, and seconds.
 COUNTED = """
 import collections, json, sys
 import jax
@@ -83,15 +93,39 @@ sys.exit(code)
 """
 
 
-def test_the_second_generate_compiles_nothing_that_takes_long(bare: pathlib.Path, tmp_path: pathlib.Path):
-    """In processes of their own, and compiled as for users. Without a tokenizer, whose import takes longer than the model."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    environment |= {"KVQ_CACHE": str(tmp_path / "user"), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+def test_the_second_generate_compiles_nothing_that_takes_long(
+    bare: pathlib.Path, tmp_path: pathlib.Path
+):
+    """In processes of their own, and compiled as for users. Without a tokenizer, whose import takes
+    longer than the model."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
+    }
+    environment |= {
+        "KVQ_CACHE": str(tmp_path / "user"),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     ids = ",".join(map(str, range(10, 40)))
-    request = ("generate", str(bare), "--prompt-ids", ids, "--cache", "kivi:bits=2,recent=8,block=8,group_size=8", "--max-new-tokens", "8")
+    request = (
+        "generate",
+        str(bare),
+        "--prompt-ids",
+        ids,
+        "--cache",
+        "kivi:bits=2,recent=8,block=8,group_size=8",
+        "--max-new-tokens",
+        "8",
+    )
 
     def generate() -> tuple[str, dict[str, float]]:
-        done = subprocess.run([sys.executable, "-c", COUNTED, *request], env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, *request],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[0], json.loads(done.stderr.splitlines()[-1])
 
@@ -101,4 +135,6 @@ def test_the_second_generate_compiles_nothing_that_takes_long(bare: pathlib.Path
     assert text == again
     assert kept >= 2, "neither the prompt's program nor that of the loop was kept"
     assert second["cache_hits"] == kept, f"{kept} programs are on disk: {second}"
-    assert second["backend_compile_duration"] < first["backend_compile_duration"] / 2, f"{first}, {second}"
+    assert second["backend_compile_duration"] < first["backend_compile_duration"] / 2, (
+        f"{first}, {second}"
+    )

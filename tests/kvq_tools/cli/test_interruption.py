@@ -1,4 +1,5 @@
-"""Ctrl-C in a real terminal: the command ends within a second with one line and status 130, also while XLA compiles.
+"""Ctrl-C in a real terminal: the command ends within a second with one line and status 130, also
+while XLA compiles.
 
 KVQ_INTERRUPTIONS=20 presses that many times in each of COMMANDS, at other moments.
 """
@@ -22,8 +23,14 @@ fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
 
 PASSAGE = pathlib.Path(inputs.__file__).parent / "passage.txt"
 COMMANDS = {
-    "generate": (("generate", "embedded", "--prompt", "Once upon", "--max-new-tokens", "1500"), "compiling"),
-    "eval": (("eval", "embedded", "--text", str(PASSAGE), "--cache", "kivi:bits=2,recent=8,block=32"), "evaluating"),
+    "generate": (
+        ("generate", "embedded", "--prompt", "Once upon", "--max-new-tokens", "1500"),
+        "compiling",
+    ),
+    "eval": (
+        ("eval", "embedded", "--text", str(PASSAGE), "--cache", "kivi:bits=2,recent=8,block=32"),
+        "evaluating",
+    ),
     "demo": (("demo",), "compiling for"),
 }
 TIMES = int(os.environ.get("KVQ_INTERRUPTIONS", "1"))
@@ -31,8 +38,8 @@ DELAYS = (0.6, 1.5, 0.1, 2.4, 3.5)  # seconds after the message, while the comma
 MOST_SECONDS = 1.5  # to leave on a core of its own: one, and a margin
 
 
-# A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one. A process whose parent ignores Ctrl-C, as
-# shells' background jobs do, would ignore it as well.
+# A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one. A
+# process whose parent ignores Ctrl-C, as shells' background jobs do, would ignore it as well.
 IN_THIS_TERMINAL = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -47,19 +54,22 @@ class Terminal:
     def __init__(self, arguments):
         self._file, side = pty.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self._process = subprocess.Popen(  # not pty.fork: JAX, which this process runs, warns of forks
-            [sys.executable, "-c", IN_THIS_TERMINAL, "-m", "kvq_tools", *arguments],
-            stdin=side,
-            stdout=side,
-            stderr=side,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+        self._process = (
+            subprocess.Popen(  # not pty.fork: JAX, which this process runs, warns of forks
+                [sys.executable, "-c", IN_THIS_TERMINAL, "-m", "kvq_tools", *arguments],
+                stdin=side,
+                stdout=side,
+                stderr=side,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+            )
         )
         os.close(side)
         self.text = ""
 
     def read(self, seconds, until=None):
-        """Read for some time, or until the text holds `until`; return False where the command has ended."""
+        """Read for some time, or until the text holds `until`; return False where the command has
+        ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and (until is None or until not in self.text):
             if select.select([self._file], [], [], 0.02)[0]:
@@ -73,7 +83,8 @@ class Terminal:
         os.write(self._file, b"\x03")
 
     def status(self):
-        """Return the exit code, negative for a signal. The command has closed its terminal, so it is ending."""
+        """Return the exit code, negative for a signal. The command has closed its terminal, so it
+        is ending."""
         return self._process.wait()
 
     def end(self):
@@ -84,7 +95,8 @@ class Terminal:
 
 
 def waiting() -> float:
-    """Return how many times longer than its own CPU time a process takes at this moment, because others run: 1 on a free core."""
+    """Return how many times longer than its own CPU time a process takes at this moment, because
+    others run: 1 on a free core."""
     start, used = time.monotonic(), time.process_time()
     while time.process_time() - used < 0.3:
         pass
@@ -116,7 +128,9 @@ def test_ctrl_c_ends_a_compiling_command_within_a_second(command, turn, terminal
     status = shell.status()
     assert status == 130, f"{command} ended with {status} after Ctrl-C:\n{shell.text}"
     most = MOST_SECONDS * waiting()
-    assert seconds < most, f"{command} took {seconds:.1f} s to leave, of at most {most:.1f} beside what else runs"
+    assert seconds < most, (
+        f"{command} took {seconds:.1f} s to leave, of at most {most:.1f} beside what else runs"
+    )
     assert shell.text.count("kvq: interrupted") == 1, shell.text
     assert "Traceback" not in shell.text, shell.text
     hidden, shown = shell.text.rfind("\x1b[?25l"), shell.text.rfind("\x1b[?25h")

@@ -1,4 +1,5 @@
-"""Every --json object names its format and version, is described in docs/json.md, and an error is one too.
+"""Every --json object names its format and version, is described in docs/json.md, and an error is
+one too.
 
 The fixture `run_json` compares the keys of every object that it reads with the page.
 """
@@ -14,7 +15,10 @@ from kvq_tools.cli.console import print_json
 from tests.kvq_tools.cli.json_page import sections, undescribed_keys
 
 
-@pytest.mark.parametrize("arguments", [("methods",), ("fetch",), ("memory", "embedded", "--cache", "kivi"), ("doctor", "embedded")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("methods",), ("fetch",), ("memory", "embedded", "--cache", "kivi"), ("doctor", "embedded")],
+)
 def test_an_object_names_its_format(arguments, run_json):
     found = run_json(*arguments)
     assert found["format"] == ("kvq.models" if arguments == ("fetch",) else f"kvq.{arguments[0]}")
@@ -24,7 +28,11 @@ def test_an_object_names_its_format(arguments, run_json):
 
 def test_the_page_has_a_section_for_every_command():
     own = {"passkey": "task", "niah": "task", "ruler": "task"}
-    assert {f"kvq.{own.get(command, command)}" for command in main.COMMANDS if command not in main.PASSED_ON} <= set(sections())
+    assert {
+        f"kvq.{own.get(command, command)}"
+        for command in main.COMMANDS
+        if command not in main.PASSED_ON
+    } <= set(sections())
 
 
 def test_an_error_is_an_object_with_its_line_and_status(run):
@@ -32,7 +40,9 @@ def test_an_error_is_an_object_with_its_line_and_status(run):
     found = json.loads(out)
     assert (code, found["format"], found["version"], found["status"]) == (2, "kvq.error", 1, 2)
     assert err == f"kvq: error: {found['error']}\n"
-    assert run("memory", "nowhere", "--cache", "dense")[1] == "", "without --json stdout stays empty"
+    assert run("memory", "nowhere", "--cache", "dense")[1] == "", (
+        "without --json stdout stays empty"
+    )
     assert not undescribed_keys(found)
 
 
@@ -48,7 +58,21 @@ def test_an_interruption_is_an_object_too(run, monkeypatch):
 
 def test_control_characters_in_an_object_are_escapes(capsys):
     """A terminal obeys none of them, and a reader gets back what was written."""
-    text = "".join(map(chr, (*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xD800))) + "é漢🙂"
+    text = (
+        "".join(
+            map(
+                chr,
+                (
+                    *range(32),
+                    *range(0x7F, 0xA0),
+                    *range(0x202A, 0x202F),
+                    *range(0x2066, 0x206A),
+                    0xD800,
+                ),
+            )
+        )
+        + "é漢🙂"
+    )
     print_json("test", {"text": text, text: ["list", text]})
     out = capsys.readouterr().out
     shown = sorted({ch for ch in out if not ch.isprintable()})

@@ -1,4 +1,5 @@
-"""`kvq lm-eval`: the command line goes to lm-evaluation-harness as it is, and kvq is one of its models."""
+"""`kvq lm-eval`: the command line goes to lm-evaluation-harness as it is, and kvq is one of its
+models."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from kvq_tools.cli.commands import lm_eval as command
     ],
 )
 def test_the_command_line_is_passed_on_with_a_model(arguments, passed, run, monkeypatch):
-    model = pytest.importorskip("kvq_tools.evaluation.lm_eval_model", reason="the extra eval is not installed", exc_type=ImportError)
+    model = pytest.importorskip(
+        "kvq_tools.evaluation.lm_eval_model",
+        reason="the extra eval is not installed",
+        exc_type=ImportError,
+    )
     seen = []
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(model, "cli_evaluate", lambda: seen.append(list(sys.argv)))
@@ -32,7 +37,11 @@ def test_the_command_line_is_passed_on_with_a_model(arguments, passed, run, monk
 
 
 def test_lm_eval_knows_the_model():
-    pytest.importorskip("kvq_tools.evaluation.lm_eval_model", reason="the extra eval is not installed", exc_type=ImportError)
+    pytest.importorskip(
+        "kvq_tools.evaluation.lm_eval_model",
+        reason="the extra eval is not installed",
+        exc_type=ImportError,
+    )
     from lm_eval.api.registry import get_model
 
     assert get_model(command.MODEL).__name__ == "KvqLM"
@@ -40,7 +49,11 @@ def test_lm_eval_knows_the_model():
 
 def test_without_lm_eval_the_error_names_the_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for module in [name for name in sys.modules if name.startswith(("lm_eval.", "kvq_tools.evaluation.lm_eval_model"))]:
+    for module in [
+        name
+        for name in sys.modules
+        if name.startswith(("lm_eval.", "kvq_tools.evaluation.lm_eval_model"))
+    ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(evaluation, "lm_eval_model", raising=False)
     code, out, err = run("lm-eval", "ls", "tasks")

@@ -27,28 +27,56 @@ def eight_billion(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(run_json, eight_billion: pathlib.Path):
-    """KVQuant's claim of 10M tokens on eight GPUs, for an 8B model with 8 KV heads on eight H200s."""
-    caches = [part for name in ("kivi:bits=2", "kvquant:bits=3", "dense") for part in ("--cache", name)]
-    found = run_json("memory", eight_billion, *caches, "--context", "10M", "--mesh", "auto", "--devices", "8")
+def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(
+    run_json, eight_billion: pathlib.Path
+):
+    """KVQuant's claim of 10M tokens on eight GPUs, for an 8B model with 8 KV heads on eight
+    H200s."""
+    caches = [
+        part for name in ("kivi:bits=2", "kvquant:bits=3", "dense") for part in ("--cache", name)
+    ]
+    found = run_json(
+        "memory", eight_billion, *caches, "--context", "10M", "--mesh", "auto", "--devices", "8"
+    )
     kivi, kvquant, dense = (cache["mesh"] for cache in found["caches"])
-    assert [one["placement"] for one in (kivi, kvquant, dense)] == ["heads=8", "tokens=8", "heads=8"]
+    assert [one["placement"] for one in (kivi, kvquant, dense)] == [
+        "heads=8",
+        "tokens=8",
+        "heads=8",
+    ]
     assert [one["fits"] for one in (kivi, kvquant, dense)] == [True, True, False]
     assert 33e9 < kivi["total_bytes"] < 35e9
     assert 40e9 < kvquant["total_bytes"] < 42e9
-    assert found["caches"][0]["cache_bytes"] == pytest.approx(8 * (kivi["body_bytes"] + kivi["window_bytes"]), rel=1e-4)
-    assert kivi["weight_bytes"] == pytest.approx(16.06e9 / 8, rel=1e-3), "8.03 billion weights of 2 bytes"
+    assert found["caches"][0]["cache_bytes"] == pytest.approx(
+        8 * (kivi["body_bytes"] + kivi["window_bytes"]), rel=1e-4
+    )
+    assert kivi["weight_bytes"] == pytest.approx(16.06e9 / 8, rel=1e-3), (
+        "8.03 billion weights of 2 bytes"
+    )
     assert kivi["collectives"] == 1 + 32 * 2, "sums of the embedding, o_proj and down_proj"
-    assert kvquant["collectives"] == 1 + 32 * (2 + 2 + 1), "and two merge shards of tokens, and one gathers queries, keys and values"
+    assert kvquant["collectives"] == 1 + 32 * (2 + 2 + 1), (
+        "and two merge shards of tokens, and one gathers queries, keys and values"
+    )
     for one in (kivi, kvquant):
-        assert one["milliseconds"] == pytest.approx(1e3 * (one["read_bytes"] / 4.8e12 + one["collectives"] * 10e-6))
+        assert one["milliseconds"] == pytest.approx(
+            1e3 * (one["read_bytes"] / 4.8e12 + one["collectives"] * 10e-6)
+        )
 
 
 def test_a_batch_is_shared_out_where_that_is_faster(run_json, eight_billion: pathlib.Path):
     one, two = (
-        run_json("memory", eight_billion, "--cache", "xquant:bits=2", "--context", "128K", "--batch", "64", "--mesh", mesh)["caches"][0][
-            "mesh"
-        ]
+        run_json(
+            "memory",
+            eight_billion,
+            "--cache",
+            "xquant:bits=2",
+            "--context",
+            "128K",
+            "--batch",
+            "64",
+            "--mesh",
+            mesh,
+        )["caches"][0]["mesh"]
         for mesh in ("auto", "tokens=8")
     )
     assert one["milliseconds"] <= two["milliseconds"]
@@ -65,7 +93,9 @@ def test_a_batch_is_shared_out_where_that_is_faster(run_json, eight_billion: pat
         (("--devices", "8"), "--devices counts those of a mesh: give --mesh auto"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(run, eight_billion: pathlib.Path, arguments: tuple[str, ...], message: str):
+def test_what_makes_no_sense_is_refused_in_one_line(
+    run, eight_billion: pathlib.Path, arguments: tuple[str, ...], message: str
+):
     code, _, err = run("memory", eight_billion, "--cache", "kivi", *arguments)
     assert code != 0
     assert message in err.splitlines()[-1]

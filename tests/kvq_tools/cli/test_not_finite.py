@@ -1,4 +1,5 @@
-"""A model that computes what is not finite says so at every command: in one line, and with an exit status of its own."""
+"""A model that computes what is not finite says so at every command: in one line, and with an exit
+status of its own."""
 
 from __future__ import annotations
 
@@ -13,9 +14,30 @@ from tests.kvq_models.checkpoints import PROMPT
 CACHE = "kivi:bits=4,group_size=8,recent=0"
 TEXT = ("--text", "{text}", "--window", "16", "--limit", "16", "--mode", "fake")
 COMMANDS = {
-    "generate": ("generate", "{model}", "--prompt", PROMPT, "--cache", CACHE, "--max-new-tokens", "2"),
+    "generate": (
+        "generate",
+        "{model}",
+        "--prompt",
+        PROMPT,
+        "--cache",
+        CACHE,
+        "--max-new-tokens",
+        "2",
+    ),
     "eval": ("eval", "{model}", "--cache", CACHE, *TEXT),
-    "report": ("report", "{model}", "--cache", CACHE, *TEXT, "--contexts", "none", "--sample", "8", "--out", "{out}"),
+    "report": (
+        "report",
+        "{model}",
+        "--cache",
+        CACHE,
+        *TEXT,
+        "--contexts",
+        "none",
+        "--sample",
+        "8",
+        "--out",
+        "{out}",
+    ),
 }
 
 
@@ -48,7 +70,9 @@ def test_a_command_ends_with_a_status_of_its_own(command: str, ended, overflowin
     code, err = ended(command, overflowing)
     assert code == 3, err
     errors = [line for line in err.splitlines() if line.startswith("kvq: error: ")]
-    assert errors == [f"kvq: error: the model computed numbers that are not finite (nan or inf) with {CACHE}"], err
+    assert errors == [
+        f"kvq: error: the model computed numbers that are not finite (nan or inf) with {CACHE}"
+    ], err
 
 
 def test_the_same_model_before_its_weights_grew_ends_well(ended, model: pathlib.Path):

@@ -1,4 +1,5 @@
-"""`kvq prefill` and `kvq generate --from`: one process reads, another goes on, and the tokens are those of one that does both."""
+"""`kvq prefill` and `kvq generate --from`: one process reads, another goes on, and the tokens are
+those of one that does both."""
 
 from __future__ import annotations
 
@@ -27,23 +28,57 @@ def prompt(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture
-def handed(run_json, model: pathlib.Path, prompt: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+def handed(
+    run_json, model: pathlib.Path, prompt: pathlib.Path, tmp_path: pathlib.Path
+) -> pathlib.Path:
     out = tmp_path / "prompt.safetensors"
-    told = run_json("prefill", model, "--cache", CACHE, "--prompt-file", prompt, "--out", out, "--capacity", 128)
-    assert (told["format"], told["cache"], told["bytes"], told["capacity"]) == ("kvq.prefill", CACHE, out.stat().st_size, 128)
+    told = run_json(
+        "prefill", model, "--cache", CACHE, "--prompt-file", prompt, "--out", out, "--capacity", 128
+    )
+    assert (told["format"], told["cache"], told["bytes"], told["capacity"]) == (
+        "kvq.prefill",
+        CACHE,
+        out.stat().st_size,
+        128,
+    )
     assert told["quantized_tokens"] > 0
     return out
 
 
-def test_the_tokens_are_those_of_one_process(run, run_json, model: pathlib.Path, prompt: pathlib.Path, handed: pathlib.Path):
-    whole = run_json("generate", model, "--prompt-file", prompt, "--cache", CACHE, "--capacity", 128, *SAMPLED)
+def test_the_tokens_are_those_of_one_process(
+    run, run_json, model: pathlib.Path, prompt: pathlib.Path, handed: pathlib.Path
+):
+    whole = run_json(
+        "generate", model, "--prompt-file", prompt, "--cache", CACHE, "--capacity", 128, *SAMPLED
+    )
     for options in ((), ("--prompt", PROMPT, "--cache", CACHE)):
         found = run_json("generate", model, "--from", handed, *SAMPLED, *options)
-        same = ("tokens", "text", "prompt_ids", "cache", "capacity", "quantized_tokens", "finish", "bits_per_element")
+        same = (
+            "tokens",
+            "text",
+            "prompt_ids",
+            "cache",
+            "capacity",
+            "quantized_tokens",
+            "finish",
+            "bits_per_element",
+        )
         assert {name: found[name] for name in same} == {name: whole[name] for name in same}
-    other = run_json("generate", model, "--prompt", PROMPT, "--cache", "kivi:bits=2,recent=8,block=32", "--capacity", 128, *SAMPLED)
+    other = run_json(
+        "generate",
+        model,
+        "--prompt",
+        PROMPT,
+        "--cache",
+        "kivi:bits=2,recent=8,block=32",
+        "--capacity",
+        128,
+        *SAMPLED,
+    )
     assert other["tokens"] != whole["tokens"], "every cache gives these tokens"
-    assert kvq.load_cache(handed, config=tiny_config(vocab_size=300, num_hidden_layers=1)).lengths.tolist() == [len(whole["prompt_ids"])]
+    assert kvq.load_cache(
+        handed, config=tiny_config(vocab_size=300, num_hidden_layers=1)
+    ).lengths.tolist() == [len(whole["prompt_ids"])]
     assert kvq.load_beside(handed)["tokens"].tolist() == whole["prompt_ids"]
 
 
@@ -58,7 +93,9 @@ def test_the_tokens_are_those_of_one_process(run, run_json, model: pathlib.Path,
         (("--chat",), "--chat is for a prompt"),
     ],
 )
-def test_what_does_not_fit_the_file_is_one_line(run, model: pathlib.Path, handed: pathlib.Path, options: tuple, message: str):
+def test_what_does_not_fit_the_file_is_one_line(
+    run, model: pathlib.Path, handed: pathlib.Path, options: tuple, message: str
+):
     assert_refused(run("generate", model, "--from", handed, *options), message)
 
 
@@ -70,12 +107,20 @@ def assert_refused(result: tuple[int, str, str], message: str) -> None:
     assert re.search(f"^kvq: error: .*{message}", line), errors
 
 
-def test_another_model_or_a_damaged_file_is_one_line(run, model: pathlib.Path, handed: pathlib.Path, tmp_path: pathlib.Path):
+def test_another_model_or_a_damaged_file_is_one_line(
+    run, model: pathlib.Path, handed: pathlib.Path, tmp_path: pathlib.Path
+):
     fields = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256}
     save_llama(random_llama(tiny_config(**fields), seed=7), tmp_path / "other")
-    assert_refused(run("generate", tmp_path / "other", "--from", handed, *FEW), "another model_fingerprint")
-    save_llama(random_llama(tiny_config(**(fields | {"num_hidden_layers": 2}))), tmp_path / "deeper")
-    assert_refused(run("generate", tmp_path / "deeper", "--from", handed), "a model of other dimensions")
+    assert_refused(
+        run("generate", tmp_path / "other", "--from", handed, *FEW), "another model_fingerprint"
+    )
+    save_llama(
+        random_llama(tiny_config(**(fields | {"num_hidden_layers": 2}))), tmp_path / "deeper"
+    )
+    assert_refused(
+        run("generate", tmp_path / "deeper", "--from", handed), "a model of other dimensions"
+    )
     assert_refused(run("generate", model, "--from", tmp_path / "nowhere"), "is not a file")
 
     tensors = load_file(handed)
@@ -83,15 +128,31 @@ def test_another_model_or_a_damaged_file_is_one_line(run, model: pathlib.Path, h
     with safe_open(handed, framework="numpy") as file:
         header = file.metadata()
     changed = tmp_path / "changed.safetensors"
-    save_file(tensors | {"beside.logits": tensors["beside.logits"] + np.float32(1)}, changed, metadata=header)
+    save_file(
+        tensors | {"beside.logits": tensors["beside.logits"] + np.float32(1)},
+        changed,
+        metadata=header,
+    )
     assert_refused(run("generate", model, "--from", changed, *FEW), "does not have the checksum")
     save_file(tensors | {"beside.tokens": tensors["beside.tokens"][None]}, changed, metadata=header)
     assert_refused(run("generate", model, "--from", changed, *FEW), "does not fit the model")
-    save_file({name: array for name, array in tensors.items() if "beside" not in name}, changed, metadata=header)
+    save_file(
+        {name: array for name, array in tensors.items() if "beside" not in name},
+        changed,
+        metadata=header,
+    )
     assert_refused(run("generate", model, "--from", changed, *FEW), "no prompt beside its cache")
 
 
-def test_a_file_that_cannot_be_written_is_told_before_any_work(run, model: pathlib.Path, tmp_path: pathlib.Path):
-    assert_refused(run("prefill", model, "--prompt", PROMPT, "--out", tmp_path / "no" / "f"), "its folder does not exist")
-    assert_refused(run("prefill", model, "--prompt", PROMPT, "--out", tmp_path / "f", "--capacity", 3), "over the capacity of 3")
+def test_a_file_that_cannot_be_written_is_told_before_any_work(
+    run, model: pathlib.Path, tmp_path: pathlib.Path
+):
+    assert_refused(
+        run("prefill", model, "--prompt", PROMPT, "--out", tmp_path / "no" / "f"),
+        "its folder does not exist",
+    )
+    assert_refused(
+        run("prefill", model, "--prompt", PROMPT, "--out", tmp_path / "f", "--capacity", 3),
+        "over the capacity of 3",
+    )
     assert_refused(run("generate", model), "--from is required")

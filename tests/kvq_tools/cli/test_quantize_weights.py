@@ -1,4 +1,5 @@
-"""kvq quantize-weights: an ordinary checkpoint with few different weights, or one line and nothing written."""
+"""kvq quantize-weights: an ordinary checkpoint with few different weights, or one line and nothing
+written."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def test_the_checkpoint_is_an_ordinary_one_with_few_weights(model, text, tmp_pat
     assert found["bytes"] == sum(file.stat().st_size for file in out.iterdir())
     assert found["bits_per_weight"] > 3
     assert 0 < found["weighted_error"] < 0.2
-    (before, _), (after, tokenizer) = load_llama(model, dtype="float32"), load_llama(out, dtype="float32")
+    (before, _), (after, tokenizer) = (
+        load_llama(model, dtype="float32"),
+        load_llama(out, dtype="float32"),
+    )
     assert tokenizer(PROMPT).input_ids
     path = "layers.0.mlp.up_proj.kernel"
     kernel = np.asarray(hf_names.weights(after)[path].leaf)
@@ -46,7 +50,17 @@ def test_the_checkpoint_is_an_ordinary_one_with_few_weights(model, text, tmp_pat
     ],
 )
 def test_what_cannot_be_done_is_one_line(model, text, tmp_path, run, changed, message):
-    request = ("quantize-weights", model, "--bits", 3, "--text", text, "--out", tmp_path / "out", *SIZES)
+    request = (
+        "quantize-weights",
+        model,
+        "--bits",
+        3,
+        "--text",
+        text,
+        "--out",
+        tmp_path / "out",
+        *SIZES,
+    )
     code, out, err = run(*request, *changed)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1, err

@@ -1,4 +1,5 @@
-"""`kvq serve` as a process: it says where it listens, and SIGTERM ends it when what it accepted is answered."""
+"""`kvq serve` as a process: it says where it listens, and SIGTERM ends it when what it accepted is
+answered."""
 
 from __future__ import annotations
 
@@ -19,11 +20,26 @@ import pytest
 def serving(model: pathlib.Path, tmp_path: pathlib.Path):
     """Return a process of `kvq serve` with a random model, and what it told when it was ready."""
     size = ("--slots", "2", "--capacity", "192")
-    arguments = ["serve", str(model), "--cache", "kivi:bits=2", "--port", "0", *size, "--name", "tiny", "--json"]
+    arguments = [
+        "serve",
+        str(model),
+        "--cache",
+        "kivi:bits=2",
+        "--port",
+        "0",
+        *size,
+        "--name",
+        "tiny",
+        "--json",
+    ]
     arguments += ["--prefix-dir", str(tmp_path / "prefixes"), "--prefix-disk", "1MiB"]
     environment = os.environ | {"KVQ_API_KEY": "from-the-environment"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvq_tools", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", "kvq_tools", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert process.stdout is not None
     lines = []
@@ -39,15 +55,31 @@ def serving(model: pathlib.Path, tmp_path: pathlib.Path):
 def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: pathlib.Path):
     process, told = serving
     assert told["format"] == "kvq.serve", process.communicate()[1]
-    assert (told["name"], told["slots"], told["capacity"], told["cache"]) == ("tiny", 2, 192, "kivi")
+    assert (told["name"], told["slots"], told["capacity"], told["cache"]) == (
+        "tiny",
+        2,
+        192,
+        "kivi",
+    )
     assert told["cache_bytes"] > 0
     port = int(told["url"].rpartition(":")[2])
     connections = []
     for n in range(6):  # four of them wait in the queue
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        fields = {"model": "tiny", "prompt": "the cat is", "max_tokens": 120 + n, "temperature": 0, "stream": True}
+        fields = {
+            "model": "tiny",
+            "prompt": "the cat is",
+            "max_tokens": 120 + n,
+            "temperature": 0,
+            "stream": True,
+        }
         fields["stream_options"] = {"include_usage": True}
-        connection.request("POST", "/v1/completions", json.dumps(fields), {"authorization": "Bearer from-the-environment"})
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(fields),
+            {"authorization": "Bearer from-the-environment"},
+        )
         connections.append(connection)
     answers = [connection.getresponse() for connection in connections]  # headers: all are accepted
     process.send_signal(signal.SIGTERM)
@@ -63,7 +95,9 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: path
     assert "Traceback" not in errors, errors
     with pytest.raises(OSError, match="refused"):
         http.client.HTTPConnection("127.0.0.1", port, timeout=5).connect()
-    assert len(list((tmp_path / "prefixes").glob("*.safetensors"))) == 1, "the prompt is not on disk for the next server"
+    assert len(list((tmp_path / "prefixes").glob("*.safetensors"))) == 1, (
+        "the prompt is not on disk for the next server"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,12 +109,17 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: path
         (("--host", "256.1.1.1"), "not known|resolve|getaddrinfo|service"),
         (("--api-key", ""), "the API key is empty"),
         (("--prefix-disk", "1GiB"), "--prefix-disk needs --prefix-dir"),
-        (("--mesh", "heads=2", "--prefix-memory", "1MiB"), "leave --prefix-memory and --prefix-dir out, or --mesh"),
+        (
+            ("--mesh", "heads=2", "--prefix-memory", "1MiB"),
+            "leave --prefix-memory and --prefix-dir out, or --mesh",
+        ),
         (("--chat-template", "nowhere.jinja"), "nowhere.jinja"),
         (("--cache", "kvquant:outliers=0"), "needs a calibration"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(run, model: pathlib.Path, options: tuple[str, ...], message: str):
+def test_what_cannot_be_served_is_one_line(
+    run, model: pathlib.Path, options: tuple[str, ...], message: str
+):
     code, out, errors = run("serve", model, "--port", "0", *options)
     assert code == 2
     assert out == ""

@@ -11,9 +11,27 @@ from rich.cells import cell_len
 from kvq_tools.cli import tables
 from kvq_tools.cli.commands import eval as eval_command
 
-CACHES = ("dense", "kivi:bits=2,recent=128", "k=kivi:bits=4+v=innerq:bits=2+cache:recent=96", "innerq:bits=4@0-1/2,skip_layers=31")
-COLUMNS = ("cache", "perplexity", "bits/byte", "KL", "top-1 agreement", "quantized tokens", "cache bytes", "ratio to bf16", "bits/element")
-ROWS = [(name, "173.123", "1.0345", "0.04321", "98.76%", f"{i}00 of 1023", "1.23 GiB", "4.56", "3.05") for i, name in enumerate(CACHES)]
+CACHES = (
+    "dense",
+    "kivi:bits=2,recent=128",
+    "k=kivi:bits=4+v=innerq:bits=2+cache:recent=96",
+    "innerq:bits=4@0-1/2,skip_layers=31",
+)
+COLUMNS = (
+    "cache",
+    "perplexity",
+    "bits/byte",
+    "KL",
+    "top-1 agreement",
+    "quantized tokens",
+    "cache bytes",
+    "ratio to bf16",
+    "bits/element",
+)
+ROWS = [
+    (name, "173.123", "1.0345", "0.04321", "98.76%", f"{i}00 of 1023", "1.23 GiB", "4.56", "3.05")
+    for i, name in enumerate(CACHES)
+]
 WIDTHS = (60, 80, 120)
 
 
@@ -25,13 +43,19 @@ def terminal(request, monkeypatch):
 
 def assert_fits(text, width, cells):
     lines = text.splitlines()
-    assert max(map(cell_len, lines)) <= width, f"a line of {max(map(cell_len, lines))} columns in {width}:\n{text}"
+    assert max(map(cell_len, lines)) <= width, (
+        f"a line of {max(map(cell_len, lines))} columns in {width}:\n{text}"
+    )
     for cell in cells:
-        assert re.search(rf"(?<![\d.]){re.escape(cell)}(?![\d.])", text), f"{cell!r} is broken in {width} columns:\n{text}"
+        assert re.search(rf"(?<![\d.]){re.escape(cell)}(?![\d.])", text), (
+            f"{cell!r} is broken in {width} columns:\n{text}"
+        )
 
 
 def test_numbers_and_specs_stay_whole(terminal, capsys):
-    tables.print_table("embedded on passage.txt: 1023 of 2047 tokens", COLUMNS, ROWS, numeric=COLUMNS[1:])
+    tables.print_table(
+        "embedded on passage.txt: 1023 of 2047 tokens", COLUMNS, ROWS, numeric=COLUMNS[1:]
+    )
     text = capsys.readouterr().out
     assert_fits(text, terminal, [cell for row in ROWS for cell in row[1:]])
     for name in CACHES:
@@ -61,8 +85,19 @@ def result():
     """Return what `kvq eval --json` prints, with numbers as wide as they get."""
     positions = [{"first": 256 * i, "last": 256 * i + 255, "tokens": 12345} for i in range(8)]
     by = {"nats": [12.3456] * 8, "kl": [1.23456] * 8, "flips": [1234] * 8}
-    cache = {"perplexity": 1730.123, "bits_per_byte": 10.1234, "kl": 1.23456, "agreement": 0.9876, "quantized_tokens": 1888}
-    cache |= {"cache_bytes": 1234567890, "ratio": 14.56, "bits_per_element": 13.05, "by_position": by}
+    cache = {
+        "perplexity": 1730.123,
+        "bits_per_byte": 10.1234,
+        "kl": 1.23456,
+        "agreement": 0.9876,
+        "quantized_tokens": 1888,
+    }
+    cache |= {
+        "cache_bytes": 1234567890,
+        "ratio": 14.56,
+        "bits_per_element": 13.05,
+        "by_position": by,
+    }
     return {
         "model": "embedded",
         "text": "passage.txt",
@@ -77,24 +112,51 @@ def result():
         "seconds": 12.3,
         "bf16_bytes": 1234567890,
         "positions": positions,
-        "exact": {"perplexity": 1723.456, "bits_per_byte": 9.8765, "by_position": {"nats": [11.2345] * 8}},
+        "exact": {
+            "perplexity": 1723.456,
+            "bits_per_byte": 9.8765,
+            "by_position": {"nats": [11.2345] * 8},
+        },
         "caches": [{"name": name} | cache for name in CACHES],
     }
 
 
 def test_eval_fits_any_terminal(terminal, capsys):
     eval_command._print(result())
-    cells = ["1730.123", "10.1234", "1.23456", "98.76%", "1888 of 2047", "1.15 GiB", "14.56", "13.05", "12.3456", "1792-2047", "12345"]
+    cells = [
+        "1730.123",
+        "10.1234",
+        "1.23456",
+        "98.76%",
+        "1888 of 2047",
+        "1.15 GiB",
+        "14.56",
+        "13.05",
+        "12.3456",
+        "1792-2047",
+        "12345",
+    ]
     assert_fits(capsys.readouterr().out, terminal, cells)
 
 
-@pytest.mark.parametrize("command", [("memory", "embedded", "--cache", "kivi", "--cache", CACHES[3].split(",")[0]), ("doctor", "embedded")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("memory", "embedded", "--cache", "kivi", "--cache", CACHES[3].split(",")[0]),
+        ("doctor", "embedded"),
+    ],
+)
 def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     seen = []
     own = tables.print_table
 
     def watched(title, columns, rows, numeric=()):
-        seen.extend(str(cell) for row in rows for cell in row if re.fullmatch(r"[\d.]+( [KMG]iB)?", str(cell)))
+        seen.extend(
+            str(cell)
+            for row in rows
+            for cell in row
+            if re.fullmatch(r"[\d.]+( [KMG]iB)?", str(cell))
+        )
         own(title, columns, rows, numeric)
 
     for module in ("memory", "doctor"):
@@ -105,7 +167,9 @@ def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     assert_fits(out, terminal, seen)
 
 
-@pytest.mark.parametrize("text", ["a" * 50, "one two three 12345 four", "kivi:bits=2,recent=128", "9" * 40])
+@pytest.mark.parametrize(
+    "text", ["a" * 50, "one two three 12345 four", "kivi:bits=2,recent=128", "9" * 40]
+)
 def test_no_break_is_between_digits(text):
     lines = tables._broken(text, 12).split("\n")
     assert "".join(lines).replace(" ", "") == text.replace(" ", ""), "nothing is lost"

@@ -1,4 +1,5 @@
-"""What people expect of prompts and texts: where they end, where they come from, how tokens are drawn, and in which dtype."""
+"""What people expect of prompts and texts: where they end, where they come from, how tokens are
+drawn, and in which dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NEW = 12
 
 
 def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
-    """An end token that the tokenizer does not count as special: of what the model says, the fourth token becomes one."""
+    """An end token that the tokenizer does not count as special: of what the model says, the fourth
+    token becomes one."""
     arguments = ("--prompt", PROMPT, "--max-new-tokens", NEW, "--dtype", "float32")
     whole = run_json("generate", model, *arguments)
     end = whole["tokens"][3]
@@ -34,14 +36,19 @@ def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
     prompt = inputs.load_tokenizer(str(model))(PROMPT).input_ids
     continuation = Continuation(inputs.load_tokenizer(str(model)), prompt)
     assert ended["text"] == continuation.text(whole["tokens"][:told])
-    assert ended["text"] != continuation.text(whole["tokens"][: told + 1]), "the end token spells nothing: the test shows nothing"
+    assert ended["text"] != continuation.text(whole["tokens"][: told + 1]), (
+        "the end token spells nothing: the test shows nothing"
+    )
     assert (whole["finish"], ended["finish"]) == ("max-new-tokens", "ended")
     assert ended["prompt_ids"] == prompt
     assert (ended["model"], ended["prompt_tokens"]) == (str(tmp_path / "ending"), len(prompt))
     _, out, _ = run("generate", tmp_path / "ending", *arguments, "--stream")
     text, footer = out.removesuffix("\n").rsplit("\n", 1)
     assert text == "".join(c for c in ended["text"] if c.isprintable() or c in "\n\t")
-    assert f"{told + 1} new tokens, the last one the end token; greedy; weights float32, full-precision rows float32" in footer
+    assert (
+        f"{told + 1} new tokens, the last one the end token; greedy; weights float32,"
+        " full-precision rows float32" in footer
+    )
 
 
 def test_a_stream_shows_no_end_token(model):
@@ -104,35 +111,59 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
         options = argparse.Namespace(dtype=action.default)
         assert inputs.model_dtype(options) == dtype, f"kvq {command}"
         assert inputs.rows_dtype(options) == "bfloat16", f"kvq {command}"
-    assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", "what is asked for is taken"
+    assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", (
+        "what is asked for is taken"
+    )
 
 
 @pytest.mark.parametrize("command", ["stress", "report"])
 def test_out_is_checked_before_work(command, model, tmp_path, run, monkeypatch):
     for name in ("report", "stress"):
         module = importlib.import_module(f"kvq_tools.cli.commands.{name}")
-        monkeypatch.setattr(*((module, "load_llama") if name == "report" else (module.checkpoint, "load_weights")), stop_before_weights)
+        monkeypatch.setattr(
+            *((module, "load_llama") if name == "report" else (module.checkpoint, "load_weights")),
+            stop_before_weights,
+        )
     (tmp_path / "file").write_text("")
     (tmp_path / "text").write_text("the cat sat on the mat " * 40)
-    own = {"stress": ("--key-bias", "1"), "report": ("--text", tmp_path / "text", "--cache", "dense")}[command]
-    assert_one_line_error(run(command, model, *own, "--out", tmp_path / "file" / "below"), "cannot be written")
-    assert_one_line_error(run(command, model, *own, "--out", tmp_path / "new" / "below"), "weights were read")
+    own = {
+        "stress": ("--key-bias", "1"),
+        "report": ("--text", tmp_path / "text", "--cache", "dense"),
+    }[command]
+    assert_one_line_error(
+        run(command, model, *own, "--out", tmp_path / "file" / "below"), "cannot be written"
+    )
+    assert_one_line_error(
+        run(command, model, *own, "--out", tmp_path / "new" / "below"), "weights were read"
+    )
 
 
 def test_memory_warns_beyond_the_positions_of_the_model(model, run):
-    assert "257 tokens go beyond the 256 positions" in run("memory", model, "--cache", "dense", "--context", 257)[2]
+    assert (
+        "257 tokens go beyond the 256 positions"
+        in run("memory", model, "--cache", "dense", "--context", 257)[2]
+    )
     assert "positions" not in run("memory", model, "--cache", "dense", "--context", 256)[2]
 
 
-def test_a_model_with_a_sliding_window_is_served_up_to_its_length_and_refused_beyond(tmp_path, run, run_json):
+def test_a_model_with_a_sliding_window_is_served_up_to_its_length_and_refused_beyond(
+    tmp_path, run, run_json
+):
     fields = tiny_config("mistral", sliding_window=32, max_position_embeddings=256).to_hf()
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert run_json("memory", tmp_path, "--cache", "dense")["context"] == 32, "what has a default takes the window's length"
+    assert run_json("memory", tmp_path, "--cache", "dense")["context"] == 32, (
+        "what has a default takes the window's length"
+    )
     found = run_json("doctor", tmp_path)
-    assert (found["context"], found["facts"]["sliding_window"][:14]) == (32, "32 in 2 layers"), found
+    assert (found["context"], found["facts"]["sliding_window"][:14]) == (
+        32,
+        "32 in 2 layers",
+    ), found
     beyond = "33 tokens are beyond the sliding window of 32"
     assert_one_line_error(run("memory", tmp_path, "--cache", "dense", "--context", 33), beyond)
-    assert_one_line_error(run("generate", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 30), beyond)
+    assert_one_line_error(
+        run("generate", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 30), beyond
+    )
     more = ("--prompt-ids", "1,2,3", "--max-new-tokens", 8, "--capacity", 33)
     assert_one_line_error(run("generate", tmp_path, *more), beyond)
     within = run("generate", tmp_path, *more[:4], "--capacity", 32)

@@ -1,6 +1,8 @@
-"""A wrong cache is caught: each defect, planted in a 4-bit cache that is right otherwise, moves the numbers by the factor stated here.
+"""A wrong cache is caught: each defect, planted in a 4-bit cache that is right otherwise, moves the
+numbers by the factor stated here.
 
-The defects are in the plan of a layer, whose codecs and regions every cache is made of, so that all programs are compiled with them.
+The defects are in the plan of a layer, whose codecs and regions every cache is made of, so that all
+programs are compiled with them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class ScaleOfTheNextGroup(GroupedCodec):
 
     def quantize(self, params, stats, rows, *, prefill):
         body = super().quantize(params, stats, rows, prefill=prefill)
-        return dataclasses.replace(body, scale=body.scale.at[:, 0, :, 0].set(body.scale[:, 0, :, 1]))
+        return dataclasses.replace(
+            body, scale=body.scale.at[:, 0, :, 0].set(body.scale[:, 0, :, 1])
+        )
 
 
 class OnePositionOn(GroupedCodec):
@@ -43,7 +47,8 @@ class OnePositionOn(GroupedCodec):
 
 
 class OneBlockLate(Regions):
-    """Blocks age when the ring has already lost their first tokens. Static sizes are as they should be."""
+    """Blocks age when the ring has already lost their first tokens. Static sizes are as they should
+    be."""
 
     def body(self, n):
         found = super().body(n)
@@ -51,18 +56,26 @@ class OneBlockLate(Regions):
 
 
 def remade(kind, base):
-    """Return the same dataclass with other behaviour; its class is part of what programs are compiled for."""
+    """Return the same dataclass with other behaviour; its class is part of what programs are
+    compiled for."""
     return kind(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
 
 DEFECTS = {
     "none": lambda plan: plan,
     "V read as K": lambda plan: dataclasses.replace(plan, v=remade(KeysStoredAsValues, plan.v)),
-    "a scale shifted by one group": lambda plan: dataclasses.replace(plan, k=remade(ScaleOfTheNextGroup, plan.k)),
-    "ageing off by one block": lambda plan: dataclasses.replace(plan, regions=remade(OneBlockLate, plan.regions)),
-    "RoPE off by one position": lambda plan: dataclasses.replace(plan, k=remade(OnePositionOn, plan.k)),
+    "a scale shifted by one group": lambda plan: dataclasses.replace(
+        plan, k=remade(ScaleOfTheNextGroup, plan.k)
+    ),
+    "ageing off by one block": lambda plan: dataclasses.replace(
+        plan, regions=remade(OneBlockLate, plan.regions)
+    ),
+    "RoPE off by one position": lambda plan: dataclasses.replace(
+        plan, k=remade(OnePositionOn, plan.k)
+    ),
 }
-# at least so many times the KL of the sound cache, and at most this agreement, where that agrees to 89 %
+# at least so many times the KL of the sound cache, and at most this agreement, where that agrees to
+# 89 %
 CAUGHT = {
     "V read as K": (100, 0.2),
     "a scale shifted by one group": (1.6, 0.87),
@@ -82,7 +95,10 @@ class PlantedSpec(kvq.CacheSpec):
 
 
 def planted(defect):
-    return PlantedSpec(**{field.name: getattr(SPEC, field.name) for field in dataclasses.fields(SPEC)}, defect=defect)
+    return PlantedSpec(
+        **{field.name: getattr(SPEC, field.name) for field in dataclasses.fields(SPEC)},
+        defect=defect,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +109,14 @@ def scene():
 
 def run(scene, defects, **options):
     llama, ids = scene
-    found = evaluate_caches([(llama, planted(defect)) for defect in defects], ids, window=64, stride=32, batch=8, **options)
+    found = evaluate_caches(
+        [(llama, planted(defect)) for defect in defects],
+        ids,
+        window=64,
+        stride=32,
+        batch=8,
+        **options,
+    )
     return dict(zip(defects, found, strict=True))
 
 
@@ -113,22 +136,33 @@ def test_the_sound_cache_is_near_the_exact_model(single_steps):
 def test_a_wrong_cache_is_caught(defect, single_steps):
     sound, wrong = single_steps["none"], single_steps[defect]
     factor, agreement = CAUGHT[defect]
-    assert wrong.mean_kl > factor * sound.mean_kl, f"{defect}: KL {wrong.mean_kl:.4f} beside {sound.mean_kl:.4f}"
-    assert wrong.agreement < agreement, f"{defect}: agreement {wrong.agreement:.3f} beside {sound.agreement:.3f}"
+    assert wrong.mean_kl > factor * sound.mean_kl, (
+        f"{defect}: KL {wrong.mean_kl:.4f} beside {sound.mean_kl:.4f}"
+    )
+    assert wrong.agreement < agreement, (
+        f"{defect}: agreement {wrong.agreement:.3f} beside {sound.agreement:.3f}"
+    )
     moved = wrong.kl > 1e-3
     in_window = wrong.position <= SPEC.recent
     if defect in ("a scale shifted by one group", "ageing off by one block"):
-        assert not moved[in_window].any(), f"{defect}: nothing has left the windows of full precision yet"
-    assert moved[~in_window].mean() > 0.8, f"{defect}: only {moved[~in_window].mean():.0%} of later tokens move"
+        assert not moved[in_window].any(), (
+            f"{defect}: nothing has left the windows of full precision yet"
+        )
+    assert moved[~in_window].mean() > 0.8, (
+        f"{defect}: only {moved[~in_window].mean():.0%} of later tokens move"
+    )
 
 
 def test_chunks_catch_it_too(scene):
-    sound, wrong = run(scene, ["none", "RoPE off by one position"], mode="chunked", chunk=24).values()
+    sound, wrong = run(
+        scene, ["none", "RoPE off by one position"], mode="chunked", chunk=24
+    ).values()
     assert wrong.mean_kl > 10 * sound.mean_kl, f"KL {wrong.mean_kl:.4f} beside {sound.mean_kl:.4f}"
 
 
 def test_steps_of_the_default_length_see_what_steps_of_whole_blocks_hide(scene, single_steps):
-    """At the end of a block the ring still holds what this defect loses inside it; an odd step ends everywhere."""
+    """At the end of a block the ring still holds what this defect loses inside it; an odd step ends
+    everywhere."""
     sound = single_steps["none"].mean_kl
     for step, seen in ((STEP, True), (4 * SPEC.block, False)):
         (wrong,) = run(scene, ["ageing off by one block"], step=step).values()

@@ -1,4 +1,5 @@
-"""The three modes: each equals what it says it does, written out by hand; the exact cache gives the exact model, a coarse one does not."""
+"""The three modes: each equals what it says it does, written out by hand; the exact cache gives the
+exact model, a coarse one does not."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from kvq_tools.evaluation.windows import windows
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 WINDOW, STRIDE, CHUNK, TOKENS = 48, 20, 20, 150  # the last window is shorter, the last chunk too
-COARSE = "kivi:bits=4@0/2,scale_dtype=float32,sink=1,recent=5,block=8"  # fp32: a last bit of float16 would show
+COARSE = (  # fp32: a last bit of float16 would show
+    "kivi:bits=4@0/2,scale_dtype=float32,sink=1,recent=5,block=8"
+)
 CUT = windows(TOKENS, WINDOW, STRIDE)
 MODES = ("decode", "chunked", "fake")
 
@@ -38,7 +41,9 @@ def scene():
     ids = np.random.default_rng(0).integers(0, llama.config.vocab_size, TOKENS)
     sizes = {"window": WINDOW, "stride": STRIDE, "batch": 3, "chunk": CHUNK}
     caches = [(llama, "dense"), (llama, COARSE)]
-    return Scene(llama, ids, {mode: evaluate_caches(caches, ids, mode=mode, **sizes) for mode in MODES})
+    return Scene(
+        llama, ids, {mode: evaluate_caches(caches, ids, mode=mode, **sizes) for mode in MODES}
+    )
 
 
 def nats_of(logits, following):
@@ -59,8 +64,12 @@ def by_hand(ids, logits_of):
 def assert_close(found, wanted, what):
     error = np.abs(found - wanted)
     worst = int(error.argmax())
-    assert error.max() < 1e-4, f"{what}: token {worst} has {found[worst]} nats, by hand {wanted[worst]}"
-    assert np.abs(found - np.roll(wanted, 1)).max() > 0.1, f"{what}: the comparison does not see a shift by one token"
+    assert error.max() < 1e-4, (
+        f"{what}: token {worst} has {found[worst]} nats, by hand {wanted[worst]}"
+    )
+    assert np.abs(found - np.roll(wanted, 1)).max() > 0.1, (
+        f"{what}: the comparison does not see a shift by one token"
+    )
 
 
 def test_the_reference_is_the_model_without_a_cache(scene):
@@ -116,7 +125,9 @@ def test_fake_is_one_forward_pass_over_round_tripped_keys_and_values(scene):
         return llama.logits(hidden)[0, :-1]
 
     assert len(scene.ids[CUT[-1].begin :]) % spec.block, "the last window is to end inside a block"
-    assert_close(scene.found["fake"][1].nats, by_hand(scene.ids, lambda row: one(jnp.asarray(row))), "fake")
+    assert_close(
+        scene.found["fake"][1].nats, by_hand(scene.ids, lambda row: one(jnp.asarray(row))), "fake"
+    )
 
 
 def test_all_modes_give_the_exact_model_for_the_dense_cache(scene):
@@ -132,7 +143,9 @@ def test_all_modes_give_the_exact_model_for_the_dense_cache(scene):
 def test_a_coarse_cache_is_further_away_in_every_mode_and_furthest_where_no_token_is_exact(scene):
     kl = {mode: scene.found[mode][1].mean_kl for mode in MODES}
     assert all(kl[mode] > 1e-3 for mode in MODES), kl
-    assert kl["chunked"] < kl["decode"] < kl["fake"], f"fewer of the keys and values that are read are exact: {kl}"
+    assert kl["chunked"] < kl["decode"] < kl["fake"], (
+        f"fewer of the keys and values that are read are exact: {kl}"
+    )
     for mode in MODES:
         dense, coarse = scene.found[mode]
         assert coarse.flips.size == round((1 - coarse.agreement) * coarse.tokens) > 0
@@ -160,26 +173,38 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(scene):
     sizes = np.random.default_rng(1).integers(0, 5, TOKENS)
     options = {"window": WINDOW, "stride": WINDOW, "batch": 3, "mode": "fake"}
     result = evaluate(scene.llama, "dense", scene.ids, token_bytes=sizes, **options)
-    unscored = np.arange(0, TOKENS, WINDOW)  # windows do not overlap: nothing precedes their first tokens
+    unscored = np.arange(
+        0, TOKENS, WINDOW
+    )  # windows do not overlap: nothing precedes their first tokens
     assert result.utf8_bytes == sizes.sum() - sizes[unscored].sum()
-    assert result.bits_per_byte == pytest.approx(result.nats.sum() / np.log(2) / result.utf8_bytes, rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(
+        result.nats.sum() / np.log(2) / result.utf8_bytes, rel=1e-6
+    )
 
 
 def test_results_do_not_depend_on_the_batch_or_the_step(scene):
     coarse = scene.found["decode"][1]
-    other = evaluate(scene.llama, COARSE, scene.ids, window=WINDOW, stride=STRIDE, batch=100, step=8)
+    other = evaluate(
+        scene.llama, COARSE, scene.ids, window=WINDOW, stride=STRIDE, batch=100, step=8
+    )
     assert_close(other.nats, coarse.nats, "all windows together, 8 tokens a step")
     assert (other.index == coarse.index).all()
 
 
 def test_a_prompt_is_prefilled_and_not_scored(scene):
     plain = scene.found["decode"][1]
-    prompted = evaluate(scene.llama, COARSE, scene.ids, window=WINDOW, stride=STRIDE, batch=3, prompt=28)
-    assert prompted.index.tolist() == list(range(28, TOKENS)), "the first window's prompt alone is not scored"
+    prompted = evaluate(
+        scene.llama, COARSE, scene.ids, window=WINDOW, stride=STRIDE, batch=3, prompt=28
+    )
+    assert prompted.index.tolist() == list(range(28, TOKENS)), (
+        "the first window's prompt alone is not scored"
+    )
     assert_close(prompted.exact_nats, plain.exact_nats[27:], "exact after a prompt")
     after = prompted.position == 28
     assert after.sum() == len(CUT)
-    assert prompted.kl[after].max() < 1e-6, "attention inside a prompt is exact, so its last logits are"
+    assert prompted.kl[after].max() < 1e-6, (
+        "attention inside a prompt is exact, so its last logits are"
+    )
     assert plain.kl[27:][after].min() > 1e-6
     assert prompted.kl[~after].min() > 1e-6, "what comes later reads the prompt from the cache"
 
@@ -200,14 +225,20 @@ def test_what_cannot_be_run_is_refused(scene):
         evaluate(scene.llama, "kivi:skip_layers=5", scene.ids, window=WINDOW)
 
 
-# --- its parts ----------------------------------------------------------------------------------------------------------------------------
+# --- its parts
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_kl_is_that_of_float64_and_zero_for_logits_that_differ_by_a_constant():
     rng = np.random.default_rng(0)
     exact = rng.normal(0, 8, (1, 5, 200)).astype(np.float32)
-    logits = exact + rng.normal(0, [[[0], [1e-4], [1e-2], [1], [40]]], exact.shape).astype(np.float32)
-    p, q = (np.exp(a - a.max(-1, keepdims=True)) for a in (exact.astype(np.float64), logits.astype(np.float64)))
+    logits = exact + rng.normal(0, [[[0], [1e-4], [1e-2], [1], [40]]], exact.shape).astype(
+        np.float32
+    )
+    p, q = (
+        np.exp(a - a.max(-1, keepdims=True))
+        for a in (exact.astype(np.float64), logits.astype(np.float64))
+    )
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
     wanted = (p * np.log(p / q)).sum(-1)
     following = jnp.zeros((1, 5), jnp.int32)
@@ -221,7 +252,9 @@ def test_kl_is_that_of_float64_and_zero_for_logits_that_differ_by_a_constant():
 def test_attention_by_chunks_of_queries_is_that_of_the_model():
     length = 2 * QUERY_CHUNK + 3
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, heads, length, 8)), jnp.float32) for heads in (4, 2, 2))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(1, heads, length, 8)), jnp.float32) for heads in (4, 2, 2)
+    )
     wanted = whole_attention(q, k, v, jnp.ones((1, length), bool))
     found = jax.jit(causal_attention)(q, k, v)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,5 @@
-"""How a text becomes windows and bytes: every token is scored once, with enough context, and every byte belongs to one token."""
+"""How a text becomes windows and bytes: every token is scored once, with enough context, and every
+byte belongs to one token."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from kvq_tools.evaluation.windows import check_windows, windows
 from tests.kvq_models.checkpoints import tiny_config
 from tools.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 
-CASES = [(tokens, window, stride) for tokens in (2, 7, 8, 9, 16, 40, 41) for window in (2, 3, 8) for stride in range(1, window + 1)]
+CASES = [
+    (tokens, window, stride)
+    for tokens in (2, 7, 8, 9, 16, 40, 41)
+    for window in (2, 3, 8)
+    for stride in range(1, window + 1)
+]
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 3])
@@ -27,13 +33,25 @@ def test_every_token_is_scored_once_and_after_enough_context(prompt):
         tried += 1
         scored = {}
         for begin, end, first in windows(tokens, window, stride, prompt):
-            assert 1 <= first < end - begin <= window, f"{tokens=} {window=} {stride=}: window {begin}-{end} scores from {first}"
+            assert 1 <= first < end - begin <= window, (
+                f"{tokens=} {window=} {stride=}: window {begin}-{end} scores from {first}"
+            )
             for token in range(begin + first, end):
-                assert token not in scored, f"{tokens=} {window=} {stride=}: token {token} is scored twice"
+                assert token not in scored, (
+                    f"{tokens=} {window=} {stride=}: token {token} is scored twice"
+                )
                 scored[token] = token - begin
-        without_context = {token for token in range(tokens) if stride == window and token % window == 0}
-        assert set(scored) == set(range(max(prompt, 1), tokens)) - without_context, f"{tokens=} {window=} {stride=}"
-        short = [token for token, context in scored.items() if token >= window and context < max(window - stride, 1)]
+        without_context = {
+            token for token in range(tokens) if stride == window and token % window == 0
+        }
+        assert set(scored) == set(range(max(prompt, 1), tokens)) - without_context, (
+            f"{tokens=} {window=} {stride=}"
+        )
+        short = [
+            token
+            for token, context in scored.items()
+            if token >= window and context < max(window - stride, 1)
+        ]
         assert not short, f"{tokens=} {window=} {stride=}: tokens {short} have too little context"
     assert tried > 20
 
@@ -43,33 +61,50 @@ def test_windows_are_those_of_the_hugging_face_documentation():
         found, end_before = [], 0
         for begin in range(0, tokens, stride):  # their loop: begin_loc, end_loc, trg_len
             end = min(begin + window, tokens)
-            found += [begin + at for at in range(max(end - begin - (end - end_before), 1), end - begin)]  # labels are shifted by one
+            found += [
+                begin + at for at in range(max(end - begin - (end - end_before), 1), end - begin)
+            ]  # labels are shifted by one
             end_before = end
             if end == tokens:
                 break
-        ours = [w.begin + at for w in windows(tokens, window, stride) for at in range(w.first, w.end - w.begin)]
+        ours = [
+            w.begin + at
+            for w in windows(tokens, window, stride)
+            for at in range(w.first, w.end - w.begin)
+        ]
         assert ours == found, f"{tokens=} {window=} {stride=}"
 
 
 def test_slices_cover_every_prediction_of_a_window_once():
-    for mode, length, prompt in itertools.product(("decode", "chunked", "fake"), (2, 33, 300, 512), (0, 1, 30)):
+    for mode, length, prompt in itertools.product(
+        ("decode", "chunked", "fake"), (2, 33, 300, 512), (0, 1, 30)
+    ):
         if prompt >= length or (prompt and mode != "decode"):
             continue
         for vocabulary in (96, 1 << 22):
             parts = slices(mode, length, 4, vocabulary, 100, prompt)
             predicted = [at for part in parts for at in range(part.first + 1, part.stop + 1)]
-            assert predicted == list(range(max(prompt, 1), parts[-1].stop + 1)), f"{mode} {length=} {prompt=}: {parts}"
+            assert predicted == list(range(max(prompt, 1), parts[-1].stop + 1)), (
+                f"{mode} {length=} {prompt=}: {parts}"
+            )
             assert parts[-1].stop >= length - 1
             sizes = {part.stop - part.start for part in parts if not part.prompt}
             assert len(sizes) == (prompt < length - 1), f"one program serves all slices: {sizes}"
             if sizes and mode != "chunked":
-                assert sizes.pop() == (STEP if vocabulary > 96 else min(256 // STEP, -(-(length - prompt) // STEP)) * STEP)
+                assert sizes.pop() == (
+                    STEP
+                    if vocabulary > 96
+                    else min(256 // STEP, -(-(length - prompt) // STEP)) * STEP
+                )
 
 
 WRONG = {
     "one token": (dict(tokens=1), "at least two tokens, and this one has 1"),
     "no token": (dict(tokens=0), "at least two tokens, and this one has 0"),
-    "outside the vocabulary": (dict(tokens=97), "token id 96 at position 96 is outside the vocabulary of 96"),
+    "outside the vocabulary": (
+        dict(tokens=97),
+        "token id 96 at position 96 is outside the vocabulary of 96",
+    ),
     "window of one": (dict(window=1), "predicts nothing"),
     "window beyond the positions": (dict(window=65), "65 tokens is beyond the 64 positions"),
     "stride over window": (dict(stride=17), "between 1 and the window of 16"),
@@ -104,7 +139,16 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("text", ["the cat and the dog", "né à l'été, 日本語 😀!", "  two  spaces \n\n", f"one{END_OF_TEXT}two", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the cat and the dog",
+        "né à l'été, 日本語 😀!",
+        "  two  spaces \n\n",
+        f"one{END_OF_TEXT}two",
+        "",
+    ],
+)
 def test_the_bytes_of_all_tokens_are_those_of_the_text(tokenizer, text):
     found = tokenize(tokenizer, text)
     assert found.ids.tolist() == tokenizer(text).input_ids
@@ -117,7 +161,11 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(tokenizer, text):
 def test_the_bytes_of_whole_words_are_their_own(tokenizer):
     found = tokenize(tokenizer, "the cat é")
     pieces = [tokenizer.decode([i]) for i in found.ids]
-    whole = [(piece, n) for piece, n in zip(pieces, found.bytes, strict=True) if piece.isascii() and not piece.startswith("<")]
+    whole = [
+        (piece, n)
+        for piece, n in zip(pieces, found.bytes, strict=True)
+        if piece.isascii() and not piece.startswith("<")
+    ]
     assert whole
     assert all(len(piece.encode()) == n for piece, n in whole), whole
     assert found.bytes[-2:].tolist() == [2, 0], "a character of two tokens counts for the first"
@@ -141,7 +189,17 @@ def test_numbers_by_position_add_up_to_those_of_the_text():
     rng = np.random.default_rng(0)
     position = rng.integers(1, 50, 200)
     arrays = {name: rng.random(200).astype(np.float32) for name in ("exact_nats", "nats", "kl")}
-    found = Evaluation(parse("dense"), "decode", 50, 0, np.arange(200), position, agrees=rng.random(200) < 0.7, utf8_bytes=600, **arrays)
+    found = Evaluation(
+        parse("dense"),
+        "decode",
+        50,
+        0,
+        np.arange(200),
+        position,
+        agrees=rng.random(200) < 0.7,
+        utf8_bytes=600,
+        **arrays,
+    )
     for buckets in (1, 3, 8, 50, 99):
         parts = found.by_position(buckets)
         assert len(parts) <= buckets
@@ -160,8 +218,13 @@ def test_numbers_by_position_add_up_to_those_of_the_text():
 @pytest.mark.parametrize("name", ["exact_nats", "nats", "kl"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_evaluation_is_finite_where_every_number_of_every_token_is(name: str, value: float):
-    where, arrays = np.arange(4), {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")}
-    found = Evaluation(parse("dense"), "decode", 8, 0, where, where, agrees=where > 0, utf8_bytes=None, **arrays)
+    where, arrays = (
+        np.arange(4),
+        {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")},
+    )
+    found = Evaluation(
+        parse("dense"), "decode", 8, 0, where, where, agrees=where > 0, utf8_bytes=None, **arrays
+    )
     assert found.finite
     arrays[name][2] = value
     assert not found.finite, f"one {value} in {name} goes unnoticed"

@@ -1,4 +1,5 @@
-"""Quality is measured through the cache: the exact cache gives the model's own numbers, and a worse cache worse ones."""
+"""Quality is measured through the cache: the exact cache gives the model's own numbers, and a worse
+cache worse ones."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ ROWS, LENGTH = 3, 75  # not a multiple of the step
 @pytest.fixture(scope="module")
 def scene():
     llama = random_llama(tiny_config(num_hidden_layers=2, head_dim=16))
-    rows = jnp.asarray(np.random.default_rng(0).integers(0, llama.config.vocab_size, (ROWS, LENGTH)), jnp.int32)
+    rows = jnp.asarray(
+        np.random.default_rng(0).integers(0, llama.config.vocab_size, (ROWS, LENGTH)), jnp.int32
+    )
     return llama, rows
 
 

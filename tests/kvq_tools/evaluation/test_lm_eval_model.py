@@ -20,7 +20,9 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 from kvq_models.llama.model import forward
 from kvq_tools.evaluation import lm_eval_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and datasets, which are others' to mend
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # of lm-eval and datasets, which are others' to mend
 
 ROOT = Path(__file__).parents[3]
 COARSE = "int2:recent=8"
@@ -50,7 +52,9 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and git about the machine, for seconds
+    monkeypatch.setattr(
+        "lm_eval.evaluator.add_env_info", lambda results: None
+    )  # asks pip and git about the machine, for seconds
 
 
 @pytest.fixture
@@ -62,12 +66,25 @@ def task_folder(tmp_path, paragraphs, offline):
         answer = rng.randrange(3)
         choices = [" ".join(text[other : other + 5]) for other in (at + 400, at + 700)]
         choices.insert(answer, " ".join(text[at + 45 : at + 50]))
-        context, whole = (" ".join(text[at : at + words]) for words in (45, 60))  # tokens that share a shape, which saves compiling
-        rows.append({"context": context, "choices": choices, "label": answer, "next": choices[answer], "text": whole})
+        context, whole = (
+            " ".join(text[at : at + words]) for words in (45, 60)
+        )  # tokens that share a shape, which saves compiling
+        rows.append(
+            {
+                "context": context,
+                "choices": choices,
+                "label": answer,
+                "next": choices[answer],
+                "text": whole,
+            }
+        )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared = {
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+        "dataset_kwargs": {
+            "data_files": {"test": str(tmp_path / "rows.jsonl")},
+            "cache_dir": str(tmp_path / "cache"),
+        },
         "test_split": "test",
     }
     tasks = {
@@ -93,7 +110,9 @@ def task_folder(tmp_path, paragraphs, offline):
         },
     }
     for name, task in tasks.items():
-        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | task))  # JSON is YAML
+        (tmp_path / f"{name}.yaml").write_text(
+            json.dumps({"task": name} | shared | task)
+        )  # JSON is YAML
     return tmp_path
 
 
@@ -110,7 +129,9 @@ def evaluated(lm, folder, *tasks):
     answers = {}
     for task in tasks:
         samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
-        answers[task] = [(sample["arguments"], [r[0] for r in sample["resps"]]) for sample in samples]
+        answers[task] = [
+            (sample["arguments"], [r[0] for r in sample["resps"]]) for sample in samples
+        ]
     return found["results"], answers
 
 
@@ -121,13 +142,16 @@ def instances(*arguments):
 
 
 def exact(lm, context, continuation):
-    """Return (log-probability, greedy) of a continuation by a plain forward pass, padded to one shape."""
+    """Return (log-probability, greedy) of a continuation by a plain forward pass, padded to one
+    shape."""
     row = np.zeros((1, 256), np.int32)
     row[0, : len(context + continuation)] = context + continuation
     logits = np.asarray(jax.jit(forward)(lm.llama, jnp.asarray(row))[0], np.float64)
     logits = logits[len(context) - 1 : len(context + continuation) - 1]
     logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    return logprobs[range(len(continuation)), continuation].sum(), bool((logits.argmax(-1) == continuation).all())
+    return logprobs[range(len(continuation)), continuation].sum(), bool(
+        (logits.argmax(-1) == continuation).all()
+    )
 
 
 def worst(found, expected):
@@ -140,8 +164,13 @@ def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
     again, same = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
     moved, others = evaluated(coarse, task_folder, CHOICES, LINES, TEXTS)
 
-    pairs = [pair for arguments, resps in answers[CHOICES] for pair in zip(arguments, resps, strict=True)]
-    expected = [exact(dense, *dense._encode_pair(context, continuation)) for (context, continuation), _ in pairs]
+    pairs = [
+        pair for arguments, resps in answers[CHOICES] for pair in zip(arguments, resps, strict=True)
+    ]
+    expected = [
+        exact(dense, *dense._encode_pair(context, continuation))
+        for (context, continuation), _ in pairs
+    ]
     assert len(pairs) == 18
     assert worst([r for _, r in pairs], expected) < 1e-3
     assert [greedy for _, (_, greedy) in pairs] == [greedy for _, greedy in expected]
@@ -150,16 +179,24 @@ def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
     assert again[TEXTS] == results[TEXTS]
 
     assert worst([r for _, resps in others[CHOICES] for r in resps], expected) > 0.1
-    perplexity, coarser = results[TEXTS]["word_perplexity,none"], moved[TEXTS]["word_perplexity,none"]
+    perplexity, coarser = (
+        results[TEXTS]["word_perplexity,none"],
+        moved[TEXTS]["word_perplexity,none"],
+    )
     assert coarser > 1.01 * perplexity, f"2 bits: {coarser}, exact: {perplexity}"
     assert [r for _, r in others[LINES]] != [r for _, r in answers[LINES]]
     assert not any("," in text for _, texts in answers[LINES] + others[LINES] for text in texts)
 
 
-def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the_batch(make, paragraphs):
+def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the_batch(
+    make, paragraphs
+):
     lm = make(batch_size=2)
     words = " ".join(paragraphs).split()
-    pairs = [(" ".join(words[at : at + length]), " " + words[at + length]) for at, length in ((0, 25), (40, 3), (90, 55), (200, 12))]
+    pairs = [
+        (" ".join(words[at : at + length]), " " + words[at + length])
+        for at, length in ((0, 25), (40, 3), (90, 55), (200, 12))
+    ]
     together = lm.loglikelihood(instances(*pairs), disable_tqdm=True)
     alone = [lm.loglikelihood(instances(pair), disable_tqdm=True)[0] for pair in pairs]
     assert worst(together, alone) < 1e-4
@@ -176,21 +213,32 @@ def test_long_contexts_lose_tokens_on_the_left(make, paragraphs, context):
 
 
 def test_a_prefilled_context_gives_a_method_its_prompt_statistics(make, paragraphs):
-    specs = {"innerq:bits=2,recent=32": "prefill", "innerq:bits=2,recent=32,normalize=false": "decode"}
+    specs = {
+        "innerq:bits=2,recent=32": "prefill",
+        "innerq:bits=2,recent=32,normalize=false": "decode",
+    }
     lm, plain = (make(cache=spec) for spec in specs)
     assert [lm.context, plain.context] == list(specs.values())
     assert lm.get_model_info()["context"] == "prefill"
     ids = lm.tok_encode(" ".join(paragraphs))[:150]
     request = (None, ids[:110], ids[110:])
     plain.context = "prefill"
-    normed, without = (model._loglikelihood_tokens([request], disable_tqdm=True) for model in (lm, plain))
+    normed, without = (
+        model._loglikelihood_tokens([request], disable_tqdm=True) for model in (lm, plain)
+    )
     assert worst(normed, without) > 1e-3, "the norm takes no part"
-    assert worst(normed, [exact(lm, ids[:110], ids[110:])]) > 1e-3, "the continuation did not read codes"
+    assert worst(normed, [exact(lm, ids[:110], ids[110:])]) > 1e-3, (
+        "the continuation did not read codes"
+    )
 
 
 def test_requests_without_a_prompt_are_refused_where_the_cache_takes_statistics_from_it(make):
-    lm, plain = (make(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false"))
-    with pytest.raises(ValueError, match="takes statistics from a prompt, and request 1 leaves none"):
+    lm, plain = (
+        make(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false")
+    )
+    with pytest.raises(
+        ValueError, match="takes statistics from a prompt, and request 1 leaves none"
+    ):
         lm._loglikelihood_tokens([(None, [1, 2, 3], [4]), (None, [1], [2, 3])], disable_tqdm=True)
     with pytest.raises(ValueError, match="takes statistics from a prompt"):
         lm.loglikelihood_rolling(instances(("It is a truth",)), disable_tqdm=True)
@@ -205,9 +253,15 @@ def test_rolling_windows_predict_each_token_once(make, paragraphs):
     ids = [lm.prefix_token_id, *lm.tok_encode(text)]
     assert len(ids) > 81
     found = lm.loglikelihood_rolling(instances((text,)), disable_tqdm=True)
-    ends = [*range(41, len(ids), 40), len(ids)]  # of windows of 40 inputs; the last one scores what is left
+    ends = [
+        *range(41, len(ids), 40),
+        len(ids),
+    ]  # of windows of 40 inputs; the last one scores what is left
     starts = [1, *ends[:-1]]
-    expected = sum(exact(lm, ids[max(0, end - 41) : start], ids[start:end])[0] for start, end in zip(starts, ends, strict=True))
+    expected = sum(
+        exact(lm, ids[max(0, end - 41) : start], ids[start:end])[0]
+        for start, end in zip(starts, ends, strict=True)
+    )
     assert found == pytest.approx([expected], abs=1e-3)
 
 
@@ -218,7 +272,10 @@ def test_generation_is_that_of_generate_and_ends_at_the_first_stop(make, paragra
     lm = make()
 
     def text(*stops):
-        return lm.generate_until(instances((paragraphs[0], {"until": list(stops), "max_gen_toks": 12})), disable_tqdm=True)[0]
+        return lm.generate_until(
+            instances((paragraphs[0], {"until": list(stops), "max_gen_toks": 12})),
+            disable_tqdm=True,
+        )[0]
 
     ids = lm.tok_encode(paragraphs[0])
     tokens = np.array([ids + [0] * (52 - len(ids))])
@@ -258,7 +315,10 @@ def test_mistakes_are_named():
         with pytest.raises(ValueError, match=line):
             lm_eval_model.KvqLM(**arguments)
     lm = lm_eval_model.KvqLM(max_length=40)
-    for options, line in (({"num_beams": 4}, "num_beams are not supported"), ({"max_gen_toks": 40}, "leave room")):
+    for options, line in (
+        ({"num_beams": 4}, "num_beams are not supported"),
+        ({"max_gen_toks": 40}, "leave room"),
+    ):
         with pytest.raises(ValueError, match=line):
             lm.generate_until(instances(("It", options)), disable_tqdm=True)
     with pytest.raises(ValueError, match="at most max_length=40"):
@@ -273,12 +333,19 @@ def test_lm_eval_finds_the_model_by_name():
 
 LOCAL = {
     "gsm8k_cot": {"question": "How many are 3 and 4?", "answer": "3 + 4 = 7\n#### 7"},
-    "longbench_qasper": {"question": "Who?", "context": "It was Mr. Bennet.", "answers": ["Mr. Bennet"], "length": 4},
+    "longbench_qasper": {
+        "question": "Who?",
+        "context": "It was Mr. Bennet.",
+        "answers": ["Mr. Bennet"],
+        "length": 4,
+    },
 }
 
 
 @pytest.mark.parametrize("task", LOCAL)
-def test_the_documented_group_runs_lm_evals_tasks_on_local_files(task, shallow, offline, tmp_path, monkeypatch, capsys):
+def test_the_documented_group_runs_lm_evals_tasks_on_local_files(
+    task, shallow, offline, tmp_path, monkeypatch, capsys
+):
     if task.startswith("longbench"):
         for package in ("jieba", "fuzzywuzzy", "rouge"):
             pytest.importorskip(package, reason="needs lm_eval[longbench]")
@@ -297,10 +364,36 @@ def test_the_documented_group_runs_lm_evals_tasks_on_local_files(task, shallow, 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     all_tasks, files = Path(lm_eval_tasks.__file__).parent, TaskIndex._iter_yaml_files
     family = all_tasks / task.partition("_")[0]  # the others' 14,000 files take 10 seconds to read
-    monkeypatch.setattr(TaskIndex, "_iter_yaml_files", lambda folder: files(family if folder == all_tasks else folder))
+    monkeypatch.setattr(
+        TaskIndex,
+        "_iter_yaml_files",
+        lambda folder: files(family if folder == all_tasks else folder),
+    )
     arguments = {"pretrained": str(shallow), "cache": "innerq:bits=2"}
-    command = ["run", "--model", "kvq", "--model_args", json.dumps(arguments), "--include_path", "tasks", "--tasks", "local"]
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *command, "--gen_kwargs", "max_gen_toks=8", "--output_path", "out", "--log_samples"])
+    command = [
+        "run",
+        "--model",
+        "kvq",
+        "--model_args",
+        json.dumps(arguments),
+        "--include_path",
+        "tasks",
+        "--tasks",
+        "local",
+    ]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "lm_eval",
+            *command,
+            "--gen_kwargs",
+            "max_gen_toks=8",
+            "--output_path",
+            "out",
+            "--log_samples",
+        ],
+    )
     lm_eval_model.cli_evaluate()
     assert task in capsys.readouterr().out
     (samples,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")

@@ -1,4 +1,5 @@
-"""Outlier channels of keys: the arithmetic of XQuant's Appendix B, and `kvq doctor --outliers` on models built to agree or not."""
+"""Outlier channels of keys: the arithmetic of XQuant's Appendix B, and `kvq doctor --outliers` on
+models built to agree or not."""
 
 from __future__ import annotations
 
@@ -15,25 +16,43 @@ from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_confi
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 WIDTH, KEYS = 64, 32  # of the built models: hidden size, and channels of all KV heads
-PREDICTED, OTHER = 21, 6  # where the first singular direction of W_k goes, and where the second does
-TEXT = "the key of the cat is seven, and the key of the dog is eight, and nobody knows the key of the bird. " * 6
+PREDICTED, OTHER = (
+    21,
+    6,
+)  # where the first singular direction of W_k goes, and where the second does
+TEXT = (
+    "the key of the cat is seven, and the key of the dog is eight, and nobody knows the key of the"
+    " bird. " * 6
+)
 
 
 def directions(width: int, count: int) -> np.ndarray:
     """Orthonormal rows [count, width]."""
-    return np.linalg.qr(np.random.default_rng(5).standard_normal((width, count)))[0].T.astype(np.float32)
+    return np.linalg.qr(np.random.default_rng(5).standard_normal((width, count)))[0].T.astype(
+        np.float32
+    )
 
 
 def key_rows() -> np.ndarray:
-    """Two orthonormal rows of B^T: the first is largest at PREDICTED, nowhere zero but at OTHER; the second is OTHER alone."""
+    """Two orthonormal rows of B^T: the first is largest at PREDICTED, nowhere zero but at OTHER;
+    the second is OTHER alone."""
     first = np.linspace(0.05, 0.15, KEYS, dtype=np.float32)
     first[PREDICTED], first[OTHER] = 0.9, 0
     return np.stack([first / np.linalg.norm(first), np.eye(KEYS, dtype=np.float32)[OTHER]])
 
 
 def built_model(*, aligned: bool, model_type: str = "llama", **fields):
-    """Every layer's W_k is 4 u_0 b_0 + 2 u_1 b_1, and all its inputs lie close to u_0 (aligned) or to u_1."""
-    llama = random_llama(tiny_config(model_type, vocab_size=300, max_position_embeddings=256, tie_word_embeddings=True, **fields))
+    """Every layer's W_k is 4 u_0 b_0 + 2 u_1 b_1, and all its inputs lie close to u_0 (aligned) or
+    to u_1."""
+    llama = random_llama(
+        tiny_config(
+            model_type,
+            vocab_size=300,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            **fields,
+        )
+    )
     u, b = directions(WIDTH, 2), key_rows()
     common = u[0] if aligned else u[1]
     noise = np.random.default_rng(6).standard_normal((300, WIDTH)).astype(np.float32)
@@ -65,7 +84,8 @@ def text(tmp_path):
     return tmp_path / "text.txt"
 
 
-# --- arithmetic ---------------------------------------------------------------------------------------------------------------------------
+# --- arithmetic
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (32, 32), (32, 64)])
@@ -85,7 +105,9 @@ def test_predictions_are_the_largest_entries_of_the_first_row_of_b_whatever_thei
     parts = Decomposition(np.eye(2, dtype=np.float32), np.array([3.0, 1.0], np.float32), bt)
     assert outlier_channels.predicted_channels(parts, 3).tolist() == [1, 3, 2]
     assert outlier_channels.predicted_channels(parts._replace(bt=-bt), 3).tolist() == [1, 3, 2]
-    assert outlier_channels.predicted_channels(parts._replace(bt=bt[::-1]), 1).tolist() == [0], "another row predicts another channel"
+    assert outlier_channels.predicted_channels(parts._replace(bt=bt[::-1]), 1).tolist() == [0], (
+        "another row predicts another channel"
+    )
     assert outlier_channels.first_share(parts.singular) == (0.75, 0.9)
     assert outlier_channels.first_share(np.zeros(4, np.float32)) == (0.0, 0.0)
 
@@ -102,23 +124,51 @@ def test_peaks_places_and_accuracies_by_hand():
 def test_magnitudes_are_means_over_all_tokens_of_what_the_model_computes():
     llama = random_llama(tiny_config("qwen2"), seed=3)
     rows = np.asarray(random_tokens((3, 24)))
-    parts = [[outlier_channels.decompose(np.asarray(p.kernel[...])) for p in (layer.k_proj, layer.v_proj)] for layer in llama.layers]
-    found = list(outlier_channels.layer_magnitudes(llama, rows, iter([(k.u, v.u) for k, v in parts])))
+    parts = [
+        [
+            outlier_channels.decompose(np.asarray(p.kernel[...]))
+            for p in (layer.k_proj, layer.v_proj)
+        ]
+        for layer in llama.layers
+    ]
+    found = list(
+        outlier_channels.layer_magnitudes(llama, rows, iter([(k.u, v.u) for k, v in parts]))
+    )
     keys: dict[int, list[np.ndarray]] = {0: [], 1: []}
     for row in rows:
         window = np.append(row, 0)  # the last token is only a label there
-        record(llama, window, lambda r: keys[r.layer].append(r.array.reshape(24, -1)) if (r.side, r.what) == ("k", "rows") else None)
+        record(
+            llama,
+            window,
+            lambda r: (
+                keys[r.layer].append(r.array.reshape(24, -1))
+                if (r.side, r.what) == ("k", "rows")
+                else None
+            ),
+        )
     for layer, magnitudes in enumerate(found):
         recorded = np.concatenate(keys[layer])
-        np.testing.assert_allclose(magnitudes.keys, np.abs(recorded).mean(0), rtol=1e-4, err_msg=f"keys of layer {layer}")
+        np.testing.assert_allclose(
+            magnitudes.keys, np.abs(recorded).mean(0), rtol=1e-4, err_msg=f"keys of layer {layer}"
+        )
         bias = np.asarray(llama.layers[layer].k_proj.bias[...])
         projected = recorded - bias  # X W_k = K - b, and X U = X W_k B / S
-        np.testing.assert_allclose(magnitudes.projected, np.abs(projected).mean(0), rtol=1e-3, atol=1e-5, err_msg=f"X W_k of layer {layer}")
+        np.testing.assert_allclose(
+            magnitudes.projected,
+            np.abs(projected).mean(0),
+            rtol=1e-3,
+            atol=1e-5,
+            err_msg=f"X W_k of layer {layer}",
+        )
         k = parts[layer][0]
         latent = np.abs(projected @ k.bt.T / k.singular).mean(0)
-        np.testing.assert_allclose(magnitudes.latent_k, latent, rtol=1e-3, atol=1e-4, err_msg=f"X U_k of layer {layer}")
+        np.testing.assert_allclose(
+            magnitudes.latent_k, latent, rtol=1e-3, atol=1e-4, err_msg=f"X U_k of layer {layer}"
+        )
         assert not np.allclose(magnitudes.latent_v, latent, rtol=0.05), "X U_v is not X U_k"
-        assert not np.allclose(magnitudes.keys, np.abs(recorded[:24]).mean(0), rtol=1e-3), "one row of three has another mean"
+        assert not np.allclose(magnitudes.keys, np.abs(recorded[:24]).mean(0), rtol=1e-3), (
+            "one row of three has another mean"
+        )
 
 
 def test_keys_that_are_not_finite_are_refused_by_layer():
@@ -129,23 +179,36 @@ def test_keys_that_are_not_finite_are_refused_by_layer():
         list(outlier_channels.layer_magnitudes(llama, np.asarray(random_tokens((1, 24))), bases))
 
 
-# --- the command --------------------------------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 def measured(run_json, directory, text):
     return run_json("doctor", directory, "--outliers", "--text", text, "--dtype", "float32")
 
 
-def test_a_model_whose_inputs_lie_along_the_first_direction_is_predicted(saved, text, run, run_json):
+def test_a_model_whose_inputs_lie_along_the_first_direction_is_predicted(
+    saved, text, run, run_json
+):
     directory = saved(built_model(aligned=True))
     found = measured(run_json, directory, text)
     for layer in found["layers"]:
         outcome = layer["measured"]
         first = layer["k"]["predicted"][0]
-        assert (first["head"], first["channel"], first["weight"]) == (1, 5, pytest.approx(key_rows()[0, PREDICTED], rel=1e-4))
+        assert (first["head"], first["channel"], first["weight"]) == (
+            1,
+            5,
+            pytest.approx(key_rows()[0, PREDICTED], rel=1e-4),
+        )
         assert outcome["latent_k"]["is_first"]
-        assert outcome["latent_k"]["ratio"] is None or outcome["latent_k"]["ratio"] > 10, "the other latent channels hold noise"
-        assert (outcome["largest_key"]["head"], outcome["largest_key"]["channel"], outcome["largest_key"]["place"]) == (1, 5, 1)
+        assert outcome["latent_k"]["ratio"] is None or outcome["latent_k"]["ratio"] > 10, (
+            "the other latent channels hold noise"
+        )
+        assert (
+            outcome["largest_key"]["head"],
+            outcome["largest_key"]["channel"],
+            outcome["largest_key"]["place"],
+        ) == (1, 5, 1)
         assert layer["k"]["share"] == pytest.approx(4 / 6, rel=1e-3), "singular values 4 and 2"
     assert set(found["accuracy"]["keys"].values()) == {1.0}
     assert found["accuracy"]["first_latent_k"] == 1
@@ -154,13 +217,19 @@ def test_a_model_whose_inputs_lie_along_the_first_direction_is_predicted(saved, 
     assert "missed" not in out
 
 
-def test_a_model_whose_inputs_lie_along_the_second_direction_is_reported_as_a_miss(saved, text, run, run_json):
+def test_a_model_whose_inputs_lie_along_the_second_direction_is_reported_as_a_miss(
+    saved, text, run, run_json
+):
     directory = saved(built_model(aligned=False))
     found = measured(run_json, directory, text)
     for layer in found["layers"]:
         outcome = layer["measured"]
         assert (outcome["latent_k"]["is_first"], outcome["latent_k"]["channel"]) == (False, 1)
-        assert (outcome["largest_key"]["head"], outcome["largest_key"]["channel"], outcome["largest_key"]["place"]) == (0, OTHER, None)
+        assert (
+            outcome["largest_key"]["head"],
+            outcome["largest_key"]["channel"],
+            outcome["largest_key"]["place"],
+        ) == (0, OTHER, None)
     assert set(found["accuracy"]["keys"].values()) == {0.0}
     _, out, _ = run("doctor", directory, "--outliers", "--text", text, "--dtype", "float32")
     assert out.count("missed") == 2, "each of the two layers is a miss"
@@ -183,16 +252,26 @@ def test_qk_norm_that_decides_is_told_apart_from_the_projection(saved, text, run
     llama = built_model(aligned=True, model_type="qwen3")
     for layer in llama.layers:
         layer.k_norm.scale[...] = jnp.ones(16).at[OTHER].set(100.0).at[PREDICTED % 16].set(0.01)
-        layer.k_proj.kernel[...] = layer.k_proj.kernel[...] + 0.05  # so that no channel is zero before its gain
+        layer.k_proj.kernel[...] = (
+            layer.k_proj.kernel[...] + 0.05
+        )  # so that no channel is zero before its gain
     found = measured(run_json, saved(llama), text)
     assert found["accuracy"]["projected"]["1"] == 1
     assert found["accuracy"]["keys"]["1"] == 0
-    assert [layer["measured"]["largest_key"]["channel"] for layer in found["layers"]] == [OTHER, OTHER]
+    assert [layer["measured"]["largest_key"]["channel"] for layer in found["layers"]] == [
+        OTHER,
+        OTHER,
+    ]
     assert ["QK-norm" in note for note in found["notes"]].count(True) == 1
 
 
-def test_predictions_for_the_embedded_model_are_the_same_with_and_without_a_text(text, run, run_json):
-    alone, checked = run_json("doctor", "embedded", "--outliers"), measured(run_json, "embedded", text)
+def test_predictions_for_the_embedded_model_are_the_same_with_and_without_a_text(
+    text, run, run_json
+):
+    alone, checked = (
+        run_json("doctor", "embedded", "--outliers"),
+        measured(run_json, "embedded", text),
+    )
     assert (alone["accuracy"], alone["tokens"], alone["text"]) == (None, 0, None)
     assert checked["tokens"] > 100
     assert [layer["layer"] for layer in alone["layers"]] == [0, 1, 2, 3]
@@ -201,7 +280,9 @@ def test_predictions_for_the_embedded_model_are_the_same_with_and_without_a_text
         assert len(one["k"]["predicted"]) == 8
         assert one["v"]["share"] == pytest.approx(other["v"]["share"])
         outcome = other["measured"]
-        assert outcome["largest_key"] == outcome["largest_projected"], "without bias and QK-norm both truths are one"
+        assert outcome["largest_key"] == outcome["largest_projected"], (
+            "without bias and QK-norm both truths are one"
+        )
         assert outcome["latent_v"]["ratio"] > 1
     accuracy = checked["accuracy"]["keys"]
     assert list(accuracy) == ["1", "2", "4", "8"]
@@ -227,7 +308,9 @@ def test_bad_input_is_one_line(case, text, tmp_path, run):
     (tmp_path / "bare/config.json").write_text((EMBEDDED / "config.json").read_text())
     (tmp_path / "empty.txt").write_text("")
     arguments, message = ERRORS[case]
-    code, out, err = run("doctor", *(a.format(text=text, tmp=tmp_path, bare=tmp_path / "bare") for a in arguments))
+    code, out, err = run(
+        "doctor", *(a.format(text=text, tmp=tmp_path, bare=tmp_path / "bare") for a in arguments)
+    )
     assert (code, out) == (2, ""), f"{out=} {err=}"
     assert err.startswith("kvq: error: "), err
     assert message in err, err
@@ -236,6 +319,8 @@ def test_bad_input_is_one_line(case, text, tmp_path, run):
 
 def test_a_text_of_few_tokens_is_warned_of(tmp_path, run):
     (tmp_path / "few.txt").write_text("It was")
-    code, _, err = run("doctor", "embedded", "--outliers", "--text", tmp_path / "few.txt", "--dtype", "float32")
+    code, _, err = run(
+        "doctor", "embedded", "--outliers", "--text", tmp_path / "few.txt", "--dtype", "float32"
+    )
     assert code == 0
     assert "tokens only" in err

@@ -1,4 +1,5 @@
-"""Caches that take statistics from a prompt get one in an evaluation, and all others are evaluated as before."""
+"""Caches that take statistics from a prompt get one in an evaluation, and all others are evaluated
+as before."""
 
 from __future__ import annotations
 
@@ -18,12 +19,36 @@ from kvq_tools.evaluation import measure, run
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.methods_table import METHOD_CASES, MethodCase, cases
 
-CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)  # a family with a key bias, which one row of the table subtracts
-WITH = ("innerq2", "innerq3_sym", "innerq2_hybrid_prefill", "innerq2_slot", "innerq2_no_bias", "mixed", "squat2", "squat3_pre")
-WITH += ("polar_global", "kvquant3_online", "fp8", "fp8_head", "nvfp4", "squat2_rotated_no_bias", "zipcache42", "zipcache83")
+CONFIG = tiny_config(
+    "qwen2", hidden_size=128, head_dim=32
+)  # a family with a key bias, which one row of the table subtracts
+WITH = (
+    "innerq2",
+    "innerq3_sym",
+    "innerq2_hybrid_prefill",
+    "innerq2_slot",
+    "innerq2_no_bias",
+    "mixed",
+    "squat2",
+    "squat3_pre",
+)
+WITH += (
+    "polar_global",
+    "kvquant3_online",
+    "fp8",
+    "fp8_head",
+    "nvfp4",
+    "squat2_rotated_no_bias",
+    "zipcache42",
+    "zipcache83",
+)
 # one of each kind; kvquant3_online needs a calibration (test_kvquant_online.py)
 MEASURED = ("innerq2", "squat2", "squat3_pre", "polar_global", "nvfp4", "zipcache42")
-KIVI, INNERQ, SQUAT = "kivi:recent=8,block=8", "innerq:sink=4,recent=8,block=8,group_size=8", "squat:recent=8,block=8"
+KIVI, INNERQ, SQUAT = (
+    "kivi:recent=8,block=8",
+    "innerq:sink=4,recent=8,block=8,group_size=8",
+    "squat:recent=8,block=8",
+)
 LENGTH = 80
 
 
@@ -38,15 +63,24 @@ def ids():
 
 
 def test_the_table_has_both_kinds():
-    assert {case.id for case in METHOD_CASES if kvq.has_prompt_statistics(case.spec, CONFIG)} == set(WITH)
-    for spec in ("innerq:normalize=false", "innerq:skip_layers=0-1", "polarquant", "k=dense+v=innerq"):
+    assert {
+        case.id for case in METHOD_CASES if kvq.has_prompt_statistics(case.spec, CONFIG)
+    } == set(WITH)
+    for spec in (
+        "innerq:normalize=false",
+        "innerq:skip_layers=0-1",
+        "polarquant",
+        "k=dense+v=innerq",
+    ):
         assert not kvq.has_prompt_statistics(spec, CONFIG), spec
 
 
 @cases(every=True)
 def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids):
     def prompt(*specs: str, **options) -> int:
-        return run.check_request(CONFIG, ids, [kvq.parse(spec) for spec in specs], window=48, stride=20, **options).prompt
+        return run.check_request(
+            CONFIG, ids, [kvq.parse(spec) for spec in specs], window=48, stride=20, **options
+        ).prompt
 
     needed = 28 if case.id in WITH else 0
     assert prompt(case.spec) == prompt("dense", case.spec) == needed
@@ -56,13 +90,16 @@ def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids)
     if needed:
         for options in ({"prompt": 0}, {"stride": 48}):
             with pytest.raises(ValueError, match="takes statistics from a prompt"):
-                run.check_request(CONFIG, ids, [kvq.parse(case.spec)], **({"window": 48, "stride": 20} | options))
+                run.check_request(
+                    CONFIG, ids, [kvq.parse(case.spec)], **({"window": 48, "stride": 20} | options)
+                )
     else:
         assert prompt(case.spec, prompt=0) == 0
 
 
 def without_statistics(llama, spec, rows, prompt):
-    """The same measurement with every sequence's statistics as those of one that never had a prompt."""
+    """The same measurement with every sequence's statistics as those of one that never had a
+    prompt."""
     jax.clear_caches()
     with mock.patch.object(update, "_with_statistics", lambda plan, params, state, inputs: state):
         found = measure(llama, spec, rows, prompt)
@@ -72,15 +109,22 @@ def without_statistics(llama, spec, rows, prompt):
 
 @cases(*MEASURED, "kivi2", usual=("innerq2", "squat3_pre", "kivi2"))
 def test_an_evaluation_by_default_has_the_statistics(case: MethodCase, llama, ids):
-    """kivi2 is the control: it has none, so that two compilations of its prefill differ by rounding alone."""
+    """kivi2 is the control: it has none, so that two compilations of its prefill differ by rounding
+    alone."""
     model, rows = prepare(llama, case.spec), jnp.asarray(ids[None])
     prompt = run.default_prompt(LENGTH, LENGTH, LENGTH)
     assert prompt == LENGTH // 2
-    found = measure(model, case.spec, rows) if case.id in WITH else measure(model, case.spec, rows, prompt)
+    found = (
+        measure(model, case.spec, rows)
+        if case.id in WITH
+        else measure(model, case.spec, rows, prompt)
+    )
     assert found == measure(model, case.spec, rows, prompt)
     off = without_statistics(model, case.spec, rows, prompt)
     assert found.tokens == off.tokens == LENGTH - prompt - 1
-    assert (abs(found.kl / off.kl - 1) > 1e-3) == (case.id in WITH), f"KL {found.kl}, without statistics {off.kl}"
+    assert (abs(found.kl / off.kl - 1) > 1e-3) == (case.id in WITH), (
+        f"KL {found.kl}, without statistics {off.kl}"
+    )
 
 
 def test_measure_refuses_what_an_evaluation_refuses(llama, ids):

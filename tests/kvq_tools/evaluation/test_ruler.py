@@ -1,4 +1,5 @@
-"""Variable tracking, common words and frequent words: the answer follows from the prompt, and from nothing else in it."""
+"""Variable tracking, common words and frequent words: the answer follows from the prompt, and from
+nothing else in it."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ import pytest
 from kvq_tools.evaluation.tasks import niah, ruler
 from tests.kvq_tools.evaluation.test_tasks import embedded_prompts, prompt_text
 
-LENGTHS = {"vt": (1400, 2800), "cwe": (2400, 5800), "fwe": (600, 1200)}  # the embedded model's tokens are short
+LENGTHS = {
+    "vt": (1400, 2800),
+    "cwe": (2400, 5800),
+    "fwe": (600, 1200),
+}  # the embedded model's tokens are short
 
 
 def puzzles(kind, **changes):
-    return ruler.generated(embedded_prompts(), kind, **{"lengths": LENGTHS[kind], "count": 2} | changes)
+    return ruler.generated(
+        embedded_prompts(), kind, **{"lengths": LENGTHS[kind], "count": 2} | changes
+    )
 
 
 @pytest.mark.parametrize("kind", ruler.KINDS)
@@ -24,7 +31,9 @@ def test_the_seed_decides_about_samples_and_each_length_and_index_has_its_own(ki
     assert made == puzzles(kind)
     assert made != puzzles(kind, seed=1)
     assert len({sample.answers for sample in made}) == len(made) == 4
-    assert puzzles(kind, lengths=LENGTHS[kind][1:], count=1) == made[2:3], "what else is asked for makes a difference"
+    assert puzzles(kind, lengths=LENGTHS[kind][1:], count=1) == made[2:3], (
+        "what else is asked for makes a difference"
+    )
 
 
 @pytest.mark.parametrize("kind", ruler.KINDS)
@@ -40,13 +49,19 @@ def test_all_variables_of_the_chain_have_the_value_and_no_others_do():
     for sample in puzzles("vt"):
         words = prompt_text(sample)
         value = re.findall(r"5 variables are assigned the value (\d{5}), they are:", words)[-1]
-        assert words.endswith(f"in the text above, 5 variables are assigned the value {value}, they are:")
+        assert words.endswith(
+            f"in the text above, 5 variables are assigned the value {value}, they are:"
+        )
         having = {value}
-        for name, given in re.findall(r"^VAR ([A-Z]+) = (?:VAR )?(\w+)$", words, re.MULTILINE):  # in the order of the text
+        for name, given in re.findall(
+            r"^VAR ([A-Z]+) = (?:VAR )?(\w+)$", words, re.MULTILINE
+        ):  # in the order of the text
             having |= {name} if given in having else set()
         assert having == {value, *sample.answers}
         assert len(set(sample.answers)) == ruler.HOPS + 1
-        assert len(re.findall(r"^VAR ", words, re.MULTILINE)) == 2 * (ruler.HOPS + 1), "the example has a chain of its own"
+        assert len(re.findall(r"^VAR ", words, re.MULTILINE)) == 2 * (ruler.HOPS + 1), (
+            "the example has a chain of its own"
+        )
 
 
 def test_the_chains_assignments_are_spread_over_the_text():
@@ -81,12 +96,16 @@ def test_the_common_words_are_the_most_frequent_of_the_list_and_stand_nowhere_el
         others = counts.keys() - set(sample.answers)
         assert {counts[word] for word in others} == {often.other}
         assert not any(answer in word for answer in sample.answers for word in (*others, *example))
-        assert set(shown) == {word for word, _ in collections.Counter(example).most_common(ruler.COMMON)}
+        assert set(shown) == {
+            word for word, _ in collections.Counter(example).most_common(ruler.COMMON)
+        }
         assert sorted(asked) != asked != sorted(asked, key=asked.index), "the list is shuffled"
 
 
 def test_words_that_are_not_common_are_repeated_before_a_length_is_refused(monkeypatch):
-    few = {name: [f"{name}{letter}" for letter in string.ascii_lowercase] for name in ("word", "thing")}
+    few = {
+        name: [f"{name}{letter}" for letter in string.ascii_lowercase] for name in ("word", "thing")
+    }
     monkeypatch.setattr(ruler, "word_lists", lambda: few)
     for sample in puzzles("cwe", lengths=(1600,)):
         counts = collections.Counter(numbered(prompt_text(sample))[-1])
@@ -98,7 +117,12 @@ def test_words_that_are_not_common_are_repeated_before_a_length_is_refused(monke
 
 def test_the_frequent_words_come_after_the_dots_and_before_all_others():
     for sample in puzzles("fwe", count=4, lengths=(600, 3000)):
-        text = prompt_text(sample).removeprefix(ruler.FWE.partition("{")[0]).partition("\nQuestion")[0].split()
+        text = (
+            prompt_text(sample)
+            .removeprefix(ruler.FWE.partition("{")[0])
+            .partition("\nQuestion")[0]
+            .split()
+        )
         (dots, most), *ranks = collections.Counter(text).most_common()
         assert dots == ruler.DOTS
         assert {word for word, _ in ranks[:3]} == set(sample.answers)
@@ -118,7 +142,9 @@ def test_right_answers_score_one_and_wrong_ones_nothing(kind):
     assert niah.score(sample, " ".join(half)) == {"accuracy": len(half) / len(sample.answers)}
     example = re.search("(?:in the list|they) are: (.*)", prompt_text(sample))
     assert (example is None) is (kind == "fwe"), "two tasks begin with an example"
-    assert example is None or niah.score(sample, example[1]) == {"accuracy": 0}, "its answer is right"
+    assert example is None or niah.score(sample, example[1]) == {"accuracy": 0}, (
+        "its answer is right"
+    )
 
 
 def test_what_has_no_room_is_refused():
@@ -131,13 +157,28 @@ def test_the_command_asks_the_task_and_reads_files(model, tmp_path, run_json, mo
     from kvq_tools.cli import task_runs
 
     asked = []
-    monkeypatch.setattr(task_runs, "run", lambda llama, spec, task, samples, *_, **__: asked.extend(samples) or iter(()))
-    monkeypatch.setattr(task_runs, "summary", lambda *_: {"scores": {"accuracy": 0.0}, "by": {}, "answers": []})
+    monkeypatch.setattr(
+        task_runs,
+        "run",
+        lambda llama, spec, task, samples, *_, **__: asked.extend(samples) or iter(()),
+    )
+    monkeypatch.setattr(
+        task_runs, "summary", lambda *_: {"scores": {"accuracy": 0.0}, "by": {}, "answers": []}
+    )
     monkeypatch.setattr(task_runs, "check_samples", lambda *_: None)  # the model has few positions
     found = run_json("ruler", model, "--task", "fwe", "--lengths", "900,1200", "--limit", 2)
     assert found["kind"] == "fwe"
     assert found["rules"]["prompt"] == ruler.FWE + ruler.FWE_PREFIX
-    assert [(sample.labels["length"], sample.max_new_tokens) for sample in asked] == [(900, 50), (900, 50), (1200, 50), (1200, 50)]
+    assert [(sample.labels["length"], sample.max_new_tokens) for sample in asked] == [
+        (900, 50),
+        (900, 50),
+        (1200, 50),
+        (1200, 50),
+    ]
     (tmp_path / "file").write_text('{"input": "1. a 2. b", "outputs": ["a", "b"]}\n')
     found = run_json("ruler", model, "--data", tmp_path / "file")
-    assert (found["kind"], found["rules"]["prompt"], asked[-1].answers) == (None, "of the file", ("a", "b"))
+    assert (found["kind"], found["rules"]["prompt"], asked[-1].answers) == (
+        None,
+        "of the file",
+        ("a", "b"),
+    )

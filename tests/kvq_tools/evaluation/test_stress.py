@@ -1,4 +1,5 @@
-"""kvq stress: the dense outputs stay, the cache becomes harder, and what cannot be done is one line."""
+"""kvq stress: the dense outputs stay, the cache becomes harder, and what cannot be done is one
+line."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.model import forward
 from kvq_models.llama.rope import rope_for
 from kvq_tools.evaluation.stress import Outliers, Stress, stressed, widened
-from tests.kvq_models.checkpoints import CASES, LLAMA3, YARN, build_checkpoint, random_llama, random_tokens, tiny_config, torch_logits
+from tests.kvq_models.checkpoints import (
+    CASES,
+    LLAMA3,
+    YARN,
+    build_checkpoint,
+    random_llama,
+    random_tokens,
+    tiny_config,
+    torch_logits,
+)
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TOLERANCE = 1e-4  # of a logit, whose spread is several units
@@ -34,10 +44,22 @@ KINDS = {
     "bias": Stress(key_bias=50.0),
     "turned keys": Stress(key_outliers=Outliers(2, 12.0), one_dimension=True),
     "inputs": Stress(input_outliers=Outliers(5, 12.0)),
-    "all": Stress(Outliers(3, 6.0), Outliers(1, 6.0), 50.0, seed=3, input_outliers=Outliers(2, 6.0), one_dimension=True),
+    "all": Stress(
+        Outliers(3, 6.0),
+        Outliers(1, 6.0),
+        50.0,
+        seed=3,
+        input_outliers=Outliers(2, 6.0),
+        one_dimension=True,
+    ),
 }
 
-CHANGES = [(f, k) for f in FAMILIES for k in KINDS if not (f.startswith("qwen3") and k in ("bias", "turned keys"))]
+CHANGES = [
+    (f, k)
+    for f in FAMILIES
+    for k in KINDS
+    if not (f.startswith("qwen3") and k in ("bias", "turned keys"))
+]
 
 jitted_forward = jax.jit(forward)
 
@@ -51,7 +73,11 @@ def plain(family):
 
 def possible(llama, stress):
     """Return the changes without those that the family cannot have."""
-    return dataclasses.replace(stress, key_bias=None, one_dimension=False) if llama.config.qk_norm else stress
+    return (
+        dataclasses.replace(stress, key_bias=None, one_dimension=False)
+        if llama.config.qk_norm
+        else stress
+    )
 
 
 def families(test):
@@ -66,7 +92,8 @@ def largest_change(llama, logits):
     return float(np.abs(np.asarray(jitted_forward(llama, random_tokens((2, 48)))) - logits).max())
 
 
-# --- dense outputs stay -------------------------------------------------------------------------------------------------------------------
+# --- dense outputs stay
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "kind"), CHANGES)
@@ -79,12 +106,22 @@ def test_dense_logits_stay_and_the_comparison_sees_what_a_half_done_change_does(
     if kind == "inputs":
         undone = "v_proj.kernel"
     else:
-        undone = "o_proj.kernel" if stress.value_outliers else "q_norm.scale" if llama.config.qk_norm else "q_proj.kernel"
+        undone = (
+            "o_proj.kernel"
+            if stress.value_outliers
+            else "q_norm.scale"
+            if llama.config.qk_norm
+            else "q_proj.kernel"
+        )
     old, new, half = leaves(llama), leaves(harder), {}
     for path in (path for path in new if path.endswith(undone)):
-        half[path] = jnp.asarray(old[path] if new[path].shape == old[path].shape else new[path] / np.float32(1.4))
+        half[path] = jnp.asarray(
+            old[path] if new[path].shape == old[path].shape else new[path] / np.float32(1.4)
+        )
     control = largest_change(hf_names.replace_weights(harder, half), logits)
-    assert control > 100 * TOLERANCE, f"{kind}: the comparison does not see that {undone} was left as it was ({control:.1e})"
+    assert control > 100 * TOLERANCE, (
+        f"{kind}: the comparison does not see that {undone} was left as it was ({control:.1e})"
+    )
 
 
 def test_a_constant_among_the_old_channels_would_change_the_logits():
@@ -102,10 +139,24 @@ def test_a_constant_among_the_old_channels_would_change_the_logits():
 def test_a_factor_of_one_leaves_every_weight_bitwise_equal_and_another_one_does_not(factor, family):
     llama, _ = plain(family)
     found = leaves(stressed(llama, Stress(Outliers(2, factor), Outliers(3, factor))))
-    different = {path.split(".", 2)[-1] for path, leaf in leaves(llama).items() if leaf.tobytes() != found[path].tobytes()}
-    scaled = {"q_norm.scale", "k_norm.scale"} if llama.config.qk_norm else {"q_proj.kernel", "k_proj.kernel"}
-    biases = {f"{name}.bias" for name in ("q_proj", "k_proj", "v_proj") if not (llama.config.qk_norm and name != "v_proj")}
-    expected = scaled | {"v_proj.kernel", "o_proj.kernel"} | (biases if llama.config.qkv_bias else set())
+    different = {
+        path.split(".", 2)[-1]
+        for path, leaf in leaves(llama).items()
+        if leaf.tobytes() != found[path].tobytes()
+    }
+    scaled = (
+        {"q_norm.scale", "k_norm.scale"}
+        if llama.config.qk_norm
+        else {"q_proj.kernel", "k_proj.kernel"}
+    )
+    biases = {
+        f"{name}.bias"
+        for name in ("q_proj", "k_proj", "v_proj")
+        if not (llama.config.qk_norm and name != "v_proj")
+    }
+    expected = (
+        scaled | {"v_proj.kernel", "o_proj.kernel"} | (biases if llama.config.qkv_bias else set())
+    )
     assert different == (expected if factor != 1 else set())
 
 
@@ -126,11 +177,16 @@ def test_the_written_checkpoint_gives_transformers_the_logits_of_the_old_one(tmp
         want = torch_logits(build_checkpoint(tmp_path / name, CASES[name]), tokens)
         llama, _ = load_llama(tmp_path / name, dtype="float32")
         save_llama(stressed(llama, possible(llama, KINDS["all"])), tmp_path / f"{name} harder")
-        got = torch_logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} harder"), tokens)
-        assert np.abs(got - want).max() < TOLERANCE, f"{name}: a logit moved by {np.abs(got - want).max():.1e}"
+        got = torch_logits(
+            AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} harder"), tokens
+        )
+        assert np.abs(got - want).max() < TOLERANCE, (
+            f"{name}: a logit moved by {np.abs(got - want).max():.1e}"
+        )
 
 
-# --- channels -----------------------------------------------------------------------------------------------------------------------------
+# --- channels
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_outliers_are_whole_pairs_of_the_keys_and_channels_of_the_values_in_every_head_and_layer():
@@ -138,9 +194,15 @@ def test_outliers_are_whole_pairs_of_the_keys_and_channels_of_the_values_in_ever
     found = leaves(stressed(llama, Stress(Outliers(3, 4.0), Outliers(5, 8.0))))
     drawn = set()
     for layer in range(2):
-        ratio = {name: found[path] / leaves(llama)[path] for name in "kv" for path in (f"layers.{layer}.{name}_proj.kernel",)}
+        ratio = {
+            name: found[path] / leaves(llama)[path]
+            for name in "kv"
+            for path in (f"layers.{layer}.{name}_proj.kernel",)
+        }
         keys, values = (ratio[name].reshape(-1, 2, 16) for name in "kv")
-        assert (keys[..., :8] == keys[..., 8:]).all(), f"layer {layer}: the two channels of a pair differ"
+        assert (keys[..., :8] == keys[..., 8:]).all(), (
+            f"layer {layer}: the two channels of a pair differ"
+        )
         assert ((keys[0] == 4).sum(-1) == 6).all(), f"layer {layer}: {keys[0]}"
         assert ((values[0] == 8).sum(-1) == 5).all(), f"layer {layer}: {values[0]}"
         drawn |= {head.tobytes() for head in (*keys[0], *values[0])}
@@ -151,8 +213,12 @@ def test_the_seed_decides_and_kinds_do_not_disturb_each_other():
     llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16))
     keys = Stress(key_outliers=Outliers(2, 4.0))
     alone, again = (leaves(stressed(llama, keys))["layers.1.k_proj.kernel"] for _ in range(2))
-    both = leaves(stressed(llama, Stress(Outliers(2, 4.0), Outliers(2, 4.0))))["layers.1.k_proj.kernel"]
-    other = leaves(stressed(llama, Stress(key_outliers=Outliers(2, 4.0), seed=1)))["layers.1.k_proj.kernel"]
+    both = leaves(stressed(llama, Stress(Outliers(2, 4.0), Outliers(2, 4.0))))[
+        "layers.1.k_proj.kernel"
+    ]
+    other = leaves(stressed(llama, Stress(key_outliers=Outliers(2, 4.0), seed=1)))[
+        "layers.1.k_proj.kernel"
+    ]
     assert alone.tobytes() == again.tobytes() == both.tobytes() != other.tobytes()
 
 
@@ -171,11 +237,13 @@ def test_a_key_bias_stands_where_queries_are_zero_at_frequencies_between_the_old
     np.testing.assert_allclose(after[::2], before, rtol=1e-6)
 
 
-# --- a harder cache -----------------------------------------------------------------------------------------------------------------------
+# --- a harder cache
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def cache_error(llama, spec):
-    """Mean |change of a log-probability| by a cache, read through it; the first half is prefilled."""
+    """Mean |change of a log-probability| by a cache, read through it; the first half is
+    prefilled."""
     tokens, found = random_tokens((2, 64)), []
     for one in ("dense", spec):
         cache = kvq.init_cache(one, llama.config, 2, 64, "float32")
@@ -205,27 +273,42 @@ def test_a_key_bias_does_not_disturb_a_cache_with_a_scale_for_each_channel():
     """The module says that it only hurts where channels share a scale."""
     llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
     before, after = (
-        cache_error(stressed(llama, Stress(key_bias=bias)), "k=kivi:bits=4,group_size=16+v=dense+cache:sink=0,recent=0,block=16")
+        cache_error(
+            stressed(llama, Stress(key_bias=bias)),
+            "k=kivi:bits=4,group_size=16+v=dense+cache:sink=0,recent=0,block=16",
+        )
         for bias in (0.0, 50.0)
     )
     assert after == pytest.approx(before, rel=1e-3)
 
 
 def layer_rows(llama):
-    """Return the keys before RoPE and values [1, K, T, H] that layer 0 makes of normalized random inputs."""
+    """Return the keys before RoPE and values [1, K, T, H] that layer 0 makes of normalized random
+    inputs."""
     weights, config = leaves(llama), llama.config
-    x = np.random.default_rng(0).normal(size=(64, config.hidden_size)).astype(np.float32) * weights["layers.0.input_norm.scale"]
+    x = (
+        np.random.default_rng(0).normal(size=(64, config.hidden_size)).astype(np.float32)
+        * weights["layers.0.input_norm.scale"]
+    )
     rows = [x @ weights[f"layers.0.{name}_proj.kernel"] for name in ("k", "v")]
     return [np.moveaxis(r.reshape(1, 64, config.num_key_value_heads, -1), 1, 2) for r in rows]
 
 
 def roundtrip_error(before, after, spec):
-    """Return the errors of keys and of values through a cache, each entry in units of the rows before they were stressed."""
+    """Return the errors of keys and of values through a cache, each entry in units of the rows
+    before they were stressed."""
     hats = kvq.roundtrip(spec, *(jnp.asarray(rows) for rows in after))
-    return [np.linalg.norm((hat - rows) * (old / rows)) / np.linalg.norm(old) for hat, rows, old in zip(hats, after, before, strict=True)]
+    return [
+        np.linalg.norm((hat - rows) * (old / rows)) / np.linalg.norm(old)
+        for hat, rows, old in zip(hats, after, before, strict=True)
+    ]
 
 
-PER_CHANNEL, PER_TOKEN, POLAR = "kivi:bits=3,group_size=16,block=16", "int3:block=16", "polarquant:group_size=16,block=16"
+PER_CHANNEL, PER_TOKEN, POLAR = (
+    "kivi:bits=3,group_size=16,block=16",
+    "int3:block=16",
+    "polarquant:group_size=16,block=16",
+)
 K, V = 0, 1
 
 
@@ -233,11 +316,18 @@ K, V = 0, 1
     ("kind", "side", "stays", "hurt"),
     [
         ("keys", K, (PER_CHANNEL, POLAR), "int3:block=16"),
-        ("values", V, ("innerq:bits=3,group_size=16,block=16",), "kivi:bits=3,group_size=16,block=16"),
+        (
+            "values",
+            V,
+            ("innerq:bits=3,group_size=16,block=16",),
+            "kivi:bits=3,group_size=16,block=16",
+        ),
         ("inputs", K, (PER_CHANNEL, PER_TOKEN, POLAR), None),
     ],
 )
-def test_outliers_hurt_a_cache_whose_scales_serve_other_entries_beside_them_and_no_other(kind, side, stays, hurt):
+def test_outliers_hurt_a_cache_whose_scales_serve_other_entries_beside_them_and_no_other(
+    kind, side, stays, hurt
+):
     """As the table of docs/evaluation.md says."""
     llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
     before, after = layer_rows(llama), layer_rows(stressed(llama, KINDS[kind]))
@@ -255,7 +345,10 @@ def test_turned_pairs_have_most_of_their_keys_in_the_first_channel():
     channels = {}
     for kind in ("keys", "turned keys"):
         weights = leaves(stressed(llama, KINDS[kind]))
-        scale, kernel, bias = (weights[f"layers.1.{name}"] for name in ("input_norm.scale", "k_proj.kernel", "k_proj.bias"))
+        scale, kernel, bias = (
+            weights[f"layers.1.{name}"]
+            for name in ("input_norm.scale", "k_proj.kernel", "k_proj.bias")
+        )
         power = ((scale[:, None] * kernel) ** 2).sum(0) + bias**2
         channels[kind] = power.reshape(-1, 2, 8)  # [K, channels of a pair, pairs]
     plain_pairs, pairs = channels.values()
@@ -270,7 +363,8 @@ def test_turned_pairs_have_most_of_their_keys_in_the_first_channel():
     np.testing.assert_array_equal(pairs[:, 0][others], plain_pairs[:, 0][others])
 
 
-# --- the command --------------------------------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -284,9 +378,22 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("factor", "dtype"), [(16, "bfloat16"), (10, "float32")])
-def test_the_command_writes_the_librarys_model_in_a_dtype_that_loses_nothing(factor, dtype, model, tmp_path, run_json):
+def test_the_command_writes_the_librarys_model_in_a_dtype_that_loses_nothing(
+    factor, dtype, model, tmp_path, run_json
+):
     out = tmp_path / "harder"
-    found = run_json("stress", model, "--out", out, "--key-outliers", f"2x{factor}", "--value-outliers", f"3x{factor}", "--seed", 5)
+    found = run_json(
+        "stress",
+        model,
+        "--out",
+        out,
+        "--key-outliers",
+        f"2x{factor}",
+        "--value-outliers",
+        f"3x{factor}",
+        "--seed",
+        5,
+    )
     llama, _ = load_llama(model, dtype="float32")
     expected = leaves(stressed(llama, Stress(Outliers(2, factor), Outliers(3, factor), seed=5)))
     written, tokenizer = load_llama(out, dtype="float32")
@@ -295,7 +402,11 @@ def test_the_command_writes_the_librarys_model_in_a_dtype_that_loses_nothing(fac
     stored = load_file(out / "model.safetensors")
     assert {str(array.dtype) for array in stored.values()} == {dtype} == {found["dtype"]}
     assert found["largest_logit_change"] < TOLERANCE < found["largest_logit"]
-    assert (found["key_outliers"], found["key_bias"], found["seed"]) == ({"channels": 2, "factor": factor}, None, 5)
+    assert (found["key_outliers"], found["key_bias"], found["seed"]) == (
+        {"channels": 2, "factor": factor},
+        None,
+        5,
+    )
     assert tokenizer is not None
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (model / name).read_bytes(), name
@@ -305,10 +416,19 @@ def test_the_command_says_what_it_did_in_one_line(model, tmp_path, run):
     code, out, err = run("stress", model, "--out", tmp_path / "a", "--key-bias", 30)
     assert code == 0, err
     assert out.count("\n") == 1
-    for part in ("llama, float32", "heads widened to 32 channels with a key bias of 30", "seed 0", "largest change of a logit"):
+    for part in (
+        "llama, float32",
+        "heads widened to 32 channels with a key bias of 30",
+        "seed 0",
+        "largest change of a logit",
+    ):
         assert part in out, f"{part!r} is missing in {out}"
     fields = json.loads((tmp_path / "a/config.json").read_text())
-    assert (fields["model_type"], fields["attention_bias"], fields["head_dim"]) == ("llama", True, 32)
+    assert (fields["model_type"], fields["attention_bias"], fields["head_dim"]) == (
+        "llama",
+        True,
+        32,
+    )
 
 
 BAD = {
@@ -320,12 +440,24 @@ BAD = {
     "negative bias": (("--key-bias", "-1"), "at least 0"),
     "infinite bias": (("--key-bias", "inf"), "at least 0"),
     "bias beyond float32": (("--key-bias", "1e300"), "at most 3.4e+38"),
-    "factor beyond float32": (("--key-outliers", f"2x1{'0' * 40}", "--json"), "from 1.2e-38 to 8.5e+37"),
+    "factor beyond float32": (
+        ("--key-outliers", f"2x1{'0' * 40}", "--json"),
+        "from 1.2e-38 to 8.5e+37",
+    ),
     "factor whose inverse is none": (("--value-outliers", f"2x0.{'0' * 40}1"), "from 1.2e-38"),
     "keys that overflow": (("--key-bias", "3.4e38"), "logits are not finite"),
-    "no input channels": (("--input-outliers", "0x4"), "channels of a layer's input: between 1 and"),
-    "one dimension of nothing": (("--value-outliers", "2x12", "--one-dimension"), "one dimension of which pairs?"),
-    "negative seed": (("--key-bias", "1", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
+    "no input channels": (
+        ("--input-outliers", "0x4"),
+        "channels of a layer's input: between 1 and",
+    ),
+    "one dimension of nothing": (
+        ("--value-outliers", "2x12", "--one-dimension"),
+        "one dimension of which pairs?",
+    ),
+    "negative seed": (
+        ("--key-bias", "1", "--seed", "-1"),
+        "argument --seed: '-1' must be an integer from 0",
+    ),
     "full directory": (("--key-bias", "1", "--out", "{model}"), "not an empty directory"),
     "a file": (("--key-bias", "1", "--out", "{model}/config.json"), "not an empty directory"),
 }
@@ -335,7 +467,13 @@ BAD = {
 def test_a_bad_request_is_one_line_and_writes_nothing(case, model, tmp_path, run):
     before = {path: path.read_bytes() for path in model.iterdir()}
     options, message = BAD[case]
-    code, out, err = run("stress", model, "--out", tmp_path / "new", *(option.format(model=model) for option in options))
+    code, out, err = run(
+        "stress",
+        model,
+        "--out",
+        tmp_path / "new",
+        *(option.format(model=model) for option in options),
+    )
     assert code == 2, err
     errors = [line for line in err.splitlines() if "kvq: error:" in line]
     told = errors[0].removeprefix("kvq: error: ")
@@ -355,7 +493,10 @@ def test_weights_that_overflow_the_models_dtype_are_refused(stress):
 def test_a_key_bias_is_refused_where_keys_are_normalized_or_wider_heads_would_turn_otherwise():
     for config, message in (
         (tiny_config("qwen3"), "QK-norm"),
-        (tiny_config(head_dim=16, rope_scaling=YARN | {"original_max_position_embeddings": 32}), "'yarn' depend on the head's width"),
+        (
+            tiny_config(head_dim=16, rope_scaling=YARN | {"original_max_position_embeddings": 32}),
+            "'yarn' depend on the head's width",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             stressed(random_llama(config), Stress(key_bias=1.0))
@@ -367,11 +508,21 @@ def test_pairs_are_not_turned_where_a_norm_weighs_their_channels():
 
 
 def test_the_embedded_model_keeps_its_predictions():
-    """Trained weights, whose attention is sharp; relative to the largest logit, since sums have another order in wider heads."""
+    """Trained weights, whose attention is sharp; relative to the largest logit, since sums have
+    another order in wider heads."""
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
-    tokens = np.asarray([tokenizer("The pass key is 48213. Remember it. 48213 is the pass key.\nWhat is the pass key?").input_ids])
+    tokens = np.asarray(
+        [
+            tokenizer(
+                "The pass key is 48213. Remember it. 48213 is the pass key.\nWhat is the pass key?"
+            ).input_ids
+        ]
+    )
     want = np.asarray(jitted_forward(llama, tokens))
-    change = np.abs(np.asarray(jitted_forward(stressed(llama, KINDS["all"]), tokens)) - want).max() / np.abs(want).max()
+    change = (
+        np.abs(np.asarray(jitted_forward(stressed(llama, KINDS["all"]), tokens)) - want).max()
+        / np.abs(want).max()
+    )
     assert change < TOLERANCE / 10, f"relative change {change:.1e}"
 
 

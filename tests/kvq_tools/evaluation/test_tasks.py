@@ -1,4 +1,5 @@
-"""Tasks: prompts say what they are said to say, generation runs through the cache, and what a user gets wrong is one line."""
+"""Tasks: prompts say what they are said to say, generation runs through the cache, and what a user
+gets wrong is one line."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ def passkeys(**changes):
 
 
 def needles(kind, **changes):
-    settings = {"lengths": (500,), "depths": DEPTHS, "count": 2, "seed": 0, "text": TEXT, "max_new_tokens": 32}
+    settings = {
+        "lengths": (500,),
+        "depths": DEPTHS,
+        "count": 2,
+        "seed": 0,
+        "text": TEXT,
+        "max_new_tokens": 32,
+    }
     return niah.generated(embedded_prompts(), kind, **settings | changes)
 
 
@@ -46,10 +54,14 @@ def prompt_text(sample):
     return embedded_prompts().decode(list(sample.prompt))
 
 
-# --- generated samples --------------------------------------------------------------------------------------------------------------------
+# --- generated samples
+# --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [passkeys, functools.partial(needles, "multikey_1"), functools.partial(needles, "multikey_3")])
+@pytest.mark.parametrize(
+    "make",
+    [passkeys, functools.partial(needles, "multikey_1"), functools.partial(needles, "multikey_3")],
+)
 def test_the_seed_decides_about_samples(make):
     assert make() == make()
     assert make() != make(seed=1)
@@ -64,9 +76,13 @@ def test_a_pass_key_is_stated_once_at_its_depth_in_a_prompt_of_its_length(text):
         assert words.count(fact) == 1
         assert words.startswith(passkey.OPENING)
         assert words.endswith("\nWhat is the pass key? The pass key is "), "the digits come next"
-        before, after = (len(part.split()) for part in words.removeprefix(passkey.OPENING).split(fact))
+        before, after = (
+            len(part.split()) for part in words.removeprefix(passkey.OPENING).split(fact)
+        )
         after -= len(f"{passkey.QUESTION}{passkey.ANSWER_PREFIX}".split())
-        assert before / (before + after) == pytest.approx(sample.labels["depth"], abs=1 / (before + after))
+        assert before / (before + after) == pytest.approx(
+            sample.labels["depth"], abs=1 / (before + after)
+        )
         need = len(sample.prompt) + sample.max_new_tokens
         assert sample.labels["length"] - 8 <= need <= sample.labels["length"], f"{need} tokens"
 
@@ -76,14 +92,21 @@ def test_needles_stand_where_they_are_said_to_be_and_are_asked_for_as_ruler_does
     what = niah.KINDS[kind]
     length = 2000 if what.keys == "uuids" else 500
     samples = needles(kind, lengths=(length,))
-    assert len(samples) == (len(DEPTHS) * 2 if what.single else 2), "several needles have no single depth"
+    assert len(samples) == (len(DEPTHS) * 2 if what.single else 2), (
+        "several needles have no single depth"
+    )
     for sample in samples:
         words = prompt_text(sample)
         assert len(sample.facts["needles"]) == what.needles * what.values_each
         assert all(words.count(needle) == 1 for needle in sample.facts["needles"])
-        found = dict.fromkeys(re.findall(rf"One of the special magic {what.values} for (\S+) is: (\S+)\.", words))
+        found = dict.fromkeys(
+            re.findall(rf"One of the special magic {what.values} for (\S+) is: (\S+)\.", words)
+        )
         assert (len(found) > len(sample.facts["needles"])) is (what.haystack == "needles")
-        asked = re.search(r"What (?:is|are all) the special magic \w+ for (.*) mentioned in the provided text\?", words)
+        asked = re.search(
+            r"What (?:is|are all) the special magic \w+ for (.*) mentioned in the provided text\?",
+            words,
+        )
         keys = re.split(r", and |, ", asked[1])
         assert sorted(value for key, value in found if key in keys) == sorted(sample.answers)
         assert len(keys) == what.asked
@@ -91,26 +114,34 @@ def test_needles_stand_where_they_are_said_to_be_and_are_asked_for_as_ruler_does
         depth = sample.labels["depth"]
         if depth is not None:
             context = words.split("afterwards.\n")[1].split("\nWhat is")[0]
-            place = context.index(sample.facts["needles"][0]) / (len(context) - len(sample.facts["needles"][0]))
+            place = context.index(sample.facts["needles"][0]) / (
+                len(context) - len(sample.facts["needles"][0])
+            )
             assert place == pytest.approx(depth, abs=0.15), f"{place} for {depth}"
 
 
 def test_prompts_of_needles_are_those_of_rulers_own_file():
     words = prompt_text(needles("multikey_3")[0])
     start = (
-        "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you about the uuid afterwards.\n"
+        "A special magic uuid is hidden within the following text. Make sure to memorize it. I will"
+        " quiz you about the uuid afterwards.\n"
     )
     key = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
     line = rf"One of the special magic uuids for {key} is: {key}\.\n"
     question = rf"What is the special magic uuid for ({key}) mentioned in the provided text\?"
     end = r" The special magic uuid for \1 mentioned in the provided text is"
-    assert re.fullmatch(f"{re.escape(start)}({line})+{question}{end}".replace(r"\1", r"\2"), words), words
+    assert re.fullmatch(
+        f"{re.escape(start)}({line})+{question}{end}".replace(r"\1", r"\2"), words
+    ), words
 
 
 def test_several_values_are_asked_for_in_the_plural_and_a_suffix_comes_last():
     words = prompt_text(needles("multiquery", suffix=": ")[0])
     assert words.startswith("Some special magic numbers are hidden within")
-    assert re.search(r"What are all the special magic numbers for (\S+), (\S+), (\S+), and (\S+) mentioned", words)
+    assert re.search(
+        r"What are all the special magic numbers for (\S+), (\S+), (\S+), and (\S+) mentioned",
+        words,
+    )
     assert words.endswith("mentioned in the provided text are: ")
 
 
@@ -127,33 +158,52 @@ def test_filler_is_as_long_as_fits():
 def test_what_cannot_be_made_is_refused():
     for make, message in (
         (lambda: passkeys(lengths=(40,)), "without filler"),
-        (lambda: passkeys(lengths=(2000,), text="too short a text"), "4 words, too few to fill 2000 tokens"),
+        (
+            lambda: passkeys(lengths=(2000,), text="too short a text"),
+            "4 words, too few to fill 2000 tokens",
+        ),
         (lambda: needles("single_2", text=None), "give one"),
-        (lambda: needles("single_2", lengths=(2000,), text="Too short. A text."), "2 sentences, too few"),
+        (
+            lambda: needles("single_2", lengths=(2000,), text="Too short. A text."),
+            "2 sentences, too few",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make()
 
 
-# --- files --------------------------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------------------------------------
 
 
 def lines(path, *rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
+    )
     return path
 
 
 def test_ready_made_samples_are_asked_as_they_are(tmp_path):
     prompts = embedded_prompts()
-    keys = lines(tmp_path / "keys", {"input": "No. The pass key is 12345. No. No.", "target": "12345"}, "", {"input": "b", "target": "1"})
+    keys = lines(
+        tmp_path / "keys",
+        {"input": "No. The pass key is 12345. No. No.", "target": "12345"},
+        "",
+        {"input": "b", "target": "1"},
+    )
     first, _ = passkey.from_file(keys, prompts)
-    assert prompt_text(first) == "No. The pass key is 12345. No. No.What is the pass key? The pass key is "
+    assert (
+        prompt_text(first)
+        == "No. The pass key is 12345. No. No.What is the pass key? The pass key is "
+    )
     assert (first.answers, first.labels["depth"]) == (("12345",), 0.5)
     assert len(passkey.from_file(keys, prompts, limit=1)) == 1
     whole = {"input": "hay needle hay. It is", "outputs": ["needle", "hay"]}
     split = {"input": "hay needle hay.", "answer_prefix": " It is", "outputs": ["needle"]}
     file = lines(tmp_path / "hay", whole, split)
-    assert [prompt_text(sample) for sample in niah.from_file(file, prompts, suffix=":")] == ["hay needle hay. It is:"] * 2
+    assert [prompt_text(sample) for sample in niah.from_file(file, prompts, suffix=":")] == [
+        "hay needle hay. It is:"
+    ] * 2
     assert niah.from_file(file, prompts)[0].answers == ("needle", "hay")
 
 
@@ -171,10 +221,22 @@ BAD_FILES = {
     "a list": ("[1]", "must be an object, not a list"),
     "no field": ('{"input": "a"}', "needs the field 'outputs', a list"),
     "a number": ('{"input": 3, "outputs": ["c"]}', "needs the field 'input', a str"),
-    "a prefix that is no text": ('{"input": "a", "outputs": ["c"], "answer_prefix": 7}', "'answer_prefix' must be a str, not a int"),
-    "outputs that are no list": ('{"input": "a", "outputs": 5}', "line 1: needs the field 'outputs', a list"),
-    "outputs that are no texts": ('{"input": "a", "outputs": [5]}', "'outputs' must list texts only"),
-    "half a surrogate pair": ('{"input": "\\ud800", "outputs": ["c"]}', "the field 'input' is no text"),
+    "a prefix that is no text": (
+        '{"input": "a", "outputs": ["c"], "answer_prefix": 7}',
+        "'answer_prefix' must be a str, not a int",
+    ),
+    "outputs that are no list": (
+        '{"input": "a", "outputs": 5}',
+        "line 1: needs the field 'outputs', a list",
+    ),
+    "outputs that are no texts": (
+        '{"input": "a", "outputs": [5]}',
+        "'outputs' must list texts only",
+    ),
+    "half a surrogate pair": (
+        '{"input": "\\ud800", "outputs": ["c"]}',
+        "the field 'input' is no text",
+    ),
     "endless": ("[" * 100_000, "line 1: not JSON"),
     "no outputs": ('{"input": "a", "outputs": []}', "must list at least one text"),
 }
@@ -209,26 +271,36 @@ def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
     assert depth_of("", "") is None
 
 
-# --- running ------------------------------------------------------------------------------------------------------------------------------
+# --- running
+# ------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Return a directory with a random one-layer model and a tokenizer."""
     directory = tmp_path_factory.mktemp("tiny")
-    save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)), directory)
+    save_llama(
+        random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)),
+        directory,
+    )
     save_tokenizer(train_tokenizer(["one two three four"] * 3, 300), directory, 256)
     return directory
 
 
 def lengths_task(asked):
     """Scores the number of characters; finished after `asked` of them."""
-    return Task(lambda _, text: {"characters": min(len(text), asked) / asked}, lambda _, text: len(text) >= asked)
+    return Task(
+        lambda _, text: {"characters": min(len(text), asked) / asked},
+        lambda _, text: len(text) >= asked,
+    )
 
 
 def test_prompts_of_one_batch_need_the_same_cache_and_the_last_batch_is_filled_up():
     config = tiny_config(max_position_embeddings=256)
-    samples = [Sample((1,) * length, (), new) for length, new in ((3, 8), (70, 8), (5, 8), (9, 8), (90, 8), (60, 4), (200, 56))]
+    samples = [
+        Sample((1,) * length, (), new)
+        for length, new in ((3, 8), (70, 8), (5, 8), (9, 8), (90, 8), (60, 4), (200, 56))
+    ]
     assert [capacity(sample, config) for sample in samples] == [64, 128, 64, 64, 128, 64, 256]
     assert list(batches(samples, config, 2)) == [[6], [1, 4], [0, 2], [3, 3], [5]]
     assert list(batches(samples, config, 8)) == [[6], [1, 4], [0, 2, 3], [5]]
@@ -240,7 +312,9 @@ def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tin
     samples = [Sample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (1, 2, 3)]
     found = {}
     for batch in (1, 2):
-        answers = list(run(llama, kvq.parse("dense"), lengths_task(1000), samples, prompts, batch=batch))
+        answers = list(
+            run(llama, kvq.parse("dense"), lengths_task(1000), samples, prompts, batch=batch)
+        )
         assert sorted(answer.index for answer in answers) == [0, 1, 2], f"batches of {batch}"
         found[batch] = {answer.index: (answer.text, answer.tokens) for answer in answers}
     assert found[1] == found[2]
@@ -252,14 +326,30 @@ def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
     prompts, task = Prompts(tokenizer), lengths_task(1000)
     samples = [Sample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (9, 2, 5)]
     caches = [kvq.parse("dense"), kvq.parse("k=int2+v=int2+cache:sink=0,recent=0,block=8")]
-    together = run_together([(llama, cache) for cache in caches], task, samples, prompts, batch=2, go_on=lambda answers: True)
+    together = run_together(
+        [(llama, cache) for cache in caches],
+        task,
+        samples,
+        prompts,
+        batch=2,
+        go_on=lambda answers: True,
+    )
     texts = []
     for cache, shared in zip(caches, together, strict=True):
-        alone = sorted(run(llama, cache, task, samples, prompts, batch=2), key=lambda answer: answer.index)
+        alone = sorted(
+            run(llama, cache, task, samples, prompts, batch=2), key=lambda answer: answer.index
+        )
         assert sorted(shared, key=lambda answer: answer.index) == alone, str(cache)
         texts.append([answer.text for answer in alone])
     assert texts[0] != texts[1], "the caches make no difference"
-    first, others = run_together([(llama, cache) for cache in caches], task, samples, prompts, batch=2, go_on=lambda found: len(found) < 3)
+    first, others = run_together(
+        [(llama, cache) for cache in caches],
+        task,
+        samples,
+        prompts,
+        batch=2,
+        go_on=lambda found: len(found) < 3,
+    )
     assert (len(first), len(others)) == (3, 2), "the last batch is not asked of the others"
 
 
@@ -267,35 +357,64 @@ def test_generation_ends_where_the_task_is_finished(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
     sample = Sample(tuple(Prompts(tokenizer).ids("one two")), (), 60)
     counts = [
-        next(run(llama, kvq.parse("dense"), lengths_task(asked), [sample], Prompts(tokenizer), batch=1)).tokens for asked in (1, 10_000)
+        next(
+            run(
+                llama,
+                kvq.parse("dense"),
+                lengths_task(asked),
+                [sample],
+                Prompts(tokenizer),
+                batch=1,
+            )
+        ).tokens
+        for asked in (1, 10_000)
     ]
     assert counts[0] < counts[1]
 
 
 def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_path):
-    """On trained weights, with keys that int4 cannot hold: the answers come from what the cache holds."""
+    """On trained weights, with keys that int4 cannot hold: the answers come from what the cache
+    holds."""
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
     save_llama(stressed(llama, Stress(key_outliers=Outliers(4, 64.0))), tmp_path, tokenizer)
-    arguments = ("--lengths", 256, "--depths", "0.2,0.6", "--limit", 2, "--cache", "dense", "--cache", "int4")
+    arguments = (
+        "--lengths",
+        256,
+        "--depths",
+        "0.2,0.6",
+        "--limit",
+        2,
+        "--cache",
+        "dense",
+        "--cache",
+        "int4",
+    )
     found = run_json("passkey", tmp_path, *arguments, "--answers", tmp_path / "answers")
     exact, forgetful = found["caches"]
     assert exact["scores"] == {"accuracy": 1}
     assert forgetful["scores"] == {"accuracy": 0}
-    assert [(part["depth"], part["samples"], part["accuracy"]) for part in exact["by"]["depth"]] == [(0.2, 2, 1), (0.6, 2, 1)]
+    assert [
+        (part["depth"], part["samples"], part["accuracy"]) for part in exact["by"]["depth"]
+    ] == [(0.2, 2, 1), (0.6, 2, 1)]
     assert exact["by"]["length"] == [{"length": 256, "samples": 4, "accuracy": 1}]
     assert exact["cache_bytes"] > forgetful["cache_bytes"]
     assert (found["samples"], found["max_new_tokens"]) == (4, 16)
     assert "What is the pass key? The pass key is " in found["rules"]["prompt"]
     written = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
-    shown = [{"cache": one["name"]} | answer for one in found["caches"] for answer in one["answers"]]
+    shown = [
+        {"cache": one["name"]} | answer for one in found["caches"] for answer in one["answers"]
+    ]
     assert sorted(written, key=str) == sorted(shown, key=str)
 
 
 def default_lengths(make, positions):
-    """Return the lengths of the samples that a command makes for a model of so many positions where --lengths is not given."""
+    """Return the lengths of the samples that a command makes for a model of so many positions where
+    --lengths is not given."""
     options = argparse.Namespace(lengths=None, limit=1, seed=0, max_new_tokens=None)
     samples = task_runs.generated(options, tiny_config(max_position_embeddings=positions), make)
-    return [length for length, _ in itertools.groupby(sample.labels["length"] for sample in samples)]
+    return [
+        length for length, _ in itertools.groupby(sample.labels["length"] for sample in samples)
+    ]
 
 
 def test_default_lengths_are_those_within_the_positions_that_the_question_fits(capsys):
@@ -312,34 +431,66 @@ def test_every_task_has_a_default_length_on_the_embedded_model(make):
     kinds = ruler.KINDS if make is ruler.generated else niah.KINDS
     depths = {} if make is ruler.generated else {"depths": (0.0,), "text": TEXT}
     for kind in kinds:
-        assert max(default_lengths(functools.partial(make, embedded_prompts(), kind, **depths), 2048)) == 2048, kind
+        assert (
+            max(default_lengths(functools.partial(make, embedded_prompts(), kind, **depths), 2048))
+            == 2048
+        ), kind
 
 
 def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
     file = lines(tmp_path / "keys", {"input": "The pass key is 12345.", "target": "12345"})
     code, out, err = run("passkey", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8)
     assert code == 0, err
-    for part in ("score: 1 where the first number", "1 samples with prompts of", "│ int4", "accuracy"):
+    for part in (
+        "score: 1 where the first number",
+        "1 samples with prompts of",
+        "│ int4",
+        "accuracy",
+    ):
         assert part in out, f"{part!r} is missing in {out}"
 
 
 BAD_REQUESTS = {
-    "too long": (("passkey", "--lengths", "400"), "and the model was trained for 256 positions: take a shorter one"),
+    "too long": (
+        ("passkey", "--lengths", "400"),
+        "and the model was trained for 256 positions: take a shorter one",
+    ),
     "too short": (("passkey", "--lengths", "20"), "would do, or fewer --max-new-tokens"),
-    "too few positions": (("niah",), "and the model was trained for 256 positions; --max-new-tokens, now 128, is a part of them"),
-    "negative seed": (("passkey", "--lengths", "200", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
+    "too few positions": (
+        ("niah",),
+        "and the model was trained for 256 positions; --max-new-tokens, now 128, is a part of them",
+    ),
+    "negative seed": (
+        ("passkey", "--lengths", "200", "--seed", "-1"),
+        "argument --seed: '-1' must be an integer from 0",
+    ),
     "no length": (("passkey", "--lengths", "a"), "'a' must be an integer"),
     "no depth": (("passkey", "--depths", "0,2"), "between 0 and 1"),
     "no number": (("passkey", "--depths", "x"), "not a list of numbers"),
-    "data and lengths": (("passkey", "--data", "{tmp}/empty", "--lengths", "9"), "--lengths is for generated samples"),
-    "no text": (("niah", "--task", "multikey_1", "--max-new-tokens", "4"), "give one (--text FILE)"),
+    "data and lengths": (
+        ("passkey", "--data", "{tmp}/empty", "--lengths", "9"),
+        "--lengths is for generated samples",
+    ),
+    "no text": (
+        ("niah", "--task", "multikey_1", "--max-new-tokens", "4"),
+        "give one (--text FILE)",
+    ),
     "no task": (("niah", "--task", "multikey_9"), "invalid choice"),
     "missing data": (("passkey", "--data", "{tmp}/none"), "none"),
     "empty data": (("passkey", "--data", "{tmp}/empty"), "has no samples"),
-    "unknown cache": (("passkey", "--data", "{tmp}/empty", "--cache", "kivo"), "unknown cache method"),
-    "answers exist": (("passkey", "--data", "{tmp}/row", "--answers", "{tmp}/row"), "must be a new file"),
+    "unknown cache": (
+        ("passkey", "--data", "{tmp}/empty", "--cache", "kivo"),
+        "unknown cache method",
+    ),
+    "answers exist": (
+        ("passkey", "--data", "{tmp}/row", "--answers", "{tmp}/row"),
+        "must be a new file",
+    ),
     "no chat template": (("passkey", "--data", "{tmp}/row", "--chat"), "no chat template"),
-    "no room": (("passkey", "--data", "{tmp}/row", "--max-new-tokens", "255"), "and the model was trained for 256 positions"),
+    "no room": (
+        ("passkey", "--data", "{tmp}/row", "--max-new-tokens", "255"),
+        "and the model was trained for 256 positions",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Plans: budgets are met as well as they can be, sides measured alone are those of a whole cache, files are read or refused."""
+"""Plans: budgets are met as well as they can be, sides measured alone are those of a whole cache,
+files are read or refused."""
 
 from __future__ import annotations
 
@@ -28,11 +29,20 @@ STEP = 4
 
 def drawn(layers: int, chunks: int, seed: int = 0) -> Costs:
     rng = np.random.default_rng(seed)
-    energies = np.sort(np.exp(rng.normal(0, 2, (layers, 2, chunks)) + rng.normal(0, 1, (layers, 2, 1))), axis=-1)[..., ::-1]
-    return Costs(energies, {(l, side): {2: 0.5, 6: rng.uniform(1, 3)} for l, side in itertools.product(range(layers), SIDES)})
+    energies = np.sort(
+        np.exp(rng.normal(0, 2, (layers, 2, chunks)) + rng.normal(0, 1, (layers, 2, 1))), axis=-1
+    )[..., ::-1]
+    return Costs(
+        energies,
+        {
+            (l, side): {2: 0.5, 6: rng.uniform(1, 3)}
+            for l, side in itertools.product(range(layers), SIDES)
+        },
+    )
 
 
-# --- allocation ---------------------------------------------------------------------------------------------------------------------------
+# --- allocation
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [4, 7, 12, 20])
@@ -42,8 +52,15 @@ def test_a_budget_is_shared_out_as_well_as_by_trying_everything(budget: int):
     assert sum(sum(map(sum, pair)) for pair in found) <= budget
     counts = range(1, 17)
     sides = list(itertools.product(range(2), SIDES))
-    table = [np.minimum.accumulate([costs.cost(l, s, costs.best(l, s, n)) for n in counts]) for l, s in sides]
-    least = min(sum(t[n - 1] for t, n in zip(table, ns, strict=True)) for ns in itertools.product(counts, repeat=4) if sum(ns) <= budget)
+    table = [
+        np.minimum.accumulate([costs.cost(l, s, costs.best(l, s, n)) for n in counts])
+        for l, s in sides
+    ]
+    least = min(
+        sum(t[n - 1] for t, n in zip(table, ns, strict=True))
+        for ns in itertools.product(counts, repeat=4)
+        if sum(ns) <= budget
+    )
     assert costs.total(found) <= 1.1 * least
     equal = [(costs.best(l, "k", budget // 4), costs.best(l, "v", budget // 4)) for l in range(2)]
     assert costs.total(found) <= costs.total(equal)
@@ -76,7 +93,8 @@ def test_fewer_bits_than_sides_are_refused():
         shared_out(drawn(layers=2, chunks=2), 3)
 
 
-# --- measurements -------------------------------------------------------------------------------------------------------------------------
+# --- measurements
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +102,23 @@ def planned(shallow, tmp_path_factory):
     """Return (model, tokens, calibration of waterfill, the model with it)."""
     llama, tokenizer = load_llama(shallow, dtype="float32")
     ids = np.asarray(tokenizer(PASSAGE.read_text(), verbose=False).input_ids, np.int32)
-    calibration = calibrate(llama, ids, "waterfill", samples=2, length=128, work=tmp_path_factory.mktemp("work") / "w")
+    calibration = calibrate(
+        llama, ids, "waterfill", samples=2, length=128, work=tmp_path_factory.mktemp("work") / "w"
+    )
     return llama, ids, calibration, prepare(llama, "waterfill", calibration)
 
 
 @pytest.mark.parametrize(("layer", "side"), [(0, "v"), (1, "k")])
-def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exact(planned, layer: int, side: str):
+def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exact(
+    planned, layer: int, side: str
+):
     llama, ids, calibration, prepared = planned
     rows = np.stack([ids[at : at + 60] for at in (0, 300)])
     costs = costs_of(calibration, {})
     widths = costs.best(layer, side, 12)
-    windows = kvq.parse("waterfill:sink=0,recent=0,block=4")  # the first layer attends to the token before
+    windows = kvq.parse(
+        "waterfill:sink=0,recent=0,block=4"
+    )  # the first layer attends to the token before
     spec = one_side(spec_of([(widths, widths)] * 2), side, windows)
     found = Sensitivity(llama, rows, 48, STEP).kl(prepared, spec, layer)
     alone = dataclasses.replace(spec, skip_layers=(1 - layer,))
@@ -110,7 +134,8 @@ def test_windows_that_are_no_whole_steps_are_refused(planned):
         Sensitivity(planned[0], np.zeros((1, 51), np.int32), 48, STEP)
 
 
-# --- files and the command ----------------------------------------------------------------------------------------------------------------
+# --- files and the command
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -120,7 +145,10 @@ def cache_folder(tmp_path, monkeypatch):
 
 
 def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_path):
-    written = kept.Plan(kvq.parse("waterfill:k_widths=43210000@0/22110000,v_widths=32110000"), str(tmp_path / "w.safetensors"))
+    written = kept.Plan(
+        kvq.parse("waterfill:k_widths=43210000@0/22110000,v_widths=32110000"),
+        str(tmp_path / "w.safetensors"),
+    )
     kept.write_plan(tmp_path / "plan.json", written)
     assert kept.read_plan(tmp_path / "plan.json") == written
     good = json.loads((tmp_path / "plan.json").read_text())
@@ -149,17 +177,30 @@ def auto(planned, shallow, cache_folder):
     return shallow
 
 
-def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(auto, run, run_json, tmp_path):
-    fast = run_json("plan", auto, "--budget", "2bits", "--out", tmp_path / "plan.json", "--context", 256)
+def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(
+    auto, run, run_json, tmp_path
+):
+    fast = run_json(
+        "plan", auto, "--budget", "2bits", "--out", tmp_path / "plan.json", "--context", 256
+    )
     assert "k_widths" in fast["chosen"]
-    request = ("generate", auto, "--prompt", "It was a dark and stormy night", "--max-new-tokens", 2)
+    request = (
+        "generate",
+        auto,
+        "--prompt",
+        "It was a dark and stormy night",
+        "--max-new-tokens",
+        2,
+    )
     told = run_json(*request, "--cache", fast["chosen"], "--calibration", fast["calibration"])
     for given in ("auto:bits=2", tmp_path / "plan.json"):
         found = run_json(*request, "--cache", given)
         assert found["cache"] == told["cache"] == fast["chosen"], given
         assert found["calibration"] == fast["calibration"]
         assert found["tokens"] == told["tokens"]
-    sizes = run_json("memory", auto, "--cache", "auto:bits=2", "--cache", "auto:bits=4", "--context", 256)["caches"]
+    sizes = run_json(
+        "memory", auto, "--cache", "auto:bits=2", "--cache", "auto:bits=4", "--context", 256
+    )["caches"]
     assert sizes[0]["cache_bytes"] == fast["caches"][1]["bytes"] < sizes[1]["cache_bytes"]
 
 
@@ -173,10 +214,22 @@ def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(auto, run,
         (("plan", "--device", "h200"), "belong together"),
         (("plan", "--device", "h200", "--tokens-per-second", "1e12"), "out of reach"),
         (("plan", "--device", "abacus", "--tokens-per-second", "10"), "device 'abacus' is unknown"),
-        (("plan", "--budget", "2bits", "--device", "h200", "--tokens-per-second", "10"), "a speed is a budget of bytes"),
-        (("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "200"), "leave nothing to quantize"),
-        (("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "2000"), "a plan needs at least"),
-        (("plan", "--budget", "2bits", "--out", "nowhere/plan.json"), "a file in a directory that exists"),
+        (
+            ("plan", "--budget", "2bits", "--device", "h200", "--tokens-per-second", "10"),
+            "a speed is a budget of bytes",
+        ),
+        (
+            ("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "200"),
+            "leave nothing to quantize",
+        ),
+        (
+            ("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "2000"),
+            "a plan needs at least",
+        ),
+        (
+            ("plan", "--budget", "2bits", "--out", "nowhere/plan.json"),
+            "a file in a directory that exists",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(shallow, cache_folder, run, arguments, message):
@@ -187,7 +240,18 @@ def test_what_cannot_be_planned_is_one_line(shallow, cache_folder, run, argument
 
 
 def test_a_speed_is_a_budget_of_bytes(auto, run_json):
-    found = run_json("plan", auto, "--device", "1e12:1e9", "--tokens-per-second", 100, "--batch", 4, "--context", 2048)
+    found = run_json(
+        "plan",
+        auto,
+        "--device",
+        "1e12:1e9",
+        "--tokens-per-second",
+        100,
+        "--batch",
+        4,
+        "--context",
+        2048,
+    )
     weights = 2 * sum(leaf.size for leaf in jax.tree.leaves(load_llama(auto)[0]))
     assert found["budget_bytes"] == int(1e9 * 4 / 100) - weights
     chosen = next(cache for cache in found["caches"] if cache["name"] == found["chosen"])
@@ -200,21 +264,45 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     monkeypatch.setattr(measuring, "MEASURED", (2.0,))
     monkeypatch.setattr(measuring, "RIVALS", ("turboquant:bits=1", "kivi:bits=2"))
     monkeypatch.setattr(plan, "LENGTH", 128)
-    request = ("plan", shallow, "--text", PASSAGE, "--budget", "2bits", "--window", 284, "--windows", 1, "--context", 512)
+    request = (
+        "plan",
+        shallow,
+        "--text",
+        PASSAGE,
+        "--budget",
+        "2bits",
+        "--window",
+        284,
+        "--windows",
+        1,
+        "--context",
+        512,
+    )
     found = run_json(*request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
-    checked = {cache["name"]: cache for cache in found["caches"] if cache["measured_kl"] is not None}
-    assert checked[found["chosen"]]["measured_kl"] == min(cache["measured_kl"] for cache in checked.values())
+    checked = {
+        cache["name"]: cache for cache in found["caches"] if cache["measured_kl"] is not None
+    }
+    assert checked[found["chosen"]]["measured_kl"] == min(
+        cache["measured_kl"] for cache in checked.values()
+    )
     assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
     assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
-    assert {(side["layer"], side["side"]) for side in found["sides"]} == {(0, "k"), (0, "v"), (1, "k"), (1, "v")}
+    assert {(side["layer"], side["side"]) for side in found["sides"]} == {
+        (0, "k"),
+        (0, "v"),
+        (1, "k"),
+        (1, "v"),
+    }
     assert found["prediction"]["factor"] >= 1
     assert kept.read_plan(tmp_path / "plan.json").spec == kvq.parse(found["chosen"])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.setattr(Sensitivity, "kl", lambda *_: pytest.fail("a side was measured again"))
-    monkeypatch.setattr(measuring, "measure_rows", lambda *_, **__: pytest.fail("a cache was read again"))
+    monkeypatch.setattr(
+        measuring, "measure_rows", lambda *_, **__: pytest.fail("a cache was read again")
+    )
     again = run_json(*request)
-    assert {name: value for name, value in again.items() if name not in ("seconds", "out", "picture")} == {
-        name: value for name, value in found.items() if name not in ("seconds", "out", "picture")
-    }
+    assert {
+        name: value for name, value in again.items() if name not in ("seconds", "out", "picture")
+    } == {name: value for name, value in found.items() if name not in ("seconds", "out", "picture")}

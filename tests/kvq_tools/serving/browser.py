@@ -1,4 +1,5 @@
-"""A headless browser, driven through WebDriver: chromium and its chromedriver, where a machine has both."""
+"""A headless browser, driven through WebDriver: chromium and its chromedriver, where a machine has
+both."""
 
 from __future__ import annotations
 
@@ -12,8 +13,17 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1200,800")
+CHROMIUM, DRIVER = (
+    shutil.which("chromium") or shutil.which("google-chrome"),
+    shutil.which("chromedriver"),
+)
+ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--window-size=1200,800",
+)
 
 
 class Browser:
@@ -21,13 +31,19 @@ class Browser:
 
     def __init__(self, driver: str):
         options = {"binary": CHROMIUM, "args": ARGUMENTS}
-        asked = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        asked = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
         self._url = f"{driver}/session"
         self._url += "/" + self._call("POST", "", capabilities={"alwaysMatch": asked})["sessionId"]
 
     def _call(self, method: str, path: str, **fields: Any) -> Any:
         body = json.dumps(fields).encode() if method == "POST" else None
-        request = urllib.request.Request(self._url + path, body, {"content-type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self._url + path, body, {"content-type": "application/json"}, method=method
+        )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read())["value"]
 
@@ -68,10 +84,16 @@ class Browser:
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
     assert DRIVER is not None
-    process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         assert process.stdout is not None
-        port = next(match[1] for line in process.stdout if (match := re.search(r"started successfully on port (\d+)", line)))
+        port = next(
+            match[1]
+            for line in process.stdout
+            if (match := re.search(r"started successfully on port (\d+)", line))
+        )
         with contextlib.closing(Browser(f"http://127.0.0.1:{port}")) as window:
             yield window
     finally:

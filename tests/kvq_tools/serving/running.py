@@ -1,4 +1,5 @@
-"""A server in this process, on a free port, with two layers of the embedded model: compiled once for all of its tests."""
+"""A server in this process, on a free port, with two layers of the embedded model: compiled once
+for all of its tests."""
 
 from __future__ import annotations
 
@@ -47,16 +48,29 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
     def engine(self) -> Engine:
-        """Return an engine like the server's, which runs the same programs, but reads every prompt."""
+        """Return an engine like the server's, which runs the same programs, but reads every
+        prompt."""
         return Engine(self.llama, SPEC, slots=SLOTS, capacity=CAPACITY, widths=WIDTHS)
 
-    def raw(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, dict, bytes]:
+    def raw(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, dict, bytes]:
         """Return (status, headers, body) of a request that no client library would send."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(method, path, body, {"authorization": f"Bearer {KEY}"} | (headers or {}))
+            connection.request(
+                method, path, body, {"authorization": f"Bearer {KEY}"} | (headers or {})
+            )
             answer = connection.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+            return (
+                answer.status,
+                {name.lower(): value for name, value in answer.getheaders()},
+                answer.read(),
+            )
         finally:
             connection.close()
 
@@ -76,7 +90,15 @@ class Running:
 def running(folder: pathlib.Path) -> Iterator[Running]:
     """Serve the model in a folder until the block ends."""
     llama, tokenizer = load_llama(folder, dtype="float32")
-    engine = Engine(llama, SPEC, slots=SLOTS, capacity=CAPACITY, widths=WIDTHS, queue_limit=QUEUE, prefixes=PrefixStore(64 << 20))
+    engine = Engine(
+        llama,
+        SPEC,
+        slots=SLOTS,
+        capacity=CAPACITY,
+        widths=WIDTHS,
+        queue_limit=QUEUE,
+        prefixes=PrefixStore(64 << 20),
+    )
     engine.warm_up()
     with serving(engine, tokenizer) as server:
         yield server
@@ -88,7 +110,9 @@ def serving(engine: Engine, tokenizer: Any) -> Iterator[Running]:
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
-    service = Service(worker, tokenizer, NAME, metrics, chat_template=TEMPLATE, limits=Limits(body=BODY))
+    service = Service(
+        worker, tokenizer, NAME, metrics, chat_template=TEMPLATE, limits=Limits(body=BODY)
+    )
     ready = threading.Event()
     server = server_of(create_app(service, KEY), ready.set)
     bound = bound_socket("127.0.0.1", 0)

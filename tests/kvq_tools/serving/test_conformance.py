@@ -1,4 +1,5 @@
-"""The list of fields: every one of OpenAI's is served or refused, and docs/serving.md says which."""
+"""The list of fields: every one of OpenAI's is served or refused, and docs/serving.md says
+which."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from openai.types import chat as chat_types
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from kvq_tools.serving.fields import NEUTRAL, NEUTRAL_IN_MESSAGES, ChatFields, CompletionFields, Message
+from kvq_tools.serving.fields import (
+    NEUTRAL,
+    NEUTRAL_IN_MESSAGES,
+    ChatFields,
+    CompletionFields,
+    Message,
+)
 from tests.kvq_tools.serving.running import CHAT, NAME, Running
 
 SERVED = {  # values of each served field; the first asks for something
@@ -38,7 +45,10 @@ PATHS: dict[str, tuple[type[CompletionFields] | type[ChatFields], dict]] = {
     "/v1/completions": (CompletionFields, {"prompt": "x", "max_tokens": 1}),
     "/v1/chat/completions": (ChatFields, {"messages": CHAT, "max_completion_tokens": 1}),
 }
-BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}  # what a field is only allowed with
+BESIDE = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+}  # what a field is only allowed with
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "serving.md"
 
@@ -53,9 +63,14 @@ def rows(heading: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("params", "kind"),
-    [(completions.CompletionCreateParamsBase, CompletionFields), (chat.CompletionCreateParamsBase, ChatFields)],
+    [
+        (completions.CompletionCreateParamsBase, CompletionFields),
+        (chat.CompletionCreateParamsBase, ChatFields),
+    ],
 )
-def test_every_field_of_openai_is_served_or_refused(params: type, kind: type[CompletionFields] | type[ChatFields]):
+def test_every_field_of_openai_is_served_or_refused(
+    params: type, kind: type[CompletionFields] | type[ChatFields]
+):
     fields = set(params.__annotations__) | {"stream"}
     unknown = fields - set(kind.model_fields) - set(NEUTRAL)
     assert not unknown, f"clients may send {unknown}, and are told that nobody knows them"
@@ -65,7 +80,9 @@ def test_every_field_of_openai_is_served_or_refused(params: type, kind: type[Com
 
 @pytest.mark.parametrize("role", ["System", "Developer", "User", "Assistant"])
 def test_every_field_of_a_message_is_served_or_refused(role: str):
-    unknown = set(getattr(chat_types, f"ChatCompletion{role}MessageParam").__annotations__) - set(Message.model_fields)
+    unknown = set(getattr(chat_types, f"ChatCompletion{role}MessageParam").__annotations__) - set(
+        Message.model_fields
+    )
     assert unknown <= set(NEUTRAL_IN_MESSAGES)
     assert not set(Message.model_fields) & set(NEUTRAL_IN_MESSAGES)
 
@@ -75,12 +92,19 @@ def test_every_served_field_is_accepted(server: Running, path: str):
     kind, needed = PATHS[path]
     for name in kind.model_fields:
         for value in LOGPROBS[path] if name == "logprobs" else SERVED[name]:
-            fields = {"model": NAME, **needed, **(BESIDE.get(name, {}) if value is not None else {}), name: value}
+            fields = {
+                "model": NAME,
+                **needed,
+                **(BESIDE.get(name, {}) if value is not None else {}),
+                name: value,
+            }
             status, _, body = server.raw("POST", path, json.dumps(fields).encode())
             assert status == 200, (name, value, body)
 
 
 def test_the_page_lists_what_is_served_and_what_is_refused():
-    assert rows("Fields that are served") == set(CompletionFields.model_fields) | set(ChatFields.model_fields)
+    assert rows("Fields that are served") == set(CompletionFields.model_fields) | set(
+        ChatFields.model_fields
+    )
     assert rows("Fields that are refused") == set(NEUTRAL)
     assert rows("Fields of a message") == set(Message.model_fields) | set(NEUTRAL_IN_MESSAGES)

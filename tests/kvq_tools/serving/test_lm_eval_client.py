@@ -1,4 +1,5 @@
-"""lm-evaluation-harness's local-completions model against the server: what it scores and generates is what the server's engine computes."""
+"""lm-evaluation-harness's local-completions model against the server: what it scores and generates
+is what the server's engine computes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from tests.kvq_tools.serving.running import CAPACITY, KEY, NAME, PROMPT, Running
 @pytest.fixture
 def model(server: Running, shallow: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    where = dict(base_url=f"{server.url}/v1/completions", model=NAME, tokenizer=str(shallow), tokenizer_backend="huggingface")
+    where = dict(
+        base_url=f"{server.url}/v1/completions",
+        model=NAME,
+        tokenizer=str(shallow),
+        tokenizer_backend="huggingface",
+    )
     return LocalCompletionsAPI(**where, max_length=CAPACITY, num_concurrent=1)
 
 
@@ -29,13 +35,21 @@ def test_local_completions_score_and_generate(server: Running, client: openai.Op
     asked = dict(model=NAME, prompt=PROMPT, max_tokens=10, temperature=0)
     text = client.completions.create(**asked).choices[0].text
     pairs = [(PROMPT, text), (PROMPT, " zebra")]
-    found = model.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)], disable_tqdm=True)
+    found = model.loglikelihood(
+        [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)], disable_tqdm=True
+    )
     assert [greedy for _, greedy in found] == [True, False]
     for (context, continuation), (score, _) in zip(pairs, found, strict=True):
         ids = server.tokenizer(context + continuation, add_special_tokens=False).input_ids
         new = len(ids) - len(server.tokenizer(context, add_special_tokens=False).input_ids)
-        told = client.completions.create(model=NAME, prompt=ids, max_tokens=0, echo=True, logprobs=1).choices[0].logprobs
+        told = (
+            client.completions.create(model=NAME, prompt=ids, max_tokens=0, echo=True, logprobs=1)
+            .choices[0]
+            .logprobs
+        )
         assert score == pytest.approx(np.sum(told.token_logprobs[-new:]), abs=1e-4)
     until = {"until": ["\n\n"], "max_gen_toks": 10, "do_sample": False, "temperature": 0}
-    (generated,) = model.generate_until([Instance("generate_until", {}, (PROMPT, until), 0)], disable_tqdm=True)
+    (generated,) = model.generate_until(
+        [Instance("generate_until", {}, (PROMPT, until), 0)], disable_tqdm=True
+    )
     assert generated == text

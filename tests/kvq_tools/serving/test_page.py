@@ -1,4 +1,5 @@
-"""The page at `/`: whole by itself, and what it reads is there, and what it does with a server is what the API answers."""
+"""The page at `/`: whole by itself, and what it reads is there, and what it does with a server is
+what the API answers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "xlink:href")]
+        self.loaded += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "action", "data", "xlink:href")
+        ]
         if tag not in ("meta", "link", "input"):
             self.open.append(tag)
 
@@ -51,7 +56,10 @@ def test_the_page_loads_nothing_from_elsewhere():
     elements = parsed()
     assert elements.open == []
     assert elements.loaded == ["data:,"]
-    assert not re.search(r"https?:|//[a-z]|@import|url\(|import\(|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", PAGE)
+    assert not re.search(
+        r"https?:|//[a-z]|@import|url\(|import\(|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(",
+        PAGE,
+    )
 
 
 def test_every_element_that_the_script_names_is_there():
@@ -74,14 +82,24 @@ def test_the_page_needs_no_key_and_what_it_reads_is_there(server: Running):
     assert re.search(r'^kvq_cache_info\{.*spec="kivi:recent=16"', metrics, re.MULTILINE)
     for path in re.findall(r'fetch\("([^"]+)"', SCRIPT):
         assert server.raw("GET", f"/{path}")[0] == 200, path
-    assert server.raw("GET", "/metrics", headers={"authorization": ""})[0] == 401, "what the page reads asks for the key"
+    assert server.raw("GET", "/metrics", headers={"authorization": ""})[0] == 401, (
+        "what the page reads asks for the key"
+    )
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
-def test_the_page_talks_with_the_model_and_watches_the_server(server: Running, client: openai.OpenAI):
+def test_the_page_talks_with_the_model_and_watches_the_server(
+    server: Running, client: openai.OpenAI
+):
     def driven(key: str) -> dict:
         driver = pathlib.Path(__file__).with_name("page_driver.mjs")
-        done = subprocess.run(["node", driver, server.url, key], input=SCRIPT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["node", driver, server.url, key],
+            input=SCRIPT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -101,13 +119,23 @@ def test_the_page_talks_with_the_model_and_watches_the_server(server: Running, c
     assert (told["capacity"], told["waiting"]) == (str(SLOTS * CAPACITY), f"0 of {QUEUE}")
     assert found["slots"].endswith(f"of {SLOTS} slots are taken")
     assert float(told["new"]) >= 0
-    assert min(float(point.partition(",")[2]) for point in found["curve"].split()) < 19, "no tokens were seen"
+    assert min(float(point.partition(",")[2]) for point in found["curve"].split()) < 19, (
+        "no tokens were seen"
+    )
     assert "API key" in driven("")["told"]["state"], "nobody is told that a key is missing"
 
 
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver, as Debian's packages chromium and chromium-driver")
-def test_a_real_browser_shows_the_conversation_and_the_server(server: Running, client: openai.OpenAI):
-    answered = "!document.getElementById('send').disabled && document.querySelectorAll('#log small').length"
+@pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="needs chromium and chromedriver, as Debian's packages chromium and chromium-driver",
+)
+def test_a_real_browser_shows_the_conversation_and_the_server(
+    server: Running, client: openai.OpenAI
+):
+    answered = (
+        "!document.getElementById('send').disabled && document.querySelectorAll('#log"
+        " small').length"
+    )
     asked = dict(model=NAME, temperature=0, max_tokens=12)
     with browser() as window:
         window.open(server.url)
@@ -122,10 +150,14 @@ def test_a_real_browser_shows_the_conversation_and_the_server(server: Running, c
             window.type("text", text + ENTER)
             window.until(f"{answered} === {count}")
             said.append({"role": "user", "content": text})
-            answer = client.chat.completions.create(messages=said, **asked).choices[0].message.content
+            answer = (
+                client.chat.completions.create(messages=said, **asked).choices[0].message.content
+            )
             said.append({"role": "assistant", "content": answer})
             turns += [text, answer]
-        shown = "[...document.querySelectorAll('#log .turn')].map(turn => turn.firstChild.textContent)"
+        shown = (
+            "[...document.querySelectorAll('#log .turn')].map(turn => turn.firstChild.textContent)"
+        )
         assert window.evaluate(shown) == turns
         window.until(f"document.querySelectorAll('#slots i').length === {SLOTS}")
         assert window.until("document.getElementById('curve').getAttribute('points')")
@@ -133,10 +165,17 @@ def test_a_real_browser_shows_the_conversation_and_the_server(server: Running, c
         window.click("clear")
         assert window.evaluate("document.getElementById('log').children.length") == 0
         window.type("limit", "200")
-        window.evaluate("void new MutationObserver(() => document.getElementById('stop').click()).observe(log, {childList: true})")
+        window.evaluate(
+            "void new MutationObserver(() => document.getElementById('stop').click()).observe(log,"
+            " {childList: true})"
+        )
         window.type("text", "Tell me all." + ENTER)
-        assert window.until("document.querySelector('#log small')?.textContent").startswith("stopped")
+        assert window.until("document.querySelector('#log small')?.textContent").startswith(
+            "stopped"
+        )
         server.until_idle()
-        loaded = window.evaluate("performance.getEntriesByType('resource').map(entry => new URL(entry.name).origin)")
+        loaded = window.evaluate(
+            "performance.getEntriesByType('resource').map(entry => new URL(entry.name).origin)"
+        )
         assert set(loaded) == {server.url}, "the page reaches other servers"
         assert window.complaints() == []

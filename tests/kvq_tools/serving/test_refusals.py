@@ -1,4 +1,5 @@
-"""What the server refuses, and how it says so: fields, bodies, strangers, a full queue, and clients that leave."""
+"""What the server refuses, and how it says so: fields, bodies, strangers, a full queue, and clients
+that leave."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ import openai
 import pytest
 
 from kvq_tools.serving.fields import NEUTRAL
-from tests.kvq_tools.serving.running import BODY, CAPACITY, CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, serving
+from tests.kvq_tools.serving.running import (
+    BODY,
+    CAPACITY,
+    CHAT,
+    KEY,
+    NAME,
+    PROMPT,
+    QUEUE,
+    SLOTS,
+    Running,
+    serving,
+)
 
 ASKING = {  # a value of each refused field that asks for something
     "audio": {"voice": "alloy", "format": "wav"},
@@ -45,15 +57,29 @@ ASKING = {  # a value of each refused field that asks for something
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_a_field_that_is_not_served_is_refused_where_it_asks_for_something(server: Running, name: str):
-    for path, needed in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
-        status, body = server.post(path, {"model": NAME, "max_tokens": 1, **needed, name: ASKING[name]})
-        assert (status, body["error"]["param"], body["error"]["type"]) == (400, name, "invalid_request_error"), body
+def test_a_field_that_is_not_served_is_refused_where_it_asks_for_something(
+    server: Running, name: str
+):
+    for path, needed in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+    ):
+        status, body = server.post(
+            path, {"model": NAME, "max_tokens": 1, **needed, name: ASKING[name]}
+        )
+        assert (status, body["error"]["param"], body["error"]["type"]) == (
+            400,
+            name,
+            "invalid_request_error",
+        ), body
 
 
 def test_values_that_ask_for_nothing_are_accepted(server: Running):
     nothing = {name: values[-1] for name, values in NEUTRAL.items()}
-    status, body = server.post("/v1/chat/completions", {"model": NAME, "messages": CHAT, "max_tokens": 1, "user": "me", **nothing})
+    status, body = server.post(
+        "/v1/chat/completions",
+        {"model": NAME, "messages": CHAT, "max_tokens": 1, "user": "me", **nothing},
+    )
     assert status == 200, body
 
 
@@ -61,8 +87,18 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
     ("path", "fields", "param", "message"),
     [
         ("completions", {}, "prompt", "Missing required parameter: 'prompt'."),
-        ("completions", {"prompt": "x", "colour": 1}, "colour", "Unrecognized request argument supplied: colour"),
-        ("completions", {"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal to 2"),
+        (
+            "completions",
+            {"prompt": "x", "colour": 1},
+            "colour",
+            "Unrecognized request argument supplied: colour",
+        ),
+        (
+            "completions",
+            {"prompt": "x", "temperature": 2.5},
+            "temperature",
+            "less than or equal to 2",
+        ),
         ("completions", {"prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
         ("completions", {"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
         ("completions", {"prompt": ["x"] * 3, "n": QUEUE}, "n", f"this server queues {QUEUE}"),
@@ -70,22 +106,64 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("completions", {"prompt": "x", "stop": ["a"] * 5}, "stop", "up to 4 texts"),
         ("completions", {"prompt": "x", "stop": ""}, "stop", "none of them empty"),
         ("completions", {"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
-        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "'stream' is true"),
+        (
+            "completions",
+            {"prompt": "x", "stream_options": {"include_usage": True}},
+            "stream_options",
+            "'stream' is true",
+        ),
         ("completions", {"prompt": []}, "prompt", "at least one"),
         ("completions", {"prompt": [[]]}, None, "prompt is empty"),
         ("completions", {"prompt": [1, 5000]}, None, "token id 5000 is outside"),
         ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
-        ("completions", {"prompt": "x", "max_tokens": CAPACITY}, None, f"maximum context length is {CAPACITY} tokens"),
+        (
+            "completions",
+            {"prompt": "x", "max_tokens": CAPACITY},
+            None,
+            f"maximum context length is {CAPACITY} tokens",
+        ),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
-        ("chat/completions", {"messages": [CHAT[0] | {"name": "me"}]}, "messages[0].name", "does not support 'me'"),
-        ("chat/completions", {"messages": [*CHAT, CHAT[0] | {"colour": 1}]}, "messages[2].colour", "Unrecognized request argument"),
-        ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "'logprobs' is true"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x " * 4 * CAPACITY}]}, None, "maximum context length"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role",
+            "'assistant'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user"}]},
+            "messages[0].content",
+            "Missing required parameter",
+        ),
+        (
+            "chat/completions",
+            {"messages": [CHAT[0] | {"name": "me"}]},
+            "messages[0].name",
+            "does not support 'me'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [*CHAT, CHAT[0] | {"colour": 1}]},
+            "messages[2].colour",
+            "Unrecognized request argument",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "top_logprobs": 2},
+            "top_logprobs",
+            "'logprobs' is true",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x " * 4 * CAPACITY}]},
+            None,
+            "maximum context length",
+        ),
     ],
 )
-def test_bad_fields_are_told_by_name(server: Running, path: str, fields: dict, param: str | None, message: str):
+def test_bad_fields_are_told_by_name(
+    server: Running, path: str, fields: dict, param: str | None, message: str
+):
     status, body = server.post(f"/v1/{path}", {"model": NAME, **fields})
     assert status == 400, body
     assert body["error"]["param"] == param, body
@@ -132,7 +210,11 @@ def test_a_body_without_a_length_is_cut_at_the_limit(server: Running):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     try:
         connection.request(
-            "POST", "/v1/completions", (b"x" * 10_000 for _ in range(50)), {"authorization": f"Bearer {KEY}"}, encode_chunked=True
+            "POST",
+            "/v1/completions",
+            (b"x" * 10_000 for _ in range(50)),
+            {"authorization": f"Bearer {KEY}"},
+            encode_chunked=True,
         )
         assert connection.getresponse().status == 413
     except (BrokenPipeError, ConnectionResetError):
@@ -141,21 +223,33 @@ def test_a_body_without_a_length_is_cut_at_the_limit(server: Running):
         connection.close()
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server.service, "limits", dataclasses.replace(server.service.limits, body_seconds=0.1))
+def test_a_body_that_does_not_come_is_not_waited_for(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        server.service, "limits", dataclasses.replace(server.service.limits, body_seconds=0.1)
+    )
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 100\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer"
+            f" {KEY}\r\ncontent-length: 100\r\n\r\n"
+        )
         connection.sendall(head.encode() + b'{"model": ')
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
-def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(server: Running, monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
     engine = server.engine()
     monkeypatch.setattr(engine, "advance", lambda: [][0])
     with serving(engine, server.tokenizer) as broken:
         asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 4}
         status, body = broken.post("/v1/completions", asked)
-        assert (status, body["error"]["message"]) == (500, "The server had an error: the engine failed: IndexError.")
+        assert (status, body["error"]["message"]) == (
+            500,
+            "The server had an error: the engine failed: IndexError.",
+        )
         status, body = broken.post("/v1/completions", asked)
         assert (status, body["error"]["code"]) == (503, "service_unavailable")
         assert broken.raw("GET", "/health")[0] == 503
@@ -164,13 +258,18 @@ def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(server: Runn
 
 def test_unknown_paths(server: Running):
     status, _, body = server.raw("GET", "/v1/embeddings")
-    assert (status, json.loads(body)["error"]["message"]) == (404, "Invalid URL (GET /v1/embeddings)")
+    assert (status, json.loads(body)["error"]["message"]) == (
+        404,
+        "Invalid URL (GET /v1/embeddings)",
+    )
     assert server.raw("GET", "/v1/completions")[0] == 405
 
 
 def start(server: Running, fields: dict) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    body = json.dumps({"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 200} | fields)
+    body = json.dumps(
+        {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 200} | fields
+    )
     connection.request("POST", "/v1/completions", body, {"authorization": f"Bearer {KEY}"})
     return connection
 
@@ -195,13 +294,21 @@ def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
 
 
 def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client: openai.OpenAI):
-    expected = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0).choices[0].text
+    expected = (
+        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0)
+        .choices[0]
+        .text
+    )
     found, refused = [], []
 
     def ask() -> None:
         with server.client as own:
             try:
-                found.append(own.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0).choices[0].text)
+                found.append(
+                    own.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0)
+                    .choices[0]
+                    .text
+                )
             except openai.RateLimitError as error:
                 refused.append(error)
 

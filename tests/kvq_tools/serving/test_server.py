@@ -1,4 +1,5 @@
-"""The server as its clients see it: what OpenAI's own client is answered, alone and among others."""
+"""The server as its clients see it: what OpenAI's own client is answered, alone and among
+others."""
 
 from __future__ import annotations
 
@@ -17,11 +18,22 @@ import pytest
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Event, Request, Token
 from kvq_models.inference.sampling import Sampling
-from tests.kvq_tools.serving.running import CAPACITY, CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, running
+from tests.kvq_tools.serving.running import (
+    CAPACITY,
+    CHAT,
+    KEY,
+    NAME,
+    PROMPT,
+    QUEUE,
+    SLOTS,
+    Running,
+    running,
+)
 
 
 def alone(server: Running, text: str, new: int, special: bool = True, **asked) -> list[int]:
-    """The tokens that an engine of our own draws for a prompt, to which the tokenizer adds its `special` tokens or not."""
+    """The tokens that an engine of our own draws for a prompt, to which the tokenizer adds its
+    `special` tokens or not."""
     engine = server.engine()
     ids = tuple(server.tokenizer(text, add_special_tokens=special).input_ids)
     engine.submit(Request(ids, new, end_ids=tuple(server.llama.config.eos_token_ids), **asked))
@@ -35,8 +47,12 @@ def until_idle(engine: Engine) -> Iterator[Event]:
 
 def text_of(server: Running, text: str, tokens: list[int]) -> str:
     ids = server.tokenizer(text).input_ids
-    whole = server.tokenizer.decode([*ids, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return whole.removeprefix(server.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    whole = server.tokenizer.decode(
+        [*ids, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return whole.removeprefix(
+        server.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
 
 
 def test_models(client: openai.OpenAI):
@@ -53,16 +69,27 @@ def test_a_completion_is_what_the_engine_draws_alone(server: Running, client: op
     assert found.choices[0].finish_reason == "length"
     prompt = len(server.tokenizer(PROMPT).input_ids)
     assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (prompt, 40, prompt + 40)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (
+        prompt,
+        40,
+        prompt + 40,
+    )
     ids = server.tokenizer(PROMPT).input_ids
-    assert client.completions.create(model=NAME, prompt=ids, max_tokens=40, temperature=0).choices[0].text == found.choices[0].text
+    assert (
+        client.completions.create(model=NAME, prompt=ids, max_tokens=40, temperature=0)
+        .choices[0]
+        .text
+        == found.choices[0].text
+    )
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
     asked = dict(model=NAME, prompt=PROMPT, max_tokens=30, temperature=0.8, seed=5, n=2)
     whole = client.completions.create(**asked)
     texts, ends, usage, chunks = ["", ""], [None, None], None, 0
-    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
         chunks += 1
         usage = chunk.usage
         for choice in chunk.choices:
@@ -81,12 +108,34 @@ def test_curl_gets_the_whole_answer_and_the_stream(server: Running, client: open
     expected = client.completions.create(**fields).choices[0].text
 
     def curl(asked: dict) -> str:
-        headers = ["--header", f"authorization: Bearer {KEY}", "--header", "content-type: application/json"]
-        command = ["curl", "--silent", "--show-error", "--fail", "--no-buffer", *headers, "--data", json.dumps(asked)]
-        return subprocess.run([*command, f"{server.url}/v1/completions"], capture_output=True, text=True, timeout=60, check=True).stdout
+        headers = [
+            "--header",
+            f"authorization: Bearer {KEY}",
+            "--header",
+            "content-type: application/json",
+        ]
+        command = [
+            "curl",
+            "--silent",
+            "--show-error",
+            "--fail",
+            "--no-buffer",
+            *headers,
+            "--data",
+            json.dumps(asked),
+        ]
+        return subprocess.run(
+            [*command, f"{server.url}/v1/completions"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
 
     assert json.loads(curl(fields))["choices"][0]["text"] == expected
-    *events, last = [line.removeprefix("data: ") for line in curl(fields | {"stream": True}).splitlines() if line]
+    *events, last = [
+        line.removeprefix("data: ") for line in curl(fields | {"stream": True}).splitlines() if line
+    ]
     assert last == "[DONE]"
     assert len(events) > 1
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == expected
@@ -94,7 +143,11 @@ def test_curl_gets_the_whole_answer_and_the_stream(server: Running, client: open
 
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(client: openai.OpenAI):
     def text(**asked) -> str:
-        return client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, **asked).choices[0].text
+        return (
+            client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, **asked)
+            .choices[0]
+            .text
+        )
 
     assert text(seed=7) == text(seed=7)
     assert len({text(seed=7), text(seed=8), text(), text()}) > 2
@@ -106,15 +159,26 @@ def test_several_prompts_are_answered_in_their_order(server: Running, client: op
     prompts = ["The sea", "A dog", PROMPT]
     found = client.completions.create(model=NAME, prompt=prompts, max_tokens=8, temperature=0, n=2)
     assert [choice.index for choice in found.choices] == list(range(6))
-    expected = [text_of(server, prompt, alone(server, prompt, 8)) for prompt in prompts for _ in range(2)]
+    expected = [
+        text_of(server, prompt, alone(server, prompt, 8)) for prompt in prompts for _ in range(2)
+    ]
     assert [choice.text for choice in found.choices] == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_ends_the_answer_before_it_and_is_never_shown(server: Running, client: openai.OpenAI, stream: bool):
+def test_a_stop_ends_the_answer_before_it_and_is_never_shown(
+    server: Running, client: openai.OpenAI, stream: bool
+):
     text = text_of(server, PROMPT, alone(server, PROMPT, 40))
     stop = text[17:24]  # across several tokens
-    asked = dict(model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, stop=["no such text", stop], stream=stream)
+    asked = dict(
+        model=NAME,
+        prompt=PROMPT,
+        max_tokens=40,
+        temperature=0,
+        stop=["no such text", stop],
+        stream=stream,
+    )
     if stream:
         pieces = [chunk.choices[0] for chunk in client.completions.create(**asked)]
         found, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
@@ -122,12 +186,19 @@ def test_a_stop_ends_the_answer_before_it_and_is_never_shown(server: Running, cl
         choice = client.completions.create(**asked).choices[0]
         found, reason = choice.text, choice.finish_reason
     assert (found, reason) == (text[: text.index(stop)], "stop")
-    beyond = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, stop=text[-3:] + "never").choices[0]
-    assert (beyond.text, beyond.finish_reason) == (text, "length"), "text that only might have been a stop is lost"
+    beyond = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, stop=text[-3:] + "never"
+    ).choices[0]
+    assert (beyond.text, beyond.finish_reason) == (
+        text,
+        "length",
+    ), "text that only might have been a stop is lost"
 
 
 def test_log_probabilities_of_a_completion(server: Running, client: openai.OpenAI):
-    found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3).choices[0]
+    found = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3
+    ).choices[0]
     told = found.logprobs
     assert told is not None
     assert told.tokens is not None
@@ -135,41 +206,79 @@ def test_log_probabilities_of_a_completion(server: Running, client: openai.OpenA
     assert told.top_logprobs is not None
     assert "".join(told.tokens) == found.text
     assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(12)]
-    for token, logprob, likely in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+    for token, logprob, likely in zip(
+        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
+    ):
         assert 1 <= len(likely) <= 3
-        assert likely[token] == logprob == max(likely.values()), "a greedy token is the most probable"
-    none = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2, temperature=0, logprobs=0).choices[0].logprobs
+        assert likely[token] == logprob == max(likely.values()), (
+            "a greedy token is the most probable"
+        )
+    none = (
+        client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=2, temperature=0, logprobs=0
+        )
+        .choices[0]
+        .logprobs
+    )
     assert none is not None
     assert none.top_logprobs is None
     assert none.token_logprobs == told.token_logprobs[:2]
 
 
 def test_echo_with_log_probabilities_scores_a_prompt(server: Running, client: openai.OpenAI):
-    """What lm-evaluation-harness asks of a server: the log-probability of a continuation, and whether it is the greedy one."""
+    """What lm-evaluation-harness asks of a server: the log-probability of a continuation, and
+    whether it is the greedy one."""
     text = text_of(server, PROMPT, alone(server, PROMPT, 10))
-    ids = server.tokenizer(PROMPT).input_ids + server.tokenizer(text, add_special_tokens=False).input_ids
-    ours = client.completions.create(model=NAME, prompt=[ids], max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234).choices[0]
+    ids = (
+        server.tokenizer(PROMPT).input_ids
+        + server.tokenizer(text, add_special_tokens=False).input_ids
+    )
+    ours = client.completions.create(
+        model=NAME, prompt=[ids], max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
+    ).choices[0]
     told = ours.logprobs
     assert told is not None
     assert ours.text.startswith(PROMPT + text)
     assert len(told.tokens) == len(ids) + 1
     assert told.token_logprobs[0] is None
     new = slice(len(server.tokenizer(PROMPT).input_ids), -1)
-    assert [max(likely.values()) for likely in told.top_logprobs[new]] == told.token_logprobs[new], "greedy tokens"
-    drawn = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, logprobs=1).choices[0].logprobs
+    assert [max(likely.values()) for likely in told.top_logprobs[new]] == told.token_logprobs[
+        new
+    ], "greedy tokens"
+    drawn = (
+        client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, logprobs=1
+        )
+        .choices[0]
+        .logprobs
+    )
     assert sum(told.token_logprobs[new]) == pytest.approx(sum(drawn.token_logprobs), abs=0.5)
     other = [*ids[:-1], (ids[-1] + 1) % 2048]
-    worse = client.completions.create(model=NAME, prompt=[other], max_tokens=0, temperature=0, logprobs=1, echo=True).choices[0].logprobs
+    worse = (
+        client.completions.create(
+            model=NAME, prompt=[other], max_tokens=0, temperature=0, logprobs=1, echo=True
+        )
+        .choices[0]
+        .logprobs
+    )
     assert len(worse.tokens) == len(ids)
     assert worse.token_logprobs[-1] < told.token_logprobs[-2]
-    plain = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, echo=True).choices[0].text
+    plain = (
+        client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, echo=True
+        )
+        .choices[0]
+        .text
+    )
     assert plain == PROMPT + text
 
 
 def test_a_chat_goes_through_the_template(server: Running, client: openai.OpenAI):
     rendered = "<system>Be brief.\n<user>Name a river.\n<assistant>"
     tokens = alone(server, rendered, 12, special=False)
-    expected = server.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    expected = server.tokenizer.decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     found = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=12, temperature=0)
     assert found.choices[0].message.content == expected
     assert found.choices[0].message.role == "assistant"
@@ -177,7 +286,9 @@ def test_a_chat_goes_through_the_template(server: Running, client: openai.OpenAI
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": t} for t in ("Name ", "a river.")]},
     ]
-    again = client.chat.completions.create(model=NAME, messages=parts, max_completion_tokens=12, temperature=0)
+    again = client.chat.completions.create(
+        model=NAME, messages=parts, max_completion_tokens=12, temperature=0
+    )
     assert again.choices[0].message.content == expected
     assert again.usage == found.usage
 
@@ -186,13 +297,20 @@ def test_a_conversation_goes_on_with_the_message_that_was_answered(client: opena
     asked = dict(model=NAME, max_tokens=6, temperature=0)
     answer = client.chat.completions.create(messages=CHAT, **asked).choices[0].message
     then = {"role": "user", "content": "And another."}
-    found = client.chat.completions.create(messages=[*CHAT, answer, then], **asked)  # sends a refusal: null
+    found = client.chat.completions.create(
+        messages=[*CHAT, answer, then], **asked
+    )  # sends a refusal: null
     plain = {"role": "assistant", "content": answer.content}
-    assert found.choices[0].message == client.chat.completions.create(messages=[*CHAT, plain, then], **asked).choices[0].message
+    assert (
+        found.choices[0].message
+        == client.chat.completions.create(messages=[*CHAT, plain, then], **asked).choices[0].message
+    )
 
 
 def test_a_streamed_chat_with_log_probabilities(client: openai.OpenAI):
-    asked = dict(model=NAME, messages=CHAT, max_tokens=16, temperature=0, logprobs=True, top_logprobs=2)
+    asked = dict(
+        model=NAME, messages=CHAT, max_tokens=16, temperature=0, logprobs=True, top_logprobs=2
+    )
     whole = client.chat.completions.create(**asked).choices[0]
     roles, text, content, reasons = [], "", [], []
     for chunk in client.chat.completions.create(**asked, stream=True):
@@ -208,7 +326,9 @@ def test_a_streamed_chat_with_log_probabilities(client: openai.OpenAI):
     assert set(reasons[:-1]) == {None}
     assert content == whole.logprobs.content
     assert len(content) == 16
-    assert all(one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 2 for one in content)
+    assert all(
+        one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 2 for one in content
+    )
     assert b"".join(bytes(one.bytes) for one in content if one.bytes).decode() == text
 
 
@@ -221,10 +341,21 @@ def test_a_chat_without_a_limit_fills_its_slot(server: Running, client: openai.O
 
 def test_many_clients_at_once_get_what_each_gets_alone(server: Running):
     prompts = [PROMPT[: 5 + 3 * i] for i in range(QUEUE)]
-    asked = [dict(prompt=prompt, max_tokens=10 + 2 * i, temperature=(i % 3) * 0.5, seed=i) for i, prompt in enumerate(prompts)]
+    asked = [
+        dict(prompt=prompt, max_tokens=10 + 2 * i, temperature=(i % 3) * 0.5, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
     expected = [
         text_of(
-            server, one["prompt"], alone(server, one["prompt"], one["max_tokens"], sampling=Sampling(one["temperature"]), seed=one["seed"])
+            server,
+            one["prompt"],
+            alone(
+                server,
+                one["prompt"],
+                one["max_tokens"],
+                sampling=Sampling(one["temperature"]),
+                seed=one["seed"],
+            ),
         )
         for one in asked
     ]
@@ -243,11 +374,20 @@ def test_many_clients_at_once_get_what_each_gets_alone(server: Running):
 
 
 def metric_of(server: Running, name: str) -> float:
-    return float(re.findall(rf"^{re.escape(name)} (\S+)$", server.raw("GET", "/metrics")[2].decode(), re.MULTILINE)[0])
+    return float(
+        re.findall(
+            rf"^{re.escape(name)} (\S+)$", server.raw("GET", "/metrics")[2].decode(), re.MULTILINE
+        )[0]
+    )
 
 
 def test_choices_and_conversations_share_what_was_read(server: Running, client: openai.OpenAI):
-    names = ("kvq_prefix_lookups_total", "kvq_prefix_hits_total", "kvq_prefix_tokens_total", "kvq_prompt_tokens_total")
+    names = (
+        "kvq_prefix_lookups_total",
+        "kvq_prefix_hits_total",
+        "kvq_prefix_tokens_total",
+        "kvq_prompt_tokens_total",
+    )
     ids = [7, *range(100, 170)]  # a chunk of 64, and 7 more
 
     def counted(prompt: list[int], n: int) -> tuple[float, ...]:
@@ -257,7 +397,12 @@ def test_choices_and_conversations_share_what_was_read(server: Running, client: 
 
     assert counted(ids, 3) == (3, 2, 2 * 71, 71)
     assert counted([*ids, 5, 6], 1) == (1, 1, 64, 9)
-    assert 0 < metric_of(server, "kvq_prefix_bytes") <= metric_of(server, "kvq_prefix_limit_bytes") == 64 << 20
+    assert (
+        0
+        < metric_of(server, "kvq_prefix_bytes")
+        <= metric_of(server, "kvq_prefix_limit_bytes")
+        == 64 << 20
+    )
 
 
 def test_metrics_and_health(server: Running, client: openai.OpenAI):
@@ -278,8 +423,17 @@ def test_metrics_and_health(server: Running, client: openai.OpenAI):
     assert [b - a for a, b in zip(before, after, strict=True)] == [7, 1, 1]
     assert metric("kvq_cache_bytes") == server.service.worker.engine.nbytes
     server.until_idle()
-    assert (metric("kvq_slots"), metric("kvq_slots_busy"), metric("kvq_cache_live_tokens")) == (SLOTS, 0, 0)
-    assert json.loads(server.raw("GET", "/health")[2]) == {"status": "ok", "slots": SLOTS, "busy": 0, "waiting": 0}
+    assert (metric("kvq_slots"), metric("kvq_slots_busy"), metric("kvq_cache_live_tokens")) == (
+        SLOTS,
+        0,
+        0,
+    )
+    assert json.loads(server.raw("GET", "/health")[2]) == {
+        "status": "ok",
+        "slots": SLOTS,
+        "busy": 0,
+        "waiting": 0,
+    }
 
 
 def test_requests_that_were_accepted_end_after_the_server_was_told_to(shallow: pathlib.Path):

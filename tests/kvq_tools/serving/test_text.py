@@ -28,12 +28,16 @@ def test_pieces_are_together_the_text(text: str, cut: int):
         return
     pieces = grown(TOKENIZER, prompt, tokens)
     assert "".join(pieces) == Continuation(TOKENIZER, prompt).text(tokens)
-    assert not any(piece.endswith("\ufffd") and "\ufffd" not in text for piece in pieces), "half a character was shown"
+    assert not any(piece.endswith("\ufffd") and "\ufffd" not in text for piece in pieces), (
+        "half a character was shown"
+    )
 
 
 @given(st.lists(st.integers(0, 2047), max_size=30))
 def test_pieces_of_any_tokens_are_their_text(tokens: list[int]):
-    assert "".join(grown(TOKENIZER, [], tokens)) == TOKENIZER.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(grown(TOKENIZER, [], tokens)) == TOKENIZER.decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def test_a_tokenizer_that_drops_a_space_at_the_start_loses_none_between_pieces():
@@ -46,9 +50,14 @@ def test_a_tokenizer_that_drops_a_space_at_the_start_loses_none_between_pieces()
     assert grown(Words(), [1], [2, 3, 4]) == [" w2", " w3", " w4", ""]
 
 
-@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
+@given(
+    st.text("ab", max_size=20),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.integers(1, 5),
+)
 def test_a_text_ends_before_its_first_stop(text: str, stops: list[str], size: int):
-    """A stop is found as soon as its last character is there: of two, the one that ends first, then the one that begins first."""
+    """A stop is found as soon as its last character is there: of two, the one that ends first, then
+    the one that begins first."""
     found, stopped, holder = "", False, Stops(tuple(stops))
     for at in range(0, len(text), size):
         certain, stopped = holder.add(text[at : at + size])

@@ -1,4 +1,5 @@
-"""The stand-alone matrix-vector products, interpreted, against plain sums over the rows of the same codes; and their lowering."""
+"""The stand-alone matrix-vector products, interpreted, against plain sums over the rows of the same
+codes; and their lowering."""
 
 from __future__ import annotations
 
@@ -12,11 +13,21 @@ import pytest
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
-from tests.pallas_kernels.kernel_cases import KernelCase, kernel_cases, reader_of, row_errors, stored_rows, stored_structs
+from tests.pallas_kernels.kernel_cases import (
+    KernelCase,
+    kernel_cases,
+    reader_of,
+    row_errors,
+    stored_rows,
+    stored_structs,
+)
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 BATCH, HEADS = 1, 2
-CAPACITY, LONG = 256, 1024  # tokens, interpreted and on a GPU: with the usual steps, at least four splits
+CAPACITY, LONG = (
+    256,
+    1024,
+)  # tokens, interpreted and on a GPU: with the usual steps, at least four splits
 TUNING = Tuning(tile=64, cores=2 * BATCH * HEADS, resident=1)  # two splits of two tiles
 INTERPRETED = Launch(interpret=True)
 TOLERANCE = 3e-3
@@ -34,7 +45,10 @@ INTERPRETED_CASES = (
 
 def inputs(case: KernelCase, capacity: int):
     rng = np.random.default_rng(5)
-    k, v = (stored_rows(f, rng.standard_normal((BATCH, HEADS, capacity, case.head_dim))) for f in (case.k, case.v))
+    k, v = (
+        stored_rows(f, rng.standard_normal((BATCH, HEADS, capacity, case.head_dim)))
+        for f in (case.k, case.v)
+    )
     q = rng.standard_normal((BATCH, HEADS, case.group, case.head_dim))
     p = rng.random((BATCH, HEADS, case.group, capacity))
     return jnp.asarray(q, jnp.float32), jnp.asarray(p, jnp.float32), k, v
@@ -45,12 +59,25 @@ def inputs(case: KernelCase, capacity: int):
 
 @functools.partial(jax.jit, static_argnames=("case", "capacity", "tuning", "launch"))
 def scores(case, q, k, capacity, tuning, launch):
-    return matvec.scores(q, reader_of(case.k, case.head_dim), k, capacity=capacity, launch=launch, **({"tuning": tuning} if tuning else {}))
+    return matvec.scores(
+        q,
+        reader_of(case.k, case.head_dim),
+        k,
+        capacity=capacity,
+        launch=launch,
+        **({"tuning": tuning} if tuning else {}),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("case", "tuning", "launch"))
 def weighted_values(case, p, v, tuning, launch):
-    return matvec.weighted_values(p, reader_of(case.v, case.head_dim), v, launch=launch, **({"tuning": tuning} if tuning else {}))
+    return matvec.weighted_values(
+        p,
+        reader_of(case.v, case.head_dim),
+        v,
+        launch=launch,
+        **({"tuning": tuning} if tuning else {}),
+    )
 
 
 def check_scores(case: KernelCase, capacity: int, tuning: Tuning | None, launch: Launch) -> None:
@@ -96,7 +123,10 @@ def test_a_scale_shifted_by_one_group_is_noticed(case):
     """Negative control of the two tests above."""
     q, p, (k, k_rows), (v, v_rows) = inputs(case, CAPACITY)
     shifted = [[*arrays[:1], *(jnp.roll(a, 1, axis=2) for a in arrays[1:])] for arrays in (k, v)]
-    found = scores(case, q, shifted[0], CAPACITY, TUNING, INTERPRETED), weighted_values(case, p, shifted[1], TUNING, INTERPRETED)
+    found = (
+        scores(case, q, shifted[0], CAPACITY, TUNING, INTERPRETED),
+        weighted_values(case, p, shifted[1], TUNING, INTERPRETED),
+    )
     wanted = np.einsum("bkgh,bksh->bkgs", q, k_rows), np.einsum("bkgs,bksh->bkgh", p, v_rows)
     for name, a, b in zip(("scores", "values"), found, wanted, strict=True):
         assert row_errors(a, b).max() > 5 * TOLERANCE, name
@@ -106,13 +136,18 @@ def test_a_capacity_of_no_whole_tiles_is_refused():
     case = KernelCase("dense", None, None, 64)
     with pytest.raises(ValueError, match="capacity=96 is not whole tiles of 64"):
         matvec.weighted_values(
-            jnp.zeros((1, 1, 1, 96)), reader_of(None, 64), [jnp.zeros((1, 1, 96, case.head_dim), jnp.uint16)], tuning=TUNING
+            jnp.zeros((1, 1, 1, 96)),
+            reader_of(None, 64),
+            [jnp.zeros((1, 1, 96, case.head_dim), jnp.uint16)],
+            tuning=TUNING,
         )
 
 
 def test_a_tile_shorter_than_a_span_is_refused():
     with pytest.raises(ValueError, match="not whole spans of 32"):
-        matvec.scores(jnp.zeros((1, 1, 1, 64)), reader_of(None, 64), [], capacity=256, tuning=Tuning(tile=16))
+        matvec.scores(
+            jnp.zeros((1, 1, 1, 64)), reader_of(None, 64), [], capacity=256, tuning=Tuning(tile=16)
+        )
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
@@ -123,7 +158,14 @@ def test_both_products_lower_for_cuda(case, arithmetic):
     k, v = (stored_structs(f, BATCH, HEADS, LONG, case.head_dim) for f in (case.k, case.v))
     launch = Launch(arithmetic)
     text = lower_for_cuda(
-        lambda *a: (scores(case, a[0], a[1], LONG, None, launch), weighted_values(case, a[2], a[3], None, launch)), q, k, p, v
+        lambda *a: (
+            scores(case, a[0], a[1], LONG, None, launch),
+            weighted_values(case, a[2], a[3], None, launch),
+        ),
+        q,
+        k,
+        p,
+        v,
     )
     assert "matvec_scores" in text
     assert "matvec_values" in text

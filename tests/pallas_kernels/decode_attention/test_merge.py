@@ -1,4 +1,5 @@
-"""The kernel that merges splits, interpreted, against the softmax over all tokens at once; and its lowering for CUDA."""
+"""The kernel that merges splits, interpreted, against the softmax over all tokens at once; and its
+lowering for CUDA."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ def merge(parts, positions, group, dtype, launch):
     return merged(parts, group, launch=launch), out
 
 
-def random_parts(splits: tuple[int, ...], group: int) -> tuple[list[Splits], np.ndarray, np.ndarray]:
-    """Return splits of five tokens each, every third empty, and the scores and values of all tokens; -inf where they do not count."""
+def random_parts(
+    splits: tuple[int, ...], group: int
+) -> tuple[list[Splits], np.ndarray, np.ndarray]:
+    """Return splits of five tokens each, every third empty, and the scores and values of all
+    tokens; -inf where they do not count."""
     rng, padded = np.random.default_rng(0), 1 << (group - 1).bit_length()
     parts, scores, values = [], [], []
     for count in splits:
@@ -56,7 +60,9 @@ def check(splits: tuple[int, ...], group: int, launch: Launch) -> None:
     weights = np.exp2(scores)
     wanted = np.einsum("bktg,bkth->bkgh", weights / weights.sum(axis=2, keepdims=True), values)
     assert row_errors(part.o / part.l, wanted).max() < 1e-5
-    np.testing.assert_allclose(np.exp(part.m[..., 0]) * part.l[..., 0], weights.sum(axis=2), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.exp(part.m[..., 0]) * part.l[..., 0], weights.sum(axis=2), rtol=1e-5
+    )
     assert row_errors(out[:2], wanted[:2]).max() < 1e-5
     assert np.isnan(out[2]).all(), "a row past its capacity has a number"
     fewer = [Splits(*(a[:, :, 1:] for a in parts[-1]))]
@@ -73,22 +79,35 @@ def test_no_token_is_zero():
     assert not np.asarray(part.l).any()
 
 
-def pieces_of(limits: np.ndarray, schedule: Schedule, score: np.ndarray, value: np.ndarray) -> Pieces:
-    """Return what programs leave of scores [B, K, S, R] and values [B, K, S, H]; NaN in places of no unit."""
-    padded, per = score.shape[3], schedule.per_program(jnp.int32(schedule.heads * np.sum(-(-limits // schedule.tile))))
-    arrays = [np.full((schedule.pieces, *rest), np.nan, np.float32) for rest in ((padded,), (padded,), (CHANNELS, padded))]
+def pieces_of(
+    limits: np.ndarray, schedule: Schedule, score: np.ndarray, value: np.ndarray
+) -> Pieces:
+    """Return what programs leave of scores [B, K, S, R] and values [B, K, S, H]; NaN in places of
+    no unit."""
+    padded, per = (
+        score.shape[3],
+        schedule.per_program(jnp.int32(schedule.heads * np.sum(-(-limits // schedule.tile)))),
+    )
+    arrays = [
+        np.full((schedule.pieces, *rest), np.nan, np.float32)
+        for rest in ((padded,), (padded,), (CHANNELS, padded))
+    ]
     number = 0
     for b, limit in enumerate(limits):
         for k in range(HEADS):
             parts: dict[int, list[int]] = {}
             for tile in range(-(-int(limit) // schedule.tile)):
                 at = tile * schedule.tile
-                parts.setdefault(number // int(per) + b * HEADS + k, []).extend(range(at, min(at + schedule.tile, int(limit))))
+                parts.setdefault(number // int(per) + b * HEADS + k, []).extend(
+                    range(at, min(at + schedule.tile, int(limit)))
+                )
                 number += 1
             for place, own in parts.items():
                 m = score[b, k, own].max(axis=0)
                 weights = np.exp2(score[b, k, own] - m)
-                for array, part in zip(arrays, (m, weights.sum(axis=0), value[b, k, own].T @ weights), strict=True):
+                for array, part in zip(
+                    arrays, (m, weights.sum(axis=0), value[b, k, own].T @ weights), strict=True
+                ):
                     array[place] = part
     m, l, o = map(jnp.asarray, arrays)
     return Pieces(m, l, o, jnp.asarray(limits, jnp.int32), schedule)
@@ -97,23 +116,35 @@ def pieces_of(limits: np.ndarray, schedule: Schedule, score: np.ndarray, value: 
 @pytest.mark.parametrize("programs", [1, 5, 90])
 @pytest.mark.parametrize("limits", [(64, 0, 33), (1, 640, 64)], ids=str)
 def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, programs):
-    """One row has more pieces than a step of the loop takes, another none; and places of no unit hold NaN."""
+    """One row has more pieces than a step of the loop takes, another none; and places of no unit
+    hold NaN."""
     schedule, rng, group = Schedule(programs, 4, BATCH, HEADS), np.random.default_rng(1), 2
     [window], scores, values = random_parts((1,), group)
-    score, value = rng.normal(size=(BATCH, HEADS, max(limits), group)) * 4, rng.normal(size=(BATCH, HEADS, max(limits), CHANNELS))
+    score, value = (
+        rng.normal(size=(BATCH, HEADS, max(limits), group)) * 4,
+        rng.normal(size=(BATCH, HEADS, max(limits), CHANNELS)),
+    )
     pieces = pieces_of(np.array(limits), schedule, score, value)
     assert np.isnan(np.asarray(pieces.l)).any(), "no place is free: nothing is shown of those"
-    found = np.asarray(merge([window, pieces], jnp.zeros(BATCH, jnp.int32), group, jnp.float32, INTERPRETED)[1])
+    found = np.asarray(
+        merge([window, pieces], jnp.zeros(BATCH, jnp.int32), group, jnp.float32, INTERPRETED)[1]
+    )
     live = np.arange(max(limits))[None, None, :, None] < np.array(limits)[:, None, None, None]
 
     def softmax(score: np.ndarray, value: np.ndarray, live: np.ndarray) -> np.ndarray:
         s = np.concatenate([scores, np.where(live, score, -np.inf)], axis=2)
         weights = np.exp2(s - s.max(axis=2, keepdims=True))
-        return np.einsum("bksr,bksh->bkrh", weights / weights.sum(axis=2, keepdims=True), np.concatenate([values, value], axis=2))
+        return np.einsum(
+            "bksr,bksh->bkrh",
+            weights / weights.sum(axis=2, keepdims=True),
+            np.concatenate([values, value], axis=2),
+        )
 
     assert row_errors(found, softmax(score, value, live)).max() < 1e-5
     fewer = live & (np.arange(max(limits))[None, None, :, None] > 0)
-    assert row_errors(found, softmax(score, value, fewer)).max() > 1e-3, "without a token it would pass"
+    assert row_errors(found, softmax(score, value, fewer)).max() > 1e-3, (
+        "without a token it would pass"
+    )
 
 
 @pytest.mark.parametrize("splits", [(1, 8), (1, 131)], ids=str)
@@ -121,7 +152,9 @@ def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, progra
 def test_it_lowers_for_cuda(splits, arithmetic):
     given = jax.eval_shape(lambda parts: parts, random_parts(splits, 4)[0])
     row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
-    text = lower_for_cuda(lambda parts, row: merge(parts, row, 4, jnp.bfloat16, Launch(arithmetic)), given, row)
+    text = lower_for_cuda(
+        lambda parts, row: merge(parts, row, 4, jnp.bfloat16, Launch(arithmetic)), given, row
+    )
     assert "finish_attention" in text
     assert "merge_splits" in text
 

@@ -1,4 +1,5 @@
-"""The kernel of weighted outliers, interpreted, against float64 sums over their slots; its lowering for CUDA."""
+"""The kernel of weighted outliers, interpreted, against float64 sums over their slots; its lowering
+for CUDA."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from tests.pallas_kernels.nonuniform_cases import slots
 HEADS = 3
 TOLERANCE = 1e-3  # weights are rounded to 11 bits
 INTERPRETED = Launch(interpret=True)
-FEW = Tuning(tile=128, stages=1, cores=5, resident=1)  # programs: each reads tiles of several heads and rows
+FEW = Tuning(
+    tile=128, stages=1, cores=5, resident=1
+)  # programs: each reads tiles of several heads and rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,9 @@ class Case:
 
 
 CASES = (
-    Case("h128", 128, 4, 32, 4, (0, 1, 31, 32, 33, 129, 416), 416),  # the last tile is a part of one; a head has up to 128 slots of a pool
+    Case(
+        "h128", 128, 4, 32, 4, (0, 1, 31, 32, 33, 129, 416), 416
+    ),  # the last tile is a part of one; a head has up to 128 slots of a pool
     Case("h64_one_query", 64, 1, 64, 3, (64, 0, 320), 320),
     Case("h256_wide_scores", 256, 8, 128, 5, (128, 130, 256), 256, scale=40.0),
     Case("h128_one_query", 128, 1, 32, 9, (128, 70), 128, scale=0.1),
@@ -54,7 +59,8 @@ each = pytest.mark.parametrize("case", some(CASES, CASES[:2]), ids=lambda case: 
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Slots, the rows [B, K, S, H] that they stand for, and scores [B, K, R, S], the largest of which are far from 0."""
+    """Slots, the rows [B, K, S, H] that they stand for, and scores [B, K, R, S], the largest of
+    which are far from 0."""
 
     index: np.ndarray
     residual: np.ndarray
@@ -68,19 +74,54 @@ def arrays_of(case: Case) -> Arrays:
     rng = np.random.default_rng(len(case.id))
     shape = len(case.limits), HEADS, case.capacity, case.head_dim
     index, residual, ends, rows = slots(rng, case.count, case.pool, shape)
-    scores = rng.normal(size=(*shape[:2], case.group, case.capacity)) * case.scale + rng.normal(size=(*shape[:2], case.group, 1)) * 300
+    scores = (
+        rng.normal(size=(*shape[:2], case.group, case.capacity)) * case.scale
+        + rng.normal(size=(*shape[:2], case.group, 1)) * 300
+    )
     return Arrays(index, residual, ends, rows, scores.astype(np.float32))
 
 
 @functools.partial(jax.jit, static_argnames=("case", "tuning", "launch", "first"))
-def pieces_of(case: Case, scores, index, residual, ends, limits, tuning: Tuning | None, launch: Launch, first: int = 0) -> Pieces:
-    return outlier_values(scores, index, residual, ends, limits, case.head_dim, first=first, tuning=tuning, launch=launch)
+def pieces_of(
+    case: Case,
+    scores,
+    index,
+    residual,
+    ends,
+    limits,
+    tuning: Tuning | None,
+    launch: Launch,
+    first: int = 0,
+) -> Pieces:
+    return outlier_values(
+        scores,
+        index,
+        residual,
+        ends,
+        limits,
+        case.head_dim,
+        first=first,
+        tuning=tuning,
+        launch=launch,
+    )
 
 
-def sums(case: Case, a: Arrays, tuning: Tuning | None = FEW, launch: Launch = INTERPRETED, first: int = 0) -> PartialAttention:
+def sums(
+    case: Case, a: Arrays, tuning: Tuning | None = FEW, launch: Launch = INTERPRETED, first: int = 0
+) -> PartialAttention:
     """Return what the pieces merge to."""
     scores = jnp.asarray(a.scores[:, first:])
-    pieces = pieces_of(case, scores, a.index, a.residual.view(np.uint16), a.ends, jnp.asarray(case.limits), tuning, launch, first)
+    pieces = pieces_of(
+        case,
+        scores,
+        a.index,
+        a.residual.view(np.uint16),
+        a.ends,
+        jnp.asarray(case.limits),
+        tuning,
+        launch,
+        first,
+    )
     return merged([pieces], case.group, launch=launch)
 
 
@@ -88,23 +129,36 @@ def largest(scores: np.ndarray) -> np.ndarray:
     return scores.astype(np.float64).max(axis=-1, keepdims=True)
 
 
-def weighted(case: Case, rows: np.ndarray, scores: np.ndarray, limits: tuple[int, ...]) -> np.ndarray:
-    """Return sum of 2^(score - largest score of a row) * row over the tokens that count, in float64."""
+def weighted(
+    case: Case, rows: np.ndarray, scores: np.ndarray, limits: tuple[int, ...]
+) -> np.ndarray:
+    """Return sum of 2^(score - largest score of a row) * row over the tokens that count, in
+    float64."""
     counts = np.arange(case.capacity) < np.asarray(limits)[:, None]
-    weights = np.where(counts[:, None, None], np.exp2(scores.astype(np.float64) - largest(scores)), 0)
+    weights = np.where(
+        counts[:, None, None], np.exp2(scores.astype(np.float64) - largest(scores)), 0
+    )
     return np.einsum("bkgs,bksh->bkgh", weights, rows)
 
 
 def check(case: Case, tuning: Tuning | None, launch: Launch) -> None:
     a, limits = arrays_of(case), case.limits
-    assert np.diff(a.ends.astype(int), axis=2, prepend=0).max() > case.pool, "no head has more slots of a pool than a step takes"
+    assert np.diff(a.ends.astype(int), axis=2, prepend=0).max() > case.pool, (
+        "no head has more slots of a pool than a step takes"
+    )
     part = sums(case, a, tuning, launch)
-    found = np.asarray(part.o, np.float64) * np.exp(np.asarray(part.m, np.float64) - largest(a.scores) * LN2)
+    found = np.asarray(part.o, np.float64) * np.exp(
+        np.asarray(part.m, np.float64) - largest(a.scores) * LN2
+    )
     wanted = weighted(case, a.rows, a.scores, limits)
     assert (np.asarray(part.l) == 0).all(), "weights are counted twice"
-    errors = np.where((wanted == 0).all(axis=-1), np.abs(found).max(axis=-1), row_errors(found, wanted)).max(axis=(1, 2))
+    errors = np.where(
+        (wanted == 0).all(axis=-1), np.abs(found).max(axis=-1), row_errors(found, wanted)
+    ).max(axis=(1, 2))
     assert errors.max() < TOLERANCE, f"errors by row {dict(zip(limits, errors, strict=True))}"
-    heaviest = np.abs(a.rows) * np.exp2(a.scores.max(axis=2) - largest(a.scores).max(axis=2))[..., None]
+    heaviest = (
+        np.abs(a.rows) * np.exp2(a.scores.max(axis=2) - largest(a.scores).max(axis=2))[..., None]
+    )
     heaviest[np.arange(case.capacity) >= np.asarray(limits)[:, None, None].repeat(HEADS, 1)] = 0
     without = np.where(heaviest == heaviest.max(axis=(2, 3), keepdims=True), 0, a.rows)
     wrong = {
@@ -116,7 +170,9 @@ def check(case: Case, tuning: Tuning | None, launch: Launch) -> None:
         "tokens past the limit": weighted(case, a.rows, a.scores, (case.capacity,) * len(limits)),
     }
     if case.group > 1:
-        wrong["weights of the next query head"] = weighted(case, a.rows, np.roll(a.scores, 1, axis=2), limits)
+        wrong["weights of the next query head"] = weighted(
+            case, a.rows, np.roll(a.scores, 1, axis=2), limits
+        )
     for name, rows in wrong.items():
         assert row_errors(found, rows).max() > 5 * TOLERANCE, f"{name} would pass"
 
@@ -129,9 +185,13 @@ def test_sums_are_those_over_the_slots_of_the_tokens_that_count(case, tuning):
 
 @each
 def test_what_no_token_that_counts_has_is_never_read(case):
-    """Scores of other tokens, slots behind those of the last head, and whatever lies in pools without a token that counts."""
+    """Scores of other tokens, slots behind those of the last head, and whatever lies in pools
+    without a token that counts."""
     a = arrays_of(case)
-    clean, dirty = sums(case, a), {f.name: np.array(getattr(a, f.name)) for f in dataclasses.fields(a)}
+    clean, dirty = (
+        sums(case, a),
+        {f.name: np.array(getattr(a, f.name)) for f in dataclasses.fields(a)},
+    )
     pools = np.arange(case.capacity // case.pool)
     for b, limit in enumerate(case.limits):
         dirty["scores"][b, :, :, limit:] = np.nan
@@ -141,20 +201,38 @@ def test_what_no_token_that_counts_has_is_never_read(case):
         dirty["index"][b][unused] = 0xFFFF
         dirty["residual"][b][unused] = np.nan
         dirty["ends"][b][dead] = np.arange(HEADS) * 0x5555
-    assert all((dirty[name] != getattr(a, name)).any() for name in ("scores", "index", "residual", "ends")), "nothing was spoiled"
-    for name, one, other in zip(PartialAttention._fields, clean, sums(case, Arrays(**dirty)), strict=True):
+    assert all(
+        (dirty[name] != getattr(a, name)).any() for name in ("scores", "index", "residual", "ends")
+    ), "nothing was spoiled"
+    for name, one, other in zip(
+        PartialAttention._fields, clean, sums(case, Arrays(**dirty)), strict=True
+    ):
         np.testing.assert_array_equal(other, one, err_msg=f"{name}: garbage leaks")
 
 
 def test_parts_without_a_slot_change_nothing_that_they_merge_with():
     case = CASES[0]
     a = arrays_of(case)
-    empty = dataclasses.replace(a, ends=np.zeros_like(a.ends), residual=np.full_like(a.residual, np.inf))
+    empty = dataclasses.replace(
+        a, ends=np.zeros_like(a.ends), residual=np.full_like(a.residual, np.inf)
+    )
     nothing, some_slots = (
-        pieces_of(case, jnp.asarray(x.scores), x.index, x.residual.view(np.uint16), x.ends, jnp.asarray(case.limits), FEW, INTERPRETED)
+        pieces_of(
+            case,
+            jnp.asarray(x.scores),
+            x.index,
+            x.residual.view(np.uint16),
+            x.ends,
+            jnp.asarray(case.limits),
+            FEW,
+            INTERPRETED,
+        )
         for x in (empty, a)
     )
-    alone, both = (merged(parts, case.group, launch=INTERPRETED) for parts in ([some_slots], [nothing, some_slots]))
+    alone, both = (
+        merged(parts, case.group, launch=INTERPRETED)
+        for parts in ([some_slots], [nothing, some_slots])
+    )
     assert (np.asarray(alone.m[0]) <= NEG_INF * 0.5).all(), "a row without tokens"
     for name, one, other in zip(PartialAttention._fields, alone, both, strict=True):
         np.testing.assert_array_equal(other, one, err_msg=name)
@@ -164,9 +242,13 @@ def test_later_heads_find_their_slots_by_themselves():
     case = CASES[0]
     a = arrays_of(case)
     whole, later = sums(case, a), sums(case, a, first=1)
-    errors = row_errors(later.o * np.exp(later.m - whole.m[:, 1:]), whole.o[:, 1:])[np.asarray(case.limits) > 128]
+    errors = row_errors(later.o * np.exp(later.m - whole.m[:, 1:]), whole.o[:, 1:])[
+        np.asarray(case.limits) > 128
+    ]
     assert errors.max() < TOLERANCE
-    assert row_errors(later.o, whole.o[:, :2])[np.asarray(case.limits) > 128].max() > 5 * TOLERANCE, "slots of the first heads would pass"
+    assert (
+        row_errors(later.o, whole.o[:, :2])[np.asarray(case.limits) > 128].max() > 5 * TOLERANCE
+    ), "slots of the first heads would pass"
 
 
 def test_tiles_are_whole_pools():
@@ -184,7 +266,10 @@ def structs(case: Case) -> list[jax.ShapeDtypeStruct]:
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @each
 def test_the_kernel_lowers_for_cuda(case, arithmetic):
-    text = lower_for_cuda(lambda *args: pieces_of(case, *args, tuning_for(case.group), Launch(arithmetic)), *structs(case))
+    text = lower_for_cuda(
+        lambda *args: pieces_of(case, *args, tuning_for(case.group), Launch(arithmetic)),
+        *structs(case),
+    )
     assert "outlier_values" in text
 
 

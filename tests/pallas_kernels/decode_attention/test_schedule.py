@@ -1,4 +1,5 @@
-"""Programs share the live tiles of a ragged batch evenly: who reads what, and where the pieces lie, computed as a kernel computes it."""
+"""Programs share the live tiles of a ragged batch evenly: who reads what, and where the pieces lie,
+computed as a kernel computes it."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ from pallas_kernels.decode_attention.tuning import Tuning
 
 H200 = Tuning(tile=128, cores=132, resident=8)
 RAGGED = np.array([131072, *[1024] * 63], np.int32)  # one long row among short ones
-COPY, TOKEN_BYTES = 4.3e12, 2 * 128 * 5 / 8  # bytes a second that an H200 copies; of a token of one KV head with 4-bit KIVI
+COPY, TOKEN_BYTES = (
+    4.3e12,
+    2 * 128 * 5 / 8,
+)  # bytes a second that an H200 copies; of a token of one KV head with 4-bit KIVI
 
 
 @functools.partial(jax.jit, static_argnames=("schedule", "most"))
 def runs(limits: jax.Array, schedule: Schedule, most: int) -> jax.Array:
-    """Return (row, head, first, end, limit) of each program's runs [P, most, 5], -1 where there is none."""
+    """Return (row, head, first, end, limit) of each program's runs [P, most, 5], -1 where there is
+    none."""
 
     def of(program: jax.Array) -> jax.Array:
         begin, end = schedule.share(limits, program)
@@ -43,7 +48,9 @@ def runs(limits: jax.Array, schedule: Schedule, most: int) -> jax.Array:
 def places(limits: jax.Array, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
     """Return (first, end) of the pieces of each row and head [B, K]."""
     rows, heads = jnp.arange(schedule.batch), jnp.arange(schedule.heads)
-    return jax.vmap(lambda row: jax.vmap(lambda head: schedule.pieces_of(limits, row, head))(heads))(rows)
+    return jax.vmap(
+        lambda row: jax.vmap(lambda head: schedule.pieces_of(limits, row, head))(heads)
+    )(rows)
 
 
 def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
@@ -61,7 +68,12 @@ def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
             place = program + int(row) * schedule.heads + int(head)
             assert place not in pieces, "two pieces in one place"
             pieces[place] = int(row), int(head)
-    wanted = {(b, k, t) for b, limit in enumerate(limits) for k in range(schedule.heads) for t in range(-(-int(limit) // schedule.tile))}
+    wanted = {
+        (b, k, t)
+        for b, limit in enumerate(limits)
+        for k in range(schedule.heads)
+        for t in range(-(-int(limit) // schedule.tile))
+    }
     assert set(read) == wanted, "not all live tiles are read, or others are"
     assert set(read.values()) <= {1}, "a tile is read twice"
     first, end = (np.asarray(x) for x in places(jnp.asarray(limits), schedule))
@@ -69,14 +81,23 @@ def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
     for b in range(schedule.batch):
         for k in range(schedule.heads):
             own = [place for place, unit in pieces.items() if unit == (b, k)]
-            assert own == list(range(first[b, k], end[b, k])), f"row {b}, head {k}: pieces in {own}, merged {first[b, k]}..{end[b, k]}"
+            assert own == list(range(first[b, k], end[b, k])), (
+                f"row {b}, head {k}: pieces in {own}, merged {first[b, k]}..{end[b, k]}"
+            )
     return of_programs
 
 
 @pytest.mark.parametrize("programs", [1, 7, 32, 133])
 @pytest.mark.parametrize(
     "limits",
-    [(0, 0, 0), (1,), (320,), (0, 1, 127, 128, 129, 257, 320), (4096, 0, 0, 0, 32), (64, 64, 64, 64)],
+    [
+        (0, 0, 0),
+        (1,),
+        (320,),
+        (0, 1, 127, 128, 129, 257, 320),
+        (4096, 0, 0, 0, 32),
+        (64, 64, 64, 64),
+    ],
     ids=str,
 )
 def test_every_live_tile_is_read_once_and_no_program_has_more_than_its_share(limits, programs):
@@ -93,7 +114,8 @@ def test_random_lengths_are_shared_out_too(seed):
 
 
 def from_the_capacity(limits: np.ndarray, tuning: Tuning, heads: int) -> list[int]:
-    """Return the tiles of each program where each row is cut into as many splits as its capacity asks for."""
+    """Return the tiles of each program where each row is cut into as many splits as its capacity
+    asks for."""
     splits = tuning.splits(len(limits) * heads, int(limits.max()))
     per_split = np.ceil(np.ceil(limits / splits) / tuning.tile).astype(int)
     return [
@@ -104,11 +126,15 @@ def from_the_capacity(limits: np.ndarray, tuning: Tuning, heads: int) -> list[in
 
 
 def test_one_long_row_among_short_ones_takes_what_its_bytes_take():
-    """A model of an H200 in rounds: all programs run at a time, so the longest one's tiles are what a batch takes, and their mean what its
-    bytes take."""
+    """A model of an H200 in rounds: all programs run at a time, so the longest one's tiles are what
+    a batch takes, and their mean what its bytes take."""
     heads = 8
-    schedule = Schedule(H200.programs(len(RAGGED) * heads, int(RAGGED.max())), H200.tile, len(RAGGED), heads)
-    assert schedule.programs == 132 * 8, "eight programs on each multiprocessor, and no second round"
+    schedule = Schedule(
+        H200.programs(len(RAGGED) * heads, int(RAGGED.max())), H200.tile, len(RAGGED), heads
+    )
+    assert schedule.programs == 132 * 8, (
+        "eight programs on each multiprocessor, and no second round"
+    )
     total = heads * int(np.sum(-(-RAGGED // H200.tile)))
     per = int(schedule.per_program(jnp.int32(total)))
     mean = total / schedule.programs
@@ -121,7 +147,9 @@ def test_one_long_row_among_short_ones_takes_what_its_bytes_take():
     assert us_of_a_tile * max(before) > 2000
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(1, 131072), (16, 32768), (64, 32768), (16, 4096), (1, 4096)])
+@pytest.mark.parametrize(
+    ("batch", "tokens"), [(1, 131072), (16, 32768), (64, 32768), (16, 4096), (1, 4096)]
+)
 def test_rows_of_one_length_are_shared_out_as_evenly_as_splits_were(batch, tokens):
     heads, limits = 8, np.full(batch, tokens, np.int32)
     schedule = Schedule(H200.programs(batch * heads, tokens), H200.tile, batch, heads)

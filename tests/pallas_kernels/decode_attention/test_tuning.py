@@ -1,4 +1,5 @@
-"""How many programs a kernel is cut into, from its shape and its device: it changes nothing but speed."""
+"""How many programs a kernel is cut into, from its shape and its device: it changes nothing but
+speed."""
 
 from __future__ import annotations
 
@@ -9,12 +10,24 @@ import numpy as np
 import pytest
 
 from kvq_jax.codecs.kernel_readers import polar
-from pallas_kernels.decode_attention.tuning import H200_CORES, Tuning, device_cores, shared_bytes, tuning_for
+from pallas_kernels.decode_attention.tuning import (
+    H200_CORES,
+    Tuning,
+    device_cores,
+    shared_bytes,
+    tuning_for,
+)
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import plane_layout
 from tests.pallas_kernels.decode_attention.test_decode import LONG, outputs, stored
-from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, reader_of, row_errors
+from tests.pallas_kernels.kernel_cases import (
+    KernelCase,
+    format_of,
+    kernel_cases,
+    reader_of,
+    row_errors,
+)
 
 
 def polar_keys(head_dim: int) -> Reader:
@@ -24,12 +37,16 @@ def polar_keys(head_dim: int) -> Reader:
 
 
 def pair(bits: int, scheme: str, head_dim: int = 128) -> tuple[Reader, Reader]:
-    k, v = (reader_of(format_of(bits, scheme, axis, head_dim), head_dim) for axis in ("channels", "tokens"))
+    k, v = (
+        reader_of(format_of(bits, scheme, axis, head_dim), head_dim)
+        for axis in ("channels", "tokens")
+    )
     return k, v
 
 
 EXACT = reader_of(None, 128)
-# programs on a multiprocessor of an H200, and KB that each asks for: benchmarks/results, table of instructions
+# programs on a multiprocessor of an H200, and KB that each asks for: benchmarks/results, table of
+# instructions
 COUNTED = [
     (pair(1, "sym"), 8, 20.5),
     (pair(2, "asym"), 8, 24.5),
@@ -51,12 +68,16 @@ def test_as_many_programs_run_as_their_tiles_leave_room_for(readers, programs, k
 
 @pytest.mark.parametrize(("size", "tile"), [(32, 128), (64, 64), (128, 128)])
 def test_no_step_holds_two_groups_of_64_tokens(size, tile):
-    k, v = reader_of(format_of(2, "asym", "tokens", 128, size), 128), reader_of(format_of(2, "asym", "channels", 128), 128)
+    k, v = (
+        reader_of(format_of(2, "asym", "tokens", 128, size), 128),
+        reader_of(format_of(2, "asym", "channels", 128), 128),
+    )
     assert tuning_for(k, v, 8, 16384, True).tile == tile
 
 
 def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
-    """Return the share of a device's places for programs that read tiles, until all tiles are read."""
+    """Return the share of a device's places for programs that read tiles, until all tiles are
+    read."""
     assert tuning.cores is not None
     places, tiles = tuning.cores * tuning.resident, tokens // tuning.tile
     rounds = -(-programs * splits // places)
@@ -65,7 +86,10 @@ def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
 
 @pytest.mark.parametrize("resident", [8, 5, 2])
 @pytest.mark.parametrize("cores", [132, 108])
-@pytest.mark.parametrize(("programs", "tokens"), [(128, 32768), (128, 4096), (8, 131072), (40, 32768), (640, 4096), (512, 32768)])
+@pytest.mark.parametrize(
+    ("programs", "tokens"),
+    [(128, 32768), (128, 4096), (8, 131072), (40, 32768), (640, 4096), (512, 32768)],
+)
 def test_splits_keep_a_device_busy(cores, resident, programs, tokens):
     tuning = Tuning(tile=128, cores=cores, resident=resident)
     splits = tuning.splits(programs, tokens)
@@ -82,7 +106,9 @@ def test_no_few_programs_are_left_for_another_round():
 
 def test_splits_follow_the_device_and_the_capacity():
     few = Tuning(tile=64, cores=132, resident=8).splits(16, 1 << 17)
-    assert Tuning(tile=64, cores=132, resident=2).splits(4, 1 << 17) == few, "four programs with a quarter of the room each are the same"
+    assert Tuning(tile=64, cores=132, resident=2).splits(4, 1 << 17) == few, (
+        "four programs with a quarter of the room each are the same"
+    )
     assert Tuning(tile=64, cores=16, resident=8).splits(16, 1 << 17) < few
     assert Tuning(tile=64, cores=132).splits(1, 512) == 4, "two tiles for each split at least"
     assert Tuning(tile=64, cores=132).splits(10**6, 1 << 17) == 1
@@ -90,7 +116,9 @@ def test_splits_follow_the_device_and_the_capacity():
 
 def test_cores_are_those_of_the_device(monkeypatch):
     for cores in (108, 132):
-        monkeypatch.setattr(jax, "devices", lambda cores=cores: [types.SimpleNamespace(core_count=cores)])
+        monkeypatch.setattr(
+            jax, "devices", lambda cores=cores: [types.SimpleNamespace(core_count=cores)]
+        )
         assert device_cores() == cores
         assert Tuning().splits(128, 1 << 20) == Tuning(cores=cores).splits(128, 1 << 20)
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace()])
@@ -98,20 +126,36 @@ def test_cores_are_those_of_the_device(monkeypatch):
 
 
 def test_programs_share_the_memory_that_their_device_has(monkeypatch):
-    """Rows in full precision ask for 82 KB: two programs fit an H200, one an A100 or an RTX 4090, and one is always started."""
+    """Rows in full precision ask for 82 KB: two programs fit an H200, one an A100 or an RTX 4090,
+    and one is always started."""
     found = {}
     for capability in ("9.0", "8.0", "8.9", "99.0"):
-        monkeypatch.setattr(jax, "devices", lambda capability=capability: [types.SimpleNamespace(compute_capability=capability)])
-        found[capability] = tuning_for(EXACT, EXACT, 8, 16384, True).resident, tuning_for(*pair(3, "sym"), 8, 16384, True).resident
+        monkeypatch.setattr(
+            jax,
+            "devices",
+            lambda capability=capability: [types.SimpleNamespace(compute_capability=capability)],
+        )
+        found[capability] = (
+            tuning_for(EXACT, EXACT, 8, 16384, True).resident,
+            tuning_for(*pair(3, "sym"), 8, 16384, True).resident,
+        )
     assert found == {"9.0": (2, 5), "8.0": (1, 4), "8.9": (1, 2), "99.0": (1, 2)}
 
 
 @kernel_cases("innerq1_sym_h128_g4")
 def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
     arrays, launch = stored(case, LONG), Launch(interpret=True)
-    found = [outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), launch) for cores in (132, 16, 1)]
-    assert [Tuning(tile=64, cores=cores, resident=2).programs(14, LONG.capacity) for cores in (132, 16, 1)] == [119, 32, 2]
+    found = [
+        outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), launch)
+        for cores in (132, 16, 1)
+    ]
+    assert [
+        Tuning(tile=64, cores=cores, resident=2).programs(14, LONG.capacity)
+        for cores in (132, 16, 1)
+    ] == [119, 32, 2]
     for other in found[1:]:
         assert row_errors(other, found[0])[1:].max() < 2e-3
-        assert row_errors(other[2:], found[0][1:-1]).max() > 3e-2, "rows of other lengths must differ"
+        assert row_errors(other[2:], found[0][1:-1]).max() > 3e-2, (
+            "rows of other lengths must differ"
+        )
     assert np.isfinite(found[0]).all()

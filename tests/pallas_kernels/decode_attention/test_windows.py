@@ -1,4 +1,5 @@
-"""The kernel that attends to the full-precision windows, interpreted, against float64; what slots without a token hold is never used."""
+"""The kernel that attends to the full-precision windows, interpreted, against float64; what slots
+without a token hold is never used."""
 
 from __future__ import annotations
 
@@ -40,16 +41,29 @@ class Sizes:
         return np.maximum(tokens - self.sink - self.recent, 0) // self.block * self.block
 
 
-SIZES = (Sizes(0), Sizes(20), Sizes(32), Sizes(1, recent=0), Sizes(5, recent=4, block=8))  # the last two have fewer slots than a tile
-each_size = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes.sink}-{sizes.recent}-{sizes.block}")
-before_or_after_rope = pytest.mark.parametrize("rotation", [None, (FREQUENCIES, FACTOR)], ids=["after_rope", "before_rope"])
+SIZES = (
+    Sizes(0),
+    Sizes(20),
+    Sizes(32),
+    Sizes(1, recent=0),
+    Sizes(5, recent=4, block=8),
+)  # the last two have fewer slots than a tile
+each_size = pytest.mark.parametrize(
+    "sizes", SIZES, ids=lambda sizes: f"{sizes.sink}-{sizes.recent}-{sizes.block}"
+)
+before_or_after_rope = pytest.mark.parametrize(
+    "rotation", [None, (FREQUENCIES, FACTOR)], ids=["after_rope", "before_rope"]
+)
 
 
 @functools.partial(jax.jit, static_argnames="launch")
 def attend(q, sink, ring, tokens, limits, rotation=None, launch=LAUNCH):
     """Attend to windows into which no new token comes."""
     batch, heads, _, channels = q.shape
-    row, nothing = jnp.zeros((batch, heads, 1, channels), ring[0].dtype), jnp.zeros((batch,), jnp.int32)
+    row, nothing = (
+        jnp.zeros((batch, heads, 1, channels), ring[0].dtype),
+        jnp.zeros((batch,), jnp.int32),
+    )
     sides = [Side(row, *windows, None) for windows in zip(sink, ring, strict=True)]
     places = Places(nothing, nothing > 0, nothing, nothing, nothing > 0)
     queries = Queries(q, tokens, limits, rotation)
@@ -58,9 +72,12 @@ def attend(q, sink, ring, tokens, limits, rotation=None, launch=LAUNCH):
 
 
 def rows(sizes: Sizes, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple, np.ndarray]:
-    """Return queries [B, K, G, H], the windows with NaN in slots that hold no token, and all keys and values [2, B, K, S, H]."""
+    """Return queries [B, K, G, H], the windows with NaN in slots that hold no token, and all keys
+    and values [2, B, K, S, H]."""
     rng = np.random.default_rng(3)
-    everything = rng.normal(size=(2, len(TOKENS), HEADS, int(TOKENS.max()), CHANNELS)).astype(np.float32)
+    everything = rng.normal(size=(2, len(TOKENS), HEADS, int(TOKENS.max()), CHANNELS)).astype(
+        np.float32
+    )
     first = np.full((2, len(TOKENS), HEADS, sizes.sink, CHANNELS), np.nan, np.float32)
     ring = np.full((2, len(TOKENS), HEADS, sizes.ring, CHANNELS), np.nan, np.float32)
     for b, n in enumerate(TOKENS):
@@ -69,11 +86,17 @@ def rows(sizes: Sizes, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple
             ring[:, b, :, (p - sizes.sink) % sizes.ring] = everything[:, b, :, p]
     q = jnp.asarray(rng.normal(size=(len(TOKENS), HEADS, GROUP, CHANNELS)) * 2, jnp.float32)
     stored = [tuple(jnp.asarray(side, dtype) for side in window) for window in (first, ring)]
-    return q, stored[0], stored[1], np.asarray(jnp.asarray(everything, dtype).astype(jnp.float32), np.float64)
+    return (
+        q,
+        stored[0],
+        stored[1],
+        np.asarray(jnp.asarray(everything, dtype).astype(jnp.float32), np.float64),
+    )
 
 
 def rotated(keys: np.ndarray, positions: np.ndarray, rotation: tuple, dtype: str) -> np.ndarray:
-    """Return keys [..., S, H] after RoPE at positions [S], rotated in float64 and rounded to the windows' dtype before the factor."""
+    """Return keys [..., S, H] after RoPE at positions [S], rotated in float64 and rounded to the
+    windows' dtype before the factor."""
     frequencies, factor = rotation
     first, second = np.split(keys.astype(np.float64), 2, axis=-1)
     angles = positions[:, None].astype(np.float64) * frequencies.astype(np.float64)
@@ -83,27 +106,47 @@ def rotated(keys: np.ndarray, positions: np.ndarray, rotation: tuple, dtype: str
 
 
 def expected(
-    q: jax.Array, everything: np.ndarray, sizes: Sizes, rotation: tuple | None = None, shift: int = 0, dtype: str = "bfloat16"
+    q: jax.Array,
+    everything: np.ndarray,
+    sizes: Sizes,
+    rotation: tuple | None = None,
+    shift: int = 0,
+    dtype: str = "bfloat16",
 ) -> PartialAttention:
-    """Return m, l, o over the tokens that are not in the body, in float64; of keys before RoPE at their positions plus `shift`."""
+    """Return m, l, o over the tokens that are not in the body, in float64; of keys before RoPE at
+    their positions plus `shift`."""
     at, body = np.arange(everything.shape[3]), sizes.body(TOKENS)
-    keys = everything[0] if rotation is None else rotated(everything[0], at + shift, rotation, dtype)
-    scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(dtype), np.float64), keys) / np.sqrt(CHANNELS)
+    keys = (
+        everything[0] if rotation is None else rotated(everything[0], at + shift, rotation, dtype)
+    )
+    scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(dtype), np.float64), keys) / np.sqrt(
+        CHANNELS
+    )
     exact = (at < TOKENS[:, None]) & ((at < sizes.sink) | (at >= sizes.sink + body[:, None]))
     scores = np.where(exact[:, None, None], scores, -np.inf)
     m = np.maximum(scores.max(-1, keepdims=True), -1e30)
     weights = np.exp(scores - m)
-    return PartialAttention(m, weights.sum(-1, keepdims=True), np.einsum("bkgs,bksh->bkgh", weights, everything[1]))
+    return PartialAttention(
+        m, weights.sum(-1, keepdims=True), np.einsum("bkgs,bksh->bkgh", weights, everything[1])
+    )
 
 
 def wrong_in(found: PartialAttention, wanted: PartialAttention) -> str | None:
     """Compare the rows that have tokens: all but the first."""
-    a, b = (np.asarray(part.m[1:]) + np.log(np.maximum(part.l[1:], 1e-30)) for part in (found, wanted))
+    a, b = (
+        np.asarray(part.m[1:]) + np.log(np.maximum(part.l[1:], 1e-30)) for part in (found, wanted)
+    )
     if not np.allclose(a, b, rtol=1e-2, atol=1e-2):
         return f"the logarithm of the sum of all weights is off by {np.abs(a - b).max():.1e}"
-    out, other = (np.asarray(part.o) / np.maximum(np.asarray(part.l), 1e-30) for part in (found, wanted))
+    out, other = (
+        np.asarray(part.o) / np.maximum(np.asarray(part.l), 1e-30) for part in (found, wanted)
+    )
     errors = row_errors(out[1:], other[1:])
-    return f"o is off by {errors.max():.1e}, by row {errors.max(axis=(1, 2))}" if errors.max() > 1e-2 else None
+    return (
+        f"o is off by {errors.max():.1e}, by row {errors.max(axis=(1, 2))}"
+        if errors.max() > 1e-2
+        else None
+    )
 
 
 @before_or_after_rope
@@ -115,7 +158,10 @@ def test_attention_is_that_of_the_tokens_outside_the_body(sizes, rotation):
 def check(sizes: Sizes, rotation: tuple | None, launch: Launch) -> None:
     q, first, ring, everything = rows(sizes)
     limits = sizes.body(TOKENS)
-    found, wanted = attend(q, first, ring, TOKENS, limits, rotation, launch), expected(q, everything, sizes, rotation)
+    found, wanted = (
+        attend(q, first, ring, TOKENS, limits, rotation, launch),
+        expected(q, everything, sizes, rotation),
+    )
     assert (wrong := wrong_in(found, wanted)) is None, wrong
     assert not np.asarray(found.l[0]).any(), "a row without tokens has seen some"
     assert limits.max() > 0, "no row has a body: nothing would show what is read from it"
@@ -131,7 +177,12 @@ def test_the_newest_token_is_taken_from_its_row_while_it_is_written(sizes, rotat
     """Where it goes, the windows hold NaN."""
     q, first, ring, everything = rows(sizes)
     newest = TOKENS - 1
-    new = [jnp.asarray(np.stack([side[b, :, max(p, 0)][:, None] for b, p in enumerate(newest)]), jnp.bfloat16) for side in everything]
+    new = [
+        jnp.asarray(
+            np.stack([side[b, :, max(p, 0)][:, None] for b, p in enumerate(newest)]), jnp.bfloat16
+        )
+        for side in everything
+    ]
 
     def without_newest(windows: tuple, slots: int, begin: int) -> list[np.ndarray]:
         arrays = [np.array(side.astype(jnp.float32)) for side in windows]
@@ -141,15 +192,27 @@ def test_the_newest_token_is_taken_from_its_row_while_it_is_written(sizes, rotat
                     side[b, :, (p - begin) % slots] = np.nan
         return [jnp.asarray(side, jnp.bfloat16) for side in arrays]
 
-    sink, ring = without_newest(first, sizes.sink, 0), without_newest(ring, sizes.ring, sizes.sink or 0)
+    sink, ring = (
+        without_newest(first, sizes.sink, 0),
+        without_newest(ring, sizes.ring, sizes.sink or 0),
+    )
     nothing = jnp.zeros(len(TOKENS), jnp.int32)
     places = Places(jnp.asarray(newest), jnp.asarray(newest >= 0), nothing, nothing, nothing > 0)
 
     def part(new: list[jax.Array]) -> PartialAttention:
         sides = [Side(*given, None) for given in zip(new, sink, ring, strict=True)]
-        queries = Queries(q, jnp.asarray(TOKENS), jnp.asarray(sizes.body(TOKENS)), rotation and jax.tree.map(jnp.asarray, rotation))
-        after, found = append_token(sides, places, block=1, queries=queries, launch=Launch(interpret=True))
-        assert not any(np.isnan(np.asarray(side.ring[6].astype(jnp.float32))).any() for side in after), "it was not written"
+        queries = Queries(
+            q,
+            jnp.asarray(TOKENS),
+            jnp.asarray(sizes.body(TOKENS)),
+            rotation and jax.tree.map(jnp.asarray, rotation),
+        )
+        after, found = append_token(
+            sides, places, block=1, queries=queries, launch=Launch(interpret=True)
+        )
+        assert not any(
+            np.isnan(np.asarray(side.ring[6].astype(jnp.float32))).any() for side in after
+        ), "it was not written"
         return merged([found], GROUP, launch=Launch(interpret=True))
 
     wanted = expected(q, everything, sizes, rotation)
@@ -163,37 +226,59 @@ def test_keys_before_rope_are_rotated_to_their_own_positions(sizes):
     q, first, ring, everything = rows(sizes)
     found = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, launch)
     for shift in (-1, 1):
-        assert wrong_in(found, expected(q, everything, sizes, rotation, shift)), f"keys rotated to position {shift:+} would pass"
+        assert wrong_in(found, expected(q, everything, sizes, rotation, shift)), (
+            f"keys rotated to position {shift:+} would pass"
+        )
     assert wrong_in(found, expected(q, everything, sizes)), "keys that are not rotated would pass"
-    assert wrong_in(found, expected(q, everything, sizes, (FREQUENCIES, 1.0))), "keys without the attention factor would pass"
+    assert wrong_in(found, expected(q, everything, sizes, (FREQUENCIES, 1.0))), (
+        "keys without the attention factor would pass"
+    )
 
 
 def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
-    """Ten million tokens, of which the ring holds the last: slot s those with position s modulo its slots."""
+    """Ten million tokens, of which the ring holds the last: slot s those with position s modulo its
+    slots."""
     sizes, tokens = Sizes(0), 10_000_000
     q, _, ring, _ = rows(sizes)
     q, ring = q[-1:], tuple(side[-1:] for side in ring)
     newest = tokens - 1
     positions = newest - (newest - np.arange(sizes.ring)) % sizes.ring
     count, limit = (jnp.full((1,), n, jnp.int32) for n in (tokens, tokens - sizes.ring))
-    found = attend(q, tuple(side[:, :, :0] for side in ring), ring, count, limit, (FREQUENCIES, FACTOR), Launch(interpret=True))
+    found = attend(
+        q,
+        tuple(side[:, :, :0] for side in ring),
+        ring,
+        count,
+        limit,
+        (FREQUENCIES, FACTOR),
+        Launch(interpret=True),
+    )
 
     def in_float64(positions: np.ndarray) -> np.ndarray:
         keys, values = (np.asarray(side.astype(jnp.float32), np.float64) for side in ring)
         turned = rotated(keys, positions, (FREQUENCIES, FACTOR), "bfloat16")
-        scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(jnp.bfloat16), np.float64), turned) / np.sqrt(CHANNELS)
+        scores = np.einsum(
+            "bkgh,bksh->bkgs", np.asarray(q.astype(jnp.bfloat16), np.float64), turned
+        ) / np.sqrt(CHANNELS)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         return np.einsum("bkgs,bksh->bkgh", weights / weights.sum(-1, keepdims=True), values)
 
     error = row_errors(np.asarray(found.o / found.l), in_float64(positions)).max()
     assert error < 1e-2, f"off by {error:.1e}"
-    assert row_errors(np.asarray(found.o / found.l), in_float64(positions + 1)).max() > 0.1, "the next token's angles would pass"
+    assert row_errors(np.asarray(found.o / found.l), in_float64(positions + 1)).max() > 0.1, (
+        "the next token's angles would pass"
+    )
 
 
 def test_windows_that_kernels_cannot_read_are_refused():
     q, first, ring, _ = rows(SIZES[1])
     with pytest.raises(ValueError, match="windows in float32"):
-        attend(q, *(tuple(a.astype(jnp.float32) for a in window) for window in (first, ring)), TOKENS, TOKENS)
+        attend(
+            q,
+            *(tuple(a.astype(jnp.float32) for a in window) for window in (first, ring)),
+            TOKENS,
+            TOKENS,
+        )
     with pytest.raises(ValueError, match="a ring of 0 slots"):
         attend(q, first, tuple(a[:, :, :0] for a in ring), TOKENS, TOKENS)
 
@@ -221,6 +306,10 @@ def test_it_runs_on_a_gpu(sizes, rotation, dtype, arithmetic):
         pytest.skip("no GPU in this process")
     q, first, ring, everything = rows(sizes, dtype)
     found = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, Launch(arithmetic))
-    assert (wrong := wrong_in(found, expected(q, everything, sizes, rotation, dtype=dtype))) is None, wrong
+    assert (
+        wrong := wrong_in(found, expected(q, everything, sizes, rotation, dtype=dtype))
+    ) is None, wrong
     if rotation is not None:
-        assert wrong_in(found, expected(q, everything, sizes, rotation, 1, dtype)), "keys rotated to the next position would pass"
+        assert wrong_in(found, expected(q, everything, sizes, rotation, 1, dtype)), (
+            "keys rotated to the next position would pass"
+        )

@@ -1,4 +1,5 @@
-"""The kernel that appends a block to a body: its bits are those of quantize_rows in their place, and nothing else changes."""
+"""The kernel that appends a block to a body: its bits are those of quantize_rows in their place,
+and nothing else changes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.quantize.rounding import Job
 from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
-from tests.pallas_kernels.quantize.test_quantize import CASES, INTERPRETED, QuantizeCase, divisor_of, reader_of, special_rows
+from tests.pallas_kernels.quantize.test_quantize import (
+    CASES,
+    INTERPRETED,
+    QuantizeCase,
+    divisor_of,
+    reader_of,
+    special_rows,
+)
 
 BODY = 192  # tokens
 RING = 3  # blocks
@@ -40,17 +48,28 @@ def append(
     block: int | None = None,
 ):
     row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
-    job = Job(reader_of(case.format), case.scheme, case.format.bits, divisor is not None, 1, launch.asm)
+    job = Job(
+        reader_of(case.format), case.scheme, case.format.bits, divisor is not None, 1, launch.asm
+    )
     blocks = Blocks(jax.tree.leaves(body), GroupedBlocks(job), [] if divisor is None else [divisor])
     places = Places(first, none, first, first if place is None else place, leaving > 0)
-    [side], _ = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block or block_of(case), launch=launch)
+    [side], _ = append_token(
+        [Side(row, ring[:, :, :0], ring, blocks)],
+        places,
+        block=block or block_of(case),
+        launch=launch,
+    )
     assert isinstance(side.blocks, Blocks)
     return jax.tree.unflatten(jax.tree.structure(body), side.blocks.body)
 
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
-def quantized(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch) -> Packed:
-    return quantize_rows(rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch)
+def quantized(
+    case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch
+) -> Packed:
+    return quantize_rows(
+        rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch
+    )
 
 
 def arrays_of(case: QuantizeCase, packed: Packed) -> dict[str, np.ndarray]:
@@ -58,7 +77,10 @@ def arrays_of(case: QuantizeCase, packed: Packed) -> dict[str, np.ndarray]:
     swap = case.format.axis == "channels"
     scales = {"scale": packed.scale} | ({} if packed.zero is None else {"zero": packed.zero})
     found = {f"words {i}": np.asarray(w) for i, w in enumerate(packed.words)}
-    found |= {name: np.swapaxes(np.asarray(a), 2, 3) if swap else np.asarray(a) for name, a in scales.items()}
+    found |= {
+        name: np.swapaxes(np.asarray(a), 2, 3) if swap else np.asarray(a)
+        for name, a in scales.items()
+    }
     return {name: array.view(f"u{array.itemsize}") for name, array in found.items()}
 
 
@@ -73,7 +95,8 @@ def wrong_in(
     place: np.ndarray | None = None,
     block: int | None = None,
 ) -> list[str]:
-    """Name every row and array that is not what it should be. first, place: as `Places` has them; one is the other by default."""
+    """Name every row and array that is not what it should be. first, place: as `Places` has them;
+    one is the other by default."""
     place = first if place is None else place
     block, slots = block or block_of(case), ring.shape[2]
     rows = jnp.stack([ring[b][:, (first[b] + np.arange(block)) % slots] for b in range(len(ring))])
@@ -92,12 +115,22 @@ def wrong_in(
 
 
 def inputs_of(case: QuantizeCase) -> tuple[Packed, jax.Array, np.ndarray]:
-    """Return a body of other rows, a ring, and the tokens at which blocks are to be written: the first, a middle and the last place."""
+    """Return a body of other rows, a ring, and the tokens at which blocks are to be written: the
+    first, a middle and the last place."""
     rng, block = np.random.default_rng(2), block_of(case)
     shape = (len(LEAVING), 2, BODY, case.format.channels)
-    body = quantized(case, jnp.asarray(rng.normal(size=shape), case.dtype), divisor_of(case, len(LEAVING)), INTERPRETED)
+    body = quantized(
+        case,
+        jnp.asarray(rng.normal(size=shape), case.dtype),
+        divisor_of(case, len(LEAVING)),
+        INTERPRETED,
+    )
     ring = np.asarray(rng.normal(size=(*shape[:2], RING * block, shape[3])), np.float32)
-    ring[0] = special_rows(case)[1, :, : RING * block].astype(jnp.float32) if RING * block <= 128 else ring[0]
+    ring[0] = (
+        special_rows(case)[1, :, : RING * block].astype(jnp.float32)
+        if RING * block <= 128
+        else ring[0]
+    )
     return body, jnp.asarray(ring, case.dtype), np.array([0, block, BODY - block], np.int32)
 
 
@@ -110,8 +143,12 @@ def check_blocks(case: QuantizeCase, launch: Launch) -> None:
     body, ring, first = inputs_of(case)
     after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), launch)
     assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, launch)), wrong
-    assert wrong_in(case, ring, body, after, first, np.ones_like(LEAVING), launch), "a row that keeps its block would pass for any other"
-    assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, launch), "another block of the ring would pass"
+    assert wrong_in(case, ring, body, after, first, np.ones_like(LEAVING), launch), (
+        "a row that keeps its block would pass for any other"
+    )
+    assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, launch), (
+        "another block of the ring would pass"
+    )
 
 
 def test_a_shard_writes_a_block_where_it_holds_it():
@@ -119,24 +156,38 @@ def test_a_shard_writes_a_block_where_it_holds_it():
     body, ring, place = inputs_of(case)
     first = place[[1, 2, 0]] + BODY
     after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), INTERPRETED, place)
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, place)), wrong
-    assert wrong_in(case, ring, body, after, place, LEAVING, INTERPRETED), "the tokens at its place in the ring would pass"
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, place)), (
+        wrong
+    )
+    assert wrong_in(case, ring, body, after, place, LEAVING, INTERPRETED), (
+        "the tokens at its place in the ring would pass"
+    )
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[6]], ids=lambda case: case.id)
 def test_a_block_may_wrap_between_the_groups_of_its_tokens(case):
     body, ring, _ = inputs_of(case)
-    first, block = np.array([64, 0, 0], np.int32), 64  # of 96 slots: the second half of the first block is at the ring's begin
+    first, block = (
+        np.array([64, 0, 0], np.int32),
+        64,
+    )  # of 96 slots: the second half of the first block is at the ring's begin
     after = append(case, body, ring, first, LEAVING, None, INTERPRETED, block=block)
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, block=block)), wrong
+    assert not (
+        wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, block=block)
+    ), wrong
     ends = jnp.concatenate([ring[:, :, 64:], ring[:, :, 64:], ring[:, :, 64:]], axis=2)
-    assert wrong_in(case, ends, body, after, first, LEAVING, INTERPRETED, block=block), "other tokens of the ring would pass"
+    assert wrong_in(case, ends, body, after, first, LEAVING, INTERPRETED, block=block), (
+        "other tokens of the ring would pass"
+    )
 
 
 def test_a_ring_that_would_wrap_within_a_group_is_refused():
     case = CASES[2]
     body, ring, first = inputs_of(case)
-    with pytest.raises(ValueError, match="a ring of 95 slots does not hold a block of 32 tokens in whole runs of 32"):
+    with pytest.raises(
+        ValueError,
+        match="a ring of 95 slots does not hold a block of 32 tokens in whole runs of 32",
+    ):
         append(case, body, ring[:, :, :95], first, LEAVING, None, INTERPRETED)
 
 
@@ -148,15 +199,25 @@ NEW = np.array([True, True, True, False])
 def check_windows(launch: Launch) -> None:
     rng = np.random.default_rng(4)
     shape = (len(NEW), 2)
-    sides = [[rng.normal(size=(*shape, count, 64)).astype(np.float32) for count in (1, SINK, SLOTS)] for _ in "kv"]
+    sides = [
+        [rng.normal(size=(*shape, count, 64)).astype(np.float32) for count in (1, SINK, SLOTS)]
+        for _ in "kv"
+    ]
     wanted = [[sink.copy(), ring.copy()] for _, sink, ring in sides]
     for (row, _, _), (sink, ring) in zip(sides, wanted, strict=True):
         sink[0, :, 1] = row[0, :, 0]
-        for b, slot in enumerate([SLOTS - 2, 0, 5]):  # the first before the ring's first token, where nothing is yet
+        for b, slot in enumerate(
+            [SLOTS - 2, 0, 5]
+        ):  # the first before the ring's first token, where nothing is yet
             ring[b, :, slot] = row[b, :, 0]
     zeros = jnp.zeros(len(NEW), jnp.int32)
     given = [Side(*map(jnp.asarray, side), None) for side in sides]
-    found, _ = append_token(given, Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros, zeros > 0), block=32, launch=launch)
+    found, _ = append_token(
+        given,
+        Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros, zeros > 0),
+        block=32,
+        launch=launch,
+    )
     for after, before, (sink, ring) in zip(found, sides, wanted, strict=True):
         np.testing.assert_array_equal(after.sink, sink)
         np.testing.assert_array_equal(after.ring, ring)
@@ -179,9 +240,16 @@ def test_a_new_token_is_one_row_on_a_gpu(arithmetic):
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
 def test_every_case_lowers_for_cuda(case, arithmetic):
-    body, ring, first = (*jax.eval_shape(lambda given: given, inputs_of(case)[:2]), jax.ShapeDtypeStruct((3,), jnp.int32))
-    divisor = jax.ShapeDtypeStruct((3, 2, 1, case.format.channels), jnp.float32) if case.divided else None
-    text = lower_for_cuda(lambda *args: append(case, *args, Launch(arithmetic)), body, ring, first, first, divisor)
+    body, ring, first = (
+        *jax.eval_shape(lambda given: given, inputs_of(case)[:2]),
+        jax.ShapeDtypeStruct((3,), jnp.int32),
+    )
+    divisor = (
+        jax.ShapeDtypeStruct((3, 2, 1, case.format.channels), jnp.float32) if case.divided else None
+    )
+    text = lower_for_cuda(
+        lambda *args: append(case, *args, Launch(arithmetic)), body, ring, first, first, divisor
+    )
     assert "append_token" in text, "the kernel has lost its name"
 
 
@@ -193,19 +261,33 @@ def test_every_case_runs_on_a_gpu(case, arithmetic):
         pytest.skip("no GPU in this process")
     body, ring, first = inputs_of(case)
     after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), Launch(arithmetic))
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), wrong
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), (
+        wrong
+    )
 
 
 def rows_and_places() -> tuple[jax.Array, jax.Array, jax.Array, Places]:
-    """Return a body of rows, a ring of one slot, new rows, and where they go: into a shard, which has other numbers than the whole."""
+    """Return a body of rows, a ring of one slot, new rows, and where they go: into a shard, which
+    has other numbers than the whole."""
     rng = np.random.default_rng(3)
-    body, ring, row = (jnp.asarray(rng.normal(size=(3, 2, tokens, 64)), jnp.bfloat16) for tokens in (40, 1, 1))
+    body, ring, row = (
+        jnp.asarray(rng.normal(size=(3, 2, tokens, 64)), jnp.bfloat16) for tokens in (40, 1, 1)
+    )
     place, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])
-    return body, ring, row, Places(2 * place + 1, jnp.asarray([True, False, True]), 2 * place + 1, place, leaving)
+    return (
+        body,
+        ring,
+        row,
+        Places(2 * place + 1, jnp.asarray([True, False, True]), 2 * place + 1, place, leaving),
+    )
 
 
-def append_rows(body: jax.Array, ring: jax.Array, row: jax.Array, places: Places, launch: Launch, block: int = 1) -> jax.Array:
-    [side], _ = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=block, launch=launch)
+def append_rows(
+    body: jax.Array, ring: jax.Array, row: jax.Array, places: Places, launch: Launch, block: int = 1
+) -> jax.Array:
+    [side], _ = append_token(
+        [Side(row, ring[:, :, :0], ring, Rows(body))], places, block=block, launch=launch
+    )
     assert isinstance(side.blocks, Rows)
     return side.blocks.body
 

@@ -1,4 +1,5 @@
-"""Blocks of polar keys, of tables and of outliers that the appending kernel quantizes: they are those of the codecs, in their place."""
+"""Blocks of polar keys, of tables and of outliers that the appending kernel quantizes: they are
+those of the codecs, in their place."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ class WriterCase:
     def layer(self) -> tuple[Codec, Tree, int]:
         """Return the codec, its parameters and the tokens of a block."""
         dims = CacheDims(
-            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=HEADS, head_dim=self.head_dim, hidden_size=4 * self.head_dim
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=HEADS,
+            head_dim=self.head_dim,
+            hidden_size=4 * self.head_dim,
         )
         plan = kvq.layout(self.spec, dims, 1, 8 * 128, "bfloat16").plans[0]
         return plan.codecs[self.side], by_side(parameters_of(plan))[self.side], plan.regions.block
@@ -61,13 +66,20 @@ CASES = (
     WriterCase("kvquant:bits=2,outliers=0.05,block=64", 1),
     WriterCase("kvquant:bits=2,thresholds=matrix,slots=0.5", 1),
 )
-each = pytest.mark.parametrize("case", some(CASES, (*CASES[:2], CASES[3], *CASES[6:9], CASES[10])), ids=lambda case: case.id)
+each = pytest.mark.parametrize(
+    "case", some(CASES, (*CASES[:2], CASES[3], *CASES[6:9], CASES[10])), ids=lambda case: case.id
+)
 
 
 def rows_of(case: WriterCase, blocks: int) -> jax.Array:
-    """Return rows with far entries and all kinds that need care. Those of the second sequence are coarse, so that many are equal."""
+    """Return rows with far entries and all kinds that need care. Those of the second sequence are
+    coarse, so that many are equal."""
     _, _, block = case.layer
-    found = np.random.default_rng(0).standard_t(4, size=(len(LEAVING), HEADS, blocks * block, case.head_dim)).astype(np.float32)
+    found = (
+        np.random.default_rng(0)
+        .standard_t(4, size=(len(LEAVING), HEADS, blocks * block, case.head_dim))
+        .astype(np.float32)
+    )
     found[1:] = np.round(found[1:] * 4) / 4
     for start in range(0, blocks * block, block):
         found[0, 0, start + 3] = 0
@@ -81,11 +93,20 @@ def rows_of(case: WriterCase, blocks: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
-def append(case: WriterCase, body: list[jax.Array], ring: jax.Array, row: jax.Array, places: Places, launch: Launch) -> list[jax.Array]:
+def append(
+    case: WriterCase,
+    body: list[jax.Array],
+    ring: jax.Array,
+    row: jax.Array,
+    places: Places,
+    launch: Launch,
+) -> list[jax.Array]:
     codec, params, block = case.layer
     writer = codec.kernel_writer(params, ())
     assert writer is not None, "no kernel writes this format"
-    [side], _ = append_token([Side(row, ring[:, :, :0], ring, Blocks(body, *writer))], places, block=block, launch=launch)
+    [side], _ = append_token(
+        [Side(row, ring[:, :, :0], ring, Blocks(body, *writer))], places, block=block, launch=launch
+    )
     assert isinstance(side.blocks, Blocks)
     return list(side.blocks.body)
 
@@ -101,10 +122,19 @@ def specs_of(case: WriterCase) -> list[ArraySpec]:
     return jax.tree.leaves(codec.body(len(LEAVING), HEADS, block))
 
 
-def wrong_in(case: WriterCase, before: list[jax.Array], after: list[jax.Array], rows: jax.Array, place: np.ndarray) -> list[str]:
-    """Name every array and row that is not what it should be: `rows`, quantized, from token place[b] on, where row b leaves."""
+def wrong_in(
+    case: WriterCase,
+    before: list[jax.Array],
+    after: list[jax.Array],
+    rows: jax.Array,
+    place: np.ndarray,
+) -> list[str]:
+    """Name every array and row that is not what it should be: `rows`, quantized, from token
+    place[b] on, where row b leaves."""
     wrong = []
-    for i, (old, found, new, spec) in enumerate(zip(before, after, quantized(case, rows), specs_of(case), strict=True)):
+    for i, (old, found, new, spec) in enumerate(
+        zip(before, after, quantized(case, rows), specs_of(case), strict=True)
+    ):
         axis = spec.axis("tokens")
         old, found, new = (np.moveaxis(np.asarray(array), axis, 1) for array in (old, found, new))
         entries = new.shape[1]
@@ -112,37 +142,56 @@ def wrong_in(case: WriterCase, before: list[jax.Array], after: list[jax.Array], 
             expected, at = old[b].copy(), int(place[b]) // case.layer[2] * entries
             if leaves:
                 expected[at : at + entries] = new[b]
-            if not np.array_equal(found[b], expected):  # as numbers: the smaller of 0 and -0 may be either
+            if not np.array_equal(
+                found[b], expected
+            ):  # as numbers: the smaller of 0 and -0 may be either
                 wrong.append(f"array {i} of row {b}")
     return wrong
 
 
-def run(case: WriterCase, slots: int, first: np.ndarray, launch: Launch) -> tuple[list[jax.Array], list[jax.Array], jax.Array, np.ndarray]:
-    """Return the body before and after, the rows that leave and where they go: the block from token first[b] of the sequence on leaves a
-    ring of so many slots. Where the ring is no longer than a block, its last token is the new one, and the ring holds NaN in its place."""
+def run(
+    case: WriterCase, slots: int, first: np.ndarray, launch: Launch
+) -> tuple[list[jax.Array], list[jax.Array], jax.Array, np.ndarray]:
+    """Return the body before and after, the rows that leave and where they go: the block from token
+    first[b] of the sequence on leaves a ring of so many slots. Where the ring is no longer than a
+    block, its last token is the new one, and the ring holds NaN in its place.
+    """
     _, _, block = case.layer
     rows, place = rows_of(case, 1), np.array([2, 0, 1]) * block
     body = quantized(case, jnp.tile(rows[::-1] + 1, (1, 1, BODY, 1)))
-    ring, index = jnp.full((*rows.shape[:2], slots, rows.shape[3]), 7.0), first[:, None] + np.arange(block)
+    ring, index = (
+        jnp.full((*rows.shape[:2], slots, rows.shape[3]), 7.0),
+        first[:, None] + np.arange(block),
+    )
     last_is_new = slots == block
     for b in range(len(first)):
         ring = ring.at[b, :, index[b] % slots].set(jnp.moveaxis(rows[b], 1, 0))
         if last_is_new:
             ring = ring.at[b, :, index[b, -1] % slots].set(jnp.nan)
     new = jnp.full(len(first), last_is_new)
-    places = Places(jnp.asarray(index[:, -1]), new, jnp.asarray(first), jnp.asarray(place), jnp.asarray(LEAVING))
+    places = Places(
+        jnp.asarray(index[:, -1]), new, jnp.asarray(first), jnp.asarray(place), jnp.asarray(LEAVING)
+    )
     return body, append(case, body, ring, rows[:, :, -1:], places, launch), rows, place
 
 
 def check(case: WriterCase, launch: Launch) -> None:
     _, _, block = case.layer
     begin, inside = np.array([block, 0, 2 * block]), np.array([3, 2, 0]) * (block // 2)
-    for name, slots, first in (("whole", 2 * block, begin), ("wrapped", 3 * block // 2, inside), ("with the new token", block, begin)):
+    for name, slots, first in (
+        ("whole", 2 * block, begin),
+        ("wrapped", 3 * block // 2, inside),
+        ("with the new token", block, begin),
+    ):
         before, after, rows, place = run(case, slots, first, launch)
         assert not (wrong := wrong_in(case, before, after, rows, place)), f"{name}: {wrong}"
         assert wrong_in(case, before, after, rows, place[::-1]), f"{name}: another place would pass"
-        assert wrong_in(case, before, after, rows.at[:, :, -1].set(7.0), place), f"{name}: without its last token it would pass"
-        assert wrong_in(case, before, after, rows[:, ::-1], place), f"{name}: the heads could be exchanged"
+        assert wrong_in(case, before, after, rows.at[:, :, -1].set(7.0), place), (
+            f"{name}: without its last token it would pass"
+        )
+        assert wrong_in(case, before, after, rows[:, ::-1], place), (
+            f"{name}: the heads could be exchanged"
+        )
 
 
 @each
@@ -156,7 +205,13 @@ def test_some_pools_have_more_outliers_than_slots_and_equal_ones():
     for case in CASES:
         codec, params, _ = case.layer
         if codec.outlier_slots(HEADS):
-            dropped[case.id] = int(jnp.sum(codec.outlier_counts(codec.quantize(params, (), rows_of(case, 1), prefill=False)).dropped))
+            dropped[case.id] = int(
+                jnp.sum(
+                    codec.outlier_counts(
+                        codec.quantize(params, (), rows_of(case, 1), prefill=False)
+                    ).dropped
+                )
+            )
     assert max(dropped.values()) > 0, dropped
     assert min(dropped.values()) == 0, dropped
     coarse = np.asarray(rows_of(CASES[-1], 1))[1]
@@ -171,7 +226,10 @@ def test_formats_that_it_cannot_write_are_refused():
         TableBlocks(layout, None, slots=Slots(48, 9, True)).check(ring, 96)
     with pytest.raises(ValueError, match="groups of 24 channels must be whole chunks of 16"):
         TableBlocks(layout, 24).check(ring, 32)
-    with pytest.raises(ValueError, match="groups of 1 heads: kernels take groups of one or of all, and of all with outliers"):
+    with pytest.raises(
+        ValueError,
+        match="groups of 1 heads: kernels take groups of one or of all, and of all with outliers",
+    ):
         TableBlocks(layout, 64, slots=Slots(32, 9, False), per_side=1).check(ring, 32)
 
 
@@ -181,23 +239,35 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
     _, _, block = case.layer
     batch = len(LEAVING)
     body = jax.eval_shape(
-        lambda rows: quantized(case, rows), jax.ShapeDtypeStruct((batch, HEADS, BODY * block, case.head_dim), jnp.float32)
+        lambda rows: quantized(case, rows),
+        jax.ShapeDtypeStruct((batch, HEADS, BODY * block, case.head_dim), jnp.float32),
     )
-    ring, row = (jax.ShapeDtypeStruct((batch, HEADS, count, case.head_dim), jnp.bfloat16) for count in (block, 1))
+    ring, row = (
+        jax.ShapeDtypeStruct((batch, HEADS, count, case.head_dim), jnp.bfloat16)
+        for count in (block, 1)
+    )
     number, flag = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((batch,), bool)
     text = lower_for_cuda(
-        lambda *given: append(case, *given, launch=Launch(arithmetic)), body, ring, row, Places(number, flag, number, number, flag)
+        lambda *given: append(case, *given, launch=Launch(arithmetic)),
+        body,
+        ring,
+        row,
+        Places(number, flag, number, number, flag),
     )
     assert "append_token" in text, "the kernel has lost its name"
 
 
 def off_by_rounding(case: WriterCase, launch: Launch) -> list[str]:
-    """Name the arrays in which more than one entry of a thousand differs: what a device computes otherwise by rounding alone."""
+    """Name the arrays in which more than one entry of a thousand differs: what a device computes
+    otherwise by rounding alone."""
     _, _, block = case.layer
     before, after, rows, place = run(case, 2 * block, np.array([block, 0, 2 * block]), launch)
     _, wanted, _, _ = run(case, 2 * block, np.array([block, 0, 2 * block]), INTERPRETED)
     assert wrong_in(case, before, after, rows[:, ::-1], place), "the heads could be exchanged"
-    shares = [np.mean(np.asarray(found) != np.asarray(expected)) for found, expected in zip(after, wanted, strict=True)]
+    shares = [
+        np.mean(np.asarray(found) != np.asarray(expected))
+        for found, expected in zip(after, wanted, strict=True)
+    ]
     return [f"array {i}: {share:.1e}" for i, share in enumerate(shares) if share > 1e-3]
 
 

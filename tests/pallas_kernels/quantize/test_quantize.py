@@ -1,4 +1,5 @@
-"""The quantize-and-pack kernel, interpreted, against kvq_jax.arrays.grouped_array.quantize; its rounding; its lowering for CUDA."""
+"""The quantize-and-pack kernel, interpreted, against kvq_jax.arrays.grouped_array.quantize; its
+rounding; its lowering for CUDA."""
 
 from __future__ import annotations
 
@@ -64,22 +65,35 @@ CASES = (
 
 
 def each(*cases: QuantizeCase) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases or some(CASES, CASES[::3]), ids=lambda case: case.id)
+    return pytest.mark.parametrize(
+        "case", cases or some(CASES, CASES[::3]), ids=lambda case: case.id
+    )
 
 
 def reader_of(format: GroupFormat) -> GroupedReader:
-    return GroupedReader(format.layout, format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
+    return GroupedReader(
+        format.layout,
+        format.axis,
+        format.group_size,
+        None if format.stores_zero else format.centre,
+        format.scale_dtype,
+    )
 
 
 def ordinary_rows(case: QuantizeCase, batch: int = 2, tokens: int = TOKENS) -> jax.Array:
-    found = np.random.default_rng(0).standard_normal((batch, HEADS, tokens, case.format.channels)).astype(np.float32)
+    found = (
+        np.random.default_rng(0)
+        .standard_normal((batch, HEADS, tokens, case.format.channels))
+        .astype(np.float32)
+    )
     skewed = found[:, :, ::3] if case.format.axis == "channels" else found[..., ::3]
     skewed += 4  # whole groups, which hybrid stores as asymmetric ones
     return jnp.asarray(found, case.dtype)
 
 
 def special_rows(case: QuantizeCase) -> jax.Array:
-    """[2, HEADS, ...]: row 0 of the batch ordinary, row 1 with every kind of group that needs care."""
+    """[2, HEADS, ...]: row 0 of the batch ordinary, row 1 with every kind of group that needs
+    care."""
     found = np.array(ordinary_rows(case).astype(jnp.float32))
     special, size = found[1], case.format.group_size
     if case.format.axis == "tokens":
@@ -109,12 +123,17 @@ def special_rows(case: QuantizeCase) -> jax.Array:
 def divisor_of(case: QuantizeCase, batch: int = 2) -> jax.Array | None:
     if not case.divided:
         return None
-    return jnp.asarray(np.random.default_rng(1).uniform(0.2, 3, (batch, HEADS, 1, case.format.channels)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(1).uniform(0.2, 3, (batch, HEADS, 1, case.format.channels)),
+        jnp.float32,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
 def fused(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch) -> Packed:
-    return quantize_rows(rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch)
+    return quantize_rows(
+        rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch
+    )
 
 
 @functools.partial(jax.jit, static_argnames="case")
@@ -127,7 +146,9 @@ def ulps(found: jax.Array, wanted: jax.Array) -> np.ndarray:
     """Distance in units of the last place, counted through the bits."""
 
     def ordered(x: jax.Array) -> np.ndarray:
-        bits = np.asarray(x).view(np.uint16 if x.dtype.itemsize == 2 else np.uint32).astype(np.int64)
+        bits = (
+            np.asarray(x).view(np.uint16 if x.dtype.itemsize == 2 else np.uint32).astype(np.int64)
+        )
         sign = 1 << (8 * x.dtype.itemsize - 1)
         return np.where(bits & sign, sign - bits, bits)
 
@@ -138,47 +159,76 @@ def codes_of(packed: Packed, like: GroupedArray) -> np.ndarray:
     return np.asarray(grouped_array.codes(dataclasses.replace(like, words=packed.words)), np.int64)
 
 
-def wanted_codes(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, wanted: GroupedArray) -> np.ndarray:
-    """The codes of the reference, but with ties rounded half to even: XLA replaces its division by a product with a reciprocal, which
-    misses some (2.5e-4 of all codes in one of the cases here)."""
+def wanted_codes(
+    case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, wanted: GroupedArray
+) -> np.ndarray:
+    """The codes of the reference, but with ties rounded half to even: XLA replaces its division by
+    a product with a reciprocal, which misses some (2.5e-4 of all codes in one of the cases
+    here)."""
     codes = np.asarray(grouped_array.codes(wanted), np.int64)
-    f, x = case.format, np.asarray(rows.astype(jnp.float32), np.float64) / (1 if divisor is None else np.asarray(divisor, np.float64))
-    scale, zero = (np.asarray(grouped_array.per_element(s, f), np.float64) for s in (wanted.scale, grouped_array.zeros(wanted)))
+    f, x = (
+        case.format,
+        np.asarray(rows.astype(jnp.float32), np.float64)
+        / (1 if divisor is None else np.asarray(divisor, np.float64)),
+    )
+    scale, zero = (
+        np.asarray(grouped_array.per_element(s, f), np.float64)
+        for s in (wanted.scale, grouped_array.zeros(wanted))
+    )
     with np.errstate(all="ignore"):
         stored = (-f.centre * scale).astype(jnp.dtype(f.scale_dtype))
         symmetric = {"sym": np.True_, "asym": np.False_, "hybrid": zero == stored}[case.scheme]
         q = (x - np.where(symmetric, -f.centre * scale, zero)) / scale
     fine = 2.0 ** (21 - f.code_bits)
-    plain = np.isfinite(q) & (scale > 0) & (np.abs(x) < uniform.saturation_limit(jnp.dtype(f.scale_dtype)))
+    plain = (
+        np.isfinite(q)
+        & (scale > 0)
+        & (np.abs(x) < uniform.saturation_limit(jnp.dtype(f.scale_dtype)))
+    )
     q = np.round(np.where(plain, q, 0) * fine) / fine
     top = np.where(symmetric, 2 * f.centre, f.centre)
     return np.where(q - np.floor(q) == 0.5, np.round(q).clip(0, top), codes).astype(np.int64)
 
 
-def disagreement(case: QuantizeCase, found: Packed, wanted: GroupedArray, codes: np.ndarray, share: float = 1e-4) -> str | None:
+def disagreement(
+    case: QuantizeCase, found: Packed, wanted: GroupedArray, codes: np.ndarray, share: float = 1e-4
+) -> str | None:
     """Return what is wrong, if anything. At most `share` of the codes may differ, by one."""
     assert found.scale.dtype == jnp.dtype(case.format.scale_dtype)
     assert [w.shape for w in found.words] == [w.shape for w in wanted.words]
     if (found.zero is None) != (wanted.zero is None):
         return "one stores zeros, the other does not"
-    for name, one, other in (("scale", found.scale, wanted.scale), ("zero", found.zero, wanted.zero)):
+    for name, one, other in (
+        ("scale", found.scale, wanted.scale),
+        ("zero", found.zero, wanted.zero),
+    ):
         if one is None or other is None:
             continue
         assert one.shape == other.shape, name
-        allowed = 1 if one.dtype.itemsize == 2 else 4  # fp32 scales are not rounded, which would hide how a quotient was made
+        allowed = (
+            1 if one.dtype.itemsize == 2 else 4
+        )  # fp32 scales are not rounded, which would hide how a quotient was made
         if (far := ulps(one, other) > allowed).any():
-            return f"{name} is {int(ulps(one, other).max())} ulp off, first at {np.argwhere(far)[0]}"
+            return (
+                f"{name} is {int(ulps(one, other).max())} ulp off, first at {np.argwhere(far)[0]}"
+            )
     off = np.abs(codes_of(found, wanted) - codes)
     if off.max() > 1:
         return f"a code is {off.max()} off, first at {np.argwhere(off > 1)[0]}"
-    return f"{(off > 0).mean():.1e} of the codes differ, first at {np.argwhere(off)[0]}" if (off > 0).mean() > share else None
+    return (
+        f"{(off > 0).mean():.1e} of the codes differ, first at {np.argwhere(off)[0]}"
+        if (off > 0).mean() > share
+        else None
+    )
 
 
 @each()
 def test_codes_scales_and_zeros_are_those_of_quantize(case):
     rows, divisor = special_rows(case), divisor_of(case)
     found, wanted = fused(case, rows, divisor, INTERPRETED), reference(case, rows, divisor)
-    assert (wrong := disagreement(case, found, wanted, wanted_codes(case, rows, divisor, wanted))) is None, wrong
+    assert (
+        wrong := disagreement(case, found, wanted, wanted_codes(case, rows, divisor, wanted))
+    ) is None, wrong
     body = dataclasses.replace(wanted, words=found.words, scale=found.scale, zero=found.zero)
     assert np.isfinite(np.asarray(grouped_array.dequantize(body))).all()
 
@@ -197,8 +247,12 @@ def test_the_comparison_notices_what_is_wrong(case):
     wrong = {
         "scales shifted by one group": right._replace(scale=jnp.roll(right.scale, 1, groups)),
         "zeros shifted by one group": right._replace(zero=jnp.roll(right.zero, 1, groups)),
-        "words shifted by one row": right._replace(words=tuple(jnp.roll(w, 1, 2) for w in right.words)),
-        "the last plane set empty": right._replace(words=(*right.words[:-1], right.words[-1] * np.int16(0))),
+        "words shifted by one row": right._replace(
+            words=tuple(jnp.roll(w, 1, 2) for w in right.words)
+        ),
+        "the last plane set empty": right._replace(
+            words=(*right.words[:-1], right.words[-1] * np.int16(0))
+        ),
     }
     for name, packed in wrong.items():
         assert disagreement(case, packed, wanted, codes, 0.1), name
@@ -208,27 +262,38 @@ def test_the_comparison_notices_what_is_wrong(case):
 def test_hybrid_cases_hold_groups_of_both_schemes(case):
     """Else the tests above would not show how the kernel chooses."""
     rows = special_rows(case)
-    hybrid, sym = (reference(dataclasses.replace(case, rows_scheme=scheme), rows, None) for scheme in (None, "sym"))
+    hybrid, sym = (
+        reference(dataclasses.replace(case, rows_scheme=scheme), rows, None)
+        for scheme in (None, "sym")
+    )
     share = float(jnp.mean(hybrid.scale == sym.scale))
     assert 0.3 < share < 0.9, f"{share:.0%} of the groups are symmetric"
 
 
 @pytest.mark.parametrize("code_bits", [2, 3, 4, 5, 8])
 def test_ties_round_to_even_though_the_reciprocal_is_approximate(code_bits):
-    """A GPU's quotients are up to 2 ulp off; a tie must come out as one, and a quotient that is not near one as it is."""
+    """A GPU's quotients are up to 2 ulp off; a tie must come out as one, and a quotient that is not
+    near one as it is."""
     top = 2**code_bits - 1
     rng = np.random.default_rng(code_bits)
     scale = rng.uniform(0.001, 10, (4000, 1)).astype(np.float16).astype(np.float32)
     level = rng.integers(0, 2 * top + 1, (4000, 32)) / 2
     near = rng.uniform(-0.45, 0.45, level.shape) * (rng.random(level.shape) < 0.5)
     x = np.where(near == 0, level * scale, (np.floor(level) + near) * scale).astype(np.float32)
-    wanted = np.where(near == 0, np.round(level), np.floor(level)).clip(0, top)  # np.round is half to even
+    wanted = np.where(near == 0, np.round(level), np.floor(level)).clip(
+        0, top
+    )  # np.round is half to even
     reader = GroupedReader(PlaneLayout(code_bits, 128, 4, 32, 1), "channels", 32, None)
     job = Job(reader, "asym", code_bits, divided=False, spans=1, asm=False)
     missed = 0
     for ulp in (-2, -1, 0, 1, 2):
         inverse = (1 / scale.astype(np.float64) * (1 + ulp * 2.0**-24)).astype(np.float32)
-        found = jax.jit(job.levels)(x, Quantizer(scale, np.zeros_like(scale), np.zeros_like(scale), inverse, job.near, float(top)))
+        found = jax.jit(job.levels)(
+            x,
+            Quantizer(
+                scale, np.zeros_like(scale), np.zeros_like(scale), inverse, job.near, float(top)
+            ),
+        )
         assert (np.asarray(found) - 1.5 * 2**23 == wanted).all(), f"{ulp=}"
         missed += (np.round((x * inverse).clip(0, top)) != wanted).sum()
     assert missed > 100, "the plain product would have done: the inputs are too easy"
@@ -239,7 +304,11 @@ def test_ties_round_to_even_though_the_reciprocal_is_approximate(code_bits):
 def test_every_case_lowers_for_cuda(case, arithmetic):
     batch, heads = 1, 2
     rows = jax.ShapeDtypeStruct((batch, heads, 128, case.format.channels), jnp.dtype(case.dtype))
-    divisor = jax.ShapeDtypeStruct((batch, heads, 1, case.format.channels), jnp.float32) if case.divided else None
+    divisor = (
+        jax.ShapeDtypeStruct((batch, heads, 1, case.format.channels), jnp.float32)
+        if case.divided
+        else None
+    )
     text = lower_for_cuda(lambda *args: fused(case, *args, Launch(arithmetic)), rows, divisor)
     assert "triton" in text
     assert f"quantize_{case.scheme}_{case.format.axis}" in text, "the kernel has lost its name"
@@ -276,6 +345,14 @@ def test_what_the_kernel_cannot_do_is_refused_with_the_reason(change, rows, sche
 def test_every_case_runs_on_a_gpu(case, arithmetic):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
-    for rows, divisor in ((special_rows(case), divisor_of(case)), (ordinary_rows(case, 4, 4096), divisor_of(case, 4))):
-        found, wanted = fused(case, rows, divisor, Launch(arithmetic)), reference(case, rows, divisor)
-        assert (wrong := disagreement(case, found, wanted, wanted_codes(case, rows, divisor, wanted))) is None, wrong
+    for rows, divisor in (
+        (special_rows(case), divisor_of(case)),
+        (ordinary_rows(case, 4, 4096), divisor_of(case, 4)),
+    ):
+        found, wanted = (
+            fused(case, rows, divisor, Launch(arithmetic)),
+            reference(case, rows, divisor),
+        )
+        assert (
+            wrong := disagreement(case, found, wanted, wanted_codes(case, rows, divisor, wanted))
+        ) is None, wrong

@@ -1,4 +1,5 @@
-"""A step that is a part of a group of tokens reads the group's scale and zero: keys and values, attention and the products alone."""
+"""A step that is a part of a group of tokens reads the group's scale and zero: keys and values,
+attention and the products alone."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from pallas_kernels.decode_attention.tuning import TUNING, Tuning, tuning_for
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.tile import Tile
-from tests.pallas_kernels.decode_attention.test_decode import GARBAGE, attend, check_garbage, check_lengths, rows, tuned
+from tests.pallas_kernels.decode_attention.test_decode import (
+    GARBAGE,
+    attend,
+    check_garbage,
+    check_lengths,
+    rows,
+    tuned,
+)
 from tests.pallas_kernels.kernel_cases import (
     KernelCase,
     Lengths,
@@ -27,11 +35,19 @@ from tests.pallas_kernels.kernel_cases import (
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 INTERPRETED = Launch(interpret=True)
-CASE = KernelCase("groups_of_128", format_of(2, "asym", "tokens", 64, 128), format_of(3, "sym", "tokens", 64, 128), 64, 4)
+CASE = KernelCase(
+    "groups_of_128",
+    format_of(2, "asym", "tokens", 64, 128),
+    format_of(3, "sym", "tokens", 64, 128),
+    64,
+    4,
+)
 # kivi:bits=4,group_size=128 as it is served: no tuning is given, and a step of 64 tokens is chosen
 K, V = (GroupFormat(4, "asym", axis, 128, 128, 128) for axis in ("tokens", "channels"))
 SERVED = KernelCase("kivi4_size128", K, V, 128, 4)
-LONG = Lengths(1152, (0, 1, 63, 64, 65, 1025, 1152))  # whole groups; several splits, as they are chosen on a GPU
+LONG = Lengths(
+    1152, (0, 1, 63, 64, 65, 1025, 1152)
+)  # whole groups; several splits, as they are chosen on a GPU
 TOLERANCE = 3e-3
 
 
@@ -44,12 +60,15 @@ def test_attention_of_every_length_equals_the_reference(tile):
 
 
 def products(case: KernelCase, capacity: int, tuning: Tuning | None, launch: Launch):
-    """(q, p, rows) -> q K^T and p V over the same rows, stored as keys are. A tuning of None is the usual one of each product."""
+    """(q, p, rows) -> q K^T and p V over the same rows, stored as keys are. A tuning of None is the
+    usual one of each product."""
     reader = reader_of(case.k, case.head_dim)
 
     def both(q, p, stored):
         scores = matvec.scores(q, reader, stored, capacity=capacity, tuning=tuning, launch=launch)
-        return scores, matvec.weighted_values(p, reader, stored, tuning=tuning or TUNING, launch=launch)
+        return scores, matvec.weighted_values(
+            p, reader, stored, tuning=tuning or TUNING, launch=launch
+        )
 
     return jax.jit(both)
 
@@ -59,12 +78,16 @@ def check_products(case: KernelCase, capacity: int, tuning: Tuning | None, launc
     stored, meant = stored_rows(case.k, exact)
     moved = rows_with_neighbours_scales(case.k, exact)
     assert moved is not None
-    q = jnp.asarray(np.random.default_rng(5).standard_normal((1, 2, case.group, case.head_dim)), jnp.float32)
+    q = jnp.asarray(
+        np.random.default_rng(5).standard_normal((1, 2, case.group, case.head_dim)), jnp.float32
+    )
     p = jnp.asarray(np.random.default_rng(6).random((1, 2, case.group, capacity)), jnp.float32)
     scores, values = products(case, capacity, tuning, launch)(q, p, stored)
     for found, equation, x in ((scores, "bkgh,bksh->bkgs", q), (values, "bkgs,bksh->bkgh", p)):
         assert row_errors(found, np.einsum(equation, x, meant)).max() < TOLERANCE
-        assert row_errors(found, np.einsum(equation, x, moved)).max() > 10 * TOLERANCE, "a neighbour's scales would pass"
+        assert row_errors(found, np.einsum(equation, x, moved)).max() > 10 * TOLERANCE, (
+            "a neighbour's scales would pass"
+        )
 
 
 @pytest.mark.parametrize("tile", [32, 64, 128])
@@ -92,11 +115,15 @@ def test_usual_steps_equal_the_reference():
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 def test_usual_steps_lower_for_cuda(arithmetic):
     launch, struct = Launch(arithmetic), jax.ShapeDtypeStruct
-    q, p = (struct((2, 2, SERVED.group, last), jnp.float32) for last in (SERVED.head_dim, LONG.capacity))
+    q, p = (
+        struct((2, 2, SERVED.group, last), jnp.float32) for last in (SERVED.head_dim, LONG.capacity)
+    )
     k, v = (stored_structs(f, 2, 2, LONG.capacity, SERVED.head_dim) for f in (SERVED.k, SERVED.v))
 
     def both(q, p, k, v, limits):
-        return attend(SERVED, q, k, v, limits, LONG.capacity, None, launch), products(SERVED, LONG.capacity, None, launch)(q, p, k)
+        return attend(SERVED, q, k, v, limits, LONG.capacity, None, launch), products(
+            SERVED, LONG.capacity, None, launch
+        )(q, p, k)
 
     text = lower_for_cuda(both, q, p, k, v, struct((2,), jnp.int32))
     for name in ("decode_attention", "matvec_scores", "matvec_values"):
@@ -115,6 +142,9 @@ def test_usual_steps_run_on_a_gpu(arithmetic):
 def test_offsets_name_the_unit_that_holds_the_start(size):
     """A whole tile knows its number; a tile that starts anywhere divides its start."""
     for i in range(6):
-        whole, anywhere = Tile(size, jnp.asarray(i * size), jnp.asarray(i)), Tile(size, jnp.asarray(i * size), None)
+        whole, anywhere = (
+            Tile(size, jnp.asarray(i * size), jnp.asarray(i)),
+            Tile(size, jnp.asarray(i * size), None),
+        )
         for unit in (1, 32, 128, 512):
             assert int(whole.offset(unit)) == int(anywhere.offset(unit)) == i * size // unit

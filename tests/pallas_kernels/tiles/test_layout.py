@@ -1,4 +1,5 @@
-"""Codes of packed words as fp16 numbers, and operations on these: in array operations, and in assembly, executed in NumPy (emulator.py)."""
+"""Codes of packed words as fp16 numbers, and operations on these: in array operations, and in
+assembly, executed in NumPy (emulator.py)."""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ def fields(p: PlaneLayout) -> list[Field]:
 
 
 def tile(seed: int) -> np.ndarray:
-    """Return every word, in some order, beside some other one in its 32-bit register: [4096, 32]."""
+    """Return every word, in some order, beside some other one in its 32-bit register: [4096,
+    32]."""
     rng = np.random.default_rng(seed)
-    return np.stack([rng.permutation(65536) for _ in range(2)], axis=-1).astype(np.uint16).reshape(4096, 32)
+    return (
+        np.stack([rng.permutation(65536) for _ in range(2)], axis=-1)
+        .astype(np.uint16)
+        .reshape(4096, 32)
+    )
 
 
 def swapped(pairs: np.ndarray) -> np.ndarray:
@@ -36,13 +42,24 @@ def swapped(pairs: np.ndarray) -> np.ndarray:
 @pytest.mark.usefixtures("assembler")
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
-    """In assembly and in array operations. What a shift brings over from one half of a register into the other is masked off."""
+    """In assembly and in array operations. What a shift brings over from one half of a register
+    into the other is masked off."""
     p = plane_layout(bits, 64, 32)
     words = [tile(i) for i in range(len(p.sets))]
-    tiles = [[jnp.asarray(w.view(np.int16))] * p.tiles(b) for w, b in zip(words, p.sets, strict=True)]
-    readers = {"asm": SingleWords(tiles), "rows in pairs": paired(tiles, 0, START), "channels in pairs": paired(tiles, 1, START)}
+    tiles = [
+        [jnp.asarray(w.view(np.int16))] * p.tiles(b) for w, b in zip(words, p.sets, strict=True)
+    ]
+    readers = {
+        "asm": SingleWords(tiles),
+        "rows in pairs": paired(tiles, 0, START),
+        "channels in pairs": paired(tiles, 1, START),
+    }
     for number in range(p.slots * p.chunks):
-        field, code, above = p.field(*divmod(number, p.chunks)), np.zeros(words[0].shape, np.uint16), 0
+        field, code, above = (
+            p.field(*divmod(number, p.chunks)),
+            np.zeros(words[0].shape, np.uint16),
+            0,
+        )
         for w, b in zip(words, p.sets, strict=True):
             code |= (w >> b * (number // p.tiles(b)) & (1 << b) - 1) << above
             above += b
@@ -50,9 +67,13 @@ def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
             found = np.asarray(joined(reader.codes(field)))
             assert found.dtype == np.float16
             assert (found == field.bias + code).all(), f"{name}, {field}"
-            assert (found != field.bias + swapped(code)).mean() > 0.7, "words in each other's place would pass"
+            assert (found != field.bias + swapped(code)).mean() > 0.7, (
+                "words in each other's place would pass"
+            )
             if len(tiles) == 2:
-                exchanged = dataclasses.replace(reader, tiles=[reader.tiles[1] * p.tiles(p.sets[0]), reader.tiles[0]])
+                exchanged = dataclasses.replace(
+                    reader, tiles=[reader.tiles[1] * p.tiles(p.sets[0]), reader.tiles[0]]
+                )
                 other = np.asarray(joined(exchanged.codes(field)))
                 assert (other != found).mean() > 0.7, "plane sets in each other's place would pass"
 
@@ -64,15 +85,23 @@ def test_fields_find_the_codes_that_packing_stored(bits, channels):
     stored = np.random.default_rng(bits).integers(0, 1 << bits, (64, channels))
     words = pack(jnp.asarray(stored, jnp.uint8), p)
     assert (np.asarray(unpack(words, p)) == stored).all()
-    tiles = [[w[:, p.width * j : p.width * (j + 1)] for j in range(p.tiles(b))] for w, b in zip(words, p.sets, strict=True)]
+    tiles = [
+        [w[:, p.width * j : p.width * (j + 1)] for j in range(p.tiles(b))]
+        for w, b in zip(words, p.sets, strict=True)
+    ]
     run = 32 // p.slots
     for slot in range(p.slots):
         token = np.arange(64 // p.slots)
         token = token // run * 32 + run * slot + token % run
         for chunk in range(p.chunks):
             field = p.field(slot, chunk)
-            found = np.asarray(joined(paired(tiles, slot % 2, START).codes(field)), np.float32) - field.bias
-            assert (found == stored[token][:, p.width * chunk : p.width * (chunk + 1)]).all(), f"{bits=} {channels=} {slot=} {chunk=}"
+            found = (
+                np.asarray(joined(paired(tiles, slot % 2, START).codes(field)), np.float32)
+                - field.bias
+            )
+            assert (found == stored[token][:, p.width * chunk : p.width * (chunk + 1)]).all(), (
+                f"{bits=} {channels=} {slot=} {chunk=}"
+            )
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
@@ -83,7 +112,8 @@ def test_fields_share_few_shifts(bits):
 
 
 def halves(seed: int) -> np.ndarray:
-    """fp16 numbers of all magnitudes and both signs, zeros and subnormals among them, whose products do not overflow: [256, 32]."""
+    """fp16 numbers of all magnitudes and both signs, zeros and subnormals among them, whose
+    products do not overflow: [256, 32]."""
     rng = np.random.default_rng(seed)
     found = rng.normal(size=(256, 32)) * 2.0 ** rng.integers(-14, 6, (256, 32))
     found[rng.random(found.shape) < 0.05] = 0
@@ -101,23 +131,46 @@ def test_assembly_rounds_once_where_array_operations_round_after_each():
     on_arrays = [jnp.asarray(half(a)) for a in (h, x, y, cos, sin)]
 
     def check(name, operation, once: np.ndarray, twice: np.ndarray | None = None) -> None:
-        np.testing.assert_array_equal(operation(*on_arrays, True), half(once), err_msg=f"{name} in assembly")
+        np.testing.assert_array_equal(
+            operation(*on_arrays, True), half(once), err_msg=f"{name} in assembly"
+        )
         for axis in (0, 1):
             first, *rest = [Halves.of(on_arrays[0], axis), *on_arrays[1:]]
             found = joined(operation(first, *rest, False))
-            np.testing.assert_array_equal(found, half(once if twice is None else twice), err_msg=f"{name}, {axis=}")
+            np.testing.assert_array_equal(
+                found, half(once if twice is None else twice), err_msg=f"{name}, {axis=}"
+            )
         assert (half(once) != half(once)[::-1]).mean() > 0.9, f"{name}: other operands would pass"
         if twice is not None:
-            assert (half(once) != half(twice)).any(), f"{name}: nothing here depends on the roundings"
+            assert (half(once) != half(twice)).any(), (
+                f"{name}: nothing here depends on the roundings"
+            )
 
-    check("(h - 1031) x", lambda h, x, y, c, s, asm: subtract_scale(h, 1031.0, x, asm), (h - 1031) * x)
+    check(
+        "(h - 1031) x", lambda h, x, y, c, s, asm: subtract_scale(h, 1031.0, x, asm), (h - 1031) * x
+    )
     check(
         "(h - 1031) x + y",
         lambda h, x, y, c, s, asm: subtract_scale_add(h, 1031.0, x, y, asm),
         (h - 1031) * x + y,
         half((h - 1031) * x) + y,
     )
-    check("x y + c", lambda h, x, y, c, s, asm: half_multiply_add(x, y, c, asm), x * y + cos, half(x * y) + cos)
+    check(
+        "x y + c",
+        lambda h, x, y, c, s, asm: half_multiply_add(x, y, c, asm),
+        x * y + cos,
+        half(x * y) + cos,
+    )
     first, second = (lambda h, x, y, c, s, asm, i=i: rotated(x, y, c, s, asm)[i] for i in (0, 1))
-    check("x cos - y sin", first, x * cos - half(y * sin), half(x * cos) - half(y * sin).astype(np.float64))
-    check("y cos + x sin", second, y * cos + half(x * sin), half(y * cos) + half(x * sin).astype(np.float64))
+    check(
+        "x cos - y sin",
+        first,
+        x * cos - half(y * sin),
+        half(x * cos) - half(y * sin).astype(np.float64),
+    )
+    check(
+        "y cos + x sin",
+        second,
+        y * cos + half(x * sin),
+        half(y * cos) + half(x * sin).astype(np.float64),
+    )

@@ -1,5 +1,6 @@
-"""Readers that look codes up in tables, interpreted, against plain sums over the rows that the same codes stand for; their lowering; and
-their assembly, executed one instruction after the other in NumPy."""
+"""Readers that look codes up in tables, interpreted, against plain sums over the rows that the same
+codes stand for; their lowering; and their assembly, executed one instruction after the other in
+NumPy."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ TOLERANCE = 2e-3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A reader, and how its stored arrays are made. shared: all heads have the scales of a token together."""
+    """A reader, and how its stored arrays are made. shared: all heads have the scales of a token
+    together."""
 
     id: str
     reader: CodebookReader
@@ -46,9 +48,20 @@ class Case:
         return count * width
 
 
-def codebook(bits: int, head_dim: int, affine: Any, group: int | None = None, shared: bool = False, dtype: str = "float16") -> Case:
+def codebook(
+    bits: int,
+    head_dim: int,
+    affine: Any,
+    group: int | None = None,
+    shared: bool = False,
+    dtype: str = "float16",
+) -> Case:
     name = f"codebook{bits}_h{head_dim}_{affine}_{group}{'_shared' if shared else ''}"
-    return Case(name, CodebookReader(plane_layout(bits, head_dim, 32), affine, group or head_dim, dtype), shared)
+    return Case(
+        name,
+        CodebookReader(plane_layout(bits, head_dim, 32), affine, group or head_dim, dtype),
+        shared,
+    )
 
 
 CASES = (
@@ -64,19 +77,30 @@ each = pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case:
 
 
 def arrays(case: Case, seed: int = 0) -> list[np.ndarray]:
-    """Make what a cache would store: words, then the reader's other arrays; 16-bit scales and zero points as their bits."""
+    """Make what a cache would store: words, then the reader's other arrays; 16-bit scales and zero
+    points as their bits."""
     rng, reader = np.random.default_rng(seed), case.reader
-    codes = rng.integers(0, 1 << reader.layout.bits, (BATCH, HEADS, CAPACITY, reader.layout.channels))
+    codes = rng.integers(
+        0, 1 << reader.layout.bits, (BATCH, HEADS, CAPACITY, reader.layout.channels)
+    )
     words = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), reader.layout)]
     found = [rng.standard_normal(1 << reader.layout.bits).astype(np.float32)]
     ranges = [(0.5, 1.5), (-1.0, 1.0)]
     if reader.affine == "channels":
-        return [*words, *found, *(rng.uniform(*r, (HEADS, case.head_dim)).astype(np.float32) for r in ranges)]
+        return [
+            *words,
+            *found,
+            *(rng.uniform(*r, (HEADS, case.head_dim)).astype(np.float32) for r in ranges),
+        ]
     scales_shape = (BATCH, 1 if case.shared else HEADS, case.head_dim // reader.group, CAPACITY)
     scales = [jnp.asarray(rng.uniform(*r, scales_shape), reader.scale_dtype) for r in ranges]
     if reader.scale_dtype == "float32":
         return [*words, *found, *map(np.asarray, scales)]
-    return [*words, *found, *(np.asarray(jax.lax.bitcast_convert_type(s, jnp.uint16)) for s in scales)]
+    return [
+        *words,
+        *found,
+        *(np.asarray(jax.lax.bitcast_convert_type(s, jnp.uint16)) for s in scales),
+    ]
 
 
 def rows(case: Case, stored: list[np.ndarray]) -> np.ndarray:
@@ -85,7 +109,14 @@ def rows(case: Case, stored: list[np.ndarray]) -> np.ndarray:
     sets = len(reader.layout.sets)
     layout = reader.layout
     codes = np.asarray(unpack(tuple(map(jnp.asarray, stored[:sets])), layout)).astype(np.int64)
-    floats = [a if a.dtype != np.uint16 else np.asarray(jnp.asarray(a).view(reader.scale_dtype), np.float64) for a in stored[sets:]]
+    floats = [
+        (
+            a
+            if a.dtype != np.uint16
+            else np.asarray(jnp.asarray(a).view(reader.scale_dtype), np.float64)
+        )
+        for a in stored[sets:]
+    ]
     table, *scales = floats
     if reader.affine == "channels":
         scale, zero = (s[:, None] for s in scales)
@@ -100,16 +131,22 @@ def scores(reader: Reader, q: jax.Array, stored: list[jax.Array], launch: Launch
 
 
 @functools.partial(jax.jit, static_argnames=("reader", "launch"))
-def weighted_values(reader: Reader, p: jax.Array, stored: list[jax.Array], launch: Launch) -> jax.Array:
+def weighted_values(
+    reader: Reader, p: jax.Array, stored: list[jax.Array], launch: Launch
+) -> jax.Array:
     return matvec.weighted_values(p, reader, stored, tuning=TUNING, launch=launch)
 
 
 def query(case: Case) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(8).standard_normal((BATCH, HEADS, GROUP, case.head_dim)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(8).standard_normal((BATCH, HEADS, GROUP, case.head_dim)), jnp.float32
+    )
 
 
 def weights() -> jax.Array:
-    return jnp.asarray(np.random.default_rng(9).random((BATCH, HEADS, GROUP, CAPACITY)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(9).random((BATCH, HEADS, GROUP, CAPACITY)), jnp.float32
+    )
 
 
 def shifted(case: Case, stored: list[np.ndarray]) -> list[np.ndarray]:
@@ -127,7 +164,9 @@ def check_scores(case: Case, launch: Launch) -> None:
         return row_errors(found, np.einsum("bkgh,bksh->bkgs", q, rows_)).max()
 
     assert error(rows(case, stored)) < TOLERANCE
-    assert error(np.roll(rows(case, stored), 1, axis=2)) > 0.1, "the scores of the tokens before would pass"
+    assert error(np.roll(rows(case, stored), 1, axis=2)) > 0.1, (
+        "the scores of the tokens before would pass"
+    )
     assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale would pass"
 
 
@@ -139,7 +178,9 @@ def check_values(case: Case, launch: Launch) -> None:
         return row_errors(found, np.einsum("bkgs,bksh->bkgh", p, rows_)).max()
 
     assert error(rows(case, stored)) < TOLERANCE
-    assert error(np.roll(rows(case, stored), 1, axis=2)) > 10 * TOLERANCE, "the values of the tokens before would pass"
+    assert error(np.roll(rows(case, stored), 1, axis=2)) > 10 * TOLERANCE, (
+        "the values of the tokens before would pass"
+    )
     assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale would pass"
 
 
@@ -164,9 +205,15 @@ def test_tables_of_other_sizes_are_refused():
 @each
 def test_every_table_lowers_for_cuda(case, arithmetic):
     stored = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays(case)]
-    text = lower_for_cuda(lambda *a: scores(case.reader, a[0], list(a[1:]), Launch(arithmetic)), query(case), *stored)
+    text = lower_for_cuda(
+        lambda *a: scores(case.reader, a[0], list(a[1:]), Launch(arithmetic)), query(case), *stored
+    )
     assert "matvec_scores" in text
-    text = lower_for_cuda(lambda *a: weighted_values(case.reader, a[0], list(a[1:]), Launch(arithmetic)), weights(), *stored)
+    text = lower_for_cuda(
+        lambda *a: weighted_values(case.reader, a[0], list(a[1:]), Launch(arithmetic)),
+        weights(),
+        *stored,
+    )
     assert "matvec_values" in text
 
 
@@ -184,11 +231,18 @@ def test_every_table_runs_on_a_gpu(case, arithmetic):
 
 
 @pytest.mark.usefixtures("assembler")
-@pytest.mark.parametrize("positions", [(0, 1), (14, 15), (3, 8, 15), (4, 5, 6, 7), (12, 13, 14, 15)])
+@pytest.mark.parametrize(
+    "positions", [(0, 1), (14, 15), (3, 8, 15), (4, 5, 6, 7), (12, 13, 14, 15)]
+)
 def test_codes_become_entries_and_numbers(positions):
     """For every word, beside some other one in its register: bit for bit."""
     everything = np.arange(65536, dtype=np.uint32)
-    pairs = np.stack([everything, everything[::-1] * 40503 % 65536], axis=-1).astype(np.uint16).view(np.int16).reshape(4096, 32)
+    pairs = (
+        np.stack([everything, everything[::-1] * 40503 % 65536], axis=-1)
+        .astype(np.uint16)
+        .view(np.int16)
+        .reshape(4096, 32)
+    )
     tiles, bits = [[jnp.asarray(pairs)]], [Bit(0, 0, p) for p in positions]
     in_pairs = [paired(tiles, axis, jnp.asarray(64)) for axis in (0, 1)]
     code = sum((pairs.view(np.uint16) >> p & 1) << i for i, p in enumerate(positions))
@@ -197,8 +251,12 @@ def test_codes_become_entries_and_numbers(positions):
     wanted, neighbour = (entries[c].view(np.uint16) for c in (code, code ^ 1))
     assert (neighbour != wanted).mean() > 0.9
     for words in in_pairs:
-        found = table_lookup.chosen(words, bits, table_lookup.Table.read(jnp.asarray(entries), asm=False).entries)
-        np.testing.assert_array_equal(np.asarray(joined(found)).view(np.uint16), wanted, err_msg=f"{words.axis=}")
+        found = table_lookup.chosen(
+            words, bits, table_lookup.Table.read(jnp.asarray(entries), asm=False).entries
+        )
+        np.testing.assert_array_equal(
+            np.asarray(joined(found)).view(np.uint16), wanted, err_msg=f"{words.axis=}"
+        )
 
     for words in (SingleWords(tiles), *in_pairs):
         found, bias = words.number(bits)
@@ -206,20 +264,36 @@ def test_codes_become_entries_and_numbers(positions):
 
 
 @pytest.mark.usefixtures("assembler")
-@pytest.mark.parametrize(("bits", "channels"), [(2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 256)])
+@pytest.mark.parametrize(
+    ("bits", "channels"), [(2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 256)]
+)
 def test_tables_are_looked_up_exactly_in_assembly(bits, channels):
     """Random words, bit for bit: every slot and chunk."""
     layout, rng = plane_layout(bits, channels, 32), np.random.default_rng(bits)
     tokens = 32
     codes = rng.integers(0, 1 << bits, (tokens, channels))
-    stored = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(bits, channels, 32))]
-    tiles = [[jnp.asarray(w[:, layout.width * j : layout.width * (j + 1)]) for j in range(w.shape[1] // layout.width)] for w in stored]
+    stored = [
+        np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(bits, channels, 32))
+    ]
+    tiles = [
+        [
+            jnp.asarray(w[:, layout.width * j : layout.width * (j + 1)])
+            for j in range(w.shape[1] // layout.width)
+        ]
+        for w in stored
+    ]
     entries = rng.standard_normal(1 << bits).astype(np.float16)
-    looked = table_lookup.LookedUp.of(SingleWords(tiles), layout, table_lookup.Table.read(jnp.asarray(entries), asm=True))
+    looked = table_lookup.LookedUp.of(
+        SingleWords(tiles), layout, table_lookup.Table.read(jnp.asarray(entries), asm=True)
+    )
     run = tokens // layout.slots
     for slot in range(layout.slots):
         for chunk in range(layout.chunks):
             found = np.asarray(looked.plane(slot, chunk)).view(np.uint16)
-            wanted = entries[codes[run * slot : run * (slot + 1), layout.width * chunk : layout.width * (chunk + 1)]].view(np.uint16)
+            wanted = entries[
+                codes[
+                    run * slot : run * (slot + 1), layout.width * chunk : layout.width * (chunk + 1)
+                ]
+            ].view(np.uint16)
             np.testing.assert_array_equal(found, wanted, err_msg=f"{slot=} {chunk=}")
             assert (found != np.roll(wanted, 1, axis=1)).any()

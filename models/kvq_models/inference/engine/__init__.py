@@ -1,1 +1,2 @@
-"""Many requests through one cache of fixed shape: they come and go, and the compiled programs stay."""
+"""Many requests through one cache of fixed shape: they come and go, and the compiled programs
+stay."""

@@ -1,4 +1,5 @@
-"""How many slots of what capacity fit a number of bytes, counted from the layout of the caches; nothing is allocated."""
+"""How many slots of what capacity fit a number of bytes, counted from the layout of the caches;
+nothing is allocated."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ CAPACITY_STEP = 64
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The size of an engine's caches. nbytes: of the slots' cache and of the row in which prompts are read, exactly what `Engine`
-    allocates; weights and what a step works on are not in it."""
+    """The size of an engine's caches. nbytes: of the slots' cache and of the row in which prompts
+    are read, exactly what `Engine` allocates; weights and what a step works on are not in it."""
 
     slots: int
     capacity: int
@@ -35,10 +36,12 @@ def plan(
     capacity: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> Budget:
-    """Choose what is not given: the capacity is the length up to which the model computes sequences as in training, slots are 8.
+    """Choose what is not given: the capacity is the length up to which the model computes sequences
+    as in training, slots are 8.
 
-    With `memory` (in bytes), as many slots as fit, at most 64; for slots that are given, the largest capacity that fits, a multiple of 64.
-    Raises ValueError, in one line, where what is given does not fit, or the model cannot serve sequences of the capacity.
+    With `memory` (in bytes), as many slots as fit, at most 64; for slots that are given, the
+    largest capacity that fits, a multiple of 64. Raises ValueError, in one line, where what is
+    given does not fit, or the model cannot serve sequences of the capacity.
     """
 
     def total(slots: int, capacity: int) -> int:
@@ -56,13 +59,22 @@ def plan(
         each = total(2, longest) - total(1, longest)
         chosen = min(MOST_SLOTS, (memory - total(1, longest)) // each + 1), longest
     else:
-        chosen = slots or 1, longest if fits(slots or 1, longest) else _largest(lambda tokens: fits(slots or 1, tokens), longest)
+        chosen = (
+            slots or 1,
+            (
+                longest
+                if fits(slots or 1, longest)
+                else _largest(lambda tokens: fits(slots or 1, tokens), longest)
+            ),
+        )
         if not chosen[1] or (capacity is not None and chosen[1] < capacity):
             asked = slots or 1, capacity or CAPACITY_STEP
-            fitting = f"up to {chosen[1]} tokens fit" if chosen[1] else "give more, or a smaller cache"
+            fitting = (
+                f"up to {chosen[1]} tokens fit" if chosen[1] else "give more, or a smaller cache"
+            )
             raise ValueError(
-                f"{asked[0]} slots of {asked[1]} tokens, and a row to read prompts in, take {total(*asked)} bytes with {str(spec)!r}, "
-                f"and the memory is {memory}: {fitting}"
+                f"{asked[0]} slots of {asked[1]} tokens, and a row to read prompts in, take"
+                f" {total(*asked)} bytes with {str(spec)!r}, and the memory is {memory}: {fitting}"
             )
     return Budget(*chosen, nbytes=total(*chosen))
 

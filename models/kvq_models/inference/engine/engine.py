@@ -1,13 +1,15 @@
-"""The engine: requests wait in a queue, are prefilled in chunks between steps, decode in a slot, and leave as soon as they are done.
+"""The engine: requests wait in a queue, are prefilled in chunks between steps, decode in a slot,
+and leave as soon as they are done.
 
     engine = Engine(llama, "kivi:bits=4", slots=8, capacity=4096)
     ticket = engine.submit(Request(tuple(ids), max_new_tokens=64))
     while not engine.idle:
         for event in engine.advance(): ...
 
-One cache has a row for each slot, and one more row takes the prompt that is being read. Shapes never change: `step_slots` and `fill_slot`
-are compiled once, a prefill once for each width. A request's tokens depend on the request alone, bit for bit: its prompt is cut into the
-same chunks whoever else is there, and rows do not see each other.
+One cache has a row for each slot, and one more row takes the prompt that is being read. Shapes
+never change: `step_slots` and `fill_slot` are compiled once, a prefill once for each width. A
+request's tokens depend on the request alone, bit for bit: its prompt is cut into the same chunks
+whoever else is there, and rows do not see each other.
 
 An engine is driven by one thread.
 """
@@ -35,7 +37,17 @@ from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.pieces import RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
-from kvq_models.inference.engine.requests import Ended, Event, Likely, PromptRead, QueueFullError, Reason, Request, Ticket, Token
+from kvq_models.inference.engine.requests import (
+    Ended,
+    Event,
+    Likely,
+    PromptRead,
+    QueueFullError,
+    Reason,
+    Request,
+    Ticket,
+    Token,
+)
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
 from kvq_models.inference.sampling import Sampling
@@ -54,7 +66,9 @@ class _Held:
     ticket: Ticket
     request: Request
     read: int = 0  # prompt tokens in the cache
-    keys: list[bytes] = dataclasses.field(default_factory=list)  # of the prompt's chunks in the store of prefixes; [] without one
+    keys: list[bytes] = dataclasses.field(
+        default_factory=list
+    )  # of the prompt's chunks in the store of prefixes; [] without one
     drawn: int = 0  # tokens drawn
     last: int = 0  # the newest of them
     cancelled: bool = False
@@ -82,13 +96,16 @@ class Counts:
 
 
 class Engine:
-    """B slots on one cache. Raises ValueError, in one line, where the cache does not fit the model or its parameters are missing.
+    """B slots on one cache. Raises ValueError, in one line, where the cache does not fit the model
+    or its parameters are missing.
 
-    placement: the mesh on which the slots' cache lies, as the model does. Heads and tokens can be split, rows cannot: a prompt is read in a
-    cache of one row. Prefixes are kept for caches on one device alone.
+    placement: the mesh on which the slots' cache lies, as the model does. Heads and tokens can be
+    split, rows cannot: a prompt is read in a cache of one row. Prefixes are kept for caches on one
+    device alone.
 
-    prefixes: where the caches of prompts are kept for those that begin alike, with the bits that reading them again would give. The
-    model's weights are hashed for it once. Prompts whose log-probabilities are asked for are always read.
+    prefixes: where the caches of prompts are kept for those that begin alike, with the bits that
+    reading them again would give. The model's weights are hashed for it once. Prompts whose
+    log-probabilities are asked for are always read.
     """
 
     def __init__(
@@ -106,10 +123,16 @@ class Engine:
         placement: Placement | None = None,
     ):
         if queue_limit < 1 or not widths or min(widths) < 1:
-            raise ValueError(f"a queue holds at least one request, and a chunk at least one token: {queue_limit=}, {widths=}")
+            raise ValueError(
+                "a queue holds at least one request, and a chunk at least one token:"
+                f" {queue_limit=}, {widths=}"
+            )
         if placement is not None and (prefixes is not None or placement.size("rows") > 1):
             kept = "" if prefixes is None else " and a store of prefixes"
-            raise ValueError(f"slots on a mesh split heads and tokens and keep no prefixes: got {placement}{kept}")
+            raise ValueError(
+                "slots on a mesh split heads and tokens and keep no prefixes: got"
+                f" {placement}{kept}"
+            )
         self.llama, self.queue_limit, self.implementation = llama, queue_limit, implementation
         self.widths = tuple(sorted({min(width, capacity) for width in widths}))
         self.cache = init_cache(spec, llama.config, slots, capacity, dtype, placement)
@@ -125,7 +148,9 @@ class Engine:
         self.counts = Counts()
         self._tickets = itertools.count()
         self._queue: deque[_Held] = deque()
-        self._reading: tuple[int, _Held] | None = None  # the slot that is kept for it, and whose prompt is being read
+        self._reading: tuple[int, _Held] | None = (
+            None  # the slot that is kept for it, and whose prompt is being read
+        )
         self._slots: list[_Held | None] = [None] * slots
         self._no_logits = jax.device_put(np.zeros((1, llama.config.vocab_size), np.float32))
 
@@ -164,19 +189,25 @@ class Engine:
     def warm_up(self, *, wait: bool = True) -> None:
         """Compile every program, except those that score prompts.
 
-        Without `wait`, return once short prompts can be served: a thread goes on with wider chunks, and prompts that need one of those wait
-        for it while other requests decode. Until it is done, it holds a row of the cache of its own.
+        Without `wait`, return once short prompts can be served: a thread goes on with wider chunks,
+        and prompts that need one of those wait for it while other requests decode. Until it is
+        done, it holds a row of the cache of its own.
         """
         if not self.idle:
             raise ValueError("an engine is warmed up before it has requests")
         store, self.prefixes = self.prefixes, None
-        for request in (Request((0,) * self.widths[0], max_new_tokens=0), Request((0,), max_new_tokens=2)):
+        for request in (
+            Request((0,) * self.widths[0], max_new_tokens=0),
+            Request((0,), max_new_tokens=2),
+        ):
             self.submit(request)
             while not self.idle:
                 self.advance()
         self.counts, self.prefixes = Counts(), store
         self._compiling = {width: Future() for width in self.widths[1:]}
-        thread = threading.Thread(target=self._compile, args=(dict(self._compiling),), name="kvq-compiling", daemon=True)
+        thread = threading.Thread(
+            target=self._compile, args=(dict(self._compiling),), name="kvq-compiling", daemon=True
+        )
         thread.start()
         if wait:
             thread.join()
@@ -192,16 +223,27 @@ class Engine:
         row = None
         for width, future in widths.items():
             try:
-                row = row or jax.tree.map(lambda one: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding), self._row_layout)
+                row = row or jax.tree.map(
+                    lambda one: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding),
+                    self._row_layout,
+                )
                 tokens, lengths = np.zeros((1, width), np.int32), np.array([1], np.int32)
-                _, row = programs.prefill_chunk(self.llama, row, tokens, lengths, False, self.implementation)
-                row = dataclasses.replace(row, lengths=jax.device_put(np.zeros(1, np.int32), self._row_layout.lengths.sharding))
+                _, row = programs.prefill_chunk(
+                    self.llama, row, tokens, lengths, False, self.implementation
+                )
+                row = dataclasses.replace(
+                    row,
+                    lengths=jax.device_put(
+                        np.zeros(1, np.int32), self._row_layout.lengths.sharding
+                    ),
+                )
                 future.set_result(None)
             except Exception as error:
                 future.set_exception(error)
 
     def submit(self, request: Request) -> Ticket:
-        """Accept a request. Raises ValueError where it does not fit the model or the capacity, QueueFullError where the queue is full."""
+        """Accept a request. Raises ValueError where it does not fit the model or the capacity,
+        QueueFullError where the queue is full."""
         request.check(self.llama.config.vocab_size, self.capacity)
         if self.waiting >= self.queue_limit:
             raise QueueFullError(self.waiting, self.queue_limit)
@@ -210,13 +252,15 @@ class Engine:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go, wherever it is; its last event comes with the next `advance`. Without effect where it has ended."""
+        """Let a request go, wherever it is; its last event comes with the next `advance`. Without
+        effect where it has ended."""
         for held in (*self._queue, *self._slots, self._reading[1] if self._reading else None):
             if held is not None and held.ticket == ticket:
                 held.cancelled = True
 
     def advance(self) -> list[Event]:
-        """Read at most one chunk of a prompt, and then take one step of all slots. Return what happened."""
+        """Read at most one chunk of a prompt, and then take one step of all slots. Return what
+        happened."""
         events: list[Event] = []
         self._drop_cancelled(events)
         self._read_chunk(events)
@@ -233,7 +277,8 @@ class Engine:
                 self._end(held, "cancelled", events)
         if self._reading and self._reading[1].cancelled:
             slot, held = self._reading
-            # Its row, half read, goes into the slot, which stays vacant: what comes back is an empty row.
+            # Its row, half read, goes into the slot, which stays vacant: what comes back is an
+            # empty row.
             self._fill(slot, self._no_logits, held)
             self._reading = None
             self._end(held, "cancelled", events)
@@ -266,12 +311,14 @@ class Engine:
             self._slots[slot] = held
 
     def _chunk(self, held: _Held) -> tuple[int, int]:
-        """Return how many tokens of the prompt are read next, and the width of the program that reads them."""
+        """Return how many tokens of the prompt are read next, and the width of the program that
+        reads them."""
         count = min(len(held.request.prompt) - held.read, self.widths[-1])
         return count, next(width for width in self.widths if width >= count)
 
     def _recall(self, held: _Held) -> jax.Array | None:
-        """Put what the store has of a prompt into the row that prompts are read in. Return the logits after it, or None."""
+        """Put what the store has of a prompt into the row that prompts are read in. Return the
+        logits after it, or None."""
         if self.prefixes is None or held.request.prompt_logprobs:
             return None
         held.keys = chunk_keys(self._scope, held.request.prompt, self.widths[-1])
@@ -302,28 +349,43 @@ class Engine:
         if held.request.prompt_logprobs:
             after = prompt[held.read + 1 : held.read + 1 + count]
             following[0, : len(after)] = after
-            logits, scores, self._row = programs.score_chunk(self.llama, self._row, tokens, lengths, following, self.implementation)
+            logits, scores, self._row = programs.score_chunk(
+                self.llama, self._row, tokens, lengths, following, self.implementation
+            )
             self._keep_scores(held, len(after), *(np.asarray(score) for score in scores))
         else:
-            logits, self._row = programs.prefill_chunk(self.llama, self._row, tokens, lengths, False, self.implementation)
-            if logits.sharding != self._no_logits.sharding:  # on a mesh: or a row that is given up would be filled by another program
-                self._no_logits = jax.device_put(np.zeros(logits.shape, np.float32), logits.sharding)
+            logits, self._row = programs.prefill_chunk(
+                self.llama, self._row, tokens, lengths, False, self.implementation
+            )
+            if (
+                logits.sharding != self._no_logits.sharding
+            ):  # on a mesh: or a row that is given up would be filled by another program
+                self._no_logits = jax.device_put(
+                    np.zeros(logits.shape, np.float32), logits.sharding
+                )
         held.read += count
         self._remember(held, held.read - count, logits)
         self.counts.chunks += 1
         self.counts.prompt_tokens += count
         return logits
 
-    def _keep_scores(self, held: _Held, count: int, own: np.ndarray, likely: np.ndarray, values: np.ndarray) -> None:
+    def _keep_scores(
+        self, held: _Held, count: int, own: np.ndarray, likely: np.ndarray, values: np.ndarray
+    ) -> None:
         if not held.logprobs:
             held.logprobs.append(0.0)
             held.likely.append(())
         held.logprobs += own[:count].tolist()
         most = held.request.alternatives
-        held.likely += [tuple(zip(likely[i, :most].tolist(), values[i, :most].tolist(), strict=True)) for i in range(count)]
+        held.likely += [
+            tuple(zip(likely[i, :most].tolist(), values[i, :most].tolist(), strict=True))
+            for i in range(count)
+        ]
 
     def _fill(self, slot: int, logits: jax.Array, held: _Held) -> Drawn:
-        drawn, self.cache, self._row = programs.fill_slot(self.cache, self._row, np.int32(slot), logits, row_rules([held.rule]))
+        drawn, self.cache, self._row = programs.fill_slot(
+            self.cache, self._row, np.int32(slot), logits, row_rules([held.rule])
+        )
         return jax.tree.map(np.asarray, drawn)
 
     def _step(self, events: list[Event]) -> None:
@@ -332,7 +394,9 @@ class Engine:
             return
         tokens = np.array([held.last if held else 0 for held in self._slots], np.int32)
         rules = row_rules([held.rule if held else _VACANT for held in self._slots])
-        drawn, self.cache = programs.step_slots(self.llama, self.cache, tokens, active, rules, self.implementation)
+        drawn, self.cache = programs.step_slots(
+            self.llama, self.cache, tokens, active, rules, self.implementation
+        )
         drawn = jax.tree.map(np.asarray, drawn)
         self.counts.steps += 1
         for slot, held in enumerate(self._slots):
@@ -347,7 +411,13 @@ class Engine:
         held.last, held.drawn = int(drawn.token[row]), held.drawn + 1
         self.counts.new_tokens += 1
         most = asked.alternatives
-        likely = tuple(zip(drawn.likely[row, :most].tolist(), drawn.likely_logprobs[row, :most].tolist(), strict=True))
+        likely = tuple(
+            zip(
+                drawn.likely[row, :most].tolist(),
+                drawn.likely_logprobs[row, :most].tolist(),
+                strict=True,
+            )
+        )
         events.append(Token(held.ticket, held.last, float(drawn.logprob[row]), likely))
         if held.last in asked.end_ids:
             return self._end(held, "ended", events)

@@ -1,5 +1,6 @@
-"""Rows of a cache in pieces, one for each chunk of a prompt: what the chunk added to the quantized body, a copy of the windows and
-statistics as they were at its end, and the logits after it. Bodies only grow: blocks are quantized once and stay as they are.
+"""Rows of a cache in pieces, one for each chunk of a prompt: what the chunk added to the quantized
+body, a copy of the windows and statistics as they were at its end, and the logits after it. Bodies
+only grow: blocks are quantized once and stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from kvq_jax.types.array_types import ArraySpec
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The part of a row that one chunk made. arrays: one for each leaf of the row, of a growing one the part from `starts` on.
+    """The part of a row that one chunk made. arrays: one for each leaf of the row, of a growing one
+    the part from `starts` on.
 
     length: tokens of the prompt up to its end. logits [1, V]: after the last of them.
     """
@@ -32,25 +34,36 @@ class Piece:
 
 
 class RowPieces:
-    """Cuts rows of one layout into pieces, and puts them together again. Everything happens on the host: nothing is compiled."""
+    """Cuts rows of one layout into pieces, and puts them together again. Everything happens on the
+    host: nothing is compiled."""
 
     def __init__(self, row: Cache):
         self._axes = row.axes
         self._specs: list[ArraySpec] = jax.tree.leaves(self._axes)
-        of_layers = [plan.regions for plan, layer in zip(row.plans, self._axes.layers, strict=True) for _ in jax.tree.leaves(layer)]
+        of_layers = [
+            plan.regions
+            for plan, layer in zip(row.plans, self._axes.layers, strict=True)
+            for _ in jax.tree.leaves(layer)
+        ]
         self._regions = [*of_layers, None]  # the last leaf is the lengths
-        self._empty = [_uniform(spec, np.asarray(leaf)) for spec, leaf in zip(self._specs, jax.tree.leaves(row), strict=True)]
+        self._empty = [
+            _uniform(spec, np.asarray(leaf))
+            for spec, leaf in zip(self._specs, jax.tree.leaves(row), strict=True)
+        ]
 
     def cut(self, row: Cache, before: int, length: int, logits: jax.Array) -> Piece:
         """Return what a chunk added that began after `before` tokens and ended after `length`."""
         starts, arrays = [], []
-        for (spec, start, end), leaf in zip(self._parts(before, length), jax.tree.leaves(row), strict=True):
+        for (spec, start, end), leaf in zip(
+            self._parts(before, length), jax.tree.leaves(row), strict=True
+        ):
             starts.append(start)
             arrays.append(np.array(np.asarray(leaf)[_along(spec, start, end)]))
         return Piece(length, tuple(starts), tuple(arrays), np.array(logits))
 
     def joined(self, pieces: Sequence[Piece]) -> Cache:
-        """Return the row after the last of these pieces, which continue each other from the first chunk on."""
+        """Return the row after the last of these pieces, which continue each other from the first
+        chunk on."""
         leaves = []
         for i, (spec, empty) in enumerate(zip(self._specs, self._empty, strict=True)):
             if not spec.grows:
@@ -58,7 +71,13 @@ class RowPieces:
                 continue
             whole = np.array(empty)
             for piece in pieces:
-                whole[_along(spec, piece.starts[i], piece.starts[i] + piece.arrays[i].shape[spec.axis("tokens")])] = piece.arrays[i]
+                whole[
+                    _along(
+                        spec,
+                        piece.starts[i],
+                        piece.starts[i] + piece.arrays[i].shape[spec.axis("tokens")],
+                    )
+                ] = piece.arrays[i]
             leaves.append(whole)
         return jax.tree.unflatten(jax.tree.structure(self._axes), jax.device_put(leaves))
 
@@ -68,16 +87,26 @@ class RowPieces:
                 yield spec, 0, 0
             else:
                 axis = spec["tokens"]
-                yield spec, regions.body(before) // axis.per * axis.each, -(-regions.body(length) // axis.per) * axis.each
+                yield (
+                    spec,
+                    regions.body(before) // axis.per * axis.each,
+                    -(-regions.body(length) // axis.per) * axis.each,
+                )
 
 
 def _along(spec: ArraySpec, start: int, end: int) -> tuple[slice, ...]:
-    """Return the index of a part along the tokens of an array that grows, of everything in others."""
-    return tuple(slice(start, end) if spec.grows and name == "tokens" else slice(None) for name in spec.names)
+    """Return the index of a part along the tokens of an array that grows, of everything in
+    others."""
+    return tuple(
+        slice(start, end) if spec.grows and name == "tokens" else slice(None) for name in spec.names
+    )
 
 
 def _uniform(spec: ArraySpec, empty: np.ndarray) -> np.ndarray:
-    """Return an array of an empty row as a view of little memory: before it holds tokens, a growing array is the same for all of them."""
+    """Return an array of an empty row as a view of little memory: before it holds tokens, a growing
+    array is the same for all of them."""
     if not spec.grows:
         return np.zeros(0)  # every piece has all of it
-    return np.broadcast_to(np.array(empty[_along(spec, 0, 1)]), empty.shape) if empty.size else empty
+    return (
+        np.broadcast_to(np.array(empty[_along(spec, 0, 1)]), empty.shape) if empty.size else empty
+    )

@@ -1,10 +1,13 @@
-"""Pieces of prompts on disk, for the server that comes after this one: a safetensors file for each, named by its key.
+"""Pieces of prompts on disk, for the server that comes after this one: a safetensors file for each,
+named by its key.
 
-    header   format "kvq-prefix", version, key and the key of the piece that it continues, length, starts, and the checksum of all of it
+    header   format "kvq-prefix", version, key and the key of the piece that it continues, length,
+             starts, and the checksum of all of it
     tensors  0, 1, ...: the part of each of the row's leaves; logits
 
-Keys stand for the weights, the cache's layout and the versions that decide its bits (`scope_of`), so a file never matches another model.
-Files are written whole or not at all, by a thread of their own: requests do not wait for the disk. Several servers may share a folder.
+Keys stand for the weights, the cache's layout and the versions that decide its bits (`scope_of`),
+so a file never matches another model. Files are written whole or not at all, by a thread of their
+own: requests do not wait for the disk. Several servers may share a folder.
 """
 
 from __future__ import annotations
@@ -33,9 +36,11 @@ _log = logging.getLogger("kvq.prefixes")
 
 
 class PrefixFolder:
-    """Pieces in files of together at most `limit` bytes; the least recently used go first, the end of a chain before its beginning.
+    """Pieces in files of together at most `limit` bytes; the least recently used go first, the end
+    of a chain before its beginning.
 
-    What killed writers left behind, and pieces whose beginning is gone, are deleted. Raises OSError where the folder cannot be made.
+    What killed writers left behind, and pieces whose beginning is gone, are deleted. Raises OSError
+    where the folder cannot be made.
     """
 
     def __init__(self, folder: Path, limit: int):
@@ -54,12 +59,20 @@ class PrefixFolder:
         return sum(size for _, size, _ in self._files())
 
     def get(self, key: bytes) -> Piece | None:
-        """Return the piece of a key, None where there is none. A damaged file is deleted, and a warning says so."""
+        """Return the piece of a key, None where there is none. A damaged file is deleted, and a
+        warning says so."""
         path = self._path(key)
         try:
             with safe_open(path, framework="numpy") as file:
-                tensors, header = read_tensors(file, repr(str(path)), required=True), file.metadata()
-            if (header.get("format"), header.get("version"), header.get("key")) != (FORMAT, VERSION, key.hex()):
+                tensors, header = (
+                    read_tensors(file, repr(str(path)), required=True),
+                    file.metadata(),
+                )
+            if (header.get("format"), header.get("version"), header.get("key")) != (
+                FORMAT,
+                VERSION,
+                key.hex(),
+            ):
                 raise ValueError(f"{str(path)!r} holds something else than its name says")
         except FileNotFoundError:
             return None
@@ -73,12 +86,16 @@ class PrefixFolder:
         return Piece(int(header["length"]), tuple(json.loads(header["starts"])), arrays, logits)
 
     def put(self, keys: Sequence[bytes], piece: Piece) -> None:
-        """Write the piece of keys[-1], which continues the others, some time soon. Where many wait to be written, it is not kept."""
+        """Write the piece of keys[-1], which continues the others, some time soon. Where many wait
+        to be written, it is not kept."""
         if piece.nbytes < self.limit and self._room.acquire(blocking=False):
-            self._writer.submit(self._write, list(keys), piece).add_done_callback(lambda _: self._room.release())
+            self._writer.submit(self._write, list(keys), piece).add_done_callback(
+                lambda _: self._room.release()
+            )
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Note that these pieces, which continue each other, were used: the first becomes the newest."""
+        """Note that these pieces, which continue each other, were used: the first becomes the
+        newest."""
         self._use_at(time.time_ns(), keys)
 
     def close(self) -> None:
@@ -100,8 +117,11 @@ class PrefixFolder:
         now, age = time.time_ns(), len(keys) - 1
         try:
             self._use_at(
-                now, keys[:-1]
-            )  # before the new file is there: a writer that is killed then leaves no beginning older than its end
+                now,
+                keys[:-1],
+                # before the new file is there: a writer that is killed then leaves no beginning older
+                # than its end
+            )
             with replacing(self._path(keys[-1])) as unfinished:
                 write_tensors(unfinished, tensors, header)
                 os.utime(unfinished, ns=(now - age, now - age))
@@ -114,7 +134,9 @@ class PrefixFolder:
             try:
                 os.utime(self._path(key), ns=(now - age, now - age))
             except OSError:
-                return  # it is not here, or another server has just deleted it; what continues it is of no use
+                # it is not here, or another server has just deleted it; what continues it is of no
+                # use
+                return
 
     def _drop_oldest(self) -> None:
         files = sorted(self._files())
@@ -126,9 +148,14 @@ class PrefixFolder:
             held -= size
 
     def _delete_orphans(self) -> None:
-        """Delete the pieces that no chain from a prompt's first chunk reaches, and files that are none of ours to read."""
+        """Delete the pieces that no chain from a prompt's first chunk reaches, and files that are
+        none of ours to read."""
         before = {path: _continues(path) for _, _, path in self._files()}
-        while orphans := {path for path, parent in before.items() if parent is None or (parent and self.folder / parent not in before)}:
+        while orphans := {
+            path
+            for path, parent in before.items()
+            if parent is None or (parent and self.folder / parent not in before)
+        }:
             for path in orphans:
                 path.unlink(missing_ok=True)
                 del before[path]
@@ -149,7 +176,8 @@ class PrefixFolder:
 
 
 def _continues(path: Path) -> str | None:
-    """Return the name of the file that a piece continues, "" for a first chunk, None where the file cannot be read."""
+    """Return the name of the file that a piece continues, "" for a first chunk, None where the file
+    cannot be read."""
     try:
         with safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}

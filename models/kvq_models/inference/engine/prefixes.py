@@ -1,8 +1,10 @@
-"""Prompts that an engine has read, kept in the host's memory and on disk, so that whoever begins alike does not read them again.
+"""Prompts that an engine has read, kept in the host's memory and on disk, so that whoever begins
+alike does not read them again.
 
-A prompt is read in chunks, and the state after a chunk depends on the tokens up to its end alone: methods that take statistics from a
-prompt take them from its first chunk. So a piece is kept for each chunk, under a hash of all tokens up to its end, and a row that is put
-together from the pieces of a chain has the bits that reading would have given it.
+A prompt is read in chunks, and the state after a chunk depends on the tokens up to its end alone:
+methods that take statistics from a prompt take them from its first chunk. So a piece is kept for
+each chunk, under a hash of all tokens up to its end, and a row that is put together from the pieces
+of a chain has the bits that reading would have given it.
 
     key(0) = fingerprints of model and parameters, and everything that shapes a row        key(i) = sha256(key(i - 1), tokens of chunk i)
 """
@@ -24,8 +26,9 @@ from kvq_models.inference.engine.prefix_folder import PrefixFolder
 
 
 class PrefixStore:
-    """Pieces of prompts, in at most `limit` bytes of the host's memory. The least recently used go first, and a piece before those that it
-    continues. Engines of any models may share one in a thread.
+    """Pieces of prompts, in at most `limit` bytes of the host's memory. The least recently used go
+    first, and a piece before those that it continues. Engines of any models may share one in a
+    thread.
 
     folder: where they are on disk too; what is there and not here is read. reads: how many were.
     """
@@ -55,8 +58,8 @@ class PrefixStore:
         return found
 
     def put(self, keys: Sequence[bytes], piece: Piece) -> bool:
-        """Keep the piece of keys[-1], which continues the others. Return False where one of them is gone, or there is no room for it in
-        memory."""
+        """Keep the piece of keys[-1], which continues the others. Return False where one of them is
+        gone, or there is no room for it in memory."""
         if self.folder is not None:
             self.folder.put(keys, piece)
         return self._keep(keys, piece)
@@ -90,18 +93,30 @@ class PrefixStore:
 
 
 def chunk_keys(scope: bytes, prompt: Sequence[int], chunk: int) -> list[bytes]:
-    """Return a key for each chunk of a prompt. scope: a digest of all else that decides the bits of a row."""
+    """Return a key for each chunk of a prompt. scope: a digest of all else that decides the bits of
+    a row."""
     keys, key = [], scope
     for start in range(0, len(prompt), chunk):
-        key = hashlib.sha256(key + np.asarray(prompt[start : start + chunk], "<u4").tobytes()).digest()
+        key = hashlib.sha256(
+            key + np.asarray(prompt[start : start + chunk], "<u4").tobytes()
+        ).digest()
         keys.append(key)
     return keys
 
 
 def scope_of(row: Cache, model_fingerprint: str, *beside: Any) -> bytes:
-    """Return a digest of what decides the bits of rows like `row`, of a model (with its cache parameters), on this device with these
-    versions, and of what is named beside."""
+    """Return a digest of what decides the bits of rows like `row`, of a model (with its cache
+    parameters), on this device with these versions, and of what is named beside."""
     arrays = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(row)]
     computed = kvq_jax.__version__, jax.__version__, jax.devices()[0].device_kind
-    facts = (model_fingerprint, str(row.spec), row.dims, row.capacity, row.dtype, arrays, *computed, *beside)
+    facts = (
+        model_fingerprint,
+        str(row.spec),
+        row.dims,
+        row.capacity,
+        row.dtype,
+        arrays,
+        *computed,
+        *beside,
+    )
     return hashlib.sha256(repr(facts).encode()).digest()

@@ -1,4 +1,5 @@
-"""The compiled programs of an engine: one step of all slots, one that fills a slot, and one for each width of a prefill."""
+"""The compiled programs of an engine: one step of all slots, one that fills a slot, and one for
+each width of a prefill."""
 
 from __future__ import annotations
 
@@ -33,15 +34,21 @@ def step_slots(
     rules: RowRules,
     implementation: Implementation = None,
 ) -> tuple[Drawn, Cache]:
-    """Add one token to every active slot and draw the next ones. Slots that are not active become empty."""
-    cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))  # vacant rows cost attention nothing
+    """Add one token to every active slot and draw the next ones. Slots that are not active become
+    empty."""
+    cache = dataclasses.replace(
+        cache, lengths=jnp.where(active, cache.lengths, 0)
+    )  # vacant rows cost attention nothing
     logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
     return draw(logits, rules), cache
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "row"))
-def fill_slot(cache: Cache, row: Cache, slot: Int[Array, ""], logits: Float[Array, "1 V"], rules: RowRules) -> tuple[Drawn, Cache, Cache]:
-    """Put a prefilled row into a slot and draw its first token. Return (the token, the slots, an empty row in the buffers of the old)."""
+def fill_slot(
+    cache: Cache, row: Cache, slot: Int[Array, ""], logits: Float[Array, "1 V"], rules: RowRules
+) -> tuple[Drawn, Cache, Cache]:
+    """Put a prefilled row into a slot and draw its first token. Return (the token, the slots, an
+    empty row in the buffers of the old)."""
     empty = init_cache(row.spec, row.dims, 1, row.capacity, row.dtype, row.placement)
     return draw(logits, rules), replace_row(cache, slot, row), empty
 
@@ -54,12 +61,22 @@ def score_chunk(
     lengths: Int[Array, "1"],
     following: Int[Array, "1 T"],
     implementation: Implementation = None,
-) -> tuple[Float[Array, "1 V"], tuple[Float[Array, "T"], Int[Array, "T A"], Float[Array, "T A"]], Cache]:
-    """Do what `prefill_chunk` does, and tell log p of the token that follows each one, with the most probable tokens there.
+) -> tuple[
+    Float[Array, "1 V"], tuple[Float[Array, "T"], Int[Array, "T A"], Float[Array, "T A"]], Cache
+]:
+    """Do what `prefill_chunk` does, and tell log p of the token that follows each one, with the
+    most probable tokens there.
 
     Attention is that of a prefill, exact inside the chunk. [T, V] logits never exist at once.
     """
-    step = begin(row, tokens.shape[1], lengths, prefill=True, parameters=parameters_for(llama, row.spec), implementation=implementation)
+    step = begin(
+        row,
+        tokens.shape[1],
+        lengths,
+        prefill=True,
+        parameters=parameters_for(llama, row.spec),
+        implementation=implementation,
+    )
     hidden, row = run_layers(llama, step, tokens)
     width = tokens.shape[1]
     parts = -(-width // SCORED)
@@ -73,6 +90,10 @@ def score_chunk(
         likely, values = most_likely(logprobs, jnp.bool_(True))
         return jnp.take_along_axis(logprobs, own[:, None], axis=-1)[:, 0], likely, values
 
-    own, likely, values = (a.reshape(parts * SCORED, *a.shape[2:])[:width] for a in lax.map(one, jnp.arange(parts)))
-    last = llama.logits(jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1))[:, 0]
+    own, likely, values = (
+        a.reshape(parts * SCORED, *a.shape[2:])[:width] for a in lax.map(one, jnp.arange(parts))
+    )
+    last = llama.logits(
+        jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+    )[:, 0]
     return last, (own, likely, values), row

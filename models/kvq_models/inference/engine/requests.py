@@ -11,7 +11,9 @@ from kvq_models.inference.sampling import Sampling
 MOST_SEED = 2**32 - 1
 
 Ticket: TypeAlias = int  # names an accepted request
-Likely: TypeAlias = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most probable first
+Likely: TypeAlias = tuple[
+    tuple[int, float], ...
+]  # tokens and their log-probabilities, the most probable first
 Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite"]
 
 
@@ -19,9 +21,11 @@ Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite"]
 class Request:
     """One sequence to generate.
 
-    prompt: token ids. max_new_tokens may be 0, where only the prompt's log-probabilities are wanted. seed and choice: the stream of random
-    numbers, that of row `choice` of `generate` with key(seed). end_ids: tokens that end the text, and are its last. alternatives: how many
-    of the most probable tokens to tell with each token. prompt_logprobs: tell the log-probabilities of the prompt's tokens too.
+    prompt: token ids. max_new_tokens may be 0, where only the prompt's log-probabilities are
+    wanted. seed and choice: the stream of random numbers, that of row `choice` of `generate` with
+    key(seed). end_ids: tokens that end the text, and are its last. alternatives: how many of the
+    most probable tokens to tell with each token. prompt_logprobs: tell the log-probabilities of the
+    prompt's tokens too.
     """
 
     prompt: tuple[int, ...]
@@ -34,19 +38,24 @@ class Request:
     prompt_logprobs: bool = False
 
     def check(self, vocab_size: int, capacity: int) -> None:
-        """Raise ValueError, in one line, where the request does not fit the model or a cache of this capacity."""
+        """Raise ValueError, in one line, where the request does not fit the model or a cache of
+        this capacity."""
         self.sampling.check()
         if not self.prompt:
             raise ValueError("the prompt is empty; give at least one token")
         outside = [token for token in self.prompt if not 0 <= token < vocab_size]
         if outside:
-            raise ValueError(f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}")
+            raise ValueError(
+                f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}"
+            )
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0")
         if not 0 <= self.seed <= MOST_SEED:
             raise ValueError(f"seed={self.seed} must be from 0 to {MOST_SEED}")
         if not 0 <= self.alternatives <= MOST_ALTERNATIVES:
-            raise ValueError(f"alternatives={self.alternatives} must be from 0 to {MOST_ALTERNATIVES}")
+            raise ValueError(
+                f"alternatives={self.alternatives} must be from 0 to {MOST_ALTERNATIVES}"
+            )
         need = len(self.prompt) + self.max_new_tokens
         if need > capacity:
             raise CapacityError(len(self.prompt), self.max_new_tokens, capacity)
@@ -56,7 +65,10 @@ class CapacityError(ValueError):
     """A request needs more tokens than a row of the cache can hold."""
 
     def __init__(self, prompt: int, new: int, capacity: int):
-        super().__init__(f"{prompt} prompt + {new} new tokens are {prompt + new}, and a row of the cache holds {capacity}")
+        super().__init__(
+            f"{prompt} prompt + {new} new tokens are {prompt + new}, and a row of the cache holds"
+            f" {capacity}"
+        )
         self.prompt, self.new, self.capacity = prompt, new, capacity
 
 
@@ -70,8 +82,8 @@ class QueueFullError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class PromptRead:
-    """The prompt is in the cache. For a request with `prompt_logprobs`: log p of each token after those before it (0 for the first), and
-    what else was likely there."""
+    """The prompt is in the cache. For a request with `prompt_logprobs`: log p of each token after
+    those before it (0 for the first), and what else was likely there."""
 
     ticket: Ticket
     logprobs: tuple[float, ...] = ()
@@ -90,7 +102,8 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A request is done, and its slot is vacant: by an end token, at its limit, by `cancel`, or because the model computed nan or inf."""
+    """A request is done, and its slot is vacant: by an end token, at its limit, by `cancel`, or
+    because the model computed nan or inf."""
 
     ticket: Ticket
     reason: Reason

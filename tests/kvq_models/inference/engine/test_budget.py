@@ -1,4 +1,5 @@
-"""Slots and capacity from a number of bytes: exactly what an engine allocates, and no slot less than fits."""
+"""Slots and capacity from a number of bytes: exactly what an engine allocates, and no slot less
+than fits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from kvq_models.inference.engine.engine import Engine
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 CONFIG = tiny_config(max_position_embeddings=640)
-SPECS = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "k=kivi:bits=4+v=int4+cache:sink=3,recent=9,block=32")
+SPECS = (
+    "dense",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "innerq:bits=2",
+    "k=kivi:bits=4+v=int4+cache:sink=3,recent=9,block=32",
+)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -30,19 +37,27 @@ def test_as_many_tokens_as_fit(spec: str):
     assert plan(spec, CONFIG, slots=3, memory=size.nbytes) == size
     assert plan(spec, CONFIG, slots=3, memory=size.nbytes - 1).capacity == 256
     less = plan(spec, CONFIG, slots=1, capacity=320)
-    assert plan(spec, CONFIG, memory=less.nbytes) == less, "one slot of the full length does not fit, so the length gives way"
+    assert plan(spec, CONFIG, memory=less.nbytes) == less, (
+        "one slot of the full length does not fit, so the length gives way"
+    )
 
 
 def test_the_bytes_are_those_that_an_engine_allocates():
     llama = random_llama(tiny_config(num_hidden_layers=1))
     for spec in ("kivi:bits=4", "innerq:bits=2"):
         engine = Engine(llama, spec, slots=3, capacity=192, dtype="bfloat16")
-        assert engine.nbytes == plan(spec, llama.config, slots=3, capacity=192, dtype="bfloat16").nbytes
+        assert (
+            engine.nbytes
+            == plan(spec, llama.config, slots=3, capacity=192, dtype="bfloat16").nbytes
+        )
 
 
 def test_what_does_not_fit_is_refused():
     size = plan("kivi:bits=2", CONFIG, slots=4, capacity=512).nbytes
-    with pytest.raises(ValueError, match=r"\A4 slots of 512 tokens, [^\n]* take \d+ bytes [^\n]*: up to 448 tokens fit\Z"):
+    with pytest.raises(
+        ValueError,
+        match=r"\A4 slots of 512 tokens, [^\n]* take \d+ bytes [^\n]*: up to 448 tokens fit\Z",
+    ):
         plan("kivi:bits=2", CONFIG, slots=4, capacity=512, memory=size - 1)
     with pytest.raises(ValueError, match="give more, or a smaller cache"):
         plan("kivi:bits=2", CONFIG, memory=1000)

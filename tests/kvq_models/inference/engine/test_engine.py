@@ -1,4 +1,5 @@
-"""The engine: whoever else is there, whatever a slot held before, a request gets the tokens that it gets alone, from the same programs."""
+"""The engine: whoever else is there, whatever a slot held before, a request gets the tokens that it
+gets alone, from the same programs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import Llama, forward, generate, prepare
 from kvq_models.inference.engine.engine import Engine
-from kvq_models.inference.engine.requests import CapacityError, Ended, Event, PromptRead, QueueFullError, Request, Token
+from kvq_models.inference.engine.requests import (
+    CapacityError,
+    Ended,
+    Event,
+    PromptRead,
+    QueueFullError,
+    Request,
+    Token,
+)
 from kvq_models.inference.sampling import Sampling
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -42,7 +51,11 @@ def compiled() -> Iterator[list[str]]:
 
 
 def engine_of(llama: Llama, spec: str = SPECS[0], **options) -> Engine:
-    return Engine(prepare(llama, spec), spec, **({"slots": SLOTS, "capacity": CAPACITY, "widths": WIDTHS} | options))
+    return Engine(
+        prepare(llama, spec),
+        spec,
+        **({"slots": SLOTS, "capacity": CAPACITY, "widths": WIDTHS} | options),
+    )
 
 
 def some_requests(count: int = 12) -> list[Request]:
@@ -50,9 +63,20 @@ def some_requests(count: int = 12) -> list[Request]:
     rng, found = np.random.default_rng(0), []
     for i in range(count):
         prompt = tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 70))).tolist())
-        sampling = (Sampling(), Sampling(0.8), Sampling(1.2, top_k=9), Sampling(1.0, top_p=0.7))[i % 4]
+        sampling = (Sampling(), Sampling(0.8), Sampling(1.2, top_k=9), Sampling(1.0, top_p=0.7))[
+            i % 4
+        ]
         ends = (3, 5, 8) if i % 3 == 0 else ()
-        found.append(Request(prompt, int(rng.integers(1, 26)), sampling, seed=i, end_ids=ends, alternatives=2 * (i % 2)))
+        found.append(
+            Request(
+                prompt,
+                int(rng.integers(1, 26)),
+                sampling,
+                seed=i,
+                end_ids=ends,
+                alternatives=2 * (i % 2),
+            )
+        )
     return found
 
 
@@ -70,23 +94,36 @@ def answer(engine: Engine, request: Request) -> list[tuple]:
 
 
 def _without_ticket(event: Event) -> tuple:
-    return (type(event).__name__, *(value for name, value in vars(event).items() if name != "ticket"))
+    return (
+        type(event).__name__,
+        *(value for name, value in vars(event).items() if name != "ticket"),
+    )
 
 
 @jax.jit
 def poisoned(cache: kvq.Cache, rows: jax.Array) -> kvq.Cache:
-    """NaN, or ones in every bit, wherever the rows that are marked have an array, but for their lengths."""
+    """NaN, or ones in every bit, wherever the rows that are marked have an array, but for their
+    lengths."""
 
     def poison(spec: kvq.ArraySpec, array: jax.Array) -> jax.Array:
-        bad = jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else -1 if jnp.issubdtype(array.dtype, jnp.signedinteger) else 255
+        bad = (
+            jnp.nan
+            if jnp.issubdtype(array.dtype, jnp.floating)
+            else -1
+            if jnp.issubdtype(array.dtype, jnp.signedinteger)
+            else 255
+        )
         return jnp.where(spec.along("batch", rows), jnp.asarray(bad, array.dtype), array)
 
     bad = jax.tree.map(poison, cache.axes, cache)
     return kvq.Cache(bad.layers, cache.lengths, cache.spec, cache.dims, cache.capacity, cache.dtype)
 
 
-def traffic(engine: Engine, requests: list[Request], seed: int, between: Callable[[Engine], None]) -> dict[int, list[tuple]]:
-    """Submit requests at random times in a random order, and let some of a second set go half-way. Return what each of `requests` got."""
+def traffic(
+    engine: Engine, requests: list[Request], seed: int, between: Callable[[Engine], None]
+) -> dict[int, list[tuple]]:
+    """Submit requests at random times in a random order, and let some of a second set go half-way.
+    Return what each of `requests` got."""
     rng = random.Random(seed)
     order = [(i, request, False) for i, request in enumerate(requests)]
     order += [(-1, request, True) for request in rng.sample(requests, len(requests) // 2)]
@@ -114,7 +151,9 @@ def poison_vacant(engine: Engine) -> None:
     engine.cache = poisoned(engine.cache, vacant)
 
 
-@pytest.mark.parametrize(("spec", "implementation"), [(SPECS[0], None), (SPECS[1], "xla")])  # None: the native kernel, on a CPU
+@pytest.mark.parametrize(
+    ("spec", "implementation"), [(SPECS[0], None), (SPECS[1], "xla")]
+)  # None: the native kernel, on a CPU
 def test_a_request_gets_the_same_bits_alone_and_in_any_company_from_the_same_programs(
     llama: Llama, spec: str, implementation: str | None, compiled: list[str]
 ):
@@ -127,7 +166,9 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company_from_the_same_pro
     for seed in range(2):
         assert traffic(engine, requests, seed, poison_vacant) == alone, f"{seed=}"
     assert engine.counts.ended["cancelled"] > 2
-    assert len(compiled) == programs, f"{len(compiled) - programs} programs were compiled after warm_up"
+    assert len(compiled) == programs, (
+        f"{len(compiled) - programs} programs were compiled after warm_up"
+    )
 
 
 def test_a_row_that_others_could_touch_would_be_noticed(llama: Llama):
@@ -140,7 +181,9 @@ def test_a_row_that_others_could_touch_would_be_noticed(llama: Llama):
 
     crowd = traffic(engine, requests, 0, poison_a_neighbour)
     assert crowd != alone
-    assert ("Ended", "not-finite") in [events[-1] for events in crowd.values()], "nan goes unnoticed"
+    assert ("Ended", "not-finite") in [events[-1] for events in crowd.values()], (
+        "nan goes unnoticed"
+    )
 
 
 def test_an_engine_compiles_two_programs_and_one_for_each_width(llama: Llama, compiled: list[str]):
@@ -155,20 +198,36 @@ def test_an_engine_compiles_two_programs_and_one_for_each_width(llama: Llama, co
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=9)])
 def test_tokens_are_those_of_generate(llama: Llama, sampling: Sampling):
-    prompt = np.random.default_rng(3).integers(0, VOCABULARY, (1, 16), np.int32)  # of the same width in both
+    prompt = np.random.default_rng(3).integers(
+        0, VOCABULARY, (1, 16), np.int32
+    )  # of the same width in both
     cache = kvq.init_cache(SPECS[0], llama.config, 1, CAPACITY)
-    out = generate(llama, cache, prompt, max_new_tokens=40, sampling=sampling, eos_ids=(3,), key=jax.random.key(9))
-    events = answer(engine_of(llama), Request(tuple(prompt[0].tolist()), 40, sampling, seed=9, end_ids=(3,)))
+    out = generate(
+        llama,
+        cache,
+        prompt,
+        max_new_tokens=40,
+        sampling=sampling,
+        eos_ids=(3,),
+        key=jax.random.key(9),
+    )
+    events = answer(
+        engine_of(llama), Request(tuple(prompt[0].tolist()), 40, sampling, seed=9, end_ids=(3,))
+    )
     tokens = [event[1] for event in events if event[0] == "Token"]
     assert tokens == np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist()
     assert len(tokens) > 8
     logprobs = [event[2] for event in events if event[0] == "Token"]
-    np.testing.assert_allclose(logprobs, np.asarray(out.logprobs)[0, : len(logprobs)], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        logprobs, np.asarray(out.logprobs)[0, : len(logprobs)], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_choices_of_one_seed_differ_and_each_comes_again(llama: Llama):
     engine = engine_of(llama)
-    requests = [Request((5, 6, 7), 12, Sampling(1.5), seed=4, choice=choice) for choice in (0, 1, 2, 1)]
+    requests = [
+        Request((5, 6, 7), 12, Sampling(1.5), seed=4, choice=choice) for choice in (0, 1, 2, 1)
+    ]
     first, second, third, again = (answer(engine, request) for request in requests)
     assert second == again
     assert len({str(events) for events in (first, second, third)}) == 3
@@ -186,11 +245,15 @@ def test_prompt_log_probabilities_are_those_of_the_tokens_in_the_prompt(llama: L
     np.testing.assert_allclose(logprobs[1:], expected, rtol=1e-4, atol=1e-4)
     assert np.abs(np.array(logprobs[1:]) - np.roll(expected, 1)).max() > 0.1
     for at in range(1, length):
-        assert [token for token, _ in likely[at]] == np.argsort(-exact[at - 1])[:3].tolist(), f"{at=}"
+        assert [token for token, _ in likely[at]] == np.argsort(-exact[at - 1])[:3].tolist(), (
+            f"{at=}"
+        )
     then = Request(prompt, 3)
     plain = answer(engine, then)
     scored = answer(engine, Request(prompt, 3, prompt_logprobs=True))
-    assert [event[1] for event in plain[1:-1]] == [event[1] for event in scored[1:-1]], "scoring a prompt changes what follows it"
+    assert [event[1] for event in plain[1:-1]] == [event[1] for event in scored[1:-1]], (
+        "scoring a prompt changes what follows it"
+    )
 
 
 def test_requests_that_leave_at_once_make_room(llama: Llama):
@@ -203,7 +266,9 @@ def test_requests_that_leave_at_once_make_room(llama: Llama):
     events = engine.advance()
     assert Ended(tickets[1], "cancelled") in events
     assert PromptRead(tickets[3]) in events, "the slot was not given to the request that waited"
-    assert sum(isinstance(event, Token) for event in events) == SLOTS + 1, "a request waited for another's prompt"
+    assert sum(isinstance(event, Token) for event in events) == SLOTS + 1, (
+        "a request waited for another's prompt"
+    )
     for ticket in tickets:
         engine.cancel(ticket)
     engine.advance()
@@ -218,7 +283,9 @@ def test_a_long_prompt_makes_nobody_wait_for_more_than_a_chunk(llama: Llama):
     engine.submit(Request(tuple(range(80)), 1))
     for chunk in range(5):
         events = engine.advance()
-        assert sum(isinstance(event, Token) and event.ticket == first for event in events) == 1, f"{chunk=}"
+        assert sum(isinstance(event, Token) and event.ticket == first for event in events) == 1, (
+            f"{chunk=}"
+        )
     assert engine.counts.chunks == 6
 
 
@@ -280,7 +347,9 @@ def test_requests_that_make_no_sense_are_refused(llama: Llama, request_: Request
 
 def test_a_request_over_the_capacity_is_refused_and_one_that_fills_it_is_not(llama: Llama):
     engine = engine_of(llama)
-    with pytest.raises(CapacityError, match="90 prompt \\+ 7 new tokens are 97, and a row of the cache holds 96"):
+    with pytest.raises(
+        CapacityError, match="90 prompt \\+ 7 new tokens are 97, and a row of the cache holds 96"
+    ):
         engine.submit(Request((1,) * 90, 7))
     events = answer(engine, Request((1,) * 90, 6))
     assert [event[0] for event in events] == ["PromptRead", *["Token"] * 6, "Ended"]

@@ -1,4 +1,5 @@
-"""Prefixes on disk: the next process reads them instead of the prompt, and nothing that does not belong to it."""
+"""Prefixes on disk: the next process reads them instead of the prompt, and nothing that does not
+belong to it."""
 
 from __future__ import annotations
 
@@ -18,10 +19,19 @@ from kvq_models.inference.engine.prefix_folder import SUFFIX, PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tests.kvq_models.inference.engine.test_prefixes import CHUNK, SPEC, answers, engine_of, tokens_of
+from tests.kvq_models.inference.engine.test_prefixes import (
+    CHUNK,
+    SPEC,
+    answers,
+    engine_of,
+    tokens_of,
+)
 
 PLENTY = 1 << 24
-PROMPTS = [tokens_of(0, 2 * CHUNK + 9), tokens_of(0, CHUNK) + tokens_of(1, 20)]  # their first chunk is the same
+PROMPTS = [
+    tokens_of(0, 2 * CHUNK + 9),
+    tokens_of(0, CHUNK) + tokens_of(1, 20),
+]  # their first chunk is the same
 REQUESTS = [Request(prompt, 6) for prompt in PROMPTS]
 
 
@@ -35,7 +45,9 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "prefixes"
 
 
-def served(llama: Llama, folder: pathlib.Path, memory: int = PLENTY, limit: int = PLENTY) -> tuple[list[list[tuple]], int]:
+def served(
+    llama: Llama, folder: pathlib.Path, memory: int = PLENTY, limit: int = PLENTY
+) -> tuple[list[list[tuple]], int]:
     """What a new process answers, and how many prompt tokens it does not read."""
     disk = PrefixFolder(folder, limit)
     engine = engine_of(llama, PrefixStore(memory, disk))
@@ -45,7 +57,9 @@ def served(llama: Llama, folder: pathlib.Path, memory: int = PLENTY, limit: int 
 
 
 @pytest.mark.parametrize("memory", [0, PLENTY])
-def test_the_next_process_reads_files_and_gets_the_same_bits(llama: Llama, folder: pathlib.Path, memory: int):
+def test_the_next_process_reads_files_and_gets_the_same_bits(
+    llama: Llama, folder: pathlib.Path, memory: int
+):
     expected = answers(engine_of(llama), REQUESTS)
     first, reused = served(llama, folder)
     assert (first, reused) == (expected, CHUNK)
@@ -55,7 +69,9 @@ def test_the_next_process_reads_files_and_gets_the_same_bits(llama: Llama, folde
 
 def test_another_model_finds_nothing(llama: Llama, folder: pathlib.Path):
     served(llama, folder)
-    assert served(jax.tree.map(lambda leaf: leaf * 1.01, llama), folder)[1] == CHUNK, "its own first prompt alone helps the second"
+    assert served(jax.tree.map(lambda leaf: leaf * 1.01, llama), folder)[1] == CHUNK, (
+        "its own first prompt alone helps the second"
+    )
     assert served(llama, folder)[1] == sum(map(len, PROMPTS))
 
 
@@ -66,9 +82,16 @@ def flip_a_bit(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [flip_a_bit, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(next(others(path)).read_bytes())]
+    "damage",
+    [
+        flip_a_bit,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(next(others(path)).read_bytes()),
+    ],
 )
-def test_a_damaged_file_is_not_used(llama: Llama, folder: pathlib.Path, caplog: pytest.LogCaptureFixture, damage):
+def test_a_damaged_file_is_not_used(
+    llama: Llama, folder: pathlib.Path, caplog: pytest.LogCaptureFixture, damage
+):
     expected, _ = served(llama, folder)
     disk = PrefixFolder(folder, PLENTY)
     engine = engine_of(llama, PrefixStore(0, disk))
@@ -86,7 +109,12 @@ def others(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def piece(seed: int) -> Piece:
-    return Piece(1, (0,), (np.random.default_rng(seed).integers(0, 256, 10_000, np.uint8),), np.zeros((1, 1), np.float32))
+    return Piece(
+        1,
+        (0,),
+        (np.random.default_rng(seed).integers(0, 256, 10_000, np.uint8),),
+        np.zeros((1, 1), np.float32),
+    )
 
 
 def written(folder: pathlib.Path, limit: int, *chains: list[bytes]) -> set[bytes]:
@@ -99,19 +127,30 @@ def written(folder: pathlib.Path, limit: int, *chains: list[bytes]) -> set[bytes
     return {bytes.fromhex(file.name.removesuffix(SUFFIX)) for file in folder.iterdir()}
 
 
-def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning(folder: pathlib.Path):
+def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning(
+    folder: pathlib.Path,
+):
     a, b, c, d, e = b"a", b"b", b"c", b"d", b"e"
     assert written(folder, 33_000, [a], [a, b], [c]) == {a, b, c}
     PrefixFolder(folder, 33_000).use([a, b])
     assert written(folder, 33_000, [d]) == {a, b, d}
     assert written(folder, 33_000, [e]) == {a, e, d}, "b, which continues a, goes before it"
-    assert written(folder, 33_000, [b"gone", c]) == {a, e, d}, "a piece without what comes before it serves nobody"
+    assert written(folder, 33_000, [b"gone", c]) == {
+        a,
+        e,
+        d,
+    }, "a piece without what comes before it serves nobody"
     assert written(folder, 12_000) == {e}, "a smaller budget"
     assert written(folder, 9_000, [a]) == set(), "what is larger than the folder is not written"
 
 
 def test_what_killed_writers_and_lost_beginnings_leave_is_deleted(folder: pathlib.Path):
-    assert written(folder, PLENTY, [b"a"], [b"a", b"b"], [b"a", b"b", b"c"], [b"d"]) == {b"a", b"b", b"c", b"d"}
+    assert written(folder, PLENTY, [b"a"], [b"a", b"b"], [b"a", b"b", b"c"], [b"d"]) == {
+        b"a",
+        b"b",
+        b"c",
+        b"d",
+    }
     (folder / f"{b'a'.hex()}{SUFFIX}").unlink()
     (folder / f"{UNFINISHED}x").mkdir()
     (folder / f"zz{SUFFIX}").write_text("no tensors")
@@ -143,7 +182,10 @@ def test_other_files_of_the_folder_are_left_alone(folder: pathlib.Path):
     disk = PrefixFolder(folder, 12_000)
     disk.put([b"a"], piece(0))
     disk.close()
-    assert {file.name for file in folder.iterdir()} == {"model.safetensors", f"{b'a'.hex()}{SUFFIX}"}
+    assert {file.name for file in folder.iterdir()} == {
+        "model.safetensors",
+        f"{b'a'.hex()}{SUFFIX}",
+    }
     assert (folder / "model.safetensors").stat().st_size == 50_000
     assert disk.nbytes < 12_000
 

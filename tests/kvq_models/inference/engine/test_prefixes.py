@@ -1,4 +1,5 @@
-"""Prompts from the store: bit for bit what reading them gives, within a budget, the least recently used gone first."""
+"""Prompts from the store: bit for bit what reading them gives, within a budget, the least recently
+used gone first."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.methods_table import METHOD_CASES
 
 SPEC = "innerq:bits=2,recent=8,block=32"  # takes a key norm from the prompt
 CHUNK, CAPACITY, VOCABULARY = 48, 128, 96
-CASES = [case for case in METHOD_CASES if case.id in ("kivi4_group8", "innerq2", "squat2", "xquant_cl2")]
+CASES = [
+    case for case in METHOD_CASES if case.id in ("kivi4_group8", "innerq2", "squat2", "xquant_cl2")
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,9 @@ def tokens_of(seed: int, count: int) -> tuple[int, ...]:
 
 
 def engine_of(llama: Llama, store: PrefixStore | None = None, slots: int = 2, **options) -> Engine:
-    return Engine(llama, SPEC, slots=slots, capacity=CAPACITY, widths=(16, CHUNK), prefixes=store, **options)
+    return Engine(
+        llama, SPEC, slots=slots, capacity=CAPACITY, widths=(16, CHUNK), prefixes=store, **options
+    )
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[tuple]]:
@@ -62,11 +67,15 @@ def answers(engine: Engine, requests: list[Request]) -> list[list[tuple]]:
 
 
 def _without_ticket(event: Event) -> tuple:
-    return (type(event).__name__, *(value for name, value in vars(event).items() if name != "ticket"))
+    return (
+        type(event).__name__,
+        *(value for name, value in vars(event).items() if name != "ticket"),
+    )
 
 
 def some_requests() -> list[Request]:
-    """A shared first chunk, shared two, whole prompts that come again, prompts that end at a chunk, choices, and one that is alone."""
+    """A shared first chunk, shared two, whole prompts that come again, prompts that end at a chunk,
+    choices, and one that is alone."""
     base, sampling = tokens_of(0, 2 * CHUNK), Sampling(0.9)
     prompts = [
         base[:CHUNK] + tokens_of(1, 20),
@@ -80,7 +89,10 @@ def some_requests() -> list[Request]:
         tokens_of(5, 30),
         tokens_of(5, 30),
     ]
-    return [Request(prompt, 9, sampling if i % 2 else Sampling(), seed=i // 3, choice=i % 3) for i, prompt in enumerate(prompts)]
+    return [
+        Request(prompt, 9, sampling if i % 2 else Sampling(), seed=i // 3, choice=i % 3)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def test_requests_get_the_same_bits_with_and_without_the_store(llama: Llama, compiled: list[str]):
@@ -95,7 +107,11 @@ def test_requests_get_the_same_bits_with_and_without_the_store(llama: Llama, com
     assert answers(engine, requests) == expected
     counts = engine.counts
     first = (0, CHUNK, 2 * CHUNK, CHUNK, 2 * CHUNK, CHUNK + 20, 0, 0, 0, 30)
-    assert (counts.prefix_lookups, counts.prefix_hits, counts.prefix_tokens) == (10, sum(n > 0 for n in first), sum(first))
+    assert (counts.prefix_lookups, counts.prefix_hits, counts.prefix_tokens) == (
+        10,
+        sum(n > 0 for n in first),
+        sum(first),
+    )
     assert counts.prompt_tokens + counts.prefix_tokens == plain.counts.prompt_tokens
     read = counts.chunks
     assert answers(engine, requests) == expected
@@ -112,24 +128,34 @@ def test_a_row_from_pieces_has_the_bits_of_the_one_that_was_read(case):
         own = prompt[read : read + CHUNK]
         tokens = np.zeros((1, CHUNK), np.int32)
         tokens[0, : len(own)] = own
-        logits, row = programs.prefill_chunk(llama, row, tokens, np.array([len(own)], np.int32), False, None)
+        logits, row = programs.prefill_chunk(
+            llama, row, tokens, np.array([len(own)], np.int32), False, None
+        )
         pieces.append(parts.cut(row, read, read + len(own), logits))
         read += len(own)
     expected = bits(row)
     assert bits(parts.joined(pieces)) == expected
-    assert bits(parts.joined(pieces[:2] + pieces[1:2])) != expected, "a row without its last chunk is the same"
-    assert bits(parts.joined([pieces[1], pieces[1], pieces[2]])) != expected, "what the first chunk left is not there"
+    assert bits(parts.joined(pieces[:2] + pieces[1:2])) != expected, (
+        "a row without its last chunk is the same"
+    )
+    assert bits(parts.joined([pieces[1], pieces[1], pieces[2]])) != expected, (
+        "what the first chunk left is not there"
+    )
 
 
 def bits(row: kvq.Cache) -> dict[str, bytes]:
-    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree_util.tree_leaves_with_path(row)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(row)
+    }
 
 
 def test_pieces_of_another_prompt_would_be_noticed(llama: Llama, monkeypatch: pytest.MonkeyPatch):
     requests = [Request(tokens_of(seed, 60), 12) for seed in (7, 8)]
     expected = answers(engine_of(llama), requests)
     monkeypatch.setattr(
-        "kvq_models.inference.engine.engine.chunk_keys", lambda scope, prompt, chunk: chunk_keys(scope, [0] * len(prompt), chunk)
+        "kvq_models.inference.engine.engine.chunk_keys",
+        lambda scope, prompt, chunk: chunk_keys(scope, [0] * len(prompt), chunk),
     )
     assert answers(engine_of(llama, PrefixStore(1 << 20)), requests)[1] != expected[1]
 
@@ -168,7 +194,10 @@ def test_a_prompt_that_is_let_go_half_way_leaves_whole_chunks(llama: Llama):
 
 def test_an_engine_stays_in_the_budget(llama: Llama):
     store = PrefixStore(60_000)
-    engine, requests = engine_of(llama, store), [Request(tokens_of(seed, 60), 4) for seed in range(20, 32)]
+    engine, requests = (
+        engine_of(llama, store),
+        [Request(tokens_of(seed, 60), 4) for seed in range(20, 32)],
+    )
     expected = answers(engine_of(llama, queue_limit=64), requests)
     for request, own in zip(requests, expected, strict=True):
         assert answers(engine, [request]) == [own]
@@ -190,11 +219,20 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_be
     assert store.put([c], piece(100))
     assert len(store.longest([a, b])) == 2
     assert store.put([d], piece(100)), "c, which was not used since, makes room"
-    assert ([len(store.longest(chain)) for chain in ([a, b], [c], [d])], store.nbytes) == ([2, 0, 1], 300)
+    assert ([len(store.longest(chain)) for chain in ([a, b], [c], [d])], store.nbytes) == (
+        [2, 0, 1],
+        300,
+    )
     assert len(store.longest([a])) == 1, "only the beginning is used"
     assert store.put([c], piece(100))
-    assert [len(store.longest(chain)) for chain in ([a, b], [c], [d])] == [1, 1, 1], "the end, b, is older than its beginning and d"
-    assert not store.put([b"gone", b], piece(10)), "a piece without what comes before it serves nobody"
+    assert [len(store.longest(chain)) for chain in ([a, b], [c], [d])] == [
+        1,
+        1,
+        1,
+    ], "the end, b, is older than its beginning and d"
+    assert not store.put([b"gone", b], piece(10)), (
+        "a piece without what comes before it serves nobody"
+    )
     assert not store.put([a, b"e"], piece(201)), "there is room only in place of what it continues"
     assert len(store.longest([a])) == 1
     assert not PrefixStore(99).put([a], piece(100))
@@ -212,7 +250,10 @@ def test_keys_belong_to_tokens_model_and_layout(llama: Llama):
         scope_of(dataclasses.replace(row, spec=kvq.parse("kivi")), "model", 48),
     }
     assert len(scopes) == 5
-    one, other = chunk_keys(b"x", tokens_of(0, 100), 48), chunk_keys(b"x", (*tokens_of(0, 99), 0), 48)
+    one, other = (
+        chunk_keys(b"x", tokens_of(0, 100), 48),
+        chunk_keys(b"x", (*tokens_of(0, 99), 0), 48),
+    )
     assert len(one) == 3
     assert one[:2] == other[:2]
     assert one[2] != other[2]
