@@ -150,7 +150,7 @@ def share(
     ) + kvq.nbytes(cache.lengths)
     parameters = (
         sum(parameter_bytes(cache, config, dtype))
-        if any(c.takes_weights or c.parameters(1) for c in _codecs(cache))
+        if any(c.learning.weights or c.learning.parameters(1) for c in _codecs(cache))
         else 0
     )
     working = max((placement.shard_nbytes(one) for one in accumulators(cache)), default=0)

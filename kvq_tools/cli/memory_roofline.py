@@ -69,7 +69,7 @@ def describe(
         for plan, own in zip(cache.plans, parameter_bytes, strict=True)
     ]
     base = next(
-        (plan.cross_layer for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
+        (plan.k for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
         None,
     )
     theirs = [
@@ -113,14 +113,14 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     cross = plan.cross_layer
     if cross is None:
         k, v = (
-            codec.row_width(plan.heads, plan.head_dim) if codec.rebuilds else 0
+            codec.facts.row_width(plan.heads, plan.head_dim) if codec.facts.rebuilds else 0
             for codec in (plan.k, plan.v)
         )
         return LayerCost(roofline.flops_of_keys(k, v, kv_width, heads), read, weight_bytes)
     accumulator = cross.accumulator(1, 1)
     width = accumulator.shape[2]
     flops = roofline.flops_of_keys(width, width, kv_width, heads)
-    flops += 0 if cross.starts else cross.accumulate_flops
+    flops += 0 if cross.starts else cross.flops
     return LayerCost(
         flops, read + (2 if cross.starts else 3) * kvq.nbytes(accumulator), weight_bytes
     )

@@ -12,7 +12,7 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.codecs import kernel_readers
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_models.calibration.needs import fingerprint_of, needs
 from kvq_models.inference.method_parameters import calibration_hint, check_calibration
@@ -176,7 +176,7 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
     described["stored_bits"] = (
         8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1))
     )
-    if layout := codec.code_layout:
+    if layout := codec.facts.code_layout:
         described["packing"] = {
             "code_bits": layout.bits,
             "plane_channels": layout.width,
@@ -227,7 +227,7 @@ def facts(
 
 def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
     """Return whether any layer rebuilds its keys from what it caches."""
-    return any(plan.k.rebuilds for plan in kvq.layout(spec, config, 1, 1).plans)
+    return any(plan.k.facts.rebuilds for plan in kvq.layout(spec, config, 1, 1).plans)
 
 
 def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
@@ -383,7 +383,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
 
 def _padding_warnings(cache: kvq.Cache) -> list[str]:
     padded: dict[int, int] = {}
-    for layout in (codec.code_layout for plan in cache.plans for codec in plan.codecs):
+    for layout in (codec.facts.code_layout for plan in cache.plans for codec in plan.codecs):
         if layout is not None:
             padded[layout.channels] = max(
                 padded.get(layout.channels, 0), layout.chunks * layout.width
@@ -401,10 +401,10 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
     with the largest constant part."""
     problems = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
-        bits, largest = plan.k.channel_group_bits, float(np.abs(bias).max())
+        bits, largest = plan.k.facts.channel_group_bits, float(np.abs(bias).max())
         if bits is None or largest < LARGE_BIAS:
             continue
-        if plan.k.normalizes_channels:
+        if plan.k.facts.normalizes_channels:
             problems.append(
                 f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's"
                 " norm removes only its square root: add subtract_bias=true"

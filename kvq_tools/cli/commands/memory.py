@@ -193,10 +193,10 @@ def paper_layout_bytes(cache: Cache) -> int | None:
             elements = (
                 cache.batch
                 * plan.regions.body_capacity
-                * codec.row_width(plan.heads, plan.head_dim)
+                * codec.facts.row_width(plan.heads, plan.head_dim)
             )
-            theirs = codec.paper_bytes(elements)
-            saved += [] if theirs is None else [kvq.nbytes(body) - theirs]
+            if count := codec.facts.paper.bytes:
+                saved.append(kvq.nbytes(body) - count(elements))
     return kvq.nbytes(cache) - sum(saved) if saved else None
 
 
