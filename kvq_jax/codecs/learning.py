@@ -27,9 +27,9 @@ class Learning:
     nowhere.
 
     parameters: K -> the calibrated arrays, by name.
-    calibrate: (rows, gradients of the mean loss with respect to them) -> these arrays, in NumPy. It
+    fit: (rows, gradients of the mean loss with respect to them) -> these arrays, in NumPy. It
         raises ValueError, in one line, if the rows do not determine them.
-    before_rope: the rows that `calibrate` takes are keys before RoPE.
+    before_rope: the rows that `fit` takes are keys before RoPE.
     bias: (params, H) -> the constant [K, H] fp32 that is subtracted from keys before they are
         cached, or None.
     narrowed: names of parameters that GPU kernels read in another dtype, and that dtype. Cast once,
@@ -42,12 +42,21 @@ class Learning:
     """
 
     parameters: Callable[[int], dict[str, ArraySpec]] = _none
-    calibrate: Fit | None = None
+    fit: Fit | None = None
     before_rope: bool = False
     bias: Callable[[Tree, int], Float[Array, "K H"]] | None = None
     narrowed: tuple[tuple[str, str], ...] = ()
     weights: Callable[[LayerWeights], Tree] | None = None
     key: str = ""
+
+    def calibrate(
+        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        """Return the calibrated arrays. Raises ValueError, in one line, if the rows do not
+        determine them, and NotImplementedError if there is nothing to calibrate."""
+        if self.fit is None:
+            raise NotImplementedError("this codec takes no calibration")
+        return self.fit(rows, gradients)
 
     def from_weights(self, weights: LayerWeights) -> Tree:
         """Return the parameters that follow from the layer's weights, `()` if none do."""

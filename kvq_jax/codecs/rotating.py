@@ -81,7 +81,7 @@ class Rotating(Wrapped):
         learning: Learning = self.inner.learning
         return dataclasses.replace(
             learning,
-            calibrate=self._calibrate if learning.calibrate else None,
+            fit=self._fit if learning.fit else None,
             key=f"{learning.key},{OPTION}" if learning.key else "",
         )
 
@@ -109,7 +109,7 @@ class Rotating(Wrapped):
         turned = {name: _turned(array) for name, array in arrays.items()}
         return self.inner.statistics.of(params, dataclasses.replace(inputs, **turned))
 
-    def _calibrate(
+    def _fit(
         self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
         matrix = rotation(rows.shape[-1]).T

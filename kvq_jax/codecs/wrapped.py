@@ -6,14 +6,15 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kvq_jax.codecs.codec import Codec
 
+Class = TypeVar("Class", bound=type)
 MEMBERS = tuple(name for name in vars(Codec) if not name.startswith("_"))
 
 
-def forwarding(cls: type[Codec]) -> type[Codec]:
+def forwarding(cls: Class) -> Class:
     """Define every public member of `Codec` on a class as its `inner` codec's."""
     for name in MEMBERS:
         if isinstance(vars(Codec)[name], property):
@@ -35,7 +36,7 @@ def _call(name: str) -> Callable[..., Any]:
     return call
 
 
-_Base: Any = Codec  # a type checker cannot see the members that `forwarding` defines
+_Base = cast(Any, Codec)  # a type checker cannot see the members that `forwarding` defines
 
 
 @forwarding

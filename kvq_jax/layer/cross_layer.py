@@ -110,7 +110,9 @@ def after(
 ) -> Float[Array, "B 1 T D"]:
     """Return the accumulator of some tokens after this layer, in the dtype in which it is
     stored."""
-    starts = cross.starts or below is None
-    accumulator = jnp.zeros((), jnp.float32) if starts else below[:, 0].astype(jnp.float32)
+    if cross.starts or below is None:
+        accumulator = jnp.zeros((), jnp.float32)
+    else:
+        accumulator = below[:, 0].astype(jnp.float32)
     new = cross.accumulated(params, accumulator, differences)
     return new.astype(cross.accumulator(1, 1).dtype)[:, None]

@@ -69,16 +69,12 @@ def option(
     )
 
 
-def shared_option(default: Any, help: str, *, wrap: Callable[[Codec, Any], Codec]) -> Any:
-    """Declare an option of every method that does not decline it.
+def shared_option(help: str, *, wrap: Callable[[Codec, Any], Codec]) -> dict[str, Any]:
+    """Return the metadata of an option of every method that does not decline it.
 
     wrap: (codec, value) -> the codec with the option's effect. It is asked whatever the value is.
     """
-    return dataclasses.field(
-        default=default,
-        kw_only=True,
-        metadata={"help": help, "choices": (), "per_layer": False, "wrap": wrap},
-    )
+    return {"help": help, "choices": (), "per_layer": False, "wrap": wrap}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +111,14 @@ class Method(abc.ABC):
         Mapping[str, str]
     ] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
-    rotate: bool = shared_option(
-        False,
-        "quantize keys and values rotated by a Hadamard matrix, which spreads large channels over"
-        " all",
-        wrap=lambda codec, rotate: rotated(codec) if rotate else codec,
+    rotate: bool = dataclasses.field(
+        default=False,
+        kw_only=True,
+        metadata=shared_option(
+            "quantize keys and values rotated by a Hadamard matrix, which spreads large channels"
+            " over all",
+            wrap=lambda codec, rotate: rotated(codec) if rotate else codec,
+        ),
     )
 
     def options(self) -> tuple[dataclasses.Field[Any], ...]:

@@ -44,10 +44,9 @@ class TokenFormat(Method):
         "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
     )
 
+    # One class serves seven names.
     @property
-    def name(
-        self,
-    ) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # one class serves seven names
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"{self.levels}{self.bits}"
 
     @property

@@ -199,8 +199,9 @@ def paper_cost_of(
     if not (isinstance(k, XCodec | XCrossLayerCodec) and isinstance(v, XCodec | XCrossLayerCodec)):
         return None
     cross = k.facts.cross_layer
-    builds = cross is not None and not cross.starts and base is not None
-    more = {"cross_layer": True, "base_bits": _bits(base)} if builds else {}
+    more = {}
+    if cross is not None and not cross.starts and base is not None:
+        more = {"cross_layer": True, "base_bits": _bits(base)}
     kv_width = config.num_key_value_heads * config.head_dim
     return paper_cost(
         config.hidden_size,
