@@ -7,7 +7,8 @@ it. InnerQ's algebra, a scale on each partial dot product instead of each elemen
 
     q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)
 
-gives the same result. It is for kernels: in XLA on a CPU it is slower (docs/decisions.md).
+gives the same result. It is for kernels: in XLA on a CPU it is slower
+(docs/decisions/streaming_attention.md).
 """
 
 from __future__ import annotations
