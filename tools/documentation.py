@@ -60,12 +60,7 @@ def first_sentence(module: str, folder: pathlib.Path) -> str:
 
 def reference_page(package: str, folder: pathlib.Path) -> str:
     """Return the page of a package: mkdocstrings replaces each `:::` line by a docstring."""
-    lines = [
-        f"# {package}",
-        "",
-        f"Public names of `{package}`, by the module that defines them.",
-        "",
-    ]
+    lines = [f"# {package}", "", "Public names, by the module that defines them.", ""]
     for module, names in public_names(package, folder).items():
         lines += [f"## {module}", "", first_sentence(module, folder), ""]
         for name in names:
@@ -126,7 +121,7 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Write the sources of the documentation site.")
     parser.add_argument("out", type=pathlib.Path, help="folder to write, replaced if it exists")
     write(parser.parse_args(argv).out)
 
