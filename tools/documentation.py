@@ -22,7 +22,7 @@ PAGES = (
     "docs/**/*.md",
     "kvq_jax/methods/*/README.md",
     "benchmarks/results/*.md",
-    "laboratory/notes/*.md",
+    "laboratory/**/*.md",
 )
 PACKAGES = {"kvq_jax": "kvq_jax", "kvq_models": "models/kvq_models"}  # of the reference
 LINK = re.compile(r"(\[[^\]]*\])\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
