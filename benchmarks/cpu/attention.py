@@ -6,7 +6,7 @@ the rows of one dot product and K and V are read where they lie, never repeated,
 They do not even add the new token to a cache; the caches do. A program runs several layers, each
 with a cache of its own and the queries that the layer before returned, as a decode step does:
 calling a program from Python takes a tenth of a millisecond, as long as short layers. See
-docs/decisions.md, "CPU decode attention".
+docs/decisions/streaming_attention.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ InnerQ's algebra, a scale on each partial dot product instead of each element,
 
     q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)
 
-gives the same result. It suits kernels. In XLA on a CPU it is slower (docs/decisions.md).
+gives the same result. It suits kernels. In XLA on a CPU it is slower
+(docs/decisions/streaming_attention.md).
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class PolarCodec(Codec):
         """Return q . k for a chunk of the body, fp32.
 
         A single query row looks up its products with the angles. Several rows share dequantized
-        keys, in two halves, because XLA is slow to join them (docs/decisions.md).
+        keys, in two halves, because XLA is slow to join them
+        (docs/decisions/queries_and_latents.md).
         """
         step = stats if self.format.grid == "global" else None
         if query.shape[2] == 1:

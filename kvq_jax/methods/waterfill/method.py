@@ -22,7 +22,7 @@ from kvq_jax.methods.waterfill.widths import (
 )
 from kvq_jax.types.array_types import ModelDims
 
-PROFILES = 4  # different widths in a model, at most (docs/decisions.md)
+PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
 
 
 @dataclasses.dataclass(frozen=True)
