@@ -1,5 +1,5 @@
-"""A prompt's cache as a file, from the process that read the prompt to the one that goes on: the
-cache's own safetensors, with the prompt's tokens and the logits after them beside it."""
+"""Hand a prompt's cache from one process to another through a file: the cache's own safetensors,
+together with the prompt's tokens and the logits after them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvq_tools.cli.console import UserError, input_errors
 
 @dataclasses.dataclass(frozen=True)
 class Handed:
-    """What a file says that it holds: the layout of the cache, and the prompt. logits [1, V]
-    float32."""
+    """The contents of a file according to its header: the cache's layout, the prompt, and logits
+    [1, V] float32."""
 
     path: str
     layout: Cache
@@ -35,7 +35,7 @@ def save(
     prompt: list[int],
     logits: jax.Array,
 ) -> None:
-    """Write the file, whole or not at all. model_fingerprint: of the model without method
+    """Write the file completely or not at all. `model_fingerprint` is of the model without method
     parameters."""
     beside = {"tokens": np.asarray(prompt, np.int32), "logits": np.asarray(logits, np.float32)}
     with input_errors():
@@ -49,8 +49,8 @@ def save(
 
 
 def described(path: str, config: LlamaConfig) -> Handed:
-    """Read what needs no weights. Raises UserError where the file is none of `save`, or of a model
-    of other dimensions."""
+    """Read everything that needs no weights. Raises UserError if `save` did not write the file, or
+    if it belongs to a model with other dimensions."""
     with input_errors():
         layout, beside = kvq.saved_layout(path), kvq.load_beside(path)
         if kvq.layout(layout.spec, config, 1, layout.capacity, layout.dtype).dims != layout.dims:
@@ -81,11 +81,12 @@ def described(path: str, config: LlamaConfig) -> Handed:
 
 
 def check_same(handed: Handed, prompt: list[int]) -> None:
-    """Raise UserError where a prompt is not the one whose cache the file holds."""
+    """Raise UserError if the prompt differs from the one in the file."""
     if prompt != handed.prompt:
         pairs = enumerate(zip(prompt, handed.prompt, strict=False))
         first = next(
-            (i for i, (own, other) in pairs if own != other), min(len(prompt), len(handed.prompt))
+            (i for i, (ours, theirs) in pairs if ours != theirs),
+            min(len(prompt), len(handed.prompt)),
         )
         raise UserError(
             f"{handed.path!r} holds the cache of another prompt: {len(handed.prompt)} tokens, and"
@@ -94,8 +95,8 @@ def check_same(handed: Handed, prompt: list[int]) -> None:
 
 
 def load(handed: Handed, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
-    """Return the cache, bit for bit. Raises UserError where model or parameters are others, or the
-    file is damaged."""
+    """Return the cache, bit for bit. Raises UserError if the model or its parameters differ, or if
+    the file is damaged."""
     with input_errors():
         cache = kvq.load_cache(
             handed.path,

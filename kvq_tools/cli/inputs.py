@@ -33,24 +33,32 @@ from kvq_tools.cli.planned import NamedCache
 
 DTYPES = ("float32", "bfloat16")
 MOST_SEED = 2**32 - 1
-TEMPLATE_SECONDS = 10  # for a chat template, which takes milliseconds
+TEMPLATE_SECONDS = 10  # a chat template takes milliseconds
 
 MODEL_HELP = (
     "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the"
-    " model that ships with kvq, or 'smollm2' for the one that `kvq fetch smollm2` brings"
+    " small model that ships with kvq, or 'smollm2' after `kvq fetch smollm2`"
 )
 CACHE_GRAMMAR = """\
-SPEC, what stands after --cache:
-  METHOD                                   one method for keys and values
-  k=METHOD+v=METHOD[+cache:OPTIONS]        one for each; sink, recent, block, skip_layers and subtract_bias belong to the cache
-  METHOD is NAME[:OPTION=VALUE,...]; lists of layers are 0-2/31, values that differ by layer 4@0-2/2 (4 in layers 0 to 2, else 2)
-  examples: dense   kivi:bits=2   innerq:bits=2,mode=hybrid   kivi:bits=4@0-1/2,recent=128,skip_layers=0
-            k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
-  rotate=true, of every method but a few, quantizes keys and values rotated by a Hadamard matrix: for formats with one scale for
-  many channels (int4, nf4, mxfp4)
-  subtract_bias=true caches keys without k_proj's bias and adds its share of the scores exactly (Qwen2, Qwen2.5)
-  auto:bits=2.5 is waterfill with the widths that a plan of the model found, plan.json the cache that `kvq plan --out plan.json` wrote
-  kvq methods lists all names and options."""
+SPEC, the argument of --cache:
+  METHOD                              one method for keys and values
+  k=METHOD+v=METHOD[+cache:OPTIONS]   one for each; sink, recent, block,
+                                      skip_layers and subtract_bias are options
+                                      of the cache
+  METHOD is NAME[:OPTION=VALUE,...]. A list of layers is written 0-2/31, and a
+  value that differs by layer 4@0-2/2 (4 in layers 0 to 2, else 2). Examples:
+    dense
+    kivi:bits=2
+    innerq:bits=2,mode=hybrid
+    kivi:bits=4@0-1/2,recent=128,skip_layers=0
+    k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
+  rotate=true quantizes keys and values after a Hadamard rotation. Most methods
+  have it; it helps formats with one scale for many channels (int4, nf4, mxfp4).
+  subtract_bias=true caches keys without the bias of k_proj and adds its share
+  of the scores exactly (Qwen2, Qwen2.5).
+  auto:bits=2.5 is waterfill with the widths that a plan of the model found.
+  plan.json is the cache that `kvq plan --out plan.json` wrote.
+  `kvq methods` lists all names and options."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
@@ -60,9 +68,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add --calibration; with `several`, for commands that take several caches."""
-    text = "what kvq calibrate wrote, for a cache that needs it" + (
-        "; may be given several times" if several else ""
+    """Add --calibration. `several` is for commands that take several caches."""
+    text = "the file that `kvq calibrate` wrote, for a cache that needs one" + (
+        "; can be repeated" if several else ""
     )
     parser.add_argument(
         "--calibration", metavar="F", action="append" if several else "store", help=text
@@ -80,29 +88,40 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
     )
     parser.add_argument(
         "--temperature",
+        metavar="T",
         type=float,
-        help="0 is greedy (default; 1 where --top-k, --top-p or --min-p asks for sampling)",
+        help="0 is greedy (default; 1 if --top-k, --top-p or --min-p is given)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)"
+        "--top-k",
+        metavar="K",
+        type=int,
+        default=0,
+        help="sample from the K most probable tokens (default: all)",
     )
     parser.add_argument(
         "--top-p",
+        metavar="P",
         type=float,
         default=1.0,
-        help="draw among the fewest tokens whose probabilities add up to P",
+        help="sample from the fewest tokens whose probabilities add up to P",
     )
     parser.add_argument(
         "--min-p",
+        metavar="P",
         type=float,
         default=0.0,
-        help="draw among tokens at least P times as probable as the best",
+        help="sample from tokens at least P times as probable as the best one",
     )
     parser.add_argument(
-        "--seed", type=seed, default=0, help="the same seed gives the same text (default: 0)"
+        "--seed",
+        metavar="N",
+        type=seed,
+        default=0,
+        help="the same seed gives the same text (default: 0)",
     )
     add_implementation(parser)
-    add_dtype(parser, rows="bfloat16 rows")
+    add_dtype(parser, rows="rows are bfloat16")
 
 
 def add_implementation(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +129,8 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
         "--implementation",
         choices=("xla", "pallas", "native"),
         help=(
-            "what reads the packed cache: pallas on a GPU and native on a CPU, where the cache has"
-            " such kernels (default), else xla"
+            "how the packed cache is read: by pallas kernels on a GPU, by native kernels on a "
+            "CPU, or by xla (default: kernels if the cache has them, else xla)"
         ),
     )
 
@@ -119,49 +138,54 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
 def add_dtype(
     parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = ""
 ) -> None:
-    """Add --dtype, which `model_dtype` reads. rows: what full-precision rows are by default, where
-    they differ from the model; beside: more of the help."""
-    default = "the fastest on the device: float32 on a CPU, else bfloat16" + (
+    """Add --dtype, which `model_dtype` reads.
+
+    Args:
+        parser: the command's parser.
+        rows: the default of full-precision rows, if it differs from the model's.
+        beside: more help text.
+    """
+    default = "the fastest on this device: float32 on a CPU, else bfloat16" + (
         f"; {rows}" if rows else ""
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help=f"of weights, activations and full-precision rows (default: {default}){beside}",
+        help=f"dtype of weights, activations and full-precision rows (default: {default}){beside}",
     )
 
 
 def model_dtype(options: argparse.Namespace) -> str:
-    """Return the dtype of weights and activations: the one asked for, or the fastest on the
-    device."""
+    """Return the dtype of weights and activations: --dtype, or the fastest on this device."""
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def rows_dtype(options: argparse.Namespace) -> str:
-    """Return the dtype of full-precision rows of the cache: the one asked for, or bfloat16,
-    whatever the weights are."""
+    """Return the dtype of the cache's full-precision rows: --dtype, or bfloat16 whatever the
+    weights are."""
     return options.dtype or CACHE_DTYPE
 
 
 def checked_sampling(options: argparse.Namespace) -> Sampling:
-    """Return the rule of sampling. An option that only sampling has asks for a temperature of 1,
-    and is refused beside a greedy one."""
+    """Return the sampling rule. An option that only makes sense with sampling implies temperature
+    1, and is refused with temperature 0."""
     asked = {"top-k": options.top_k > 0, "top-p": options.top_p < 1, "min-p": options.min_p > 0}
-    drawn = [name for name, given in asked.items() if given]
+    sampled = [name for name, is_set in asked.items() if is_set]
     if options.temperature is None:
-        options.temperature = 1.0 if drawn else 0.0
+        options.temperature = 1.0 if sampled else 0.0
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     with input_errors():
         sampling.check()
-    if drawn and not options.temperature:
+    if sampled and not options.temperature:
         raise UserError(
-            f"--{drawn[0]} has no effect at --temperature 0, which is greedy: leave one of them out"
+            f"--{sampled[0]} has no effect at --temperature 0, which is greedy: leave out one of"
+            " them"
         )
     return sampling
 
 
 def sampling_in_words(sampling: Sampling) -> str:
-    """Return the rule of sampling for a footer."""
+    """Return the sampling rule in words."""
     if not sampling.temperature:
         return "greedy"
     limits = (
@@ -186,7 +210,7 @@ def cache_spec(text: str) -> kvq.CacheSpec:
 
 
 def named_cache(text: str) -> NamedCache:
-    """Parse --cache where several caches are compared."""
+    """Parse --cache in commands that compare caches."""
     return NamedCache(text, cache_spec(text))
 
 
@@ -198,7 +222,7 @@ def positive(text: str) -> int:
 
 
 def token_count(text: str) -> int:
-    """Parse a number of tokens: 4096, 128K, 10M. K and M are powers of 1024."""
+    """Parse a number of tokens such as 4096, 128K or 10M. K and M are powers of 1024."""
     digits, power = (
         (text[:-1], " KM".index(text[-1].upper())) if text[-1:].upper() in ("K", "M") else (text, 0)
     )
@@ -217,7 +241,7 @@ def count(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """Parse --seed: a number that every random generator takes, and that JAX does not cut to 32
+    """Parse --seed: a number that every random generator accepts and that JAX does not cut to 32
     bits."""
     if not text.isdecimal() or int(text) > MOST_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {MOST_SEED}")
@@ -225,8 +249,8 @@ def seed(text: str) -> int:
 
 
 def byte_size(text: str) -> int:
-    """Parse a size: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and
-    TiB of 1024."""
+    """Parse a size such as 24GiB, 500MB or 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB,
+    GiB and TiB are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise argparse.ArgumentTypeError(
@@ -247,15 +271,15 @@ def token_ids(text: str) -> list[int]:
         ) from None
 
 
-def read_config(model: str, *specs: kvq.CacheSpec, tell: bool = True) -> LlamaConfig:
-    """Read the model's configuration and check that every cache fits it. tell: warn of options that
-    ask this model for too much."""
+def read_config(model: str, *specs: kvq.CacheSpec, warn_unmet: bool = True) -> LlamaConfig:
+    """Read the model's configuration and check that every cache fits it. `warn_unmet`: warn of
+    options that ask too much of this model."""
     with input_errors():
         config = checkpoint.read_config(model)
         for spec in specs:
             unmet = kvq.unmet_options(kvq.layout(spec, config, 1, 1))
             check_weights(spec, config)
-            for sentence in unmet if tell else ():
+            for sentence in unmet if warn_unmet else ():
                 warn(f"{spec}: {sentence}")
     return config
 
@@ -263,8 +287,8 @@ def read_config(model: str, *specs: kvq.CacheSpec, tell: bool = True) -> LlamaCo
 def calibrations(
     config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]
 ) -> list[str | None]:
-    """Return the file that each cache is to be prepared with, None for caches that need none.
-    Everything but the weights is compared."""
+    """Return the calibration file of each cache, or None for a cache that needs none. Everything
+    but the weights is compared."""
     with input_errors():
         chosen = [
             _calibration(spec, config, files) if needs(spec, config) else None for spec in specs
@@ -279,7 +303,7 @@ def calibrations(
 
 
 def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str]) -> str:
-    """Return the first file that is a calibration for this cache."""
+    """Return the first file that calibrates this cache."""
     errors = []
     for file in files or (None,):
         try:
@@ -297,38 +321,41 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
 
 
 def quantized_in_words(quantized: int, read: int | None = None) -> str:
-    """Return how many of the tokens that are read are quantized, for tables: that there are none is
-    told apart from a small number."""
+    """Return how many of the tokens that are read are quantized, for tables. None at all is written
+    NONE, so that it stands out."""
     return f"{quantized}" + ("" if read is None else f" of {read}") if quantized else "NONE"
 
 
 def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
-    """Warn where no quantized token is ever read though the cache is not dense: the numbers then
-    say nothing about it.
+    """Warn if no quantized token is ever read although the cache is not dense: its numbers then say
+    nothing.
 
-    cache: its layout; read: tokens in it when it is last read, None where windows do not matter;
-    where: in words, for the warning.
+    Args:
+        name: the cache as the user wrote it.
+        cache: its layout.
+        read: tokens in the cache at its last read, or None if windows do not matter.
+        where: the setting in words, for the warning.
     """
     if cache.spec.exact:
         return
     if not any(plan.quantizes for plan in cache.plans):
         warn(
             f"{name}: no layer of this model quantizes anything, so this is the full-precision"
-            " model but for rounding"
+            " model up to rounding"
         )
     elif read is not None and not kvq.quantized_tokens(cache, read):
         warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
 
 
 def raw_config(model: str) -> dict[str, Any]:
-    """Return the configuration as the file writes it (config.json, or a GGUF file's metadata); for
-    what `LlamaConfig` does not keep."""
+    """Return the configuration as the file has it (config.json, or a GGUF file's metadata),
+    including what `LlamaConfig` drops."""
     with input_errors():
         return dict(checkpoint.open_checkpoint(model, "config").fields)
 
 
 def read_text(path: str) -> str:
-    """Read a UTF-8 text, without the byte-order mark that some editors write."""
+    """Read a UTF-8 text without the byte-order mark that some editors write."""
     with input_errors():
         try:
             return Path(path).read_text(encoding="utf-8-sig")
@@ -337,18 +364,18 @@ def read_text(path: str) -> str:
 
 
 def read_prompt(path: str) -> str:
-    """Read a prompt from a file, or from stdin where the path is `-`."""
+    """Read a prompt from a file, or from stdin if the path is `-`."""
     if path != "-":
         return read_text(path)
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"what came on stdin is not UTF-8 text: {error}") from error
+        raise UserError(f"stdin is not UTF-8 text: {error}") from error
 
 
 def output_directory(path: str, *, empty: bool = False) -> Path:
-    """Check, before any work is done, that the directory that --out names can be made and written.
-    Nothing is made yet."""
+    """Check before any work that the directory of --out can be created and written. Nothing is
+    created yet."""
     out = Path(path)
     if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {path!r} exists and is not an empty directory; name a new one")
@@ -363,8 +390,8 @@ def output_directory(path: str, *, empty: bool = False) -> Path:
 
 
 def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
-    """Warn where a model meets more tokens than it was trained for, with the name of what has them;
-    UserError where they are beyond its sliding window."""
+    """Warn if a model gets more tokens than it was trained for. Raises UserError if they exceed its
+    sliding window. `name` says whose tokens these are."""
     with input_errors():
         config.check_window(tokens)
     if tokens > config.max_position_embeddings:
@@ -375,13 +402,14 @@ def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer alone; None where the checkpoint has none."""
+    """Load the tokenizer alone. None if the checkpoint has none."""
     with input_errors():
         return checkpoint.open_checkpoint(model, "tokenizer").tokenizer()
 
 
 def need_tokenizer(model: str, use: str) -> Any:
-    """Load the tokenizer; where the checkpoint has none, UserError names its use."""
+    """Load the tokenizer. If the checkpoint has none, raise a UserError that says what it is needed
+    for."""
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
@@ -389,16 +417,14 @@ def need_tokenizer(model: str, use: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
-    """Return the token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat
+    """Return the token ids of a prompt. With `chat`, the prompt is the user's turn in the chat
     template."""
     if chat:
         return encode_rendered(
             tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}])
         )
     check_text(text)
-    return list(
-        tokenizer(text, verbose=False).input_ids
-    )  # quiet about lengths: those are checked here
+    return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
 
 
 def check_text(text: str) -> None:
@@ -409,8 +435,8 @@ def check_text(text: str) -> None:
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return a conversation in the tokenizer's chat template, up to where the model's next answer
-    begins."""
+    """Return a conversation in the tokenizer's chat template, up to the start of the model's next
+    answer."""
     for message in messages:
         check_text(message["content"])
     if not getattr(tokenizer, "chat_template", None):
@@ -431,8 +457,8 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 @contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after this time, where the system has such an alarm and this is the thread
-    that it reaches."""
+    """Raise TimeoutError after this time, if the system has such an alarm and this is the main
+    thread, which receives it."""
     if (
         not hasattr(signal, "setitimer")
         or threading.current_thread() is not threading.main_thread()
@@ -468,8 +494,8 @@ def check_tokens(ids: list[int], config: LlamaConfig) -> None:
 
 
 def check_memory(cache: kvq.Cache) -> None:
-    """Raise UserError where a device's share of this layout is larger than its memory; weights and
-    working memory are not counted."""
+    """Raise UserError if a device's share of this layout exceeds its memory. Weights and working
+    memory are not counted."""
     size, memory = (
         (
             kvq.nbytes(cache)
@@ -492,7 +518,7 @@ def new_cache(
     dtype: str,
     placement: kvq.Placement | None = None,
 ) -> kvq.Cache:
-    """Return an empty cache of one row; UserError where the device has no room left for it."""
+    """Return an empty cache of one row. Raises UserError if the device has no room for it."""
     try:
         return kvq.init_cache(spec, config, 1, capacity, dtype, placement)
     except jax.errors.JaxRuntimeError as error:
@@ -504,14 +530,14 @@ def new_cache(
 
 
 def device_memory() -> int | None:
-    """Return the bytes of the memory that holds arrays; None where they are not known."""
+    """Return the bytes of the memory that holds arrays, or None if unknown."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return None  # no POSIX system
+        return None  # not a POSIX system
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""The one prompt of a command line: the options that give it, and its tokens."""
+"""Read the prompt that a command line gives, as text, a file or token ids."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from kvq_tools.cli.console import UserError
 
 
 def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
-    """Add the options, of which one may be given, and return their group."""
+    """Add the options that give a prompt, which exclude each other, and return their group."""
     prompt = parser.add_mutually_exclusive_group(required=required)
     prompt.add_argument("--prompt", metavar="P", help="the text to continue")
     prompt.add_argument(
-        "--prompt-file", metavar="F", help="a UTF-8 file with the text to continue; - reads stdin"
+        "--prompt-file",
+        metavar="F",
+        help="a UTF-8 file with the text to continue, or - for stdin",
     )
     prompt.add_argument(
         "--prompt-ids",
         metavar="IDS",
         type=inputs.token_ids,
-        help="token ids, as 1,2,3; needs no tokenizer",
+        help="token ids such as 1,2,3; needs no tokenizer",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="put the prompt into the tokenizer's chat template"
+        "--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template"
     )
     return prompt
 
 
 def read_prompt(options: argparse.Namespace, config: LlamaConfig) -> tuple[Any, list[int]]:
-    """Return (the tokenizer, None where there is none; the prompt's token ids). Raises UserError
-    where there is no prompt in them."""
+    """Return (the tokenizer or None, the prompt's token ids). Raises UserError if there is no
+    prompt."""
     text = (
         inputs.read_prompt(options.prompt_file)
         if options.prompt_file is not None

@@ -36,8 +36,8 @@ from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
 BATCH = 4
 MOST_LENGTH = 4096  # of the default lengths
 CHAT_RULE = (
-    "the prompt is the user's turn in the tokenizer's chat template; words that the answer begins"
-    " with follow the template"
+    "the prompt is the user's turn in the tokenizer's chat template; the first words of the answer"
+    " follow the template"
 )
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 4  # for each length and depth
@@ -48,9 +48,9 @@ class TaskRun:
     """A task as its command asks for it.
 
     rules       what the output says about prompts, truncation and scores
-    samples     what the model is asked
-    groups      labels that get a table each, where samples have them
-    settings    what else the output repeats of the command line
+    samples     a function that makes the samples
+    groups      labels that get a table each, if samples have them
+    settings    parts of the command line that the output repeats
     """
 
     name: str
@@ -64,15 +64,20 @@ class TaskRun:
 def add_arguments(
     parser: argparse.ArgumentParser, max_new_tokens: int | None, default: str = "%(default)s"
 ) -> None:
-    """Add the arguments that all of these commands take. max_new_tokens: the default; None where it
-    depends on the task, and `default` says how."""
+    """Add the arguments that all of these commands take.
+
+    Args:
+        parser: the command's parser.
+        max_new_tokens: the default, or None if it depends on the task.
+        default: the default in words.
+    """
     inputs.add_model(parser)
     parser.add_argument(
         "--cache",
         metavar="SPEC",
         type=inputs.named_cache,
         action="append",
-        help="a cache; may be given several times (default: dense)",
+        help="a cache; can be repeated (default: dense)",
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
@@ -80,7 +85,7 @@ def add_arguments(
         metavar="N",
         type=inputs.positive,
         default=max_new_tokens,
-        help=f"the longest answer (default: {default})",
+        help=f"longest answer (default: {default})",
     )
     parser.add_argument(
         "--batch",
@@ -92,31 +97,31 @@ def add_arguments(
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="put the prompt into the tokenizer's chat template, as the user's turn",
+        help="make the prompt the user's turn in the tokenizer's chat template",
     )
     parser.add_argument(
         "--answers",
         metavar="F",
-        help="a new file for every answer as it comes, one JSON object a line",
+        help="write each answer to this new file as it comes, one JSON object per line",
     )
     inputs.add_dtype(parser)
 
 
 def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = None) -> None:
-    """Add the arguments of tasks that make their own samples. text: what --text is, for tasks that
-    hide facts at depths of one."""
+    """Add the arguments of tasks that make their own samples. `text` is the help of --text, for
+    tasks that hide facts at depths of one."""
     parser.add_argument(
         "--data",
         metavar="FILE",
-        help="ready-made samples, one JSON object a line, in place of generated ones",
+        help="ready-made samples, one JSON object per line, instead of generated ones",
     )
     parser.add_argument(
         "--lengths",
         metavar="L,L",
         type=_integers,
         help=(
-            "tokens of prompt and answer (default: a quarter, a half and all of the model's"
-            f" positions, of at most {MOST_LENGTH}, as far as the question fits)"
+            "tokens of prompt and answer (default: a quarter, a half and all of the model's "
+            f"positions, of at most {MOST_LENGTH}, as far as the question fits)"
         ),
     )
     if text is not None:
@@ -124,11 +129,11 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
             "--depths",
             metavar="D,D",
             type=_shares,
-            help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
+            help="positions of the fact, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
         )
         parser.add_argument("--text", metavar="FILE", help=text)
     parser.add_argument(
-        "--seed", type=inputs.seed, default=0, help="of generated samples (default: 0)"
+        "--seed", type=inputs.seed, default=0, help="seed of generated samples (default: 0)"
     )
     each = "each length" if text is None else "each length and depth"
     parser.add_argument(
@@ -166,9 +171,10 @@ def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
 def generated(
     options: argparse.Namespace, config: LlamaConfig, make: Callable[..., list[Sample]]
 ) -> list[Sample]:
-    """Return make(lengths=, count=, seed=), a task's own samples. Of the default lengths, those
-    that are too short for the question are left out, and a warning says so; UserError names the
-    remedy where none is left, or where one that was asked for does not do.
+    """Return the task's samples, from make(lengths=, count=, seed=).
+
+    Default lengths that are too short for the question are skipped with a warning. UserError names
+    the remedy if none is left, or if a length that was asked for is too short.
     """
     most = min(config.positions, MOST_LENGTH)
     samples, short, needed = [], [], 0
@@ -179,36 +185,38 @@ def generated(
             short, needed = [*short, length], length + error.lacking
             if options.lengths:
                 raise UserError(
-                    f"--lengths {length}: {error}; {needed} would do, or fewer --max-new-tokens"
+                    f"--lengths {length}: {error}; try fewer --max-new-tokens or --lengths {needed}"
                 ) from error
     if not samples and needed <= config.positions:
         raise UserError(
             f"prompt and answer take at least {needed} tokens, and the longest default is {most}:"
-            f" give --lengths {needed}"
+            f" use --lengths {needed}"
         )
     if not samples:
         raise UserError(
             f"prompt and answer take at least {needed} tokens, and the model was trained for"
-            f" {config.positions} positions; --max-new-tokens, now"
-            f" {options.max_new_tokens or 'the default'}, is a part of them"
+            f" {config.positions} positions, which include --max-new-tokens (now"
+            f" {options.max_new_tokens or 'the default'})"
         )
     if short:
         warn(
             f"no samples of {' and '.join(map(str, short))} tokens: the question needs about"
-            f" {needed}; --lengths names others"
+            f" {needed}; --lengths sets others"
         )
     return samples
 
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
-    """Raise UserError where an option of generated samples stands beside --data."""
-    given = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
-    if options.data is not None and given:
-        raise UserError(f"--{given[0]} is for generated samples, and --data gives ready-made ones")
+    """Raise UserError if --data comes with an option of generated samples."""
+    conflicts = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
+    if options.data is not None and conflicts:
+        raise UserError(
+            f"--{conflicts[0]} is for generated samples, but --data has ready-made ones"
+        )
 
 
 def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
-    """Answer every sample through every cache and print the scores; everything that needs no
+    """Answer every sample through every cache and print the scores. Everything that needs no
     weights is checked before they are read."""
     options.dtype = inputs.model_dtype(options)
     caches = options.cache or [inputs.named_cache("dense")]
@@ -305,7 +313,7 @@ def described(sample: Sample, answer: Answer) -> dict[str, Any]:
 def summary(
     samples: Sequence[Sample], answers: Sequence[Answer], groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the mean scores, over all answers and for every value of each label, and the answers
+    """Return the mean scores, over all answers and for each value of each label, and the answers
     themselves."""
     by_label = {}
     for label in groups:

@@ -42,19 +42,22 @@ from kvq_tools.evaluation.results import finite
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
 CONTEXT = 2048
 NEW_TOKENS = 64
-FEWEST_TOKENS = 32  # of a text, so that both halves mean something
+FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
 
 DESCRIPTION = f"""\
-Runs a model with several caches and compares them. The first half of a text is the prompt. Each cache then
-(1) continues it greedily and (2) predicts the second half token by token, reading what it stored: that gives the
-perplexity. Bytes are those of the whole cache at the text's length, windows included, beside a dense bf16 cache
-of the same capacity; tokens/s is decoding alone, compilation not counted.
-Without arguments: the embedded model, the opening of Pride and Prejudice, and {", ".join(CACHES)}."""
+Runs a model with several caches and compares them. The first half of a text is
+the prompt. Each cache then (1) continues it greedily and (2) predicts the
+second half token by token, reading what it stored, which gives the perplexity.
+Bytes are those of the whole cache at the text's length, windows included,
+beside a dense bf16 cache of the same capacity. tokens/s is decoding alone,
+without compilation. Without arguments: the embedded model, the opening of Pride
+and Prejudice, and {", ".join(CACHES)}."""
 
 EPILOG = f"""\
 examples:
   kvq demo
-  kvq demo --model path/to/model --text notes.txt --cache dense --cache kivi:bits=2,recent=32
+  kvq demo --model path/to/model --text notes.txt --cache dense \\
+      --cache kivi:bits=2,recent=32
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -72,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         type=inputs.named_cache,
         action="append",
-        help="a cache; may be given several times",
+        help="a cache; can be repeated",
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
@@ -81,8 +84,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=inputs.positive,
         default=CONTEXT,
         help=(
-            "use at most S tokens of the text, and never more than the model was trained for"
-            " (default: %(default)s)"
+            "use at most S tokens of the text, and never more than the model was trained for "
+            "(default: %(default)s)"
         ),
     )
     parser.add_argument(
@@ -155,7 +158,7 @@ def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int
     inputs.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
         raise UserError(
-            f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, and has"
+            f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, but has"
             f" {len(ids)}"
         )
     prompt, rest = ids[: len(ids) // 2], ids[len(ids) // 2 :]
@@ -200,7 +203,7 @@ class Row:
         logprobs, cache = decoding.score(self.llama, cache, np.array([task.rest]))
         perplexity = math.exp(
             -float(jnp.mean(logprobs[0, 1:]))
-        )  # the first token of the rest is only read
+        )  # the first token of the rest is read but not scored
         stored = kvq.nbytes(cache)
         dense = kvq.dense_nbytes(self.llama.config, 1, task.capacity)
         return {
@@ -223,26 +226,25 @@ class Row:
 def _in_threads(
     function: Callable[[Row], TimedGeneration], rows: list[Row]
 ) -> list[TimedGeneration]:
-    """Call `function` on every row, several at a time: XLA compiles without Python's lock."""
+    """Call `function` on every row, several at a time: XLA compiles without holding Python's
+    lock."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
         return list(pool.map(function, rows))
     finally:
-        pool.shutdown(
-            wait=False, cancel_futures=True
-        )  # Ctrl-C does not wait for what is being compiled
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for compilations
 
 
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the number of tokens that each row generates before it first differs from the dense
-    cache; None where no row is dense."""
+    cache, or None if no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
     for row in rows:
         pairs = enumerate(zip(row["tokens"], dense or [], strict=False))
         row["tokens_as_dense"] = (
             None
             if dense is None
-            else next((i for i, (own, exact) in pairs if own != exact), len(dense))
+            else next((i for i, (token, exact) in pairs if token != exact), len(dense))
         )
     return rows
 

@@ -1,8 +1,10 @@
-"""`kvq doctor`: tell layer by layer what a cache will do to a model, and warn of known problems."""
+"""`kvq doctor`: explain layer by layer what a cache will do to a model, and warn of known
+problems."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,21 @@ from kvq_tools.cli import compilation_cache, doctor_outliers, inputs
 from kvq_tools.cli.console import UserError, input_errors, print_json
 from kvq_tools.cli.tables import print_line, print_table
 
-# keys of a normalized input are of order 1 to 10; a constant above that dominates its group
+# keys of a normalized input are of order 1 to 10; a larger constant dominates its group
 LARGE_BIAS = 10.0
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 DESCRIPTION = f"""\
-Tells layer by layer what a cache will apply to a model and what it will leave in full precision, and why: resolved
-bits and groups, packing and its padding, skipped layers, and whether the kernels for GPUs and CPUs can read it. Looks at head dim,
-QK-norm, RoPE, sliding window and the key projection's bias, and warns of known problems. Says whether the cache needs a
-calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
-a calibration, those that tell models apart (norms and two projections), and only from a local directory.
+Explains layer by layer what a cache will apply to a model, what it leaves in
+full precision, and why: resolved bits and groups, packing and its padding,
+skipped layers, and whether the GPU and CPU kernels can read it. Looks at
+head_dim, QK-norm, RoPE, the sliding window and the bias of the key projection,
+and warns of known problems. Says whether the cache needs a calibration, and
+whether the one given fits this cache and model. Of the weights, it reads only
+the biases of k_proj and, for a calibration, those that identify a model (norms
+and two projections), and only from a local directory.
 
-{doctor_outliers.HELP}"""
+{textwrap.fill(doctor_outliers.HELP, 80)}"""
 
 EPILOG = f"""\
 examples:
@@ -72,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=inputs.DTYPES,
         default="bfloat16",
-        help="with --text: of weights and activations (default: %(default)s)",
+        help="with --text: dtype of weights and activations (default: %(default)s)",
     )
 
 
@@ -90,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
     if options.text is not None:
         raise UserError("--text is for --outliers")
     options.cache = options.cache or inputs.cache_spec("dense")
-    config = inputs.read_config(options.model, options.cache, tell=False)
+    config = inputs.read_config(options.model, options.cache, warn_unmet=False)
     context = options.context or config.positions
     cache = kvq.layout(options.cache, config, 1, context)
     biases = key_biases(options.model, config)
@@ -126,17 +131,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 # --- layers
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def describe_layer(
     index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int
 ) -> dict[str, Any]:
-    """Describe both sides of a layer (`kv` where both are read from the same rows), the reason that
-    one is left in full
-    precision, and the reasons that no GPU kernel and no CPU kernel read the layer (None where one
-    does).
-    """
+    """Describe a layer: both sides (`kv` if both are read from the same rows), why one is left in
+    full precision, and why GPU and CPU kernels cannot read the layer (None if they can)."""
     skipped = index in spec.skip_layers
     if skipped:
         reason = "skip_layers names it"
@@ -168,8 +169,8 @@ def describe_layer(
 
 
 def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
-    """Return the codec's resolved options, its stored bits for each element of keys or values, and
-    how its codes are packed."""
+    """Return the codec's resolved options, its stored bits per element of keys or values, and how
+    its codes are packed."""
     tokens = 32 * plan.regions.block
     body = codec.body(1, plan.heads, tokens)
     described = codec.describe()
@@ -187,13 +188,12 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
 
 
 # --- the model
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def facts(
     config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None
 ) -> dict[str, str]:
-    """Describe in words what matters to a cache about the model."""
+    """Describe in words the facts about the model that matter to a cache."""
     h = config.head_dim
     normed = (
         "applied when keys are rebuilt"
@@ -226,7 +226,7 @@ def facts(
 
 
 def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
-    """Return whether any layer rebuilds its keys from what it caches."""
+    """Return whether any layer rebuilds its keys from cached rows."""
     return any(plan.k.rebuilds for plan in kvq.layout(spec, config, 1, 1).plans)
 
 
@@ -258,7 +258,7 @@ def _sliding_window(config: LlamaConfig, hf: dict[str, Any]) -> str:
 
 
 def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
-    """Read k_proj's bias of every layer, [K * H] fp32, and no other tensor; None without such a
+    """Read the k_proj bias of every layer, [K * H] fp32, and no other tensor. None without such a
     bias or without local weights."""
     stored = _stored_weights(model) if config.qkv_bias else None
     if stored is None:
@@ -274,7 +274,7 @@ def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
 
 
 def _stored_weights(model: str) -> checkpoint.Checkpoint | None:
-    """Return the local checkpoint with its weights; None where there are none (a Hub id, a
+    """Return the local checkpoint with its weights, or None if there are none (a Hub id, a
     directory with config.json alone)."""
     path = Path(located(model))
     if not path.is_file() and not any(path.glob("*.safetensors")):
@@ -306,14 +306,13 @@ def _bias_in_words(config: LlamaConfig, biases: list[np.ndarray] | None) -> str:
 
 
 # --- calibration
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def calibration_state(
     model: str, config: LlamaConfig, spec: kvq.CacheSpec, file: str | None
 ) -> tuple[str, list[str]]:
-    """Return (the state of the calibration in words, warnings). UserError where the file is not for
-    this cache and model."""
+    """Return (the state of the calibration in words, warnings). Raises UserError if the file is not
+    for this cache and model."""
     needed = needs(spec, config)
     if not needed and file is None:
         return (
@@ -332,12 +331,12 @@ def calibration_state(
         ]
     stored = _stored_weights(model)
     with input_errors():
-        own = None if stored is None else fingerprint_of(config, stored.read)
-        calibration = check_calibration(spec, config, file, own)
-    assert calibration is not None, "a file is refused where none is needed"
+        fingerprint = None if stored is None else fingerprint_of(config, stored.read)
+        calibration = check_calibration(spec, config, file, fingerprint)
+    assert calibration is not None, "a file is refused if none is needed"
     compared = (
         "fits this cache and model"
-        if own
+        if fingerprint
         else "fits this cache; the weights are not in a local directory and were not compared"
     )
     origin = calibration.origin
@@ -351,7 +350,6 @@ def calibration_state(
 
 
 # --- warnings
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
@@ -397,8 +395,8 @@ def _padding_warnings(cache: kvq.Cache) -> list[str]:
 
 
 def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
-    """Warn of large key biases: channels that share a scale are quantized with the step of the one
-    with the largest constant part."""
+    """Warn of large key biases: channels that share a scale are quantized with the step of the
+    channel with the largest constant part."""
     problems = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
         bits, largest = plan.k.channel_group_bits, float(np.abs(bias).max())
@@ -420,7 +418,6 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
 
 
 # --- text
-# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`kvq generate`: continue a prompt through a cache, and report what was really done."""
+"""`kvq generate`: continue a prompt through a cache, and report what was done."""
 
 from __future__ import annotations
 
@@ -39,22 +39,32 @@ from kvq_tools.cli.timed import TimedGeneration
 CAPACITY_STEP = 64
 
 DESCRIPTION = """\
-Continues a prompt with a Llama-family checkpoint whose keys and values go through the cache SPEC, prints the text, and
-ends with one line that tells what was really done: the cache and its bytes, the bytes of a bf16 cache, tokens, times
-(compilation apart) and speed. Greedy unless --temperature, --top-k, --top-p or --min-p is given."""
+Continues a prompt with a Llama-family checkpoint whose keys and values go
+through the cache SPEC, prints the text, and ends with one line about what was
+done: the cache and its bytes, the bytes of a bf16 cache, tokens, times
+(compilation apart) and speed. Decoding is greedy unless you give --temperature,
+--top-k, --top-p or --min-p."""
 
 EPILOG = f"""\
 examples:
-  kvq generate embedded --prompt "It was a bright" --cache kivi:bits=2 --max-new-tokens 60 --stream
-  kvq generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Name three rivers." --cache innerq:bits=2 --temperature 0.7 --top-p 0.9
-  kvq generate embedded --prompts prompts.jsonl --out answers.jsonl --cache kivi:bits=4 --memory 1GiB
+  kvq generate embedded --prompt "It was a bright" --cache kivi:bits=2 \\
+      --max-new-tokens 60 --stream
+  kvq generate path/to/Llama-3.2-1B-Instruct --chat --temperature 0.7 \\
+      --top-p 0.9 --prompt "Name three rivers." --cache innerq:bits=2
+  kvq generate embedded --prompts prompts.jsonl --out answers.jsonl \\
+      --cache kivi:bits=4 --memory 1GiB
   kvq generate smollm2 --from report.safetensors --stream
-  kvq generate path/to/Llama-3.1-8B --prompt-file book.txt --cache kivi:bits=2 --mesh heads=4,tokens=2
-  kvq generate path/without/tokenizer --prompt-ids 1,306,763 --cache dense --json
+  kvq generate path/to/Llama-3.1-8B --prompt-file book.txt \\
+      --cache kivi:bits=2 --mesh heads=4,tokens=2
+  kvq generate path/without/tokenizer --prompt-ids 1,306,763 --json
 
-With --prompts, each line of the file is a text in quotes or an object: {{"prompt": TEXT}}, {{"prompt_ids": [1, 2]}} or
-{{"messages": [{{"role": "user", "content": TEXT}}]}}, with "id" (default: the line's number), "max_new_tokens", "temperature",
-"top_k", "top_p", "min_p" and "seed" of its own. Answers are written as they come; run the command again to go on where it stopped.
+With --prompts, each line of the file is a quoted text or an object:
+  {{"prompt": TEXT}}
+  {{"prompt_ids": [1, 2]}}
+  {{"messages": [{{"role": "user", "content": TEXT}}]}}
+An object may also have "id" (default: the line's number), "max_new_tokens",
+"temperature", "top_k", "top_p", "min_p" and "seed". Answers are written as they
+come. Run the command again to continue where it stopped.
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -66,26 +76,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--prompts",
         metavar="F",
-        help="a file with a prompt in each line, as JSON; several are generated at a time",
+        help="a file with one prompt per line, as JSON; several are generated at a time",
     )
     parser.add_argument(
         "--out",
         metavar="F",
         help=(
-            "where the answers to --prompts go, one line each; what is there is not generated again"
+            "the file for the answers to --prompts, one per line; prompts that it already "
+            "answers are skipped"
         ),
     )
     parser.add_argument(
         "--from",
         dest="handed",
         metavar="F",
-        help="go on from a file of kvq prefill; a prompt beside it must be the one that was read",
+        help=(
+            "continue from a file of `kvq prefill`; a prompt, if given, must be the one in the file"
+        ),
     )
     parser.add_argument(
         "--cache",
         metavar="SPEC",
         type=inputs.cache_spec,
-        help="the cache (default: dense; with --from the file's)",
+        help="the cache (default: dense; with --from, the one in the file)",
     )
     inputs.add_calibration(parser)
     inputs.add_sampling(parser, max_new_tokens=128)
@@ -94,8 +107,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=inputs.positive,
         help=(
-            "tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple"
-            " of 64)"
+            "tokens that the cache can hold (default: prompt and new tokens, rounded up to a "
+            "multiple of 64)"
         ),
     )
     engines.add_size(parser, capacity=False)
@@ -106,15 +119,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=inputs.positive,
         help=(
-            "draft up to N tokens in a step from what prompt and answer say earlier; the text is"
-            " the greedy one (default: none)"
+            "prompt-lookup decoding: draft up to N tokens per step from earlier text; output "
+            "is unchanged (default: none)"
         ),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
-    """A checked request: of the user's input, only the weights can still be wrong."""
+    """A checked request. Of the user's input, only the weights can still be wrong."""
 
     config: LlamaConfig
     tokenizer: Any
@@ -174,7 +187,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_which(options: argparse.Namespace) -> None:
-    """Refuse options of many prompts beside one, and the other way round."""
+    """Refuse options for many prompts with one prompt, and the other way round."""
     many, given = (
         options.prompts is not None,
         {
@@ -207,7 +220,7 @@ def _check_which(options: argparse.Namespace) -> None:
 
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
-    """Check all that needs no weights."""
+    """Check everything that needs no weights."""
     sampling = inputs.checked_sampling(options)
     if options.draft is not None and sampling.temperature:
         raise UserError(
@@ -245,7 +258,7 @@ def _prompt(
 ) -> tuple[Any, list[int], int]:
     """Return (tokenizer, prompt, capacity)."""
     if handed is not None and all(
-        given is None for given in (options.prompt, options.prompt_file, options.prompt_ids)
+        option is None for option in (options.prompt, options.prompt_file, options.prompt_ids)
     ):
         tokenizer, prompt = inputs.load_tokenizer(options.model), handed.prompt
     else:
@@ -266,8 +279,8 @@ def _prompt(
 def _cache(
     options: argparse.Namespace, request: GenerationRequest, llama: Llama
 ) -> tuple[Llama, Cache, jax.Array | None]:
-    """Return (the model with what the cache needs, the cache, the logits after the prompt that it
-    holds, if it holds one)."""
+    """Return (the model with the parameters that the cache needs, the cache, and the logits after
+    the prompt if the cache holds it)."""
     handed = request.handed
     model_fingerprint = "" if handed is None else kvq.fingerprint(llama)
     with input_errors():
@@ -306,7 +319,7 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
 def _generated(
     generation: TimedGeneration, continuation: Continuation, steps: int, show: bool
 ) -> tuple[list[int], Cache, bool]:
-    """Return (new token ids, the cache after them, whether all logits were finite); with `show`,
+    """Return (new token ids, the cache after them, whether all logits were finite). With `show`,
     print text as it comes."""
     ids: list[int] = []
     cache, finite = None, True

@@ -15,7 +15,7 @@ from kvq_tools.cli.inputs import CACHE_GRAMMAR
 from kvq_tools.cli.tables import print_line, print_table
 
 REFERENCE_DIMS = (
-    CacheDims(  # Llama-3.1-8B; all layers, for a method may treat the first ones differently
+    CacheDims(  # Llama-3.1-8B with all layers, as a method may treat the first ones differently
         num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
@@ -25,9 +25,10 @@ REFERENCE_DIMS = (
 )
 
 DESCRIPTION = """\
-Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its
-full-precision windows, and the average bits that it stores for an element of the quantized body (scales, zero points
-and padding included, windows not) at head_dim 128."""
+Lists every cache method: what it does, its source, its options with defaults
+and allowed values, its full-precision windows, and the average bits that it
+stores per element of the quantized body (including scales, zero points and
+padding, but not windows) at head_dim 128."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +58,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """Return what a method declares, and its average bits for each value of `bits` where it has
-    such an option."""
+    """Return the declaration of a method, and its average bits for each value of its option `bits`,
+    if it has one."""
     bits = next(
         (option.metadata["choices"] for option in method.options() if option.name == "bits"), ()
     )

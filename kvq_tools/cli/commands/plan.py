@@ -1,4 +1,4 @@
-"""`kvq plan`: the best cache for a budget, from measurements on a text or from a calibration
+"""`kvq plan`: find the best cache for a budget, from measurements on a text or from a calibration
 alone."""
 
 from __future__ import annotations
@@ -35,34 +35,45 @@ from kvq_tools.planning.measuring import (
     Request,
 )
 
-SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the other lines of the table
+SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
 FEWEST_BITS, MOST_BITS = 1, 8
 _BITS = re.compile(r"(\d+(?:\.\d+)?) *bits?", re.IGNORECASE)
 
+_WIDTHS = ", ".join(f"{bits:g}" for bits in MEASURED)
+
 DESCRIPTION = f"""\
-Finds the cache with the least KL to full precision for a budget: bits of a stored element, or the memory of a whole cache at a
-context and a batch, its full-precision windows included. Prints the spec, which --cache takes, beside those of other budgets.
+Finds the cache with the least KL to full precision for a budget: bits per
+stored element, or the memory of a whole cache at a context and a batch,
+full-precision windows included. Prints the spec for --cache, beside those of
+other budgets.
 
-With --text, it measures. waterfill is calibrated on the first half of the text ({SAMPLES} x {LENGTH} tokens); then every side of
-every layer is read through the cache by itself, at {", ".join(f"{bits:g}" for bits in MEASURED)} bits, on windows of the second half.
-The widths of all layers follow from that, and the best caches of the budget, those of other methods too, are read as a whole: the one
-with the least KL is taken. Every number is kept at once: the same command goes on after Ctrl-C, and another budget of the same model
-and text measures only its last step.
+With --text, it measures. waterfill is calibrated on the first half of the text
+({SAMPLES} x {LENGTH} tokens). Then every side of every layer is read through the cache by
+itself, at {_WIDTHS} bits, on windows of the second half. This gives the
+widths of all layers. The best caches of the budget, also of other methods, are
+then read as a whole, and the one with the least KL wins. Every number is saved
+at once: after Ctrl-C the same command continues, and another budget for the
+same model and text measures only its last step.
 
-With --fast or without a text, nothing is measured: widths come from the energies of waterfill's calibration, which also predicts the KL, to
-second order, for tokens outside the windows. It ranks budgets. The calibration is --calibration, or what an earlier plan with a text kept;
+With --fast or without a text, nothing is measured: widths come from the
+energies of waterfill's calibration, which also predicts the KL, to second
+order, for tokens outside the windows. This prediction ranks budgets. The
+calibration is --calibration, or the one that an earlier plan with a text kept.
 --cache auto:bits=2.5 does the same in every command.
 
---device and --tokens-per-second turn a speed into a budget: what a device can read in a step, after the weights, at the peak rate
-of its memory. No device is that fast; a cache that does not fit even so is too large."""
+--device and --tokens-per-second turn a speed into a budget: the bytes that a
+device can read in a step, after the weights, at the peak rate of its memory. No
+device is that fast, so a cache that does not fit even then is too large."""
 
 EPILOG = """\
 examples:
   kvq plan smollm2 --text wiki.txt --budget 2.5bits --picture front.png
-  kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 --out plan.json
+  kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 \\
+      --out plan.json
   kvq generate smollm2 --prompt "It was" --cache plan.json
-  kvq plan smollm2 --budget 3bits                                  (fast, from what the first command kept)
-  kvq plan path/to/model --calibration w.safetensors --device h200 --tokens-per-second 2000 --context 32768 --batch 32"""
+  kvq plan smollm2 --budget 3bits       (fast, from what the first command kept)
+  kvq plan path/to/model --calibration w.safetensors --device h200 \\
+      --tokens-per-second 2000 --context 32768 --batch 32"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -72,24 +83,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="2.5bits|600MiB",
         type=budget,
-        help="bits of an element, or a cache's memory",
+        help="bits per element, or the memory of a cache",
     )
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and measure on")
     parser.add_argument(
-        "--text", metavar="FILE", help="a UTF-8 text to calibrate and to measure on"
-    )
-    parser.add_argument(
-        "--fast", action="store_true", help="with --text: only calibrate on it, and measure nothing"
+        "--fast",
+        action="store_true",
+        help=("with --text: only calibrate on it, and measure nothing"),
     )
     parser.add_argument(
         "--calibration",
         metavar="F",
-        help="what kvq calibrate wrote for waterfill, with any budget (default: see above)",
+        help=(
+            "a file that `kvq calibrate` wrote for waterfill, with any budget (default: see above)"
+        ),
     )
     parser.add_argument(
         "--context",
         metavar="S",
         type=inputs.positive,
-        help="tokens of a sequence (default: the model's positions)",
+        help="tokens per sequence (default: the positions of the model)",
     )
     parser.add_argument(
         "--batch",
@@ -102,14 +115,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=inputs.DTYPES,
         default="bfloat16",
-        help="of full-precision rows (default: %(default)s)",
+        help="dtype of full-precision rows (default: %(default)s)",
     )
     plan_speed.add(parser)
     parser.add_argument(
         "--window",
         metavar="W",
         type=inputs.positive,
-        help=f"tokens of a measured window (default: at most {WINDOW})",
+        help=f"tokens per measured window (default: at most {WINDOW})",
     )
     parser.add_argument(
         "--windows",
@@ -121,20 +134,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work",
         metavar="DIR",
-        help="keep calibration and measurements here (default: in kvq's cache folder)",
+        help="keep calibration and measurements here (default: kvq's cache folder)",
     )
     parser.add_argument(
         "--out",
         metavar="F.json",
-        help="write the cache to a file that --cache takes, with its calibration's name",
+        help="write the cache, with the path of its calibration, to a file for --cache",
     )
-    parser.add_argument("--picture", metavar="F.png", help="draw KL over bits (needs matplotlib)")
+    parser.add_argument(
+        "--picture", metavar="F.png", help=("plot KL against bits (needs matplotlib)")
+    )
 
 
 def budget(text: str) -> float | int:
     """Parse --budget: bits as a float, bytes as an int."""
-    if found := _BITS.fullmatch(text.strip()):
-        return float(found[1])
+    if match := _BITS.fullmatch(text.strip()):
+        return float(match[1])
     try:
         return inputs.byte_size(text)
     except argparse.ArgumentTypeError:
@@ -210,7 +225,8 @@ def _fast(
         calibration = check_calibration(kvq.parse(METHOD), config, file)
         assert calibration is not None, f"{METHOD} needs a calibration"
         caches = [
-            _predicted(own, calibration, config, context, options) for own in sorted({*SHOWN, bits})
+            _predicted(level, calibration, config, context, options)
+            for level in sorted({*SHOWN, bits})
         ]
     chosen = next(cache["name"] for cache in caches if cache["bits"] == bits)
     return {
@@ -228,16 +244,18 @@ def _measured(
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
     planner = _planner(options, config)
-    advice = f"the same command goes on from what is in {str(planner.work)!r}"
+    advice = f"the same command continues from {str(planner.work)!r}"
     with interruption.advised(advice), input_errors():
         costs = planner.costs()
         checked = planner.check(costs, bits)
-        others = {own: planner.planned(costs, own) for own in SHOWN if own != bits}
+        others = {level: planner.planned(costs, level) for level in SHOWN if level != bits}
     facts = {
-        own: described(str(spec), own, config, options.batch, context, options.dtype)
-        for own, (spec, _) in others.items()
+        level: described(str(spec), level, config, options.batch, context, options.dtype)
+        for level, (spec, _) in others.items()
     }
-    caches = [facts[own] | {"predicted_kl": others[own][1], "measured_kl": None} for own in others]
+    caches = [
+        facts[level] | {"predicted_kl": others[level][1], "measured_kl": None} for level in others
+    ]
     caches += [
         described(str(one.spec), bits, config, options.batch, context, options.dtype)
         | {
@@ -257,8 +275,8 @@ def _measured(
 
 
 def prediction(checked: list[Checked]) -> dict[str, Any]:
-    """Return the largest factor between a prediction and what was measured, and whether it is small
-    enough to be more than a rank."""
+    """Return the largest factor between a prediction and its measurement, and whether predictions
+    are only good for ranking."""
     factors = [
         max(one.kl / one.predicted, one.predicted / one.kl)
         for one in checked
@@ -288,7 +306,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype="float32")
     with (
-        interruption.advised(f"the same command goes on from what is in {str(work)!r}"),
+        interruption.advised(f"the same command continues from {str(work)!r}"),
         input_errors(),
     ):
         return Planner(llama, request, work, options.calibration, Path(options.text).name, bar)
@@ -296,7 +314,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
 
 def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype: str) -> float:
     """Return the most bits whose cache fits so many bytes, to 1/16. Raises ValueError, in one line,
-    where not even the fewest do."""
+    if not even the fewest do."""
 
     def size(sixteenths: int) -> int:
         return kvq.nbytes(
@@ -316,7 +334,7 @@ def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype:
 def described(
     name: str, bits: float, config: LlamaConfig, batch: int, context: int, dtype: str
 ) -> dict[str, Any]:
-    """Return the facts about a cache that its layout tells."""
+    """Return the facts about a cache that follow from its layout."""
     return {
         "name": name,
         "bits": bits,
@@ -332,7 +350,7 @@ def _predicted(
     context: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the facts about waterfill with so many bits, as its calibration shares them out."""
+    """Return the facts about waterfill with so many bits, as its calibration distributes them."""
     spec = resolved(f"{METHOD}:bits={bits}", calibration)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
     return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}
@@ -366,26 +384,26 @@ def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
         rows,
         columns[2:],
     )
-    told = result["prediction"]
-    if told is None:
+    error = result["prediction"]
+    if error is None:
         print_line(
             "KL in nats per token, to second order, of tokens outside the windows: it ranks"
             " budgets; kvq eval measures one"
         )
     else:
-        kind = "it ranks only" if told["ranks_only"] else f"within a factor of {FACTOR:g}"
+        kind = "it ranks only" if error["ranks_only"] else f"within a factor of {FACTOR:g}"
         print_line(
-            "KL in nats per token. Predictions add up what sides cost; the worst is"
-            f" {told['factor']:.2f} times off: {kind}"
+            "KL in nats per token. Predictions add up written sides cost; the worst is"
+            f" {error['factor']:.2f} times off: {kind}"
         )
-    for path, what in ((options.out, "the cache"), (options.picture, "the picture")):
+    for path, written in ((options.out, "the cache"), (options.picture, "the picture")):
         if path:
-            print_line(f"[{path}: {what}]")
-    given = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
-    cache = options.out or f"'{result['chosen']}'{given}"
+            print_line(f"[{path}: {written}]")
+    calibration = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
+    cache = options.out or f"'{result['chosen']}'{calibration}"
     print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
 
 
 def _short(name: str) -> str:
-    """Return a cache's name without the digits of its widths, which are in the last line."""
+    """Return a cache's name without the digits of its widths. The last line has them."""
     return METHOD if name.startswith(f"{METHOD}:k_widths") else name

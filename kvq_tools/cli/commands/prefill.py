@@ -1,5 +1,5 @@
-"""`kvq prefill`: read a prompt once, and write its cache to a file with which `kvq generate --from`
-goes on."""
+"""`kvq prefill`: read a prompt once and save its cache, from which `kvq generate --from`
+continues."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from kvq_tools.cli.tables import print_line
 ROOM = 256  # tokens
 
 DESCRIPTION = """\
-Reads a prompt with a Llama-family checkpoint and writes the cache SPEC that holds it to a file, as safetensors with a checksum.
-`kvq generate --from` goes on from there, in another process or on another machine with the same model, with the tokens that
-`kvq generate` with this prompt would give."""
+Reads a prompt with a Llama-family checkpoint and saves the cache SPEC that
+holds it as safetensors with a checksum. `kvq generate --from` continues from
+the file, in another process or on another machine with the same model, and
+gives the tokens that `kvq generate` with this prompt would give."""
 
 EPILOG = f"""\
 examples:
-  kvq prefill smollm2 --cache kivi:bits=4 --prompt-file report.txt --out report.safetensors
+  kvq prefill smollm2 --cache kivi:bits=4 --prompt-file report.txt \\
+      --out report.safetensors
   kvq generate smollm2 --from report.safetensors --max-new-tokens 100
 
 {inputs.CACHE_GRAMMAR}"""
@@ -61,12 +63,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=inputs.positive,
         help=(
-            "tokens that the cache can hold, those included that will be generated (default: the"
-            f" prompt and {ROOM} more)"
+            "tokens that the cache can hold, including those still to be generated (default: "
+            f"the prompt and {ROOM} more)"
         ),
     )
     inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="bfloat16 rows")
+    inputs.add_dtype(parser, rows="rows are bfloat16")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -105,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [str(cache.spec)])
     handover.save(out, llama, model_fingerprint, cache, prompt, logits)
-    told = {
+    result = {
         "model": options.model,
         "cache": str(cache.spec),
         "out": str(out),
@@ -120,10 +122,10 @@ def run(options: argparse.Namespace) -> None:
         "calibration": options.calibration,
     }
     if options.json:
-        print_json("prefill", told)
+        print_json("prefill", result)
         return
     print_line(
-        f"[{out}: {format_bytes(told['bytes'])}, the cache {told['cache']} of {len(prompt)} prompt"
-        f" tokens, {told['quantized_tokens']} of them quantized, with room for {capacity}; read in"
-        f" {seconds:.3f} s, compilation included]"
+        f"[{out}: {format_bytes(result['bytes'])}, the cache {result['cache']} of"
+        f" {len(prompt)} prompt tokens, {result['quantized_tokens']} of them quantized, with room"
+        f" for {capacity}; read in {seconds:.3f} s, compilation included]"
     )

@@ -1,5 +1,5 @@
-"""kvq: what each command prints equals what the library does, and what a user gets wrong is one
-line and exit code 2."""
+"""kvq: each command prints what the library computes, and user errors are one line and exit code
+2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvq_tools.cli.continuation import UNFINISHED, Continuation
 from tests.kvq_models.checkpoints import PROMPT, STORIES, random_llama, tiny_config
 
 CACHE = "kivi:bits=2,recent=8,block=8"
-HERE = "native" if dispatch.no_device("native") is None else "xla"  # what reads it on this machine
+HERE = "native" if dispatch.no_device("native") is None else "xla"  # the reader on this machine
 NEW = 24
 
 
@@ -70,7 +70,6 @@ def test_commands_do_not_import_each_other():
 
 
 # --- generate
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_help_does_not_wait_for_jax():
@@ -222,7 +221,6 @@ def test_stories260k_continues_fluently_through_a_quantized_cache(run_json):
 
 
 # --- memory
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +276,6 @@ def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
 
 
 # --- methods, doctor
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_methods_lists_every_method_with_its_declared_options(run, run_json):
@@ -298,7 +295,7 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
 
 
 def save_qwen2(directory, peak):
-    """Return a two-layer Qwen2 whose first layer's key bias has one channel of `peak`."""
+    """Save a two-layer Qwen2 with one channel of `peak` in the key bias of its first layer."""
     save_llama(random_llama(tiny_config("qwen2")), directory)
     tensors = load_file(directory / "model.safetensors")
     tensors[doctor.BIAS_NAME.format(0)][3] = peak
@@ -377,7 +374,6 @@ def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
 
 
 # --- demo
-# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
@@ -411,7 +407,6 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
 
 
 # --- the command itself
-# -------------------------------------------------------------------------------------------------------------------
 
 
 WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan", "quantize-weights")
@@ -423,9 +418,9 @@ def test_help_of_every_command_has_a_sentence_an_example_and_the_grammar(command
         main.main([command, "--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    grammar = () if command in WITHOUT_A_CACHE else ("SPEC, what stands after --cache",)
-    own = () if command in main.PASSED_ON else ("--json",)
-    for part in ("example", f"kvq {command}", *own, *grammar):
+    grammar = () if command in WITHOUT_A_CACHE else ("SPEC, the argument of --cache",)
+    json_option = () if command in main.PASSED_ON else ("--json",)
+    for part in ("example", f"kvq {command}", *json_option, *grammar):
         assert part in text, f"kvq {command} --help lacks {part!r}"
 
 

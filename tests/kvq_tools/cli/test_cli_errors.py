@@ -1,5 +1,5 @@
-"""What a user gets wrong is one line and exit code 2, found before weights are read; a bug keeps
-its traceback."""
+"""User errors are one line and exit code 2, found before weights are read. A bug keeps its
+traceback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What commands call quantized is what the layers of a cache quantize, whatever its method is
-called."""
+"""Commands call tokens quantized if the layers of a cache quantize them, whatever the method's
+name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = "one two three four five six seven eight " * 8
 NO_LAYER = (
-    "no layer of this model quantizes anything, so this is the full-precision model but for"
-    " rounding"
+    "no layer of this model quantizes anything, so this is the full-precision model up to rounding"
 )
 SHORT = "nothing is read quantized, so this is the full-precision model"
 

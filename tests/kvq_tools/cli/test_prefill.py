@@ -1,5 +1,5 @@
-"""`kvq prefill` and `kvq generate --from`: one process reads, another goes on, and the tokens are
-those of one that does both."""
+"""`kvq prefill` and `kvq generate --from`: one process reads, another continues, and the tokens are
+the same as in one process."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def handed(
     run_json, model: pathlib.Path, prompt: pathlib.Path, tmp_path: pathlib.Path
 ) -> pathlib.Path:
     out = tmp_path / "prompt.safetensors"
-    told = run_json(
+    result = run_json(
         "prefill", model, "--cache", CACHE, "--prompt-file", prompt, "--out", out, "--capacity", 128
     )
-    assert (told["format"], told["cache"], told["bytes"], told["capacity"]) == (
+    assert (result["format"], result["cache"], result["bytes"], result["capacity"]) == (
         "kvq.prefill",
         CACHE,
         out.stat().st_size,
         128,
     )
-    assert told["quantized_tokens"] > 0
+    assert result["quantized_tokens"] > 0
     return out
 
 

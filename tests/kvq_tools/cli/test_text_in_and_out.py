@@ -1,5 +1,5 @@
-"""What people expect of prompts and texts: where they end, where they come from, how tokens are
-drawn, and in which dtype."""
+"""Prompts and texts: where they end, where they come from, how tokens are sampled, and in which
+dtype."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ NEW = 12
 
 
 def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
-    """An end token that the tokenizer does not count as special: of what the model says, the fourth
-    token becomes one."""
+    """The fourth token of the model's answer becomes an end token that the tokenizer does not count
+    as special."""
     arguments = ("--prompt", PROMPT, "--max-new-tokens", NEW, "--dtype", "float32")
     whole = run_json("generate", model, *arguments)
     end = whole["tokens"][3]
     shutil.copytree(model, tmp_path / "ending")
     (tmp_path / "ending" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     ended = run_json("generate", tmp_path / "ending", *arguments)
-    told = whole["tokens"].index(end)
-    assert ended["tokens"] == whole["tokens"][: told + 1], "the end token is one of the tokens"
+    position = whole["tokens"].index(end)
+    assert ended["tokens"] == whole["tokens"][: position + 1], "the end token is one of the tokens"
     prompt = inputs.load_tokenizer(str(model))(PROMPT).input_ids
     continuation = Continuation(inputs.load_tokenizer(str(model)), prompt)
-    assert ended["text"] == continuation.text(whole["tokens"][:told])
-    assert ended["text"] != continuation.text(whole["tokens"][: told + 1]), (
+    assert ended["text"] == continuation.text(whole["tokens"][:position])
+    assert ended["text"] != continuation.text(whole["tokens"][: position + 1]), (
         "the end token spells nothing: the test shows nothing"
     )
     assert (whole["finish"], ended["finish"]) == ("max-new-tokens", "ended")
@@ -46,7 +46,7 @@ def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
     text, footer = out.removesuffix("\n").rsplit("\n", 1)
     assert text == "".join(c for c in ended["text"] if c.isprintable() or c in "\n\t")
     assert (
-        f"{told + 1} new tokens, the last one the end token; greedy; weights float32,"
+        f"{position + 1} new tokens, the last one the end token; greedy; weights float32,"
         " full-precision rows float32" in footer
     )
 
@@ -97,7 +97,7 @@ def test_a_prompt_can_come_from_stdin_and_a_byte_order_mark_is_no_part_of_it(tmp
         (tmp_path / "prompt.txt").write_bytes(content)
         assert inputs.read_prompt("-") == inputs.read_prompt(str(tmp_path / "prompt.txt")) == text
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    with pytest.raises(UserError, match="what came on stdin is not UTF-8 text"):
+    with pytest.raises(UserError, match="stdin is not UTF-8 text"):
         inputs.read_prompt("-")
 
 
@@ -126,15 +126,15 @@ def test_out_is_checked_before_work(command, model, tmp_path, run, monkeypatch):
         )
     (tmp_path / "file").write_text("")
     (tmp_path / "text").write_text("the cat sat on the mat " * 40)
-    own = {
+    required = {
         "stress": ("--key-bias", "1"),
         "report": ("--text", tmp_path / "text", "--cache", "dense"),
     }[command]
     assert_one_line_error(
-        run(command, model, *own, "--out", tmp_path / "file" / "below"), "cannot be written"
+        run(command, model, *required, "--out", tmp_path / "file" / "below"), "cannot be written"
     )
     assert_one_line_error(
-        run(command, model, *own, "--out", tmp_path / "new" / "below"), "weights were read"
+        run(command, model, *required, "--out", tmp_path / "new" / "below"), "weights were read"
     )
 
 
