@@ -20,7 +20,7 @@ from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import engines, inputs, interruption
+from kvq_tools.cli import engines, inputs, interruption, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -46,7 +46,7 @@ _FINISH = {"ended": "ended", "length": "max-new-tokens", "not-finite": "not-fini
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class PromptLine:
     """A line of the file. `key` is a digest of the request and of everything else that decides its
     answer."""
 
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     inputs.calibrations(
         config, [options.cache], [options.calibration] if options.calibration else []
     )
-    tokenizer = inputs.load_tokenizer(options.model)
+    tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
     with _answers(Path(options.out)) as (before, out):
         pending = _pending(options.out, items, before)
@@ -112,9 +112,11 @@ def run(options: argparse.Namespace) -> None:
     check_finite([f"{options.cache} ({lost} answers)"] if lost else [])
 
 
-def answered(engine: Engine, items: list[Item]) -> Iterator[tuple[Item, list[int], str]]:
+def answered(
+    engine: Engine, items: list[PromptLine]
+) -> Iterator[tuple[PromptLine, list[int], str]]:
     """Yield (item, its tokens, why it ended) as answers end."""
-    waiting, running, drawn = list(reversed(items)), dict[int, Item](), dict[int, list[int]]()
+    waiting, running, drawn = list(reversed(items)), dict[int, PromptLine](), dict[int, list[int]]()
     while waiting or not engine.idle:
         while waiting and engine.waiting < engine.queue_limit:
             item = waiting.pop()
@@ -127,9 +129,11 @@ def answered(engine: Engine, items: list[Item]) -> Iterator[tuple[Item, list[int
                 yield running.pop(event.ticket), drawn.pop(event.ticket), event.reason
 
 
-def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any) -> list[Item]:
+def read_items(
+    options: argparse.Namespace, config: LlamaConfig, tokenizer: Any
+) -> list[PromptLine]:
     """Read and check every line before any work is done. UserError names the line."""
-    base = inputs.checked_sampling(options)
+    base = sampling_options.checked_sampling(options)
     settings = [
         options.model,
         str(options.cache),
@@ -137,8 +141,8 @@ def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any)
         inputs.rows_dtype(options),
         options.calibration,
     ]
-    items: list[Item] = []
-    for number, line in enumerate(inputs.read_text(options.prompts).split("\n"), start=1):
+    items: list[PromptLine] = []
+    for number, line in enumerate(text_input.read_text(options.prompts).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -164,7 +168,7 @@ def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any)
         digest = hashlib.sha256(
             json.dumps([settings, dataclasses.astuple(request)]).encode()
         ).hexdigest()[:16]
-        items.append(Item(name, digest, request))
+        items.append(PromptLine(name, digest, request))
     if not items:
         raise UserError(f"{options.prompts!r} has no prompts")
     names = [item.id for item in items]
@@ -228,7 +232,7 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
     if kind == "prompt":
         if not isinstance(value, str):
             raise ValueError(f"prompt must be a text, got {value!r}")
-        return tuple(inputs.encode(tokenizer, value, chat=chat))
+        return tuple(text_input.encode(tokenizer, value, chat=chat))
     texts = isinstance(value, list) and all(
         isinstance(message, dict)
         and set(message) == {"role", "content"}
@@ -237,7 +241,7 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
     )
     if not texts or not value:
         raise ValueError("messages must be a list of objects with role and content, both texts")
-    return tuple(inputs.encode_rendered(tokenizer, inputs.render_chat(tokenizer, value)))
+    return tuple(text_input.encode_rendered(tokenizer, text_input.render_chat(tokenizer, value)))
 
 
 @contextlib.contextmanager
@@ -273,7 +277,7 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
         yield keys, file
 
 
-def _pending(path: str, items: list[Item], before: dict[str | int, str]) -> list[Item]:
+def _pending(path: str, items: list[PromptLine], before: dict[str | int, str]) -> list[PromptLine]:
     for item in items:
         if before.get(item.id, item.key) != item.key:
             raise UserError(
@@ -283,7 +287,7 @@ def _pending(path: str, items: list[Item], before: dict[str | int, str]) -> list
     return [item for item in items if item.id not in before]
 
 
-def _write(out: BinaryIO, item: Item, ids: list[int], reason: str, text: str | None) -> None:
+def _write(out: BinaryIO, item: PromptLine, ids: list[int], reason: str, text: str | None) -> None:
     answer = {
         "id": item.id,
         "key": item.key,

@@ -26,7 +26,7 @@ from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
-from kvq_tools.cli.inputs import encode_rendered, render_chat
+from kvq_tools.cli.text_input import encode_rendered, render_chat
 from kvq_tools.cli.timed import compile_generation
 
 Finish = Literal["ended", "max-new-tokens", "full", "stopped"]
@@ -40,7 +40,7 @@ class CacheFull(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """What a message does to the cache: the first `kept` tokens stay, and `tokens` come after them.
     Together they spell `text`, which is `messages` in the chat template."""
 
@@ -98,7 +98,7 @@ class Conversation:
         self.ids: list[int] = []
         self._text = ""
 
-    def turn(self, message: str) -> Turn:
+    def turn(self, message: str) -> ChatTurn:
         """Return what a message will add, without changing anything.
 
         The conversation is rendered as a whole. Normally its tokens begin with those in the cache.
@@ -126,14 +126,14 @@ class Conversation:
                 f" message takes {len(new)}: /reset starts a new conversation, --capacity makes"
                 " room for longer ones"
             )
-        return Turn(messages, kept, new, text)
+        return ChatTurn(messages, kept, new, text)
 
-    def needs_compiling(self, turn: Turn) -> bool:
+    def needs_compiling(self, turn: ChatTurn) -> bool:
         """Return True if `prepare` has to compile programs for this turn: for the first one, for
         longer ones, and near the cache's end."""
         return self._shape(turn) not in self._compiled
 
-    def prepare(self, turn: Turn) -> None:
+    def prepare(self, turn: ChatTurn) -> None:
         """Compile the programs that will answer a turn."""
         settings, budget = self._settings, self._budget(turn)
         lengths = np.array([len(turn.tokens)], np.int32)
@@ -145,7 +145,7 @@ class Conversation:
         self._compiled.add(self._shape(turn))
 
     def answer(
-        self, turn: Turn, stopped: Callable[[], bool] = lambda: False
+        self, turn: ChatTurn, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[list[int]]:
         """Add a turn's tokens, generate the answer, and yield its tokens so far after each segment.
 
@@ -188,7 +188,7 @@ class Conversation:
         else:
             self.finish = "full" if len(answer) == budget else "stopped"
 
-    def _hold(self, state: GenerationState, turn: Turn, before: list[int]) -> list[int]:
+    def _hold(self, state: GenerationState, turn: ChatTurn, before: list[int]) -> list[int]:
         """Take over the cache after a segment, with its tokens and text, and return the answer's
         tokens."""
         answer = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
@@ -220,13 +220,13 @@ class Conversation:
     def _ended(self, answer: list[int]) -> bool:
         return bool(answer) and answer[-1] in self.end_ids
 
-    def _budget(self, turn: Turn) -> int:
+    def _budget(self, turn: ChatTurn) -> int:
         """Return the most tokens that the answer may have."""
         return min(
             self._settings.max_new_tokens, self.cache.capacity - turn.kept - len(turn.tokens)
         )
 
-    def _shape(self, turn: Turn) -> tuple[int, int]:
+    def _shape(self, turn: ChatTurn) -> tuple[int, int]:
         return bucket(len(turn.tokens)), bucket(self._budget(turn))
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:

@@ -12,7 +12,7 @@ from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import device_memory, inputs
 from kvq_tools.cli.console import bar, input_errors, progress
 
 
@@ -63,7 +63,7 @@ def size_of(
             capacity=options.capacity or capacity,
             dtype=inputs.rows_dtype(options),
         )
-    inputs.check_memory(
+    device_memory.check_memory(
         kvq.layout(options.cache, config, size.slots + 1, size.capacity, inputs.rows_dtype(options))
     )
     return size

@@ -17,7 +17,7 @@ from kvq_tools.cli.console import UserError, input_errors
 
 
 @dataclasses.dataclass(frozen=True)
-class Handed:
+class SavedPrompt:
     """The contents of a file according to its header: the cache's layout, the prompt, and logits
     [1, V] float32."""
 
@@ -48,7 +48,7 @@ def save(
         )
 
 
-def described(path: str, config: LlamaConfig) -> Handed:
+def described(path: str, config: LlamaConfig) -> SavedPrompt:
     """Read everything that needs no weights. Raises UserError if `save` did not write the file, or
     if it belongs to a model with other dimensions."""
     with input_errors():
@@ -77,10 +77,10 @@ def described(path: str, config: LlamaConfig) -> Handed:
             f"{path!r} does not fit the model: {tokens.dtype}{list(tokens.shape)} tokens, logits"
             f" {list(logits.shape)}"
         )
-    return Handed(path, layout, tokens.tolist(), logits)
+    return SavedPrompt(path, layout, tokens.tolist(), logits)
 
 
-def check_same(handed: Handed, prompt: list[int]) -> None:
+def check_same(handed: SavedPrompt, prompt: list[int]) -> None:
     """Raise UserError if the prompt differs from the one in the file."""
     if prompt != handed.prompt:
         pairs = enumerate(zip(prompt, handed.prompt, strict=False))
@@ -94,7 +94,7 @@ def check_same(handed: Handed, prompt: list[int]) -> None:
         )
 
 
-def load(handed: Handed, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
+def load(handed: SavedPrompt, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
     """Return the cache, bit for bit. Raises UserError if the model or its parameters differ, or if
     the file is damaged."""
     with input_errors():

@@ -4,16 +4,11 @@ before any weight is read."""
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -22,18 +17,15 @@ from kvq_models.calibration.file import resolved
 from kvq_models.calibration.needs import needs
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import check_calibration
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
-from kvq_tools.chat_template import rendered
 from kvq_tools.cli import planned
-from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
+from kvq_tools.cli.console import UserError, input_errors, warn
 from kvq_tools.cli.planned import NamedCache
 
 DTYPES = ("float32", "bfloat16")
 MOST_SEED = 2**32 - 1
-TEMPLATE_SECONDS = 10  # a chat template takes milliseconds
 
 MODEL_HELP = (
     "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the"
@@ -77,53 +69,6 @@ def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -
     )
 
 
-def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Add the options of generation that `generate` and `chat` share."""
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=positive,
-        default=max_new_tokens,
-        help="stop after N tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        metavar="T",
-        type=float,
-        help="0 is greedy (default; 1 if --top-k, --top-p or --min-p is given)",
-    )
-    parser.add_argument(
-        "--top-k",
-        metavar="K",
-        type=int,
-        default=0,
-        help="sample from the K most probable tokens (default: all)",
-    )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=1.0,
-        help="sample from the fewest tokens whose probabilities add up to P",
-    )
-    parser.add_argument(
-        "--min-p",
-        metavar="P",
-        type=float,
-        default=0.0,
-        help="sample from tokens at least P times as probable as the best one",
-    )
-    parser.add_argument(
-        "--seed",
-        metavar="N",
-        type=seed,
-        default=0,
-        help="the same seed gives the same text (default: 0)",
-    )
-    add_implementation(parser)
-    add_dtype(parser, rows="rows are bfloat16")
-
-
 def add_implementation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation",
@@ -164,41 +109,6 @@ def rows_dtype(options: argparse.Namespace) -> str:
     """Return the dtype of the cache's full-precision rows: --dtype, or bfloat16 whatever the
     weights are."""
     return options.dtype or CACHE_DTYPE
-
-
-def checked_sampling(options: argparse.Namespace) -> Sampling:
-    """Return the sampling rule. An option that only makes sense with sampling implies temperature
-    1, and is refused with temperature 0."""
-    asked = {"top-k": options.top_k > 0, "top-p": options.top_p < 1, "min-p": options.min_p > 0}
-    sampled = [name for name, is_set in asked.items() if is_set]
-    if options.temperature is None:
-        options.temperature = 1.0 if sampled else 0.0
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-    with input_errors():
-        sampling.check()
-    if sampled and not options.temperature:
-        raise UserError(
-            f"--{sampled[0]} has no effect at --temperature 0, which is greedy: leave out one of"
-            " them"
-        )
-    return sampling
-
-
-def sampling_in_words(sampling: Sampling) -> str:
-    """Return the sampling rule in words."""
-    if not sampling.temperature:
-        return "greedy"
-    limits = (
-        ("top-k", sampling.top_k, 0),
-        ("top-p", sampling.top_p, 1),
-        ("min-p", sampling.min_p, 0),
-    )
-    return ", ".join(
-        [
-            f"temperature {sampling.temperature:g}",
-            *(f"{name} {value:g}" for name, value, all_ in limits if value != all_),
-        ]
-    )
 
 
 def cache_spec(text: str) -> kvq.CacheSpec:
@@ -354,25 +264,6 @@ def raw_config(model: str) -> dict[str, Any]:
         return dict(checkpoint.open_checkpoint(model, "config").fields)
 
 
-def read_text(path: str) -> str:
-    """Read a UTF-8 text without the byte-order mark that some editors write."""
-    with input_errors():
-        try:
-            return Path(path).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path!r} is not UTF-8 text: {error}") from error
-
-
-def read_prompt(path: str) -> str:
-    """Read a prompt from a file, or from stdin if the path is `-`."""
-    if path != "-":
-        return read_text(path)
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"stdin is not UTF-8 text: {error}") from error
-
-
 def output_directory(path: str, *, empty: bool = False) -> Path:
     """Check before any work that the directory of --out can be created and written. Nothing is
     created yet."""
@@ -399,145 +290,6 @@ def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
             f"{name}{tokens} tokens go beyond the {config.max_position_embeddings} positions that"
             " the model was trained for"
         )
-
-
-def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer alone. None if the checkpoint has none."""
-    with input_errors():
-        return checkpoint.open_checkpoint(model, "tokenizer").tokenizer()
-
-
-def need_tokenizer(model: str, use: str) -> Any:
-    """Load the tokenizer. If the checkpoint has none, raise a UserError that says what it is needed
-    for."""
-    tokenizer = load_tokenizer(model)
-    if tokenizer is None:
-        raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
-    return tokenizer
-
-
-def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
-    """Return the token ids of a prompt. With `chat`, the prompt is the user's turn in the chat
-    template."""
-    if chat:
-        return encode_rendered(
-            tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}])
-        )
-    check_text(text)
-    return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
-
-
-def check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
-
-
-def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return a conversation in the tokenizer's chat template, up to the start of the model's next
-    answer."""
-    for message in messages:
-        check_text(message["content"])
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "this model's tokenizer has no chat template; `kvq generate` continues a text"
-            " without one"
-        )
-    try:
-        with _time_limit(TEMPLATE_SECONDS):
-            return rendered(tokenizer, messages)
-    except TimeoutError as error:
-        raise UserError(
-            f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s"
-        ) from error
-    except ValueError as error:
-        raise UserError(error) from error
-
-
-@contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after this time, if the system has such an alarm and this is the main
-    thread, which receives it."""
-    if (
-        not hasattr(signal, "setitimer")
-        or threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-
-    def stop(*_: object) -> NoReturn:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of text from a chat template, which writes special tokens itself."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-
-def check_tokens(ids: list[int], config: LlamaConfig) -> None:
-    if not ids:
-        raise UserError("the prompt is empty; give at least one token")
-    outside = [i for i in ids if not 0 <= i < config.vocab_size]
-    if outside:
-        raise UserError(
-            f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
-        )
-
-
-def check_memory(cache: kvq.Cache) -> None:
-    """Raise UserError if a device's share of this layout exceeds its memory. Weights and working
-    memory are not counted."""
-    size, memory = (
-        (
-            kvq.nbytes(cache)
-            if cache.placement is None
-            else cache.placement.shard_nbytes(cache.axes)
-        ),
-        device_memory(),
-    )
-    if memory is not None and size > memory:
-        raise UserError(
-            f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has"
-            f" {format_bytes(memory)}"
-        )
-
-
-def new_cache(
-    spec: kvq.CacheSpec,
-    config: LlamaConfig,
-    capacity: int,
-    dtype: str,
-    placement: kvq.Placement | None = None,
-) -> kvq.Cache:
-    """Return an empty cache of one row. Raises UserError if the device has no room for it."""
-    try:
-        return kvq.init_cache(spec, config, 1, capacity, dtype, placement)
-    except jax.errors.JaxRuntimeError as error:
-        size = format_bytes(kvq.nbytes(kvq.layout(spec, config, 1, capacity, dtype)))
-        raise UserError(
-            f"no room for a cache of {capacity} tokens, which takes {size}, beside the model:"
-            f" {error}"
-        ) from error
-
-
-def device_memory() -> int | None:
-    """Return the bytes of the memory that holds arrays, or None if unknown."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None  # not a POSIX system
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -80,7 +80,7 @@ def _device(text: str) -> Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class DeviceShare:
     """Bytes that each device holds, and what a step of one token per row costs it. `fits` is None
     if its memory is unknown."""
 
@@ -140,7 +140,7 @@ def share(
     dtype: str,
     placement: kvq.Placement,
     device: Device,
-) -> Share:
+) -> DeviceShare:
     """Return what each device of a mesh holds and reads. Bytes are exact; times follow from the
     formula above."""
     cache = kvq.axes(spec, config, batch, context, dtype, placement)
@@ -167,7 +167,7 @@ def share(
     milliseconds = 1e3 * (read / device.bandwidth + moves * LATENCY)
     fits = None if memory is None else total <= memory
     sizes = weights, body, windows, parameters, working, total
-    return Share(str(placement), placement.devices, *sizes, read, moves, milliseconds, fits)
+    return DeviceShare(str(placement), placement.devices, *sizes, read, moves, milliseconds, fits)
 
 
 def collectives(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> int:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError
 
 
@@ -35,7 +35,7 @@ def read_prompt(options: argparse.Namespace, config: LlamaConfig) -> tuple[Any, 
     """Return (the tokenizer or None, the prompt's token ids). Raises UserError if there is no
     prompt."""
     text = (
-        inputs.read_prompt(options.prompt_file)
+        text_input.read_prompt(options.prompt_file)
         if options.prompt_file is not None
         else options.prompt
     )
@@ -45,11 +45,15 @@ def read_prompt(options: argparse.Namespace, config: LlamaConfig) -> tuple[Any, 
         raise UserError(
             "--chat needs --prompt or --prompt-file: a chat template is filled with text"
         )
-    tokenizer = inputs.load_tokenizer(options.model)
+    tokenizer = text_input.load_tokenizer(options.model)
     if text is not None and tokenizer is None:
         raise UserError(
             f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3"
         )
-    ids = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
-    inputs.check_tokens(ids, config)
+    ids = (
+        options.prompt_ids
+        if text is None
+        else text_input.encode(tokenizer, text, chat=options.chat)
+    )
+    text_input.check_tokens(ids, config)
     return tokenizer, ids

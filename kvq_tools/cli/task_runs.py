@@ -17,7 +17,7 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -164,7 +164,7 @@ def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return depths and text, for the `generated` of a task that hides facts."""
     return {
         "depths": options.depths or DEPTHS,
-        "text": None if options.text is None else inputs.read_text(options.text),
+        "text": None if options.text is None else text_input.read_text(options.text),
     }
 
 
@@ -284,9 +284,9 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
 
 
 def _prompts(options: argparse.Namespace) -> Prompts:
-    tokenizer = inputs.need_tokenizer(options.model, "write prompts")
+    tokenizer = text_input.need_tokenizer(options.model, "write prompts")
     return Prompts(
-        tokenizer, partial(inputs.encode, tokenizer, chat=True) if options.chat else None
+        tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
     )
 
 

@@ -7,7 +7,7 @@ import argparse
 
 import kvq_jax as kvq
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.evaluation.results import BUCKETS
 from kvq_tools.evaluation.run import BATCH, MOST_WINDOW, PROMPT, Settings, check_request
@@ -109,11 +109,11 @@ def checked(
         if getattr(options, name) is not None and options.mode != mode:
             raise UserError(f"--{name} is for --mode {mode}, not {options.mode}")
     options.dtype = inputs.model_dtype(options)
-    whole = inputs.read_text(options.text)
+    whole = text_input.read_text(options.text)
     specs = [spec for _, spec in options.cache]
     config = inputs.read_config(options.model, *specs)
     files = inputs.calibrations(config, specs, options.calibration or [])
-    tokenizer = inputs.need_tokenizer(options.model, "read the text")
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
     text = tokenize(tokenizer, whole)
     text = text if options.limit is None else text.first(options.limit)
     with input_errors():

@@ -12,7 +12,7 @@ from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, save_calibration
 from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs, interruption
+from kvq_tools.cli import inputs, interruption, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -134,8 +134,8 @@ def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
         raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
-    tokenizer = inputs.need_tokenizer(options.model, "read the text")
-    ids = inputs.encode(tokenizer, inputs.read_text(options.text))
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
+    ids = text_input.encode(tokenizer, text_input.read_text(options.text))
     with input_errors():
         fit.check_request(options.cache, config, ids, options.samples, length)
     return ids, length

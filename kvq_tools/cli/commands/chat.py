@@ -17,7 +17,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs, interruption, mesh
+from kvq_tools.cli import device_memory, inputs, interruption, mesh, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -77,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="the system message (default: the one of the chat template, if any)",
     )
-    inputs.add_sampling(parser, max_new_tokens=256)
+    sampling_options.add_sampling(parser, max_new_tokens=256)
     parser.add_argument(
         "--capacity",
         metavar="S",
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
     new_cache = functools.partial(
-        inputs.new_cache,
+        device_memory.new_cache,
         options.cache,
         llama.config,
         capacity,
@@ -138,21 +138,21 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
     """Check everything that needs no weights."""
-    sampling = inputs.checked_sampling(options)
+    sampling = sampling_options.checked_sampling(options)
     config = inputs.read_config(options.model, options.cache)
     inputs.calibrations(
         config, [options.cache], [options.calibration] if options.calibration else []
     )
-    tokenizer = inputs.need_tokenizer(options.model, "read messages")
+    tokenizer = text_input.need_tokenizer(options.model, "read messages")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
-    inputs.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
+    text_input.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     capacity = options.capacity or min(MOST_CAPACITY, config.positions)
     inputs.warn_beyond(capacity, config)
     placement = mesh.placement_of(
         options.mesh, [options.cache], config, 1, capacity, inputs.rows_dtype(options)
     )
     layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options), placement)
-    inputs.check_memory(layout)
+    device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
     return (

@@ -24,7 +24,7 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
@@ -109,11 +109,13 @@ class DemoTask:
 
 def run(options: argparse.Namespace) -> None:
     caches = options.cache or [inputs.named_cache(text) for text in CACHES]
-    text = _passage() if options.text is None else inputs.read_text(options.text)
+    text = _passage() if options.text is None else text_input.read_text(options.text)
     config = inputs.read_config(options.model, *(spec for _, spec in caches))
     files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
-    tokenizer = inputs.need_tokenizer(options.model, "read the text")
-    task = make_task(inputs.encode(tokenizer, text), config, options.context, options.new_tokens)
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
+    task = make_task(
+        text_input.encode(tokenizer, text), config, options.context, options.new_tokens
+    )
     for name, spec in caches:
         inputs.warn_if_exact(
             name,
@@ -127,9 +129,10 @@ def run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):
         rows = [
-            Row(name, spec, model, task) for (name, spec), model in zip(caches, models, strict=True)
+            DemoRun(name, spec, model, task)
+            for (name, spec), model in zip(caches, models, strict=True)
         ]
-        generations = _in_threads(Row.compile, rows)
+        generations = _in_threads(DemoRun.compile, rows)
     compile_seconds = time.perf_counter() - started
     measured = []
     for row, generation in zip(rows, generations, strict=True):
@@ -155,7 +158,7 @@ def run(options: argparse.Namespace) -> None:
 def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
     """Split a text of at most `context` tokens in the middle."""
     ids = ids[: min(context, config.positions)]
-    inputs.check_tokens(ids, config)
+    text_input.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
         raise UserError(
             f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, but has"
@@ -175,7 +178,7 @@ def _passage() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DemoRun:
     """One cache of the demo."""
 
     name: str
@@ -224,7 +227,7 @@ class Row:
 
 
 def _in_threads(
-    function: Callable[[Row], TimedGeneration], rows: list[Row]
+    function: Callable[[DemoRun], TimedGeneration], rows: list[DemoRun]
 ) -> list[TimedGeneration]:
     """Call `function` on every row, several at a time: XLA compiles without holding Python's
     lock."""

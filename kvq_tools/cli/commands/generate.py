@@ -20,7 +20,16 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.cli import batch, engines, handover, inputs, mesh
+from kvq_tools.cli import (
+    batch,
+    device_memory,
+    engines,
+    handover,
+    inputs,
+    mesh,
+    sampling_options,
+    text_input,
+)
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -31,7 +40,7 @@ from kvq_tools.cli.console import (
     progress,
 )
 from kvq_tools.cli.continuation import Continuation
-from kvq_tools.cli.handover import Handed
+from kvq_tools.cli.handover import SavedPrompt
 from kvq_tools.cli.one_prompt import add_prompt, read_prompt
 from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
@@ -101,7 +110,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the cache (default: dense; with --from, the one in the file)",
     )
     inputs.add_calibration(parser)
-    inputs.add_sampling(parser, max_new_tokens=128)
+    sampling_options.add_sampling(parser, max_new_tokens=128)
     parser.add_argument(
         "--capacity",
         metavar="S",
@@ -134,7 +143,7 @@ class GenerationRequest:
     prompt: list[int]
     capacity: int
     sampling: Sampling
-    handed: Handed | None
+    handed: SavedPrompt | None
     placement: kvq.Placement | None
 
 
@@ -221,7 +230,7 @@ def _check_which(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check everything that needs no weights."""
-    sampling = inputs.checked_sampling(options)
+    sampling = sampling_options.checked_sampling(options)
     if options.draft is not None and sampling.temperature:
         raise UserError(
             "--draft is for greedy decoding: leave --temperature, --top-k, --top-p and --min-p out"
@@ -247,20 +256,20 @@ def _checked(options: argparse.Namespace) -> GenerationRequest:
     layout = (
         handed.layout if handed else kvq.layout(options.cache, config, 1, capacity, rows, placement)
     )
-    inputs.check_memory(layout)
+    device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
     return request
 
 
 def _prompt(
-    options: argparse.Namespace, config: LlamaConfig, handed: Handed | None
+    options: argparse.Namespace, config: LlamaConfig, handed: SavedPrompt | None
 ) -> tuple[Any, list[int], int]:
     """Return (tokenizer, prompt, capacity)."""
     if handed is not None and all(
         option is None for option in (options.prompt, options.prompt_file, options.prompt_ids)
     ):
-        tokenizer, prompt = inputs.load_tokenizer(options.model), handed.prompt
+        tokenizer, prompt = text_input.load_tokenizer(options.model), handed.prompt
     else:
         tokenizer, prompt = read_prompt(options, config)
     if handed is None:
@@ -289,7 +298,7 @@ def _cache(
             rows = inputs.rows_dtype(options)
             return (
                 llama,
-                inputs.new_cache(
+                device_memory.new_cache(
                     options.cache, llama.config, request.capacity, rows, request.placement
                 ),
                 None,
@@ -383,7 +392,7 @@ _END = {"ended": ", the last one the end token", "max-new-tokens": ""}
 
 def _sampled(sampling: dict[str, Any]) -> str:
     rule = Sampling(**{name: value for name, value in sampling.items() if name != "seed"})
-    return inputs.sampling_in_words(rule) + (
+    return sampling_options.sampling_in_words(rule) + (
         f", seed {sampling['seed']}" if rule.temperature else ""
     )
 

@@ -17,7 +17,7 @@ from kvq_models.calibration.file import Calibration, predicted_divergence, resol
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, interruption, plan_speed
+from kvq_tools.cli import inputs, interruption, plan_speed, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning import figure, kept
@@ -288,8 +288,8 @@ def prediction(checked: list[Checked]) -> dict[str, Any]:
 
 def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
     """Check the request, load the model and calibrate."""
-    text = inputs.read_text(options.text)
-    ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
+    text = text_input.read_text(options.text)
+    ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     window = min(WINDOW, config.positions) if options.window is None else options.window
     request = Request(
         np.asarray(ids, np.int32), window, options.windows, SAMPLES, min(LENGTH, config.positions)

@@ -13,7 +13,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import handover, inputs
+from kvq_tools.cli import device_memory, handover, inputs
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)
     layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options))
-    inputs.check_memory(layout)
+    device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
     with progress(f"loading {options.model}"), input_errors():
@@ -98,7 +98,9 @@ def run(options: argparse.Namespace) -> None:
     model_fingerprint = kvq.fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
-        cache = inputs.new_cache(options.cache, llama.config, capacity, inputs.rows_dtype(options))
+        cache = device_memory.new_cache(
+            options.cache, llama.config, capacity, inputs.rows_dtype(options)
+        )
     started = time.perf_counter()
     with progress("reading the prompt"):
         logits, cache = jax.block_until_ready(

@@ -13,7 +13,7 @@ import jax
 
 from kvq_models.calibration.weights import BITS, WeightCount, check_request, quantize_weights
 from kvq_models.llama import checkpoint
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line
 
@@ -88,13 +88,13 @@ def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
     inputs.output_directory(options.out, empty=True)
     text = (
-        inputs.read_text(options.text)
+        text_input.read_text(options.text)
         if options.text
         else (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text()
     )
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
-    ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
+    ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     with input_errors():
         check_request(config, ids, options.bits, options.sparse, options.samples, length)
     with progress(f"loading {options.model}"), input_errors():

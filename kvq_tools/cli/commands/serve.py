@@ -14,7 +14,7 @@ from kvq_models.inference.engine.budget import SLOTS, Budget
 from kvq_models.inference.engine.engine import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
-from kvq_tools.cli import engines, inputs, interruption, mesh
+from kvq_tools.cli import engines, inputs, interruption, mesh, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
 
@@ -146,8 +146,10 @@ def run(options: argparse.Namespace) -> None:
     inputs.calibrations(
         config, [options.cache], [options.calibration] if options.calibration else []
     )
-    tokenizer = inputs.need_tokenizer(options.model, "serve text")
-    template = None if options.chat_template is None else inputs.read_text(options.chat_template)
+    tokenizer = text_input.need_tokenizer(options.model, "serve text")
+    template = (
+        None if options.chat_template is None else text_input.read_text(options.chat_template)
+    )
     size = engines.size_of(options, config)
     placement = mesh.placement_of(
         options.mesh, [options.cache], config, size.slots, size.capacity, inputs.rows_dtype(options)

@@ -15,7 +15,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, Sampling, decode_step, load_llama, prefill
-from kvq_tools.cli import inputs
+from kvq_tools.cli import text_input
 from kvq_tools.cli.commands import chat
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
@@ -129,7 +129,7 @@ def test_turns_add_their_own_tokens_to_one_cache(loaded, spec):
     ]
     assert all(len(answer) == NEW for _, answer in steps)
     assert_holds(talk, llama, spec, steps)
-    rendered = inputs.render_chat(tokenizer, list(talk.messages))
+    rendered = text_input.render_chat(tokenizer, list(talk.messages))
     assert rendered.startswith(tokenizer.decode(talk.ids)), (
         "the template goes on from what is in the cache"
     )
@@ -340,7 +340,7 @@ def test_a_full_cache_is_one_line_in_a_terminal_and_an_error_in_a_pipe(talking):
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     evil = "a\x1b]0;title\x07b\x9b31m\rc\n\td\x00\x7f"
     ids = tokenizer(evil, add_special_tokens=False).input_ids
     stream = Continuation(tokenizer, [1])
@@ -352,19 +352,19 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
 
 
 def test_a_chat_template_that_takes_too_long_is_stopped(model, monkeypatch):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     tokenizer.chat_template = (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
     messages, handler = [{"role": "user", "content": SAID[0]}], signal.getsignal(signal.SIGALRM)
-    monkeypatch.setattr(inputs, "TEMPLATE_SECONDS", 1)
+    monkeypatch.setattr(text_input, "TEMPLATE_SECONDS", 1)
     with pytest.raises(UserError, match=r"\Athe tokenizer's chat template takes longer than 1 s\Z"):
-        inputs.render_chat(tokenizer, messages)
+        text_input.render_chat(tokenizer, messages)
     assert signal.getsignal(signal.SIGALRM) == handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "the alarm would ring later"
     tokenizer.chat_template = TEMPLATE
-    monkeypatch.setattr(inputs, "TEMPLATE_SECONDS", 60)
-    assert inputs.render_chat(tokenizer, messages) == "<user>the cat is|<assistant>"
+    monkeypatch.setattr(text_input, "TEMPLATE_SECONDS", 60)
+    assert text_input.render_chat(tokenizer, messages) == "<user>the cat is|<assistant>"
 
 
 BAD = {

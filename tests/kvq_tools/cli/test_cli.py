@@ -19,8 +19,8 @@ from kvq_jax.attention import dispatch
 from kvq_models import EMBEDDED, generate, load_llama, right_padded, save_llama
 from kvq_models.llama.checkpoint import read_config
 from kvq_models.llama.hf_directory import HfDirectory
-from kvq_tools.cli import console, inputs, main
-from kvq_tools.cli.commands import doctor, memory
+from kvq_tools.cli import console, doctor_facts, inputs, main, text_input
+from kvq_tools.cli.commands import memory
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import UNFINISHED, Continuation
 from tests.kvq_models.checkpoints import PROMPT, STORIES, random_llama, tiny_config
@@ -142,7 +142,7 @@ def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_
 
 
 def test_generate_without_a_tokenizer_takes_ids_and_prints_ids(model, bare, run):
-    ids = inputs.load_tokenizer(str(model))(PROMPT).input_ids
+    ids = text_input.load_tokenizer(str(model))(PROMPT).input_ids
     arguments = (
         "generate",
         bare,
@@ -174,21 +174,21 @@ def stop_before_weights(*_, **__):
 
 def test_a_chat_template_wraps_the_prompt_as_the_users_turn(model):
     pytest.importorskip("jinja2", reason="chat templates need jinja2")
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if"
         " add_generation_prompt %}<bot>{% endif %}"
     )
-    ids = inputs.encode(tokenizer, "hi", chat=True)
+    ids = text_input.encode(tokenizer, "hi", chat=True)
     assert tokenizer.decode(ids) == "<user>hi<bot>"
     tokenizer.chat_template = "{{ nothing.there.at_all }}"
     with pytest.raises(console.UserError, match="chat template fails"):
-        inputs.encode(tokenizer, "hi", chat=True)
+        text_input.encode(tokenizer, "hi", chat=True)
 
 
 @pytest.mark.parametrize("text", ["plain words", "né à l'été", "smile 😀 日本語"])
 def test_a_stream_never_shows_a_part_of_a_character_and_adds_up_to_the_text(model, text):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     prompt = tokenizer(PROMPT).input_ids
     ids = tokenizer(text, add_special_tokens=False).input_ids
     stream = Continuation(tokenizer, prompt)
@@ -298,7 +298,7 @@ def save_qwen2(directory, peak):
     """Save a two-layer Qwen2 with one channel of `peak` in the key bias of its first layer."""
     save_llama(random_llama(tiny_config("qwen2")), directory)
     tensors = load_file(directory / "model.safetensors")
-    tensors[doctor.BIAS_NAME.format(0)][3] = peak
+    tensors[doctor_facts.BIAS_NAME.format(0)][3] = peak
     save_file(tensors, directory / "model.safetensors")
 
 
@@ -317,7 +317,7 @@ def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_rea
     ]
     assert not [w for w in hit["warnings"] if w.startswith("layer 1")], "layer 1 has a small bias"
     assert hit["layers"][0]["k_proj_bias"]["largest"] == 90.0
-    assert set(names) == {doctor.BIAS_NAME.format(layer) for layer in (0, 1)}
+    assert set(names) == {doctor_facts.BIAS_NAME.format(layer) for layer in (0, 1)}
     spared = run_json("doctor", tmp_path, "--cache", "kivi:recent=8,block=8")
     assert not [w for w in spared["warnings"] if "k_proj bias" in w], (
         "per-channel keys give each channel its own range"

@@ -12,7 +12,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import load_llama, save_llama
 from kvq_tools import evaluate_caches, tokenize
-from kvq_tools.cli import inputs
+from kvq_tools.cli import text_input
 from kvq_tools.evaluation.windows import windows
 from tests.kvq_models.checkpoints import (
     Case,
@@ -82,7 +82,7 @@ def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
         tmp_path, Case("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16})
     )
     found = run_json(*request(with_text(tmp_path)))
-    ids = np.asarray(inputs.load_tokenizer(str(tmp_path))(TEXT).input_ids)
+    ids = np.asarray(text_input.load_tokenizer(str(tmp_path))(TEXT).input_ids)
     theirs = their_nats(reference, ids, WINDOW, STRIDE)
     assert found["scored_tokens"] == theirs.size == len(ids) - 1
     for name, numbers in (("no cache", found["exact"]), ("dense", found["caches"][0])):

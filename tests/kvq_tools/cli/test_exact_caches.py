@@ -9,7 +9,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import save_llama
-from kvq_tools.cli.commands import doctor
+from kvq_tools.cli.doctor_layers import describe_layer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
@@ -61,9 +61,7 @@ def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_window
 
 def test_doctor_calls_a_layer_quantized_where_it_is():
     cache = layout("xquant:bits=16@0/4,skip_layers=1")
-    described = [
-        doctor.describe_layer(i, plan, cache.spec, 4) for i, plan in enumerate(cache.plans)
-    ]
+    described = [describe_layer(i, plan, cache.spec, 4) for i, plan in enumerate(cache.plans)]
     assert [(d["quantized"], d["reason"]) for d in described] == [
         (False, "its options keep rows as they are"),
         (False, "skip_layers names it"),

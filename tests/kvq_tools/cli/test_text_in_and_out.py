@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from kvq_models.inference.sampling import Sampling
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, sampling_options, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
 from tests.kvq_models.checkpoints import PROMPT, tiny_config
@@ -33,8 +33,8 @@ def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
     ended = run_json("generate", tmp_path / "ending", *arguments)
     position = whole["tokens"].index(end)
     assert ended["tokens"] == whole["tokens"][: position + 1], "the end token is one of the tokens"
-    prompt = inputs.load_tokenizer(str(model))(PROMPT).input_ids
-    continuation = Continuation(inputs.load_tokenizer(str(model)), prompt)
+    prompt = text_input.load_tokenizer(str(model))(PROMPT).input_ids
+    continuation = Continuation(text_input.load_tokenizer(str(model)), prompt)
     assert ended["text"] == continuation.text(whole["tokens"][:position])
     assert ended["text"] != continuation.text(whole["tokens"][: position + 1]), (
         "the end token spells nothing: the test shows nothing"
@@ -52,7 +52,7 @@ def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
 
 
 def test_a_stream_shows_no_end_token(model):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     ids = tokenizer("plain words", add_special_tokens=False).input_ids
     for tokens, shown in ((ids, "plain words"), (None, " ".join(map(str, ids)))):
         stream = Continuation(tokenizer if tokens else None, [1], (ids[0] + 1000, 7))
@@ -62,7 +62,7 @@ def test_a_stream_shows_no_end_token(model):
 
 def options_of_sampling(*arguments):
     parser = argparse.ArgumentParser()
-    inputs.add_sampling(parser, max_new_tokens=8)
+    sampling_options.add_sampling(parser, max_new_tokens=8)
     return parser.parse_args(arguments)
 
 
@@ -78,14 +78,14 @@ def options_of_sampling(*arguments):
     ],
 )
 def test_an_option_of_sampling_samples(arguments, sampling, words):
-    assert inputs.checked_sampling(options_of_sampling(*arguments)) == sampling
-    assert inputs.sampling_in_words(sampling) == words
+    assert sampling_options.checked_sampling(options_of_sampling(*arguments)) == sampling
+    assert sampling_options.sampling_in_words(sampling) == words
 
 
 @pytest.mark.parametrize("option", [("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1")])
 def test_an_option_of_sampling_beside_a_greedy_temperature_is_an_error(option):
     with pytest.raises(UserError, match=f"{option[0]} has no effect at --temperature 0"):
-        inputs.checked_sampling(options_of_sampling("--temperature", "0", *option))
+        sampling_options.checked_sampling(options_of_sampling("--temperature", "0", *option))
 
 
 BOM = b"\xef\xbb\xbf"
@@ -95,10 +95,14 @@ def test_a_prompt_can_come_from_stdin_and_a_byte_order_mark_is_no_part_of_it(tmp
     for content, text in ((BOM + "né\n".encode(), "né\n"), (b"a\r\nb", "a\nb"), (b"", "")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         (tmp_path / "prompt.txt").write_bytes(content)
-        assert inputs.read_prompt("-") == inputs.read_prompt(str(tmp_path / "prompt.txt")) == text
+        assert (
+            text_input.read_prompt("-")
+            == text_input.read_prompt(str(tmp_path / "prompt.txt"))
+            == text
+        )
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     with pytest.raises(UserError, match="stdin is not UTF-8 text"):
-        inputs.read_prompt("-")
+        text_input.read_prompt("-")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
