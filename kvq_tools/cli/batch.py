@@ -58,9 +58,7 @@ class PromptLine:
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
-    )
+    inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
     with _answers(Path(options.out)) as (before, out):
@@ -93,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     seconds = time.monotonic() - started
     done: dict[str, Any] = {
         "model": options.model,
-        "cache": str(options.cache),
+        "cache": str(options.cache.spec),
         "prompts": len(items),
         "answered_before": len(items) - len(pending),
         "answered": len(pending),
@@ -108,8 +106,8 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("batch", done)
     else:
-        print_line(_in_words(done))
-    check_finite([f"{options.cache} ({lost} answers)"] if lost else [])
+        print_line(_in_words(done, options.cache.text))
+    check_finite([f"{options.cache.text} ({lost} answers)"] if lost else [])
 
 
 def answered(
@@ -136,7 +134,7 @@ def read_items(
     base = sampling_options.checked_sampling(options)
     settings = [
         options.model,
-        str(options.cache),
+        str(options.cache.spec),
         inputs.model_dtype(options),
         inputs.rows_dtype(options),
         options.calibration,
@@ -308,13 +306,13 @@ def _capacity(need: int, config: LlamaConfig) -> int:
     return rounded if longest is None else max(need, min(rounded, longest))
 
 
-def _in_words(done: dict[str, Any]) -> str:
+def _in_words(done: dict[str, Any], cache: str) -> str:
     before = f", {done['answered_before']} were there" if done["answered_before"] else ""
     if not done["answered"]:
         return f"[{done['prompts']} prompts{before}; nothing to do]"
     return (
         f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']}"
         f" new tokens in {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
-        f" {done['slots']} slots of {done['capacity']} tokens with {done['cache']},"
+        f" {done['slots']} slots of {done['capacity']} tokens with {cache},"
         f" {format_bytes(done['cache_bytes'])}; {done['out']}]"
     )

@@ -56,7 +56,7 @@ def size_of(
     """
     with input_errors():
         size = plan(
-            options.cache,
+            options.cache.spec,
             config,
             memory=options.memory,
             slots=options.slots,
@@ -64,7 +64,9 @@ def size_of(
             dtype=inputs.rows_dtype(options),
         )
     device_memory.check_memory(
-        kvq.layout(options.cache, config, size.slots + 1, size.capacity, inputs.rows_dtype(options))
+        kvq.layout(
+            options.cache.spec, config, size.slots + 1, size.capacity, inputs.rows_dtype(options)
+        )
     )
     return size
 
@@ -99,10 +101,10 @@ def loaded(
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
-        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
         engine = Engine(
             llama,
-            options.cache,
+            options.cache.spec,
             slots=size.slots,
             capacity=size.capacity,
             dtype=inputs.rows_dtype(options),

@@ -80,34 +80,34 @@ def described(path: str, config: LlamaConfig) -> SavedPrompt:
     return SavedPrompt(path, layout, tokens.tolist(), logits)
 
 
-def check_same(handed: SavedPrompt, prompt: list[int]) -> None:
+def check_same(saved: SavedPrompt, prompt: list[int]) -> None:
     """Raise UserError if the prompt differs from the one in the file."""
-    if prompt != handed.prompt:
-        pairs = enumerate(zip(prompt, handed.prompt, strict=False))
+    if prompt != saved.prompt:
+        pairs = enumerate(zip(prompt, saved.prompt, strict=False))
         first = next(
             (i for i, (ours, theirs) in pairs if ours != theirs),
-            min(len(prompt), len(handed.prompt)),
+            min(len(prompt), len(saved.prompt)),
         )
         raise UserError(
-            f"{handed.path!r} holds the cache of another prompt: {len(handed.prompt)} tokens, and"
+            f"{saved.path!r} holds the cache of another prompt: {len(saved.prompt)} tokens, and"
             f" the one given has {len(prompt)}; they differ from token {first} on"
         )
 
 
-def load(handed: SavedPrompt, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
+def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
     """Return the cache, bit for bit. Raises UserError if the model or its parameters differ, or if
     the file is damaged."""
     with input_errors():
         cache = kvq.load_cache(
-            handed.path,
-            spec=handed.layout.spec,
+            saved.path,
+            spec=saved.layout.spec,
             config=config,
             model_fingerprint=model_fingerprint,
             parameters_fingerprint=kvq.fingerprint(llama.cache_parameters),
         )
-    if cache.lengths.tolist() != [len(handed.prompt)]:
+    if cache.lengths.tolist() != [len(saved.prompt)]:
         raise UserError(
-            f"{handed.path!r} holds a cache of {cache.lengths.tolist()[0]} tokens, and"
-            f" {len(handed.prompt)} beside it"
+            f"{saved.path!r} holds a cache of {cache.lengths.tolist()[0]} tokens, and"
+            f" {len(saved.prompt)} beside it"
         )
     return cache

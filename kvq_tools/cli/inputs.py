@@ -22,9 +22,10 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
 from kvq_tools.cli import planned
 from kvq_tools.cli.console import UserError, input_errors, warn
-from kvq_tools.cli.planned import NamedCache
+from kvq_tools.cli.planned import NamedCache, PlannedCache
 
 DTYPES = ("float32", "bfloat16")
+DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left out
 MOST_SEED = 2**32 - 1
 
 MODEL_HELP = (
@@ -111,17 +112,44 @@ def rows_dtype(options: argparse.Namespace) -> str:
     return options.dtype or CACHE_DTYPE
 
 
-def cache_spec(text: str) -> kvq.CacheSpec:
-    """Parse --cache."""
+def named_cache(text: str) -> NamedCache | PlannedCache:
+    """Parse --cache. `planned.resolve` makes a NamedCache of a PlannedCache."""
     try:
-        return planned.read(text)
+        return planned.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def named_cache(text: str) -> NamedCache:
-    """Parse --cache in commands that compare caches."""
-    return NamedCache(text, cache_spec(text))
+class _OneCache(argparse.Action):
+    """Store --cache, and refuse a second one, which would silently replace the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, cache: Any, *_: object
+    ) -> None:
+        if getattr(namespace, self.dest) is not self.default:
+            raise UserError(
+                f"{parser.prog} takes one --cache; to compare several, use kvq demo or kvq eval"
+            )
+        setattr(namespace, self.dest, cache)
+
+
+def add_cache(
+    parser: argparse.ArgumentParser,
+    text: str = "the cache (default: dense)",
+    *,
+    default: NamedCache | None = DENSE,
+    required: bool = False,
+) -> None:
+    """Add --cache to a command that runs one cache. `text` is its help."""
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=named_cache,
+        action=_OneCache,
+        default=default,
+        required=required,
+        help=text,
+    )
 
 
 def positive(text: str) -> int:
@@ -181,39 +209,46 @@ def token_ids(text: str) -> list[int]:
         ) from None
 
 
-def read_config(model: str, *specs: kvq.CacheSpec, warn_unmet: bool = True) -> LlamaConfig:
+def read_config(model: str, *caches: NamedCache, warn_unmet: bool = True) -> LlamaConfig:
     """Read the model's configuration and check that every cache fits it. `warn_unmet`: warn of
     options that ask too much of this model."""
     with input_errors():
         config = checkpoint.read_config(model)
-        for spec in specs:
+        for name, spec in caches:
             unmet = kvq.unmet_options(kvq.layout(spec, config, 1, 1))
             check_weights(spec, config)
             for sentence in unmet if warn_unmet else ():
-                warn(f"{spec}: {sentence}")
+                warn(f"{name}: {sentence}")
     return config
 
 
 def calibrations(
-    config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]
+    config: LlamaConfig, caches: Sequence[NamedCache], files: Sequence[str]
 ) -> list[str | None]:
     """Return the calibration file of each cache, or None for a cache that needs none. Everything
     but the weights is compared."""
     with input_errors():
         chosen = [
-            _calibration(spec, config, files) if needs(spec, config) else None for spec in specs
+            _calibration(cache, config, files) if needs(cache.spec, config) else None
+            for cache in caches
         ]
     unused = [file for file in files if file not in chosen]
     if unused:
         raise UserError(
             f"calibration {unused[0]!r} is not needed for"
-            f" {' or '.join(repr(str(spec)) for spec in specs)}"
+            f" {' or '.join(repr(cache.text) for cache in caches)}"
         )
     return chosen
 
 
-def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str]) -> str:
+def check_calibration_file(config: LlamaConfig, cache: NamedCache, file: str | None) -> None:
+    """Raise UserError if the cache needs a calibration that the file is not, or needs none."""
+    calibrations(config, [cache], [] if file is None else [file])
+
+
+def _calibration(cache: NamedCache, config: LlamaConfig, files: Sequence[str]) -> str:
     """Return the first file that calibrates this cache."""
+    name, spec = cache
     errors = []
     for file in files or (None,):
         try:
@@ -223,7 +258,7 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
         else:
             if calibration is not None and resolved(spec, calibration) != spec:
                 warn(
-                    f"{spec} leaves open what {file} decides for this model; --cache"
+                    f"{name} leaves open what {file} decides for this model; --cache"
                     f" '{resolved(spec, calibration)}' uses it"
                 )
             return str(file)

@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if hasattr(options, "cache"):
                 from kvq_tools.cli import planned  # imports JAX as well
 
-                planned.settle(options)
+                planned.resolve(options)
             options.run(options)
         sys.stdout.flush()
     except NotFiniteError as error:

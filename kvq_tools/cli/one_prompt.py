@@ -9,6 +9,8 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError
 
+CHAT_NEEDS_TEXT = "--chat needs --prompt or --prompt-file: a chat template is filled with text"
+
 
 def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
     """Add the options that give a prompt, which exclude each other, and return their group."""
@@ -31,6 +33,13 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
     return prompt
 
 
+def has_prompt(options: argparse.Namespace) -> bool:
+    """Return whether the options give a prompt."""
+    return any(
+        prompt is not None for prompt in (options.prompt, options.prompt_file, options.prompt_ids)
+    )
+
+
 def read_prompt(options: argparse.Namespace, config: LlamaConfig) -> tuple[Any, list[int]]:
     """Return (the tokenizer or None, the prompt's token ids). Raises UserError if there is no
     prompt."""
@@ -42,9 +51,7 @@ def read_prompt(options: argparse.Namespace, config: LlamaConfig) -> tuple[Any, 
     if text == "":
         raise UserError("the prompt is empty; give at least one character")
     if options.chat and text is None:
-        raise UserError(
-            "--chat needs --prompt or --prompt-file: a chat template is filled with text"
-        )
+        raise UserError(CHAT_NEEDS_TEXT)
     tokenizer = text_input.load_tokenizer(options.model)
     if text is not None and tokenizer is None:
         raise UserError(

@@ -219,9 +219,9 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     """Answer every sample through every cache and print the scores. Everything that needs no
     weights is checked before they are read."""
     options.dtype = inputs.model_dtype(options)
-    caches = options.cache or [inputs.named_cache("dense")]
-    config = inputs.read_config(options.model, *(spec for _, spec in caches))
-    files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
+    caches = options.cache or [inputs.DENSE]
+    config = inputs.read_config(options.model, *caches)
+    files = inputs.calibrations(config, caches, options.calibration or [])
     if options.answers is not None and (
         Path(options.answers).exists() or not Path(options.answers).absolute().parent.is_dir()
     ):

@@ -111,8 +111,8 @@ def checked(
     options.dtype = inputs.model_dtype(options)
     whole = text_input.read_text(options.text)
     specs = [spec for _, spec in options.cache]
-    config = inputs.read_config(options.model, *specs)
-    files = inputs.calibrations(config, specs, options.calibration or [])
+    config = inputs.read_config(options.model, *options.cache)
+    files = inputs.calibrations(config, options.cache, options.calibration or [])
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
     text = tokenize(tokenizer, whole)
     text = text if options.limit is None else text.first(options.limit)

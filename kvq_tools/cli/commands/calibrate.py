@@ -54,13 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", metavar="FILE", required=True, help="the UTF-8 text to draw samples from"
     )
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        required=True,
-        help="the cache to calibrate",
-    )
+    inputs.add_cache(parser, "the cache to calibrate", default=None, required=True)
     parser.add_argument(
         "--out", metavar="F", required=True, help="the file to write, such as wiki.safetensors"
     )
@@ -112,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
         calibration = fit.calibrate(
             llama,
             ids,
-            options.cache,
+            options.cache.spec,
             samples=options.samples,
             length=length,
             seed=options.seed,
@@ -137,7 +131,7 @@ def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
     ids = text_input.encode(tokenizer, text_input.read_text(options.text))
     with input_errors():
-        fit.check_request(options.cache, config, ids, options.samples, length)
+        fit.check_request(options.cache.spec, config, ids, options.samples, length)
     return ids, length
 
 

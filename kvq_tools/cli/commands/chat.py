@@ -64,13 +64,7 @@ in the conversation:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        default="dense",
-        help="the cache (default: dense)",
-    )
+    inputs.add_cache(parser)
     inputs.add_calibration(parser)
     parser.add_argument(
         "--system",
@@ -95,10 +89,10 @@ def run(options: argparse.Namespace) -> None:
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
-        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
     new_cache = functools.partial(
         device_memory.new_cache,
-        options.cache,
+        options.cache.spec,
         llama.config,
         capacity,
         inputs.rows_dtype(options),
@@ -109,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     turns: list[dict[str, Any]] = []
     if terminal:
         print(
-            f"kvq: {options.model} with cache {options.cache}; /help lists the commands",
+            f"kvq: {options.model} with cache {options.cache.text}; /help lists the commands",
             file=sys.stderr,
         )
     for line in _lines(terminal):
@@ -118,7 +112,11 @@ def run(options: argparse.Namespace) -> None:
                 if _command(line, conversation):
                     break
             elif line.strip():
-                turns.append(_turn(conversation, tokenizer, line, show=not options.json))
+                turns.append(
+                    _turn(
+                        conversation, tokenizer, line, None if options.json else options.cache.text
+                    )
+                )
         except UserError as error:
             if not terminal:
                 raise
@@ -128,30 +126,30 @@ def run(options: argparse.Namespace) -> None:
             "chat",
             {
                 "model": options.model,
-                "cache": str(options.cache),
+                "cache": str(options.cache.spec),
                 "capacity": capacity,
                 "turns": turns,
             },
         )
-    check_finite([] if conversation.finite else [str(options.cache)])
+    check_finite([] if conversation.finite else [options.cache.text])
 
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
     """Check everything that needs no weights."""
     sampling = sampling_options.checked_sampling(options)
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
-    )
+    inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "read messages")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     text_input.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     capacity = options.capacity or min(MOST_CAPACITY, config.positions)
     inputs.warn_beyond(capacity, config)
     placement = mesh.placement_of(
-        options.mesh, [options.cache], config, 1, capacity, inputs.rows_dtype(options)
+        options.mesh, [options.cache.spec], config, 1, capacity, inputs.rows_dtype(options)
     )
-    layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options), placement)
+    layout = kvq.layout(
+        options.cache.spec, config, 1, capacity, inputs.rows_dtype(options), placement
+    )
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
@@ -210,9 +208,10 @@ def _command(line: str, conversation: Conversation) -> bool:
 
 
 def _turn(
-    conversation: Conversation, tokenizer: Any, message: str, *, show: bool
+    conversation: Conversation, tokenizer: Any, message: str, shown: str | None
 ) -> dict[str, Any]:
-    """Answer a message. With `show`, print the answer as it comes, and the line about the cache."""
+    """Answer a message. If `shown`, the cache as the user typed it, is given, print the answer as
+    it comes and the line about the cache."""
     turn = conversation.turn(message)
     again = len(conversation.ids) - turn.kept
     if again:
@@ -229,12 +228,12 @@ def _turn(
             with progress("compiling"):
                 conversation.prepare(turn)
         for ids in conversation.answer(turn, stopped):
-            if show:
+            if shown:
                 print(continuation.push(ids), end="", flush=True)
     contents = holds(conversation)
-    if show:
+    if shown:
         print(continuation.push(ids, last=True))
-        print_line(cache_line(contents) + _NOTES[conversation.finish])
+        print_line(cache_line(contents, shown) + _NOTES[conversation.finish])
     return {
         "user": message,
         "answer": conversation.messages[-1]["content"],
@@ -271,10 +270,10 @@ def holds(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def cache_line(contents: dict[str, Any]) -> str:
+def cache_line(contents: dict[str, Any], cache: str) -> str:
     """Return the contents of the cache as one line."""
     return (
-        f"[cache {contents['cache']}: {contents['tokens']} of {contents['capacity']} tokens,"
+        f"[cache {cache}: {contents['tokens']} of {contents['capacity']} tokens,"
         f" {contents['full_precision_tokens']} in full precision,"
         f" {contents['quantized_tokens']} quantized;"
         f" {format_bytes(contents['bytes'])}, in bf16 {format_bytes(contents['bf16_bytes'])}, ratio"

@@ -35,6 +35,7 @@ from kvq_tools.cli.console import (
     progress,
 )
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.results import finite
@@ -108,10 +109,10 @@ class DemoTask:
 
 
 def run(options: argparse.Namespace) -> None:
-    caches = options.cache or [inputs.named_cache(text) for text in CACHES]
+    caches = options.cache or [NamedCache(text, kvq.parse(text)) for text in CACHES]
     text = _passage() if options.text is None else text_input.read_text(options.text)
-    config = inputs.read_config(options.model, *(spec for _, spec in caches))
-    files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
+    config = inputs.read_config(options.model, *caches)
+    files = inputs.calibrations(config, caches, options.calibration or [])
     tokenizer = text_input.need_tokenizer(options.model, "read the text")
     task = make_task(
         text_input.encode(tokenizer, text), config, options.context, options.new_tokens

@@ -35,9 +35,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument(
-        "--cache", metavar="SPEC", type=inputs.cache_spec, help="the cache (default: dense)"
-    )
+    inputs.add_cache(parser)
     inputs.add_calibration(parser)
     parser.add_argument(
         "--context",
@@ -48,10 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    options.cache = options.cache or inputs.cache_spec("dense")
     config = inputs.read_config(options.model, options.cache, warn_unmet=False)
     context = options.context or config.positions
-    cache = kvq.layout(options.cache, config, 1, context)
+    cache = kvq.layout(options.cache.spec, config, 1, context)
     biases = doctor_facts.key_biases(options.model, config)
     calibration, missing = doctor_facts.calibration_state(
         options.model, config, cache.spec, options.calibration
@@ -83,10 +80,10 @@ def run(options: argparse.Namespace) -> None:
         "layers": layers,
         "warnings": known_problems(config, cache, biases) + missing,
     }
-    print_json("doctor", result) if options.json else _print(result)
+    print_json("doctor", result) if options.json else _print(result, options.cache.text)
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any], cache: str) -> None:
     regions = result["regions"]
     print_table(result["model"], ("fact", "value"), list(result["facts"].items()))
     rows = []
@@ -115,7 +112,7 @@ def _print(result: dict[str, Any]) -> None:
             )
         )
     title = (
-        f"{result['cache']} at {result['context']} tokens: {regions['body']} in the body,"
+        f"{cache} at {result['context']} tokens: {regions['body']} in the body,"
         f" full-precision windows sink {regions['sink']}, recent {regions['recent']}, block"
         f" {regions['block']}"
     )

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(
             "--devices is the size of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T"
         )
-    config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
+    config = inputs.read_config(options.model, *options.cache)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
     with progress("counting"):

@@ -47,13 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     add_prompt(parser, required=True)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        default="dense",
-        help="the cache (default: dense)",
-    )
+    inputs.add_cache(parser)
     inputs.add_calibration(parser)
     parser.add_argument(
         "--out", metavar="F", required=True, help="the file to write, such as prompt.safetensors"
@@ -73,9 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
-    )
+    inputs.check_calibration_file(config, options.cache, options.calibration)
     _, prompt = read_prompt(options, config)
     out = Path(options.out)
     if out.is_dir() or not out.absolute().parent.is_dir():
@@ -89,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
     if capacity < len(prompt):
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)
-    layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options))
+    layout = kvq.layout(options.cache.spec, config, 1, capacity, inputs.rows_dtype(options))
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
@@ -97,9 +89,9 @@ def run(options: argparse.Namespace) -> None:
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
     model_fingerprint = kvq.fingerprint(llama)
     with input_errors():
-        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
         cache = device_memory.new_cache(
-            options.cache, llama.config, capacity, inputs.rows_dtype(options)
+            options.cache.spec, llama.config, capacity, inputs.rows_dtype(options)
         )
     started = time.perf_counter()
     with progress("reading the prompt"):
@@ -107,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
             decoding.prefill(llama, cache, [prompt], implementation=options.implementation)
         )
     seconds = time.perf_counter() - started
-    check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [str(cache.spec)])
+    check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [options.cache.text])
     handover.save(out, llama, model_fingerprint, cache, prompt, logits)
     result = {
         "model": options.model,
@@ -127,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
         print_json("prefill", result)
         return
     print_line(
-        f"[{out}: {format_bytes(result['bytes'])}, the cache {result['cache']} of"
+        f"[{out}: {format_bytes(result['bytes'])}, the cache {options.cache.text} of"
         f" {len(prompt)} prompt tokens, {result['quantized_tokens']} of them quantized, with room"
         f" for {capacity}; read in {seconds:.3f} s, compilation included]"
     )

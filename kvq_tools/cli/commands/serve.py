@@ -46,13 +46,7 @@ docs/serving.md lists the supported fields of a request.
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        default="dense",
-        help="the cache (default: dense)",
-    )
+    inputs.add_cache(parser)
     inputs.add_calibration(parser)
     parser.add_argument(
         "--host",
@@ -143,16 +137,19 @@ def run(options: argparse.Namespace) -> None:
             " --prefix-dir, or --mesh"
         )
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
-    )
+    inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "serve text")
     template = (
         None if options.chat_template is None else text_input.read_text(options.chat_template)
     )
     size = engines.size_of(options, config)
     placement = mesh.placement_of(
-        options.mesh, [options.cache], config, size.slots, size.capacity, inputs.rows_dtype(options)
+        options.mesh,
+        [options.cache.spec],
+        config,
+        size.slots,
+        size.capacity,
+        inputs.rows_dtype(options),
     )
     if options.prefix_memory is None:
         options.prefix_memory = PREFIX_MEMORY if placement is None else 0
@@ -205,7 +202,7 @@ def _described(
         "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
         "model": options.model,
         "name": name,
-        "cache": str(options.cache),
+        "cache": str(options.cache.spec),
         "slots": size.slots,
         "capacity": size.capacity,
         "cache_bytes": size.nbytes,
@@ -223,7 +220,7 @@ def _print(options: argparse.Namespace, server: dict[str, Any]) -> None:
     split = f" on a mesh of {server['mesh']}" if server["mesh"] else ""
     print_line(
         f"[serving {server['name']} at {server['url']}/v1: {server['slots']} slots of"
-        f" {server['capacity']} tokens with {server['cache']},"
+        f" {server['capacity']} tokens with {options.cache.text},"
         f" {format_bytes(server['cache_bytes'])}{split}; up to {server['queue']} more wait]"
     )
 

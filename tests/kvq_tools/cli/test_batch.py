@@ -187,8 +187,11 @@ def test_answers_of_other_settings_and_other_files_are_not_touched(
     ("options", "message"),
     [
         (("--prompts", "p.jsonl"), "--prompts needs --out"),
-        (("--prompts", "p.jsonl", "--out", "o", "--stream"), "--stream is for one prompt"),
-        (("--prompt", "x", "--slots", "2"), "--slots is for many prompts"),
+        (
+            ("--prompts", "p.jsonl", "--out", "o", "--stream"),
+            "--stream is for one prompt or a saved prompt: leave out --prompts",
+        ),
+        (("--prompt", "x", "--slots", "2"), "--slots is for many prompts: give --prompts"),
         (("--prompt", "x", "--out", "o"), "--out is for many prompts"),
     ],
 )

@@ -19,7 +19,7 @@ from kvq_jax.attention import dispatch
 from kvq_models import EMBEDDED, generate, load_llama, right_padded, save_llama
 from kvq_models.llama.checkpoint import read_config
 from kvq_models.llama.hf_directory import HfDirectory
-from kvq_tools.cli import console, doctor_facts, inputs, main, text_input
+from kvq_tools.cli import console, doctor_facts, inputs, main, one_generation, text_input
 from kvq_tools.cli.commands import memory
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import UNFINISHED, Continuation
@@ -136,7 +136,7 @@ def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_
             "compilation",
             f"implementation {HERE}",
             "layers skipped: none",
-            expected["cache"],
+            f"[cache {CACHE}: ",
         ):
             assert part in footer, f"{name} footer lacks {part!r}"
 
@@ -159,9 +159,7 @@ def test_generate_without_a_tokenizer_takes_ids_and_prints_ids(model, bare, run)
 def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_json(
     model, run, monkeypatch
 ):
-    from kvq_tools.cli.commands import generate as command
-
-    monkeypatch.setattr(command, "load_llama", stop_before_weights)
+    monkeypatch.setattr(one_generation, "load_llama", stop_before_weights)
     code, out, err = run("generate", model, "--prompt", PROMPT, "--max-new-tokens", 300, "--json")
     assert (code, json.loads(out)["error"]) == (2, "weights were read"), "an error is JSON too"
     assert "kvq: warning:" in err

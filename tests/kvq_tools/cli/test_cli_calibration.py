@@ -79,14 +79,12 @@ def assert_one_line_error(result, message):
     assert "Traceback" not in err
 
 
-def no_weights(monkeypatch, *commands):
+def no_weights(monkeypatch, *modules):
     def stop(*_, **__):
         raise ValueError("weights were read")
 
-    for command in commands:
-        monkeypatch.setattr(
-            importlib.import_module(f"kvq_tools.cli.commands.{command}"), "load_llama", stop
-        )
+    for module in modules:
+        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{module}"), "load_llama", stop)
 
 
 # --- calibrate
@@ -228,13 +226,15 @@ BEFORE_WEIGHTS = {
 
 @pytest.mark.parametrize("case", BEFORE_WEIGHTS)
 def test_a_bad_request_is_one_line_before_weights_are_read(case, model, tmp_path, run, monkeypatch):
-    no_weights(monkeypatch, "calibrate")
+    no_weights(monkeypatch, "commands.calibrate")
     (tmp_path / "short").write_text("too short")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     options, message = BEFORE_WEIGHTS[case]
+    spec, options = (options[1], ()) if options[0] == "--cache" else (SPEC, options)
     before = sorted(tmp_path.iterdir())
     assert_one_line_error(
-        run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options))), message
+        run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options), spec=spec)),
+        message,
     )
     assert sorted(tmp_path.iterdir()) == before
 
@@ -299,7 +299,7 @@ def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_
 def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(
     model, file, run, monkeypatch
 ):
-    no_weights(monkeypatch, "generate", "demo")
+    no_weights(monkeypatch, "one_generation", "commands.demo")
     generate = ("generate", model, "--prompt", "a", "--cache")
     demo = (
         "demo",

@@ -125,9 +125,9 @@ BEFORE_WEIGHTS = {
 def test_bad_input_is_one_line_and_found_before_weights_are_read(
     case, model, bare, tmp_path, run, monkeypatch
 ):
-    for name in ("generate", "demo"):
+    for name in ("one_generation", "commands.demo"):
         monkeypatch.setattr(
-            importlib.import_module(f"kvq_tools.cli.commands.{name}"),
+            importlib.import_module(f"kvq_tools.cli.{name}"),
             "load_llama",
             stop_before_weights,
         )

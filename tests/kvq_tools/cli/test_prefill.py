@@ -86,11 +86,16 @@ def test_the_tokens_are_those_of_one_process(
     ("options", "message"),
     [
         (("--prompt", "the key of the dog"), "another prompt: .* they differ from token [1-9]"),
-        (("--cache", "kivi:bits=2"), "holds the cache 'innerq:.*, and --cache is 'kivi'"),
-        (("--capacity", 256), "--from takes the capacity of the file"),
+        (("--cache", "kivi:bits=2"), "holds the cache 'innerq:.*, but --cache is 'kivi:bits=2'"),
+        (
+            ("--capacity", 256),
+            "--capacity is for one prompt or many prompts: kvq prefill has already made",
+        ),
         (("--max-new-tokens", 500), "has room for 128"),
-        (("--prompts", "x.jsonl"), "--from is for one prompt"),
-        (("--chat",), "--chat is for a prompt"),
+        (("--prompts", "x.jsonl"), "--from continues one saved prompt: leave out --prompts"),
+        (("--chat",), "--chat needs --prompt or --prompt-file"),
+        (("--mesh", "heads=2"), "--mesh is for one prompt: kvq prefill"),
+        (("--slots", 2), "--slots is for many prompts: kvq prefill"),
     ],
 )
 def test_what_does_not_fit_the_file_is_one_line(
