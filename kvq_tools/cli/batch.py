@@ -230,6 +230,7 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
     if kind == "prompt":
         if not isinstance(value, str):
             raise ValueError(f"prompt must be a text, got {value!r}")
+        text_input.check_not_empty(value)
         return tuple(text_input.encode(tokenizer, value, chat=chat))
     texts = isinstance(value, list) and all(
         isinstance(message, dict)

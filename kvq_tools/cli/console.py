@@ -44,6 +44,32 @@ class NotFiniteError(Exception):
     3."""
 
 
+class OutputError(Exception):
+    """stdout cannot be written. `main` prints the reason and exits with 1."""
+
+
+class CheckedOutput:
+    """A text stream whose failures to write are OutputError, not any OSError of the command."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._checked(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._checked(self._stream.flush)
+
+    def _checked(self, function: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return function(*arguments)
+        except OSError as error:
+            raise OutputError(f"stdout cannot be written: {error.strerror}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextmanager
 def input_errors() -> Iterator[None]:
     """Turn errors into UserError while user input is read and checked. Elsewhere the same

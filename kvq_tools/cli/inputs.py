@@ -22,6 +22,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
 from kvq_tools.cli import planned
 from kvq_tools.cli.console import UserError, input_errors, warn
+from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.planned import NamedCache, PlannedCache
 
 DTYPES = ("float32", "bfloat16")
@@ -117,7 +118,7 @@ def named_cache(text: str) -> NamedCache | PlannedCache:
     try:
         return planned.parse(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(with_hint(str(error))) from None
 
 
 class _OneCache(argparse.Action):

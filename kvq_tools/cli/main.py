@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
+import itertools
 import os
 import sys
 import warnings
@@ -18,9 +20,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from kvq_tools.cli import interruption
-from kvq_tools.cli.console import NotFiniteError, UserError, print_json, printable
+from kvq_tools.cli.console import (
+    CheckedOutput,
+    NotFiniteError,
+    OutputError,
+    UserError,
+    print_json,
+    printable,
+)
+from kvq_tools.cli.did_you_mean import hint
 
-BAD_INPUT, NOT_FINITE = 2, 3
+BAD_OUTPUT, BAD_INPUT, NOT_FINITE = 1, 2, 3
 
 COMMANDS = {
     "demo": "try several caches on the small embedded model and compare them",
@@ -70,6 +80,23 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+class _CommandParser(_Parser):
+    """The parser of one command. It looks for unknown options first, so that a misspelt option is
+    not reported as a missing one."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        known = self._option_string_actions
+        for argument in itertools.takewhile(lambda argument: argument != "--", args or ()):
+            name = argument.partition("=")[0]
+            if name.startswith("--") and " " not in name and name not in known:
+                raise UserError(
+                    f"{self.prog} has no option {name}.{hint(name, known)} See {self.prog} --help"
+                )
+        return super().parse_known_args(args, namespace)
+
+
 class _Version(argparse.Action):
     """Print the version. argparse's own action would import JAX for the help of every command."""
 
@@ -90,7 +117,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(
             name,
@@ -134,14 +161,18 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = build_parser(arguments[0] if arguments else None)
-    if not arguments or arguments[0] not in PASSED_ON or arguments[1:] in ([], ["--help"], ["-h"]):
-        options = parser.parse_args(
-            [*arguments, *(["--help"] if arguments and arguments[0] in PASSED_ON else [])]
+    command = arguments[0]
+    if not command.startswith("-") and command not in COMMANDS:
+        raise UserError(
+            f"kvq has no command {command!r}.{hint(command, COMMANDS)} `kvq --help` lists all"
         )
-    else:
-        options = parser.parse_args([arguments[0]])
-        options.arguments = list(arguments[1:])
+    parser = build_parser(command)
+    if command not in PASSED_ON:
+        return parser.parse_args(arguments)
+    if arguments[1:] in ([], ["--help"], ["-h"]):
+        return parser.parse_args([command, "--help"])
+    options = parser.parse_args([command])
+    options.arguments = list(arguments[1:])
     return options
 
 
@@ -156,12 +187,35 @@ def _exit_code(arguments: Sequence[str], error: str, status: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvq` and return its exit code.
 
-    0 is success, 2 bad input, 3 results that are not finite, and 130 Ctrl-C.
+    0 is success, 1 output that cannot be written, 2 bad input, 3 results that are not finite, and
+    130 Ctrl-C.
 
     Args:
         arguments: the command line after `kvq`, by default that of the process.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if sys.stderr is None:  # closed by the caller (`2>&-`); print would use stdout instead
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:  # `>&-`
+        print("kvq: error: stdout is closed; redirect it to a file or /dev/null", file=sys.stderr)
+        return BAD_OUTPUT
+    try:
+        with contextlib.redirect_stdout(CheckedOutput(sys.stdout)):
+            try:
+                return _run(sys.argv[1:] if arguments is None else list(arguments))
+            finally:
+                sys.stdout.flush()
+    except OutputError as error:
+        # Python would complain again when it flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error.__cause__, BrokenPipeError):  # `kvq methods | head` is no error
+            print(f"kvq: error: {error}", file=sys.stderr)
+        return BAD_OUTPUT
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if not arguments:
+        build_parser().print_help()
+        return 0
     os.environ.setdefault(
         "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
     )  # otherwise transformers announces on import that it found no torch
@@ -175,12 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             compilation_cache.begin()
         with _warnings_in_one_line():
-            if hasattr(options, "cache"):
+            if getattr(options, "cache", None) is not None:
                 from kvq_tools.cli import planned  # imports JAX as well
 
                 planned.resolve(options)
             options.run(options)
-        sys.stdout.flush()
     except NotFiniteError as error:
         print(f"kvq: error: {printable(str(error))}", file=sys.stderr)
         return NOT_FINITE
@@ -191,9 +244,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = interruption.line(*map(str, error.args))
         print(line, file=sys.stderr)
         return _exit_code(arguments, line.removeprefix("kvq: "), interruption.STATUS)
-    except BrokenPipeError:
-        # The reader of the pipe left (`kvq methods | head`). Python would complain again when it
-        # flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0

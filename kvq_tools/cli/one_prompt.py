@@ -48,8 +48,8 @@ def read_prompt(options: argparse.Namespace, config: LlamaConfig) -> tuple[Any, 
         if options.prompt_file is not None
         else options.prompt
     )
-    if text == "":
-        raise UserError("the prompt is empty; give at least one character")
+    if text is not None:
+        text_input.check_not_empty(text)
     if options.chat and text is None:
         raise UserError(CHAT_NEEDS_TEXT)
     tokenizer = text_input.load_tokenizer(options.model)

@@ -32,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
     """Return the budget: --budget, limited to the bytes that a step can read in batch / X seconds.
+    One of the two is there.
 
     A step reads the whole cache and all weights once, except the unused rows of the embedding.
     Raises UserError or ValueError, in one line, if options are missing or if the weights alone take
@@ -40,11 +41,6 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
     if (options.device is None) != (options.tokens_per_second is None):
         raise UserError("--device and --tokens-per-second belong together: give both or neither")
     if options.device is None:
-        if options.budget is None:
-            raise UserError(
-                "a budget is missing: --budget 2.5bits, --budget 600MiB, or --device and"
-                " --tokens-per-second"
-            )
         return options.budget
     if isinstance(options.budget, float):
         raise UserError(

@@ -63,6 +63,12 @@ def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
 
 
+def check_not_empty(prompt: str) -> None:
+    """Raise UserError for an empty prompt, even if the tokenizer would put a token before it."""
+    if not prompt:
+        raise UserError("the prompt is empty; give at least one character")
+
+
 def check_text(text: str) -> None:
     try:
         text.encode()

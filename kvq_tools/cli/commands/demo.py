@@ -82,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context",
         metavar="S",
-        type=inputs.positive,
+        type=inputs.token_count,
         default=CONTEXT,
         help=(
             "use at most S tokens of the text, and never more than the model was trained for "

@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context",
         metavar="S",
-        type=inputs.positive,
+        type=inputs.token_count,
         help="capacity in tokens (default: the model's max_position_embeddings)",
     )
 

@@ -11,6 +11,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
 from kvq_tools.cli.console import print_json
+from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.inputs import CACHE_GRAMMAR
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -33,11 +34,22 @@ padding, but not windows) at head_dim 128."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.epilog = f"example:\n  kvq methods --json\n\n{CACHE_GRAMMAR}"
+    parser.epilog = f"examples:\n  kvq methods kivi\n  kvq methods --json\n\n{CACHE_GRAMMAR}"
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", type=_name, help="list these methods only"
+    )
+
+
+def _name(text: str) -> str:
+    if text not in kvq.METHODS:
+        raise argparse.ArgumentTypeError(
+            with_hint(f"unknown cache method {text!r}; methods: {', '.join(kvq.METHODS)}")
+        )
+    return text
 
 
 def run(options: argparse.Namespace) -> None:
-    described = [describe(method) for method in kvq.METHODS.values()]
+    described = [describe(kvq.METHODS[name]) for name in options.names or kvq.METHODS]
     if options.json:
         print_json(
             "methods",

@@ -45,7 +45,7 @@ DESCRIPTION = f"""\
 Finds the cache with the least KL to full precision for a budget: bits per
 stored element, or the memory of a whole cache at a context and a batch,
 full-precision windows included. Prints the spec for --cache, beside those of
-other budgets.
+other budgets. It needs a budget and, the first time for a model, a text.
 
 With --text, it measures. waterfill is calibrated on the first half of the text
 ({SAMPLES} x {LENGTH} tokens). Then every side of every layer is read through the cache by
@@ -101,8 +101,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context",
         metavar="S",
-        type=inputs.positive,
-        help="tokens per sequence (default: the positions of the model)",
+        type=inputs.token_count,
+        help="tokens per sequence, such as 4096 or 32K (default: the positions of the model)",
     )
     parser.add_argument(
         "--batch",
@@ -160,6 +160,7 @@ def budget(text: str) -> float | int:
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
+    _check_needs(options)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
     if options.picture and (why := figure.missing()):
@@ -206,6 +207,25 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
+def _check_needs(options: argparse.Namespace) -> None:
+    """If there is no budget, raise a UserError with everything that is missing."""
+    if all(part is None for part in (options.budget, options.device, options.tokens_per_second)):
+        budget = "a budget: --budget 2.5bits, --budget 600MiB, or --device with --tokens-per-second"
+        raise UserError(
+            f"kvq plan needs {'; and '.join(filter(None, [budget, _missing_text(options)]))}"
+        )
+
+
+def _missing_text(options: argparse.Namespace) -> str | None:
+    """Return the need for a text in words. None if there is one, or a calibration."""
+    if options.text is not None or options.calibration is not None:
+        return None
+    with input_errors():
+        if kept.calibration_file(options.model).is_file():
+            return None
+    return f"--text FILE to measure, or --calibration F: no plan of {options.model!r} was made yet"
+
+
 def _fast(
     options: argparse.Namespace, config: LlamaConfig, context: int, bits: float
 ) -> dict[str, Any]:
@@ -214,13 +234,9 @@ def _fast(
     if options.text is not None:
         file = _planner(options, config).file
     elif file is None:
-        with input_errors():
-            file = str(kept.calibration_file(options.model))
-        if not Path(file).is_file():
-            raise UserError(
-                f"no plan of {options.model!r} was made yet: give --text FILE to measure, or"
-                " --calibration F"
-            )
+        if missing := _missing_text(options):
+            raise UserError(f"kvq plan needs {missing}")
+        file = str(kept.calibration_file(options.model))
     with input_errors():
         calibration = check_calibration(kvq.parse(METHOD), config, file)
         assert calibration is not None, f"{METHOD} needs a calibration"
