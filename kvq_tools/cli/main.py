@@ -88,7 +88,11 @@ class _CommandParser(_Parser):
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         known = self._option_string_actions
-        for argument in itertools.takewhile(lambda argument: argument != "--", args or ()):
+        if any(action.nargs == argparse.REMAINDER for action in self._actions):
+            args_to_check = []  # they are another program's
+        else:
+            args_to_check = itertools.takewhile(lambda argument: argument != "--", args or ())
+        for argument in args_to_check:
             name = argument.partition("=")[0]
             if name.startswith("--") and " " not in name and name not in known:
                 raise UserError(

@@ -22,13 +22,12 @@ from kvq_tools.cli.console import (
     UserError,
     bar,
     check_finite,
-    format_bytes,
     input_errors,
     print_json,
     progress,
     warn,
 )
-from kvq_tools.cli.tables import print_table
+from kvq_tools.cli.task_table import print_scores
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import Answer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
@@ -279,7 +278,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "caches": measured,
     }
-    print_json("task", result) if options.json else _print(result)
+    print_json("task", result) if options.json else print_scores(result)
     check_finite(broken)
 
 
@@ -359,47 +358,3 @@ def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) 
         "ratio": kvq.dense_nbytes(config, 1, longest) / kvq.nbytes(layout),
         "bits_per_element": bits,
     }
-
-
-def _print(result: dict[str, Any]) -> None:
-    for name, rule in result["rules"].items():
-        print(f"{name}: {rule}".replace("\n", "\\n"))
-    first = result["caches"][0]
-    metrics = list(first["scores"])
-    title = (
-        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of"
-        f" {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens; scores in percent;"
-        f" bytes at {first['capacity']} tokens; {result['dtype']}"
-    )
-    rows = [
-        (
-            c["name"],
-            *(_percent(c["scores"][m]) for m in metrics),
-            inputs.quantized_in_words(c["quantized_tokens"]),
-            format_bytes(c["cache_bytes"]),
-            f"{c['ratio']:.2f}",
-            f"{c['bits_per_element']:.2f}",
-        )
-        for c in result["caches"]
-    ]
-    columns = (
-        "cache",
-        *metrics,
-        "quantized tokens",
-        "cache bytes",
-        "ratio to bf16",
-        "bits/element",
-    )
-    print_table(title, columns, rows, numeric=columns[1:])
-    for label, parts in first["by"].items():
-        if len(parts) > 1:
-            columns = ("cache", *(f"{part[label]} ({part['samples']})" for part in parts))
-            rows = [
-                (c["name"], *(_percent(part[metrics[0]]) for part in c["by"][label]))
-                for c in result["caches"]
-            ]
-            print_table(f"{metrics[0]} by {label} (samples)", columns, rows, numeric=columns[1:])
-
-
-def _percent(score: float) -> str:
-    return f"{100 * score:.1f}"

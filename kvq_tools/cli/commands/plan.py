@@ -17,9 +17,8 @@ from kvq_models.calibration.file import Calibration, predicted_divergence, resol
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, interruption, plan_speed, text_input
+from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
-from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning import figure, kept
 from kvq_tools.planning.measuring import (
     FACTOR,
@@ -203,7 +202,7 @@ def run(options: argparse.Namespace) -> None:
     (
         print_json("plan", result | {"out": options.out, "picture": options.picture})
         if options.json
-        else _print(result, options)
+        else plan_table.print_plan(result, options)
     )
 
 
@@ -370,56 +369,3 @@ def _predicted(
     spec = resolved(f"{METHOD}:bits={bits}", calibration)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
     return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}
-
-
-def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
-    rows = [
-        (
-            ">" if cache["name"] == result["chosen"] else "",
-            _short(cache["name"]),
-            f"{cache['body_bits_per_element']:.3f}",
-            format_bytes(cache["bytes"]),
-            f"{result['bf16_bytes'] / cache['bytes']:.2f}",
-            "" if cache["predicted_kl"] is None else f"{cache['predicted_kl']:.4f}",
-            "" if cache["measured_kl"] is None else f"{cache['measured_kl']:.4f}",
-        )
-        for cache in result["caches"]
-    ]
-    columns = (
-        "",
-        "cache",
-        "stored bits",
-        "bytes",
-        "smaller than bf16, times",
-        "predicted KL",
-        "measured KL",
-    )
-    print_table(
-        f"{result['model']}, {result['batch']} x {result['context']} tokens",
-        columns,
-        rows,
-        columns[2:],
-    )
-    error = result["prediction"]
-    if error is None:
-        print_line(
-            "KL in nats per token, to second order, of tokens outside the windows: it ranks"
-            " budgets; kvq eval measures one"
-        )
-    else:
-        kind = "it ranks only" if error["ranks_only"] else f"within a factor of {FACTOR:g}"
-        print_line(
-            "KL in nats per token. Predictions add up written sides cost; the worst is"
-            f" {error['factor']:.2f} times off: {kind}"
-        )
-    for path, written in ((options.out, "the cache"), (options.picture, "the picture")):
-        if path:
-            print_line(f"[{path}: {written}]")
-    calibration = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
-    cache = options.out or f"'{result['chosen']}'{calibration}"
-    print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
-
-
-def _short(name: str) -> str:
-    """Return a cache's name without the digits of its widths. The last line has them."""
-    return METHOD if name.startswith(f"{METHOD}:k_widths") else name
