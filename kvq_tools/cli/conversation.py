@@ -41,8 +41,8 @@ class CacheFull(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class ChatTurn:
-    """What a message does to the cache: the first `kept` tokens stay, and `tokens` come after them.
-    Together they spell `text`, which is `messages` in the chat template."""
+    """The effect of a message on the cache: the first `kept` tokens stay, and `tokens` come after
+    them. Together they spell `text`, which is `messages` in the chat template."""
 
     messages: tuple[dict[str, str], ...]
     kept: int
@@ -52,7 +52,7 @@ class ChatTurn:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerSettings:
-    """How answers are generated."""
+    """The settings of every answer."""
 
     max_new_tokens: int
     sampling: Sampling

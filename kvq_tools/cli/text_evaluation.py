@@ -29,6 +29,14 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         help="a cache; can be repeated",
     )
     inputs.add_calibration(parser, several=True)
+    _add_settings(parser)
+    inputs.add_dtype(
+        parser, beside="; in bfloat16, --cache dense shows the effect of rounding alone"
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add how a text is cut into windows and read."""
     parser.add_argument(
         "--window",
         metavar="W",
@@ -94,9 +102,6 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         type=inputs.positive,
         default=BUCKETS,
         help="parts of a window, for numbers by position (default: %(default)s)",
-    )
-    inputs.add_dtype(
-        parser, beside="; in bfloat16, --cache dense shows the effect of rounding alone"
     )
 
 

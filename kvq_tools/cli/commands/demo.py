@@ -257,7 +257,7 @@ def _print(result: dict[str, Any]) -> None:
     print(f"The prompt, {result['prompt_tokens']} tokens of {result['text']}, ends:\n")
     print(_paragraph("..." + result["prompt_end"]))
     for row in result["caches"]:
-        print(f"\n{row['name']} goes on:\n")
+        print(f"\n{row['name']} continues:\n")
         print(_paragraph(row["text"]))
     print()
     rows = [

@@ -124,18 +124,7 @@ def run(options: argparse.Namespace) -> None:
             f"kvq serve needs the extra serve ({error}): pip install 'kvq-jax[serve]'"
         ) from error
     logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
-    api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
-    if api_key == "":
-        raise UserError(
-            "the API key is empty; to serve without one, leave out --api-key and KVQ_API_KEY"
-        )
-    if options.prefix_disk is not None and options.prefix_dir is None:
-        raise UserError("--prefix-disk limits --prefix-dir: give that, too")
-    if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
-        raise UserError(
-            "prefixes are only kept for a cache on one device: leave out --prefix-memory and"
-            " --prefix-dir, or --mesh"
-        )
+    api_key = _checked_key(options)
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "serve text")
@@ -151,18 +140,11 @@ def run(options: argparse.Namespace) -> None:
         size.capacity,
         inputs.rows_dtype(options),
     )
-    if options.prefix_memory is None:
-        options.prefix_memory = PREFIX_MEMORY if placement is None else 0
     with input_errors():
         bound = bound_socket(options.host, options.port)
-        folder = (
-            None
-            if options.prefix_dir is None
-            else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
-        )
-    store = PrefixStore(options.prefix_memory, folder) if options.prefix_memory or folder else None
+        prefixes = _prefixes(options, one_device=placement is None)
     engine = engines.loaded(
-        options, size, options.queue, wait=False, prefixes=store, placement=placement
+        options, size, options.queue, wait=False, prefixes=prefixes, placement=placement
     )
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
@@ -179,8 +161,8 @@ def run(options: argparse.Namespace) -> None:
     server = _described(options, name, size, placement, bound)
     with interruption.spared():
         serve(create_app(service, api_key), worker, bound, lambda: _print(options, server))
-        if folder is not None:
-            folder.close()
+        if prefixes is not None and prefixes.folder is not None:
+            prefixes.folder.close()
     if not options.json:
         print_line(
             f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers;"
@@ -188,6 +170,37 @@ def run(options: argparse.Namespace) -> None:
         )
     if engine.compiling:
         interruption.leave(0)  # tearing an interpreter down while a compiler runs crashes
+
+
+def _checked_key(options: argparse.Namespace) -> str | None:
+    """Check the options that need no model, and return the API key."""
+    api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
+    if api_key == "":
+        raise UserError(
+            "the API key is empty; to serve without one, leave out --api-key and KVQ_API_KEY"
+        )
+    if options.prefix_disk is not None and options.prefix_dir is None:
+        raise UserError("--prefix-disk limits --prefix-dir: give that, too")
+    if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
+        raise UserError(
+            "prefixes are only kept for a cache on one device: leave out --prefix-memory and"
+            " --prefix-dir, or --mesh"
+        )
+    return api_key
+
+
+def _prefixes(options: argparse.Namespace, *, one_device: bool) -> PrefixStore | None:
+    """Return the store of prompts that were read, and set options.prefix_memory to its size."""
+    if options.prefix_memory is None:
+        options.prefix_memory = PREFIX_MEMORY if one_device else 0
+    folder = (
+        None
+        if options.prefix_dir is None
+        else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
+    )
+    if not options.prefix_memory and folder is None:
+        return None
+    return PrefixStore(options.prefix_memory, folder)
 
 
 def _described(

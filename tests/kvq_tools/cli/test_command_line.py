@@ -10,6 +10,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_tools.cli import main
+from kvq_tools.cli.commands import generate
 
 MEMORY = ("memory", "embedded", "--cache", "kivi:bits=2")
 SOON_GONE = "stress"  # moves out of the product
@@ -150,3 +151,27 @@ def test_errors_of_other_files_keep_their_traceback(monkeypatch):
     monkeypatch.setattr("kvq_tools.cli.commands.methods.run", full)
     with pytest.raises(OSError, match="No space left"):
         main.main(["methods"])
+
+
+CHOOSES = {
+    generate.ONE: ("--prompt", "a"),
+    generate.SAVED: ("--from", "f"),
+    generate.MANY: ("--prompts", "f"),
+}
+VALUES = {"stream": (), "out": ("o",), "mesh": ("heads=2",)}
+
+
+@pytest.mark.parametrize("mode", CHOOSES, ids=lambda mode: mode.name)
+def test_generate_refuses_the_options_of_its_other_modes(mode, run):
+    others = set().union(*(each.takes for each in generate.MODES)) - mode.takes
+    assert len(others) >= 3
+    for name in others:
+        request = ("generate", "nowhere", *CHOOSES[mode], f"--{name}", *VALUES.get(name, ("2",)))
+        code, out, err = run(*request)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"kvq: error: --{name} is for "), err
+        assert err.endswith(f": {mode.why_not}\n")
+    for name in mode.takes - {"out"}:
+        request = ("generate", "nowhere", *CHOOSES[mode], f"--{name}", *VALUES.get(name, ("2",)))
+        more = ("--out", "o") if mode is generate.MANY else ()
+        assert "'nowhere' does not exist" in run(*request, *more)[2], name
