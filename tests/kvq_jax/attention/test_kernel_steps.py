@@ -218,8 +218,8 @@ def test_a_codec_says_whether_stored_rows_are_vectors_or_lack_their_rotation_alo
             positions = jnp.arange(ring.shape[2], dtype=jnp.int32)[None]
             returned = codec.vectors(own, rows, positions, sequences().rope)
             said = f"{type(codec).__name__} of {plan.k}, {plan.v}"
-            assert (returned is rows) == codec.facts.form == "vectors", said
+            assert (returned is rows) == (codec.facts.form == "vectors"), said
             turned = rows.shape == returned.shape and np.array_equal(
                 returned, rotate(rows, positions, sequences().rope)
             )
-            assert turned == codec.facts.form == "before_rope", said
+            assert turned == (codec.facts.form == "before_rope"), said

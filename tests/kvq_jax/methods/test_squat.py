@@ -354,7 +354,7 @@ def test_kernels_read_it_as_kivi_and_none_quantizes_it():
         assert not isinstance(ours.k.kernels.reader(), str)
         assert ours.k.kernels.reader() == kivi.k.kernels.reader()
         assert ours.v == kivi.v
-        assert ours.k.kernel_job((), prefill=True) is None
+        assert ours.k.kernels.writer((), (), True) is None
         body = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kivi.k.body(1, 2, 64))
         assert len(ours.k.kernels.arrays((), body)) == len(kivi.k.kernels.arrays((), body))
 

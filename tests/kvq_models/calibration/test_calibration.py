@@ -168,14 +168,14 @@ class Calls(NamedTuple):
 @pytest.fixture
 def given(monkeypatch):
     """Return what codecs were given to calibrate with, side by side in the order of the layers."""
-    calls, original = Calls([], []), KVQuantCodec.calibrate
+    calls, original = Calls([], []), KVQuantCodec._calibrate
 
     def calibrate(self, rows, gradients):
         calls.rows.append(rows)
         calls.gradients.append(gradients)
         return original(self, rows, gradients)
 
-    monkeypatch.setattr(KVQuantCodec, "calibrate", calibrate)
+    monkeypatch.setattr(KVQuantCodec, "_calibrate", calibrate)
     return calls
 
 
