@@ -100,7 +100,7 @@ def _thin_svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return u * signs, s, signs[:, None] * bt
 
 
-def _described(kernel: jax.ShapeDtypeStruct) -> ArraySpec:
+def _described(kernel: ArrayOrSpec) -> ArraySpec:
     depth, width = kernel.shape
     return ArraySpec((Axis("none", depth), Axis("none", width)), jnp.dtype(kernel.dtype).name)
 
