@@ -314,6 +314,28 @@ def test_latents_are_those_of_the_basis_that_is_not_kept(depth: int):
     assert [(a.shape, a.dtype) for a in structs] == [(a.shape, a.dtype) for a in (turned, singular)]
 
 
+@pytest.mark.parametrize("axis", [0, 1], ids=["k", "v"])
+def test_in_bfloat16_a_projection_with_small_singular_values_loses_nothing_by_it(axis: int):
+    """Rounding of B mixes large latents into small ones; what is rebuilt is as near as with U."""
+    rng = np.random.default_rng(4)
+    left, right = (np.linalg.qr(rng.normal(size=(size, 128)))[0] for size in (256, 128))
+    kernel = jnp.asarray(left * np.geomspace(1, 1e-4, 128) @ right, jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(1, 256, 256)), jnp.bfloat16)
+    exact = np.asarray(x[0], np.float32) @ np.asarray(kernel, np.float32)
+    basis, (fused,) = factored(kernel)
+    turned, singular = turn(kernel)
+    own = {"input_kernel": kernel, "kernel": turned, "singular": singular}
+
+    def error(rows: Any, parameters: dict[str, Any]) -> float:
+        coded = jnp.asarray(quantized(np.asarray(rows, np.float32), 4, 64, axis))
+        rebuilt = project(parameters, coded[None, None], 1)[0, 0]
+        return float(np.linalg.norm(rebuilt - exact) / np.linalg.norm(exact))
+
+    with_basis = error((x @ basis)[0], {"kernel": fused})
+    assert 0.05 < with_basis < 0.15
+    assert error(latents(own, x)[0, 0], own) == pytest.approx(with_basis, rel=0.02)
+
+
 def test_a_projection_of_lower_rank_has_finite_latents():
     rng = np.random.default_rng(3)
     kernel = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32).at[:, 4:].set(0)
