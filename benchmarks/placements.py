@@ -52,7 +52,7 @@ def row(model: str, size: tuple[int, str, int], cache: str) -> tuple[str, ...]:
     count, unit, batch = size
     context = count << {"K": 10, "M": 20}[unit]
     sizes = batch, context, "bfloat16", memory_mesh.AUTO, DEVICES
-    found = memory_mesh.Share(
+    found = memory_mesh.DeviceShare(
         **memory_mesh.describe(kvq.parse(cache), MODELS[model], *sizes, DEVICE)
     )
     held = (
