@@ -36,7 +36,8 @@ def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
 def bracket(interval: tuple[float, float], format: str) -> str:
     """Render an interval after its mean; nothing where there is none."""
     low, high = interval
-    return "" if math.isnan(low) else f" [{low:{format}}, {high:{format}}]"
+    unsigned_zero = format.replace(".", "z.", 1)
+    return "" if math.isnan(low) else f" [{low:{unsigned_zero}}, {high:{unsigned_zero}}]"
 
 
 def with_interval(value: float, interval: tuple[float, float], format: str) -> str:

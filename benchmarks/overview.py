@@ -201,7 +201,7 @@ def page(report: OverviewReport, file: pathlib.Path) -> str:
         f" equal likeliest tokens are means of {measured.tokens} tokens of {report.text}, read"
         f" through the real cache of {report.measured_model}: {len(measured.window_kl)} windows of"
         f" {report.window} tokens, of each the first {report.prompt} prefilled and the others"
-        " decoded one after the other; brackets hold 95 % bootstrap intervals over the windows."
+        " decoded one after the other; brackets hold 95 % t intervals over the logs of the windows."
         " Bits there are those of a body element of that smaller model, where fewer elements share"
         " a scale. The last column is the share of the tokens before a scored one that lay in the"
         " cache's body, which all but `dense` quantize. Each cache has its method's default"
