@@ -6,6 +6,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
+import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
 from benchmarks.quality.comparison import PLAIN, VARIANTS
 from benchmarks.quality.report import QualityReport, QualityRow
@@ -42,6 +43,12 @@ def _said(report: QualityReport) -> list[str]:
             f"Brackets hold 95 % intervals over the {len(report.rows[0].window_kl)} windows: t"
             " intervals of the logs of their KL and of their perplexities. A ratio of two caches is"
             " the geometric mean of the ratios on the same windows, with its paired t interval."
+        )
+    if any(kvq.parse(row.cache).recent == 0 and row.kl > NO_ERROR for row in report.rows):
+        said.append(
+            "Rows with `recent=0` quantize the newest tokens as well and do not recompute to their"
+            " digits on another commit or processor: means move by a few percent, single windows by"
+            " up to 8."
         )
     if any(row.fake for row in report.rows):
         said.append(
