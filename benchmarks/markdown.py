@@ -36,8 +36,9 @@ def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
 def bracket(interval: tuple[float, float], format: str) -> str:
     """Render an interval after its mean; nothing where there is none."""
     low, high = interval
-    unsigned_zero = format.replace(".", "z.", 1)
-    return "" if math.isnan(low) else f" [{low:{unsigned_zero}}, {high:{unsigned_zero}}]"
+    sign, rest = (format[:1], format[1:]) if format.startswith("+") else ("", format)
+    format = f"{sign}z{rest}"  # no -0
+    return "" if math.isnan(low) else f" [{low:{format}}, {high:{format}}]"
 
 
 def with_interval(value: float, interval: tuple[float, float], format: str) -> str:

@@ -1,5 +1,5 @@
 """Makes the pages of benchmarks/results from the JSON files there: one for each, and README.md,
-their index.
+their index; and the table of caches in the project's README.
 
 Run it after a benchmark; never edit its output by hand.
 """
@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import drafts, mesh, overview, serving, serving_soak, serving_start, soak
+from benchmarks import drafts, mesh, readme_table, serving, serving_soak, serving_start, soak
 from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
@@ -21,7 +21,6 @@ from benchmarks.gpu.report import GpuReport
 from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
-from benchmarks.overview import OverviewReport
 from benchmarks.quality import (
     joint_weights,
     key_bias,
@@ -39,11 +38,11 @@ INDEX = "README.md"
 INTRODUCTION = """\
 # Results
 
-A page for each JSON file of this folder, made by `python -m benchmarks.results_page`; the files hold every sample. A page begins with the
-command that measured it."""
+A page for each JSON file of this folder, made by `python -m benchmarks.results_page`; the files
+hold every sample. A page begins with the command that measured it."""
 NO_GPU = """\
-**No kernel was run on a GPU yet.** What is said of kernels here is counted in machine code that was compiled without one. Times are of
-CPUs."""
+**No kernel was run on a GPU yet.** What is said of kernels here is counted in machine code that
+was compiled without one. Times are of CPUs."""
 
 
 class Kind(NamedTuple):
@@ -61,12 +60,6 @@ def _always(subject: str) -> Callable[[Any], str]:
 
 
 KINDS = (
-    Kind(
-        "overview",
-        OverviewReport,
-        overview.page,
-        _always("bytes of an 8B model's cache, KL to full precision on the model that it names"),
-    ),
     Kind(
         "instructions*",
         machine_code.Instructions,
@@ -208,12 +201,8 @@ def render(folder: pathlib.Path) -> dict[str, str]:
         INTRODUCTION,
         *([] if any(kind.stems == "kernels_*" for _, kind, _ in reports) else [NO_GPU]),
     ]
-    for report in (report for _, _, report in reports if isinstance(report, OverviewReport)):
-        index += [
-            overview.headline(report),
-            overview.readme_table(report),
-            overview.verdict(report),
-        ]
+    if all((folder / f"{name}.json").exists() for name in readme_table.FILES):
+        index.append(readme_table.section(readme_table.read(folder), ""))
     index += [
         "## Pages",
         table(
@@ -256,6 +245,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, text in pages.items():
         whole.write(args.folder / name, text)
         print(args.folder / name)
+    if args.folder == RESULTS:
+        table_of_caches = readme_table.section(readme_table.read(), "benchmarks/results/")
+        page = readme_table.README.read_text(encoding="utf-8")
+        whole.write(readme_table.README, readme_table.replaced(page, table_of_caches))
+        print(readme_table.README)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, resident
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -350,6 +350,7 @@ def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) 
         "cache_bytes": kvq.nbytes(layout),
         "ratio": kvq.dense_nbytes(config, 1, longest) / kvq.nbytes(layout),
         "bits_per_element": bits,
+        "resident_by_batch": resident.by_batch(spec, config, longest, CACHE_DTYPE),
     }
 
 
@@ -371,6 +372,7 @@ def _print(result: dict[str, Any]) -> None:
             format_bytes(c["cache_bytes"]),
             f"{c['ratio']:.2f}",
             f"{c['bits_per_element']:.2f}",
+            *resident.cells(c),
         )
         for c in result["caches"]
     ]
@@ -381,6 +383,7 @@ def _print(result: dict[str, Any]) -> None:
         "cache bytes",
         "ratio to bf16",
         "bits/element",
+        *resident.columns(result["caches"]),
     )
     print_table(title, columns, rows, numeric=columns[1:])
     for label, parts in first["by"].items():

@@ -161,6 +161,10 @@ class CacheNumbers:
     sizes: tuple[tuple[ArrayBytes, ...], ...]
     errors: tuple[LayerErrors, ...]
 
+    def resident_bytes(self, batch: int) -> int:
+        """Return the bytes that so many sequences add to those of the model."""
+        return batch * (self.bytes + self.working_bytes) + self.parameter_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:

@@ -24,7 +24,7 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, resident
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
@@ -45,11 +45,14 @@ NEW_TOKENS = 64
 FEWEST_TOKENS = 32  # of a text, so that both halves mean something
 
 DESCRIPTION = f"""\
-Runs a model with several caches and compares them. The first half of a text is the prompt. Each cache then
-(1) continues it greedily and (2) predicts the second half token by token, reading what it stored: that gives the
-perplexity. Bytes are those of the whole cache at the text's length, windows included, beside a dense bf16 cache
-of the same capacity; tokens/s is decoding alone, compilation not counted.
-Without arguments: the embedded model, the opening of Pride and Prejudice, and {", ".join(CACHES)}."""
+Runs a model with several caches and compares them. The first half of a text is the prompt. Each
+cache then (1) continues it greedily and (2) predicts the second half token by token, reading what
+it stored: that gives the perplexity. Bytes are those of the whole cache at the text's length,
+windows included, beside a dense bf16 cache of the same capacity; resident bytes count what the
+method adds to the model and working memory, too. Tokens/s is decoding alone, compilation not
+counted.
+Without arguments: the embedded model, the opening of Pride and Prejudice, and
+{", ".join(CACHES)}."""
 
 EPILOG = f"""\
 examples:
@@ -210,6 +213,9 @@ class Row:
             "cache_bytes": stored,
             "ratio": dense / stored,
             "bits_per_element": 8 * stored / (dense / 2),
+            "resident_by_batch": resident.by_batch(
+                self.spec, self.llama.config, task.capacity, CACHE_DTYPE
+            ),
             "quantized_tokens": kvq.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
@@ -267,6 +273,7 @@ def _print(result: dict[str, Any]) -> None:
             format_bytes(row["cache_bytes"]),
             f"{row['ratio']:.2f}",
             f"{row['bits_per_element']:.2f}",
+            *resident.cells(row),
             f"{row['tokens_per_second']:.0f}",
             row["implementation"],
         )
@@ -280,6 +287,7 @@ def _print(result: dict[str, Any]) -> None:
         "cache bytes",
         "ratio to bf16",
         "bits/element",
+        *resident.columns(result["caches"]),
         "tokens/s",
         "read by",
     )

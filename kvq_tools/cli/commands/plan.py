@@ -17,7 +17,7 @@ from kvq_models.calibration.file import Calibration, predicted_divergence, resol
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, interruption, plan_speed
+from kvq_tools.cli import inputs, interruption, plan_speed, resident
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning import figure, kept
@@ -322,6 +322,7 @@ def described(
         "bits": bits,
         "body_bits_per_element": kvq.body_bits_per_element(name, config),
         "bytes": kvq.nbytes(kvq.layout(name, config, batch, context, dtype)),
+        "resident_by_batch": resident.by_batch(name, config, context, dtype, batch),
     }
 
 
@@ -346,6 +347,7 @@ def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
             f"{cache['body_bits_per_element']:.3f}",
             format_bytes(cache["bytes"]),
             f"{result['bf16_bytes'] / cache['bytes']:.2f}",
+            *resident.cells(cache),
             "" if cache["predicted_kl"] is None else f"{cache['predicted_kl']:.4f}",
             "" if cache["measured_kl"] is None else f"{cache['measured_kl']:.4f}",
         )
@@ -357,6 +359,7 @@ def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
         "stored bits",
         "bytes",
         "smaller than bf16, times",
+        *resident.columns(result["caches"]),
         "predicted KL",
         "measured KL",
     )

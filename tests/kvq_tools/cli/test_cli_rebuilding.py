@@ -212,7 +212,17 @@ def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, r
     assert found[0]["parameter_bytes"] == 4 * 4 * 2 * (64 * 16 + 16 * 16), (
         "U and S B^T of both sides in four layers"
     )
+    for cache in found:
+        one, three, many = cache["resident_by_batch"]
+        added = 3 * one["bytes"] - three["bytes"]
+        assert added == 2 * cache["parameter_bytes"], "parameters do not grow with the batch"
+        assert many["bytes"] == 16 * one["bytes"] - 15 * cache["parameter_bytes"]
+        assert three["bytes"] == cache["resident_bytes"]
+        assert cache["resident_bytes"] == (
+            cache["cache_bytes"] + cache["parameter_bytes"] + cache["working_bytes"]
+        )
     out = run("memory", tmp_path, *caches, "--context", "512")[1]
+    assert np.all([part in out for part in ("resident", "batch 1", "batch 16")])
     assert "beside the cache" in out
     assert np.all([part in out for part in ("parameters", "working memory")])
 
