@@ -58,7 +58,7 @@ def size(
 ) -> Size:
     """Return what a cache costs in memory, counted from shapes: nothing is allocated.
 
-    size("xquant:bits=4", config, batch=1, capacity=32768).resident_bits     # Llama-3.1-8B: 6.81
+    size("xquant:bits=4", config, batch=1, capacity=32768).resident_bits     # Llama-3.1-8B: 4.81
 
     Args:
         spec: the cache.
@@ -84,19 +84,28 @@ def size_of(cache: Cache) -> Size:
 
 def parameter_bytes(cache: Cache) -> list[int]:
     """Return the bytes that the parameters of each layer add to a model whose dtype is that of the
-    cache."""
+    cache.
+
+    On a mesh, to each device: parameters are whole on all of them, so weights that are used
+    unchanged count there if the model's own are split.
+    """
+    where = cache.placement
+    split = where is not None and where.size("heads") * where.size("tokens") > 1
     plans = cache.plans
     counted = {
-        plan: _parameter_bytes(plan, cache.dims, cache.dtype) for plan in dict.fromkeys(plans)
+        plan: _parameter_bytes(plan, cache.dims, cache.dtype, shared=not split)
+        for plan in dict.fromkeys(plans)
     }
     return [counted[plan] for plan in plans]
 
 
-def _parameter_bytes(plan: LayerPlan, dims: CacheDims, dtype: str) -> int:
+def _parameter_bytes(plan: LayerPlan, dims: CacheDims, dtype: str, *, shared: bool) -> int:
+    """Return the bytes of a layer's parameters, without those that are the model's own weights if
+    these are `shared`."""
     total = 0
     for codec in plan.codecs:
         weights, made = next(described_from_weights(codec, dims, dtype))
-        unchanged = {id(leaf) for leaf in jax.tree.leaves(weights)}
+        unchanged = {id(leaf) for leaf in jax.tree.leaves(weights)} if shared else set()
         total += nbytes([leaf for leaf in jax.tree.leaves(made) if id(leaf) not in unchanged])
         total += nbytes([codec.parameters(plan.heads), codec.derived_parameters(plan.heads)])
     return total

@@ -1,6 +1,7 @@
 """Results of an evaluation: numbers of every scored token, and those of the whole text.
 
-    perplexity = exp(mean nats),   bits per byte = sum nats / (ln 2 * UTF-8 bytes of the scored tokens)
+    perplexity    = exp(mean nats)
+    bits per byte = sum nats / (ln 2 * UTF-8 bytes of the scored tokens)
 
 Means are taken in float64 on the host.
 """

@@ -50,9 +50,13 @@ class Choice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """named: the caches to take, the smallest first. further: no smaller than a named one and further
-    from full precision. untold: the others, each with the named one that it is not told apart
-    from."""
+    """The outcome of a comparison.
+
+    Args:
+        named: the caches to take, the smallest first.
+        further: no smaller than a named one, and further from full precision.
+        untold: the others, each with the named one that it is not told apart from.
+    """
 
     named: list[Choice]
     further: list[Choice]

@@ -24,8 +24,8 @@ def size(spec: str, batch: int = 1, dtype: str = "bfloat16") -> kvq.Size:
 @pytest.mark.parametrize(
     ("spec", "parameters", "working", "bits"),
     [
-        ("xquant:bits=4", 640, 0, 6.81),
-        ("xquant_cl:bits=2", 736, 512, 7.51),  # 2.1 times smaller than bfloat16
+        ("xquant:bits=4", 128.25, 0, 4.81),  # 0.5 bits beside the 4.31 that are stored
+        ("xquant_cl:bits=2", 704 + 2 / 128, 512, 7.385),  # 2.2 times smaller than bfloat16
         ("waterfill:bits=4", 32.6875, 0, 4.19),
         ("kivi:bits=4", 0, 0, 5.05),
         ("dense", 0, 0, 16.0),
@@ -40,12 +40,14 @@ def test_what_is_needed_beside_a_cache(spec: str, parameters: float, working: fl
 
 def test_factors_of_the_weights_are_the_parameters_of_xquant():
     depth, width = 4096, 8 * 128
-    factors = depth * width + width * width  # U, and S B^T
-    assert size("xquant:bits=4").parameters == 32 * 2 * 2 * factors
-    assert size("xquant:bits=4", dtype="float32").parameters == 32 * 2 * 4 * factors
+    turned, singular = 2 * width * width, 4 * width  # B in bfloat16, S in float32
+    assert size("xquant:bits=4").parameters == 32 * 2 * (turned + singular)
+    assert size("xquant:bits=4", dtype="float32").parameters == 32 * 2 * (2 * turned + singular)
     joint = depth * 2 * width + 2 * width * 2 * width  # U of [W_k | W_v], and both parts of S B^T
-    below, above = 2, 29  # the base layer, which needs the model's own weights alone
-    assert size("xquant_cl:bits=2").parameters == 2 * (below * 2 * factors + above * joint)
+    below, above = 2, 29  # the base layer needs the model's own weights alone
+    assert size("xquant_cl:bits=2").parameters == (
+        below * 2 * (turned + singular) + above * 2 * joint
+    )
 
 
 def test_weights_that_are_used_unchanged_add_nothing():
