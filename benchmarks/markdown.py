@@ -22,7 +22,8 @@ def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
         f"JAX {report.jax_version}",
         *([f"Python {report.python_version}"] if report.python_version else []),
     ]
-    versions += [f"commit {report.commit}"] if report.commit else []
+    changed = " with changes that are in no commit" if report.commit.endswith("+") else ""
+    versions += [f"commit {report.commit.rstrip('+')}{changed}"] if report.commit else []
     made = (
         f"`{report.command}` on {report.date}{report.device and f', device {report.device}'};"
         f" {', '.join(versions)}."
@@ -36,6 +37,8 @@ def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
 def bracket(interval: tuple[float, float], format: str) -> str:
     """Render an interval after its mean; nothing where there is none."""
     low, high = interval
+    sign, rest = (format[:1], format[1:]) if format.startswith("+") else ("", format)
+    format = f"{sign}z{rest}"  # no -0
     return "" if math.isnan(low) else f" [{low:{format}}, {high:{format}}]"
 
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.markdown import table, with_interval
-from benchmarks.quality.log_intervals import t_interval
 from benchmarks.quality.report import QualityReport, QualityRow
 from benchmarks.report_file import RESULTS
 from kvq_jax.cache.size import COMPARED_BATCHES as BATCHES
@@ -105,7 +104,7 @@ def _line(row: Row) -> tuple[str, ...]:
         f"`{row.cache}`",
         f"{row.sizes[0].stored_bits:.2f}",
         *(f"{size.resident / 2**30:.2f}" for size in row.sizes),
-        *(with_interval(one.kl, t_interval(one.window_kl), "#.2g") for one in row.measured),
+        *(with_interval(one.kl, one.kl_interval, "#.2g") for one in row.measured),
     )
 
 
@@ -130,7 +129,7 @@ def _note(reports: Sequence[QualityReport], rows: Sequence[Row], results: str) -
         "Resident GiB count the cache, what its method adds to the model, and the working memory of"
         f" a step, for {' and '.join(map(str, BATCHES))} sequences of {CONTEXT // 1024}K tokens of"
         f" {llama_8b.NAME} (bfloat16: {bf16} GiB); stored bits count the cache alone. KL to full"
-        " precision is that of SmolLM2-135M, read through the real cache, with 95 % t intervals"
+        " precision is that of SmolLM2-135M, decoded through the real cache, with 95 % t intervals"
         " over the logs of the windows. In every row the first"
         f" {sink} and the newest {recent} tokens are exact,"
         f" {min(body)} to {max(body)} of the {contexts[0]} to {contexts[1]} tokens before a scored"

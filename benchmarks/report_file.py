@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 import types
@@ -46,6 +47,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
 
 
+def clean(commit: str) -> bool:
+    """Return True if this names a commit, without changes on top of it."""
+    return re.fullmatch("[0-9a-f]{7,40}", commit) is not None
+
+
 COMMIT = _commit()  # of the sources as they are when they are read, not when a report is written
 
 
@@ -71,7 +77,9 @@ class Report:
         return dataclasses.asdict(self)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all. Numbers of no clean commit are warned of."""
+        if not clean(self.commit):
+            _warn(self.commit)
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         whole.write(path, json.dumps(self.to_json(), indent=1) + "\n")
 
@@ -103,6 +111,19 @@ def header(command: Sequence[str]) -> Header:
         "python_version": platform.python_version(),
         "commit": COMMIT,
     }
+
+
+@functools.cache
+def _warn(commit: str) -> None:
+    state = (
+        f"commit {commit.removesuffix('+')} with changes on top of it" if commit else "no commit"
+    )
+    print(
+        f"WARNING: these numbers are of {state}: a test refuses their page among the results;"
+        " commit the changes, and measure again.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def now() -> str:

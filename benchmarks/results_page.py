@@ -76,7 +76,7 @@ KINDS = (
         "quality_*",
         QualityReport,
         quality_page.page,
-        _always("perplexity, KL and size of caches, read through the real cache"),
+        _always("perplexity, KL and size of caches, decoded through the cache after a prompt"),
     ),
     Kind(
         "joint_weights*",
@@ -94,7 +94,7 @@ KINDS = (
         "long_context*",
         long_context_report.LongContextReport,
         long_context_report.page,
-        _always("accuracy of answers about long texts, read through the real cache"),
+        _always("accuracy of answers about long texts, decoded through the cache"),
     ),
     Kind(
         "squat_subspace*",

@@ -194,8 +194,9 @@ def page(report: JointReport, file: pathlib.Path) -> str:
     said = (
         f"Model: {report.model}. Perplexity of the tokens after the first {report.prompt} of"
         f" {report.windows} windows of {report.window} tokens of {report.text}, read through the"
-        " real cache; brackets hold 95 % bootstrap intervals over the windows. Weights:"
-        " sensitivity-weighted k-means for each output channel of the projections,"
+        " real cache; brackets hold 95 % t intervals over the logs of the windows'"
+        " perplexities. Weights: sensitivity-weighted k-means for each output channel of the"
+        " projections,"
         f" {WEIGHT_SAMPLES} samples of {WEIGHT_LENGTH} tokens of {report.calibration_text}; bits"
         f" count each channel's levels and what stays. Caches are calibrated on {report.samples}"
         f" samples of {report.sample_length} tokens of the same text, for the weights that they are"

@@ -7,8 +7,8 @@ numbers.
 
 The range sets the step of a uniform quantizer, so where it is below 1, XQuant-CL's differences are
 easier to code than what they are taken of. Rows are those of the exact forward pass over windows of
-a text, each a sequence of its own; means are over the tokens of all windows, and a bootstrap draws
-whole windows. Post-norm X is the normalized input, which XQuant caches and the figure shows;
+a text, each a sequence of its own; means are over the tokens of all windows, and intervals
+are over the windows. Post-norm X is the normalized input, which XQuant caches and the figure shows;
 unit-norm X leaves the layer's own gains out; the residual stream is what both are made of; keys are
 before RoPE, all heads of a token together. The JSON, and the plot beside it:
 
@@ -174,7 +174,7 @@ def page(report: SimilarityReport, file: pathlib.Path) -> str:
         f"Model: {report.model}, the first {report.windows} windows of {report.tokens} tokens of"
         f" {report.text}, exact. Each layer with the one before it. Ranges are of groups of"
         f" {report.group} channels of a token: that of the difference over that of the layer's own"
-        " rows. Brackets hold 95 % bootstrap intervals over the windows."
+        " rows. Brackets hold 95 % t intervals over the windows."
     )
     parts = [*head(report, file, said), f"![similarity by layer]({file.stem}.png)"]
     for field, name in FIELDS.items():

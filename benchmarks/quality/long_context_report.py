@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
-import numpy as np
-
-from benchmarks.markdown import bracket, head, table
-from benchmarks.quality.intervals import Interval, mean_interval
+from benchmarks.markdown import head, table, with_interval
+from benchmarks.quality.intervals import Interval, gap_interval, share_interval
 from benchmarks.quality.report import Text
 from benchmarks.report_file import Report
 
@@ -42,11 +41,11 @@ class Cell:
 
     @property
     def accuracy(self) -> float:
-        return float(np.mean(self.scores))
+        return _mean(self.scores)
 
     @property
     def interval(self) -> Interval:
-        return mean_interval(self.scores)
+        return share_interval(self.scores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +82,10 @@ class LongContextReport(Report):
             if cell.accuracy >= self.threshold
         ]
 
-    def means(self, cache: str, length: int) -> list[float]:
-        """Return the mean score over the tasks that were asked of all caches, for the first sample
-        of each, the second, and so on."""
+    def scores(self, cache: str, length: int) -> list[float]:
+        """Return the scores of all samples of the tasks that were asked of all caches."""
         found = self.found(cache, length)
-        return np.mean(
-            np.asarray([found[task].scores for task in self.asked_of_all(length)]), axis=0
-        ).tolist()
+        return [score for task in self.asked_of_all(length) for score in found[task].scores]
 
 
 def page(report: LongContextReport, file: pathlib.Path) -> str:
@@ -112,8 +108,11 @@ def _said(report: LongContextReport) -> list[str]:
         (
             f"Model: {report.model}{', prompts in its chat template' if report.chat else ''}. Cells"
             f" are percent of what was asked for that the greedy answer says, over {report.count}"
-            " samples, the same for every cache; every token is read through the cache. Brackets"
-            " hold 95 % intervals: bootstrap over the samples. Where full precision itself is"
+            " samples, the same for every cache. The prompt, question included, attends to itself"
+            " exactly, so the first token of an answer does not depend on the cache; all later ones"
+            " are read through it. Brackets hold 95 % intervals of Clopper and Pearson over the"
+            " samples (of all tasks for a mean), and for a difference to full precision the same"
+            " of its gains and of its losses. If full precision itself is"
             f" below {100 * report.threshold:g} %, no other cache was asked. A length counts prompt"
             " and answer."
         ),
@@ -148,9 +147,9 @@ def _means(report: LongContextReport) -> str:
     for size in report.caches:
         cells = []
         for length in lengths:
-            means, exact = report.means(size.cache, length), report.means(FULL_PRECISION, length)
-            gap = [mean - other for mean, other in zip(means, exact, strict=True)]
-            cells += [_percent(means), "" if size.cache == FULL_PRECISION else _percent(gap, "+")]
+            scores, exact = report.scores(size.cache, length), report.scores(FULL_PRECISION, length)
+            gap = _in_percent(_mean(scores) - _mean(exact), gap_interval(scores, exact), "+.0f")
+            cells += [_percent(scores), "" if size.cache == FULL_PRECISION else gap]
         lines.append((*_names(size), *cells))
     return table(("cache", "stored bits", *heads), lines)
 
@@ -172,6 +171,14 @@ def _names(size: CacheSize) -> tuple[str, str]:
     return f"`{size.cache}`", f"{size.stored_bits:.2f}"
 
 
-def _percent(scores: list[float] | tuple[float, ...], sign: str = "") -> str:
-    percent = [100 * score for score in scores]
-    return f"{np.mean(percent):{sign}.0f}{bracket(mean_interval(percent), f'{sign}.0f')}"
+def _percent(scores: Sequence[float]) -> str:
+    return _in_percent(_mean(scores), share_interval(scores), ".0f")
+
+
+def _in_percent(value: float, interval: Interval, format: str) -> str:
+    low, high = interval
+    return with_interval(100 * value, (100 * low, 100 * high), format)
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)

@@ -7,8 +7,8 @@ the XQuant paper, one or more texts.
 
 `kvq doctor MODEL --outliers --text FILE` shows the same for one text, layer by layer. Keys are
 before RoPE, with their bias and QK-norm. Means are over all tokens of a text, which is read in
-windows. A bootstrap over these draws whole windows, and looks again for the largest channel of
-every layer; the layers are the model's own and are not drawn.
+windows. The same shares within one window, with the largest channels of that window, have t
+intervals over the windows. The layers are all that the model has.
 
     python -m benchmarks.quality.outlier_channels --texts wikitext2_test.txt tinyshakespeare.txt
     --json FILE
@@ -21,12 +21,13 @@ import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from benchmarks.markdown import bracket, head, table
-from benchmarks.quality.intervals import Estimate, Weights, estimate
+from benchmarks.markdown import head, table, with_interval
+from benchmarks.quality.intervals import Estimate, mean_interval
 from benchmarks.quality.study import first_tokens, model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama
@@ -41,7 +42,7 @@ DIGITS = 6  # of a stored magnitude
 class Rivals:
     """The channels of a layer that may be the largest: no other one exceeds them in every window.
     magnitudes: the mean magnitude of each over the tokens of each window, [windows][channels].
-    Whatever the weights of the windows, no channel that is left out has the largest mean."""
+    No channel that is left out has the largest magnitude, in the text or in a window."""
 
     channels: tuple[int, ...]
     magnitudes: tuple[tuple[float, ...], ...]
@@ -55,9 +56,27 @@ class Rivals:
         )
         return cls(tuple(channels.tolist()), tuple(map(tuple, rows)))
 
-    def largest(self, weights: Weights) -> Int[np.ndarray, "sets"]:
-        """Return the channel with the largest mean of each set of windows."""
-        return np.asarray(self.channels)[(weights @ np.asarray(self.magnitudes)).argmax(axis=1)]
+    def largest(self) -> int:
+        """Return the channel with the largest mean of the text."""
+        return self.channels[int(np.mean(self.magnitudes, axis=0).argmax())]
+
+    def largest_by_window(self) -> Int[np.ndarray, "windows"]:
+        """Return the channel with the largest mean of each window."""
+        return np.asarray(self.channels)[np.argmax(self.magnitudes, axis=1)]
+
+
+class Share(NamedTuple):
+    """A share of the layers: with the largest channels of the whole text, and the mean share with
+    the largest channels of one window."""
+
+    of_text: float
+    of_window: Estimate
+
+    @classmethod
+    def of(cls, text: Sequence[bool], windows: Sequence[Bool[np.ndarray, "windows"]]) -> Share:
+        """Count layers: one entry for each in `text` and in `windows`."""
+        shares = np.mean(windows, axis=0).tolist()
+        return cls(float(np.mean(text)), Estimate(float(np.mean(shares)), mean_interval(shares)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +88,6 @@ class TextChannels:
     keys: tuple[Rivals, ...]
     latent_k: tuple[Rivals, ...]
     latent_v: tuple[Rivals, ...]
-
-    def channels(self, weights: Weights) -> Int[np.ndarray, "layers sets"]:
-        """Return the channel of keys with the largest mean magnitude in every layer, for each set
-        of windows."""
-        return np.stack([rivals.largest(weights) for rivals in self.keys])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,33 +101,31 @@ class OutlierChannelsReport(Report):
     predicted: tuple[tuple[int, ...], ...]
     texts: tuple[TextChannels, ...]
 
-    def accuracy(self, text: TextChannels, k: int) -> Estimate:
+    def accuracy(self, text: TextChannels, k: int) -> Share:
         """Return the share of the layers whose largest channel of keys is among the first k
         predictions."""
-        named = np.asarray([channels[:k] for channels in self.predicted])  # [layers, k]
-        return estimate(
-            lambda weights: (
-                (text.channels(weights)[..., None] == named[:, None]).any(axis=-1).mean(axis=0)
-            ),
-            self.windows,
+        named = [channels[:k] for channels in self.predicted]
+        return Share.of(
+            [rivals.largest() in top for rivals, top in zip(text.keys, named, strict=True)],
+            [
+                np.isin(rivals.largest_by_window(), top)
+                for rivals, top in zip(text.keys, named, strict=True)
+            ],
         )
 
-    def first_is_largest(self, latents: Sequence[Rivals]) -> Estimate:
+    def first_is_largest(self, latents: Sequence[Rivals]) -> Share:
         """Return the share of the layers whose largest latent channel is the first one."""
-        return estimate(
-            lambda weights: np.mean([rivals.largest(weights) == 0 for rivals in latents], axis=0),
-            self.windows,
+        return Share.of(
+            [rivals.largest() == 0 for rivals in latents],
+            [rivals.largest_by_window() == 0 for rivals in latents],
         )
 
-    def agreement(self) -> Estimate:
-        """Return the share of the layers in which all texts have the same largest channel of keys.
-        The texts' windows are drawn alike."""
-
-        def share(weights: Weights) -> Float[np.ndarray, "sets"]:
-            first, *others = (text.channels(weights) for text in self.texts)
-            return np.all([other == first for other in others], axis=0).mean(axis=0)
-
-        return estimate(share, self.windows)
+    def agreement(self) -> float:
+        """Return the share of the layers in which all texts have the same largest channel of
+        keys."""
+        layers = zip(*(text.keys for text in self.texts), strict=True)
+        channels = [{rivals.largest() for rivals in layer} for layer in layers]
+        return float(np.mean([len(of_all_texts) == 1 for of_all_texts in channels]))
 
 
 def channels_of(
@@ -181,8 +193,9 @@ def page(report: OutlierChannelsReport, file: pathlib.Path) -> str:
         f"Model: {report.model}, the first {report.tokens} tokens of each text in windows of"
         f" {WINDOW}. A prediction is right where the channel of keys with the largest mean"
         " magnitude is among the k largest entries of the first right singular vector of W_k."
-        f" Brackets hold 95 % bootstrap intervals over the {report.windows} windows of a text; the"
-        " layers are all that the model has."
+        " The second number is the mean share if the largest channel is that of a window, with a"
+        f" 95 % t interval over the {report.windows} windows of the text. The layers are all that"
+        " the model has."
     )
     names = [text.text for text in report.texts]
     lines = [
@@ -202,16 +215,15 @@ def page(report: OutlierChannelsReport, file: pathlib.Path) -> str:
         )
     if len(report.texts) > 1:
         parts.append(
-            f"All texts have the same channel in {_percent(report.agreement())} of the layers."
+            f"All texts have the same channel in {100 * report.agreement():.1f} % of the layers."
         )
     return "\n\n".join(parts)
 
 
-def _percent(share: Estimate) -> str:
-    return (
-        f"{100 * share.value:.1f}"
-        f" %{bracket((100 * share.interval.low, 100 * share.interval.high), '.1f')}"
-    )
+def _percent(share: Share) -> str:
+    value, (low, high) = share.of_window
+    window = with_interval(100 * value, (100 * low, 100 * high), ".1f")
+    return f"{100 * share.of_text:.1f} %; of a window {window}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
+import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
 from benchmarks.quality.comparison import PLAIN, VARIANTS
 from benchmarks.quality.report import QualityReport, QualityRow
@@ -39,8 +40,15 @@ def _said(report: QualityReport) -> list[str]:
     )
     if report.rows[0].window_kl:
         said.append(
-            f"Brackets hold 95 % intervals: bootstrap over the {len(report.rows[0].window_kl)}"
-            " windows, the ratios of two caches with the same draws."
+            f"Brackets hold 95 % intervals over the {len(report.rows[0].window_kl)} windows: t"
+            " intervals of the logs of their KL and of their perplexities. A ratio of two caches is"
+            " the geometric mean of the ratios on the same windows, with its paired t interval."
+        )
+    if any(kvq.parse(row.cache).recent == 0 and row.kl > NO_ERROR for row in report.rows):
+        said.append(
+            "Rows with `recent=0` quantize the newest tokens as well and do not recompute to their"
+            " digits on another commit or processor: means move by a few percent, single windows by"
+            " up to 8."
         )
     if any(row.fake for row in report.rows):
         said.append(
@@ -140,12 +148,12 @@ def _fake(row: QualityRow | None) -> str:
 
 
 def _ratio(row: QualityRow, against: QualityRow) -> str:
-    """Render this KL over another cache's, with its interval; nothing for that cache itself and for
-    caches without an error."""
-    interval = row.kl_ratio(against)
-    if row.cells == against.cells or math.isnan(interval.low) or row.kl < NO_ERROR:
+    """Render the ratio of this KL to another cache's, with its interval; nothing for that cache
+    itself and for caches without an error."""
+    ratio = row.kl_ratio(against)
+    if row.cells == against.cells or math.isnan(ratio.interval.low) or row.kl < NO_ERROR:
         return ""
-    return with_interval(row.kl / against.kl, interval, ".2f")
+    return with_interval(*ratio, ".2f")
 
 
 def _side_by_side(rows: list[QualityRow], variants: list[str]) -> Iterable[tuple[str, ...]]:

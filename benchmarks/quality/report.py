@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.quality.comparison import PLAIN
-from benchmarks.quality.intervals import Interval, mean_interval, ratio_interval
+from benchmarks.quality.intervals import (
+    Estimate,
+    Interval,
+    kl_interval,
+    mean_interval,
+    paired_ratio,
+)
 from benchmarks.report_file import Report
 from kvq_tools.evaluation.results import exp
 
@@ -37,15 +43,15 @@ class Measured:
 
     @property
     def kl_interval(self) -> Interval:
-        return mean_interval(self.window_kl)
+        return kl_interval(self.window_kl)
 
     @property
     def perplexity_interval(self) -> Interval:
         return Interval(*map(exp, mean_interval(self.window_nats)))
 
-    def kl_ratio(self, other: Measured) -> Interval:
-        """Return the interval of this KL over another cache's on the same windows."""
-        return ratio_interval(self.window_kl, other.window_kl)
+    def kl_ratio(self, other: Measured) -> Estimate:
+        """Return the mean ratio of this KL to another cache's on the same windows."""
+        return paired_ratio(self.window_kl, other.window_kl)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.markdown import head, table, with_interval
-from benchmarks.quality.intervals import Estimate, estimate, mean_interval, ratio_interval
+from benchmarks.quality.intervals import Estimate, mean_interval, paired_ratio
 from benchmarks.report_file import Report
 
 SCORE_RANKS = (1, 5, 20, 64)
@@ -81,27 +81,18 @@ class SubspaceReport(Report):
         return [Estimate(float(np.mean(column)), mean_interval(column)) for column in columns]
 
     def layer_ratios(self, setting: str, rank: int, lam: float) -> dict[int, Estimate]:
-        """Return SQuat's mean error over KIVI's on the same windows, by layer."""
+        """Return the ratio of SQuat's error to KIVI's on the same windows, by layer."""
         ours, kivi = self._errors(setting, rank, lam), self._errors(setting, None, None)
-        return {
-            layer: Estimate(
-                float(np.mean(ours[layer]) / np.mean(kivi[layer])),
-                ratio_interval(ours[layer], kivi[layer]),
-            )
-            for layer in ours
-        }
+        return {layer: paired_ratio(ours[layer], kivi[layer]) for layer in ours}
 
     def ratio(self, setting: str, rank: int, lam: float) -> Estimate:
-        """Return SQuat's error over KIVI's, the geometric mean over the layers, all of which are of
-        the same windows."""
+        """Return the ratio of SQuat's error to KIVI's, the geometric mean over the layers and the
+        windows."""
         ours, kivi = (
-            np.asarray([*self._errors(setting, *grid).values()]).T
+            np.exp(np.log([*self._errors(setting, *grid).values()]).mean(axis=0)).tolist()
             for grid in ((rank, lam), (None, None))
-        )  # [windows, layers]
-        return estimate(
-            lambda weights: np.exp(np.log((weights @ ours) / (weights @ kivi)).mean(axis=1)),
-            len(ours),
-        )
+        )  # [windows]
+        return paired_ratio(ours, kivi)
 
     def settings(self) -> list[str]:
         return list(dict.fromkeys(row.setting for row in self.errors))
@@ -128,9 +119,9 @@ def page(report: SubspaceReport, file: pathlib.Path) -> str:
         f"Model: {report.model}, {report.windows} windows of {report.prompt_tokens} tokens of"
         f" {report.text}, each followed by {report.response_tokens} that it wrote without"
         f" quantization. Another part is of the same text, another text is {report.other_text}."
-        " Errors are means of the windows before they are divided; all numbers are means of the"
-        " layers, of ratios geometric ones, and the file has those of each layer. Brackets hold 95"
-        " % bootstrap intervals over the windows, the same ones for SQuat and KIVI."
+        " All numbers are means of the layers and of the windows, of ratios geometric ones, and the"
+        " file has those of each layer. Brackets hold 95 % t intervals over the windows, for ratios"
+        " to KIVI of the logs of the ratios on the same windows."
     )
     parts = [
         *head(report, file, said),

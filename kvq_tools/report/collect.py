@@ -155,6 +155,7 @@ def _cache(
         recent=spec.recent,
         block=spec.block,
         quantized_tokens=settings.quantized_tokens(layout),
+        window_kl=tuple(map(finite, evaluation.window_kl)),
         nats=tuple(finite(p.nats) for p in parts),
         kl_by_position=tuple(finite(p.kl) for p in parts),
         flips_by_position=tuple(p.flips for p in parts),

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-FORMAT = "kvq report 2"
+FORMAT = "kvq report 3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +132,8 @@ class CacheNumbers:
     parameter_bytes, working_bytes   beside the cache: made once for the model, and needed during a step
     quantized_tokens          of the tokens that the cache holds when a window reads it for the last time, those that are quantized; 0: it
                               was full precision in all but name
+    window_kl                 means of the text's windows, the same for every cache; empty in reports
+                              that were made before they were kept
     nats, kl_by_position, flips_by_position   by position
     flips                     places in the text where the likeliest token is not the full-precision model's
     sizes                     by layer; they add up to `bytes` less the cache's lengths (4 bytes)
@@ -154,6 +156,7 @@ class CacheNumbers:
     recent: int
     block: int
     quantized_tokens: int
+    window_kl: tuple[float | None, ...]
     nats: tuple[float | None, ...]
     kl_by_position: tuple[float | None, ...]
     flips_by_position: tuple[int, ...]
@@ -325,6 +328,7 @@ def _check_lengths(report: Report) -> None:
     for i, cache in enumerate(report.caches):
         for name in ("nats", "kl_by_position", "flips_by_position"):
             equal(f"caches[{i}].{name}", len(getattr(cache, name)), positions)
+        equal(f"caches[{i}].window_kl", len(cache.window_kl), len(report.caches[0].window_kl))
         equal(f"caches[{i}].sizes", len(cache.sizes), layers)
         equal(f"caches[{i}].errors", len(cache.errors), layers)
         for layer, errors in enumerate(cache.errors):

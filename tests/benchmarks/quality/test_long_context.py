@@ -6,12 +6,13 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvq_tools.cli
 from benchmarks import results_page
 from benchmarks.quality import long_context
-from benchmarks.quality.intervals import mean_interval
+from benchmarks.quality.intervals import gap_interval, share_interval
 from benchmarks.quality.long_context_report import (
     FULL_PRECISION,
     CacheSize,
@@ -130,24 +131,21 @@ def test_the_page_has_means_by_length_and_a_table_of_tasks_for_each(tmp_path):
     report.write(tmp_path / "long_context_made.json")
     page = results_page.render(tmp_path)["long_context_made.md"]
 
-    def cell(scores, sign=""):
-        low, high = mean_interval([100 * score for score in scores])
-        assert low < high, "scores that differ have an interval"
-        return f"{25 * sum(scores):{sign}.0f} [{low:{sign}.0f}, {high:{sign}.0f}]"
+    def cell(scores):
+        low, high = share_interval(scores)
+        return f"{100 * np.mean(scores):.0f} [{100 * low:.0f}, {100 * high:.0f}]"
 
-    assert f"| `dense` | 16.00 | {cell(vt)} | {cell(cwe)} | 0 [0, 0] |" in page
-    assert f"| `kivi` | 2.50 | 50 [50, 50] | {cell(kivi_cwe)} |  |" in page
-    assert "| `dense` | 16.00 | 0 [0, 0] |  |  |" in page
+    assert f"| `dense` | 16.00 | {cell(vt)} | {cell(cwe)} | 0 [0, 60] |" in page
+    assert f"| `kivi` | 2.50 | {cell(kivi_vt)} | {cell(kivi_cwe)} |  |" in page
+    assert "| `dense` | 16.00 | 0 [0, 60] |  |  |" in page
     assert "| cache | stored bits | 512 tokens (2 tasks) | to full precision |\n" in page, (
         "no task is left at 1024"
     )
-    exact, coded = (
-        [(a + b) / 2 for a, b in zip(*pair, strict=True)]
-        for pair in ((vt, cwe), (kivi_vt, kivi_cwe))
-    )
-    gap = [b - a for a, b in zip(exact, coded, strict=True)]
+    exact, coded = (*vt, *cwe), (*kivi_vt, *kivi_cwe)
+    gap, (low, high) = np.mean(coded) - np.mean(exact), gap_interval(coded, exact)
     assert f"| `dense` | 16.00 | {cell(exact)} |  |" in page
-    assert f"| `kivi` | 2.50 | {cell(coded)} | {cell(gap, '+')} |" in page
+    difference = f"{100 * gap:+.0f} [{100 * low:+.0f}, {100 * high:+.0f}]"
+    assert f"| `kivi` | 2.50 | {cell(coded)} | {difference} |" in page
 
 
 def test_every_task_has_count_samples_and_those_of_one_fact_stand_at_all_depths(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import kvq_tools.cli
 from benchmarks import results_page
 from benchmarks.quality import outlier_channels
+from benchmarks.quality.intervals import mean_interval
 from benchmarks.quality.outlier_channels import OutlierChannelsReport, Rivals, TextChannels
 from benchmarks.quality.study import first_tokens
 from benchmarks.report_file import header
@@ -56,11 +57,11 @@ def test_the_page_counts_layers_whose_channel_is_among_the_first_predictions(
         (4, "50.0", "50.0"),
         (8, "75.0", "100.0"),
     ):
-        line = f"| k={k} | {found} % [{found}, {found}] | {others} % [{others}, {others}] |"
+        line = f"| k={k} | {found} %; of a window {found} | {others} %; of a window {others} |"
         assert line in page, f"{line!r} is missing from\n{page}"
-    assert "| layers | 75.0 % [75.0, 75.0] | 100.0 % [100.0, 100.0] |" in page
-    assert "| layers | 0.0 % [0.0, 0.0] | 25.0 % [25.0, 25.0] |" in page
-    assert "the same channel in 75.0 % [75.0, 75.0] of the layers" in page
+    assert "| layers | 75.0 %; of a window 75.0 | 100.0 %; of a window 100.0 |" in page
+    assert "| layers | 0.0 %; of a window 0.0 | 25.0 %; of a window 25.0 |" in page
+    assert "the same channel in 75.0 % of the layers" in page
 
 
 def test_an_interval_is_that_of_windows_that_disagree(tmp_path: pathlib.Path):
@@ -71,12 +72,13 @@ def test_an_interval_is_that_of_windows_that_disagree(tmp_path: pathlib.Path):
     page = written(
         report_of(TextChannels("one.txt", keys, rivals(0, 0, 0, 0), rivals(0, 0, 0, 0))), tmp_path
     )
-    assert "| k=8 | 75.0 % [75.0, 100.0] |" in page
-    assert "| k=2 | 50.0 % [50.0, 75.0] |" in page
+    (low, high), (less, more) = mean_interval([75, 100]), mean_interval([50, 75])
+    assert f"| k=8 | 75.0 %; of a window 87.5 [{low:.1f}, {high:.1f}] |" in page
+    assert f"| k=2 | 50.0 %; of a window 62.5 [{less:.1f}, {more:.1f}] |" in page
 
 
-def test_rivals_are_the_channels_that_some_weights_of_the_windows_may_make_the_largest():
-    magnitudes = np.asarray([[5, 1, 4, 3, 0], [1, 5, 3, 4, 0]], np.float32)
+def test_rivals_are_the_channels_that_are_not_exceeded_in_every_window():
+    magnitudes = np.asarray([[5, 1, 4, 2, 0], [1, 5, 3, 4, 0]], np.float32)
     found = Rivals.of(magnitudes)
     assert found.channels == (
         0,
@@ -85,12 +87,10 @@ def test_rivals_are_the_channels_that_some_weights_of_the_windows_may_make_the_l
         3,
     ), "channel 4 is exceeded everywhere; the others each have a window where none of the rest are"
     assert Rivals.of(magnitudes[:1]).channels == (0,)
-    weights = np.random.default_rng(0).dirichlet([1, 1], 200)
-    np.testing.assert_array_equal(found.largest(weights), (weights @ magnitudes).argmax(axis=1))
-    assert set(found.largest(weights)) == {0, 1, 2, 3}
-    assert (Rivals.of(magnitudes[:, ::-1]).largest(weights) != found.largest(weights)).any(), (
-        "other channels have other numbers"
-    )
+    assert found.largest_by_window().tolist() == [0, 1]
+    assert found.largest() == 2, "the largest mean belongs to a channel that is ahead nowhere"
+    turned = Rivals.of(magnitudes[:, ::-1])
+    assert (turned.largest(), *turned.largest_by_window()) == (2, 4, 3)
 
 
 def test_the_command_measures_every_layer(
@@ -109,7 +109,7 @@ def test_the_command_measures_every_layer(
         for side in (text.keys, text.latent_k, text.latent_v)
         for layer in side
     )
-    assert report.predicted[0][0] == text.keys[0].largest(np.ones((1, 2)) / 2), (
+    assert report.predicted[0][0] == text.keys[0].largest(), (
         "the first layer of this model was wired so that one direction of keys has all the size"
     )
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
@@ -121,7 +121,7 @@ def test_the_command_measures_every_layer(
     for layer, wanted in enumerate(layer_magnitudes(llama, rows, iter(parts))):
         for side in ("keys", "latent_k", "latent_v"):
             rivals, magnitudes = getattr(text, side)[layer], getattr(wanted, side)
-            assert rivals.largest(np.ones((1, 2)) / 2) == magnitudes.argmax(), (layer, side)
+            assert rivals.largest() == magnitudes.argmax(), (layer, side)
             np.testing.assert_allclose(
                 np.mean(rivals.magnitudes, axis=0), magnitudes[list(rivals.channels)], rtol=1e-4
             )

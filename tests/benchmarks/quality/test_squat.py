@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pathlib
 
 import numpy as np
@@ -15,6 +16,7 @@ from benchmarks.cpu import squat_prefill
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.markdown import with_interval
 from benchmarks.quality import squat_subspace
+from benchmarks.quality.intervals import mean_interval, paired_ratio
 from benchmarks.quality.squat_subspace import (
     before_rope,
     deviations,
@@ -153,7 +155,11 @@ def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(
     assert "nats of" not in page, "no caches were read"
     read = dataclasses.replace(report, predictions=(Prediction("kivi", 100, (1.0, 1.5)),))
     read.write(tmp_path / "squat_subspace.json")
-    assert "| `kivi` | 1.250 [1.000, 1.500] |" in results_page.render(tmp_path)["squat_subspace.md"]
+    low, high = mean_interval((1.0, 1.5))
+    assert (
+        f"| `kivi` | 1.250 [{low:.3f}, {high:.3f}] |"
+        in results_page.render(tmp_path)["squat_subspace.md"]
+    )
 
 
 def test_a_page_has_the_ratios_of_every_layer_and_none_of_caches_that_were_not_read(
@@ -178,21 +184,21 @@ def test_a_page_has_the_ratios_of_every_layer_and_none_of_caches_that_were_not_r
         ),
         predictions=(),
     )
-    assert report.layer_ratios("squat", 5, 1e-3) == {0: (0.5, (0.5, 0.5)), 1: (1.5, (1.0, 2.0))}
+    first, second = report.layer_ratios("squat", 5, 1e-3).values()
+    assert first.value == pytest.approx(0.5)
+    assert math.isnan(first.interval.low), "the ratio is the same in both windows"
+    assert second == paired_ratio((2.0, 4.0), (2.0, 2.0))
     assert report.ratio("squat", 7, 1e-3).value == pytest.approx((0.25 * 0.5) ** 0.5)
-    assert report.ratio("squat", 5, 1e-3).interval == pytest.approx(
-        ((0.5 * 1.0) ** 0.5, (0.5 * 2.0) ** 0.5)
-    )
+    of_windows = (0.5 * 1.0) ** 0.5, (0.5 * 2.0) ** 0.5  # geometric means over the layers
+    ratio, wanted = report.ratio("squat", 5, 1e-3), paired_ratio(of_windows, (1.0, 1.0))
+    assert ratio.interval == pytest.approx(wanted.interval)
     report.write(tmp_path / "squat_subspace_other.json")
     page = results_page.render(tmp_path)["squat_subspace_other.md"]
     assert (
-        "| rank 5, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.50 [0.50, 0.50] |\n| 1 | 1.50"
-        " [1.00, 2.00] |" in page
+        "| rank 5, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.50 |\n| 1 |"
+        f" {with_interval(*second, '.2f')} |" in page
     )
-    assert (
-        "| rank 7, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.25 [0.25, 0.25] |\n| 1 | 0.50"
-        " [0.50, 0.50] |" in page
-    )
+    assert "| rank 7, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.25 |\n| 1 | 0.50 |" in page
     assert "nats of" not in page
 
 
