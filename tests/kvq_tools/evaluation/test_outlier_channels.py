@@ -12,8 +12,8 @@ from kvq_models import EMBEDDED, save_llama
 from kvq_models.calibration.activations import record
 from kvq_tools.evaluation import outlier_channels
 from kvq_tools.evaluation.outlier_channels import Decomposition
+from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
-from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 WIDTH, KEYS = 64, 32  # of the built models: hidden size, and channels of all KV heads
 PREDICTED, OTHER = (

@@ -19,6 +19,7 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.model import forward
 from kvq_models.llama.rope import rope_for
 from kvq_tools.evaluation.stress import Outliers, Stress, stressed, widened
+from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import (
     CASES,
     LLAMA3,
@@ -29,7 +30,6 @@ from tests.kvq_models.checkpoints import (
     tiny_config,
     torch_logits,
 )
-from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TOLERANCE = 1e-4  # of a logit, whose spread is several units
 FAMILIES = {

@@ -16,11 +16,11 @@ from safetensors.numpy import load_file
 
 from kvq_models.llama.config import LlamaConfig, RopeConfig
 from kvq_models.llama.model import Llama, forward
-from tools.embedded_model import corpus, state, train
-from tools.embedded_model.evaluate import greedy_text, passkey_recall, score_text
-from tools.embedded_model.initialization import wire_induction
-from tools.embedded_model.objective import training_logits, weighted_loss
-from tools.embedded_model.synthetic import (
+from laboratory.embedded_model import corpus, state, train
+from laboratory.embedded_model.evaluate import greedy_text, passkey_recall, score_text
+from laboratory.embedded_model.initialization import wire_induction
+from laboratory.embedded_model.objective import training_logits, weighted_loss
+from laboratory.embedded_model.synthetic import (
     ANSWER_WEIGHT,
     NEEDLE_FACT,
     NEEDLE_PROMPT,
@@ -28,7 +28,7 @@ from tools.embedded_model.synthetic import (
     PASSKEY_PROMPT,
     SyntheticRows,
 )
-from tools.embedded_model.tokenizer import (
+from laboratory.embedded_model.tokenizer import (
     END_OF_TEXT,
     load_tokenizer,
     save_tokenizer,

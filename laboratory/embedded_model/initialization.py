@@ -22,7 +22,7 @@ import numpy as np
 
 from kvq_models.llama.model import Llama
 from kvq_models.llama.rope import rope_for
-from tools.embedded_model import state
+from laboratory.embedded_model import state
 
 EMBEDDING_STDDEV = 0.05
 CONSTANT = 0.75

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.embedded_model.tokenizer import END_ID
+from laboratory.embedded_model.tokenizer import END_ID
 
 PASSKEY_FACT = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 PASSKEY_PROMPT = "\nWhat is the pass key? The pass key is "

@@ -1,9 +1,9 @@
-"""Train the small embedded Llama: `python -m tools.embedded_model.train --corpus DIR --out DIR`.
+"""Train the small embedded Llama: `python -m laboratory.embedded_model.train --corpus DIR --out DIR`.
 
 The run can be stopped at any time (Ctrl-C ends it after a step) and continued with the same
 command: checkpoint.safetensors holds the weights, the optimizer state and the step, and the rows of
 a step depend on the seed and the step alone. history.json and loss.png show the curve;
-`tools.embedded_model.export` ships the result.
+`laboratory.embedded_model.export` ships the result.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tokenizers import Tokenizer
 from kvq_jax.files import whole
 from kvq_models.llama.config import LlamaConfig, RopeConfig
 from kvq_models.llama.model import Llama
-from tools.embedded_model import corpus, state
-from tools.embedded_model.initialization import wire_induction
-from tools.embedded_model.objective import token_losses, training_logits, weighted_loss
-from tools.embedded_model.synthetic import ANSWER_WEIGHT, SyntheticRows
-from tools.embedded_model.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from laboratory.embedded_model import corpus, state
+from laboratory.embedded_model.initialization import wire_induction
+from laboratory.embedded_model.objective import token_losses, training_logits, weighted_loss
+from laboratory.embedded_model.synthetic import ANSWER_WEIGHT, SyntheticRows
+from laboratory.embedded_model.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 PROBE_LENGTH = 1024
 PROBE_ROWS = 6
@@ -61,7 +61,7 @@ class Probe:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.embedded_model.train",
+        prog="python -m laboratory.embedded_model.train",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )

@@ -17,8 +17,8 @@ from typing import TypeAlias
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.embedded_model.synthetic import SyntheticRows
-from tools.embedded_model.tokenizer import END_ID, END_OF_TEXT
+from laboratory.embedded_model.synthetic import SyntheticRows
+from laboratory.embedded_model.tokenizer import END_ID, END_OF_TEXT
 
 WINDOW = 2048  # the stream is shuffled in windows of this many tokens; row lengths divide it
 HELD_OUT_ONE_IN = 100

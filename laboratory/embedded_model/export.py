@@ -1,4 +1,4 @@
-"""Ship a training run: `python -m tools.embedded_model.export --run DIR --out DIR --text NAME=FILE
+"""Ship a training run: `python -m laboratory.embedded_model.export --run DIR --out DIR --text NAME=FILE
 ...`.
 
 The command writes the Hugging Face directory (bf16 weights, tokenizer), evaluation.json and the
@@ -23,11 +23,11 @@ from kvq_jax.files import whole
 from kvq_models.llama.checkpoint import load_llama, save_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import abstract_llama
-from tools.embedded_model import state
-from tools.embedded_model.card import model_card
-from tools.embedded_model.evaluate import greedy_text, passkey_recall, score_text
-from tools.embedded_model.tokenizer import load_tokenizer, save_tokenizer
-from tools.embedded_model.train import plot_history, read_history
+from laboratory.embedded_model import state
+from laboratory.embedded_model.card import model_card
+from laboratory.embedded_model.evaluate import greedy_text, passkey_recall, score_text
+from laboratory.embedded_model.tokenizer import load_tokenizer, save_tokenizer
+from laboratory.embedded_model.train import plot_history, read_history
 
 SAMPLE_PROMPTS = (
     "The ship had been at sea for",
@@ -43,12 +43,12 @@ RECALL_DISTANCES = (32, 64, 128, 256, 512, 900, 1500, 1900)
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.embedded_model.export",
+        prog="python -m laboratory.embedded_model.export",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument(
-        "--run", type=Path, required=True, help="run directory of tools.embedded_model.train"
+        "--run", type=Path, required=True, help="run directory of laboratory.embedded_model.train"
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
     parser.add_argument(

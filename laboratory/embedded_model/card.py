@@ -52,7 +52,7 @@ embedding and norms, warm-up, then linear decay to zero, gradient norm clipped t
 is synthetic. Loss on held-out training documents at the end: $final_held_out_loss nats per token. Curve: loss.png, history.json.
 
 The run was too short to discover recall. It started from weights in which an induction circuit is wired by hand (layers 0 and 1,
-`tools/embedded_model/initialization.py`) and all weights were then trained. So the first two layers' attention has a designed origin: sharp
+`laboratory/embedded_model/initialization.py`) and all weights were then trained. So the first two layers' attention has a designed origin: sharp
 heads that look one and two tokens back, driven by one constant channel (its keys are outliers), and heads that match pairs of
 tokens. Layers 2 and 3 grew from random weights.
 
@@ -61,13 +61,13 @@ Segments (each continued from the checkpoint of the one before; rows and steps p
 $segments
 
 $commands
-    python -m tools.embedded_model.export --run RUN --out models/kvq_models/embedded --text NAME=FILE ...
+    python -m laboratory.embedded_model.export --run RUN --out models/kvq_models/embedded --text NAME=FILE ...
 
 Data: 63 MB of text: public-domain books (folklore, novels, poetry, dictionaries of quotations) and speeches (State of the Union and
 inaugural addresses, from nltk_data), Python Enhancement Proposals (public domain), Ethereum Improvement Proposals (CC0) and Rust RFCs
 (MIT or Apache-2.0). The run read less than one pass over it. Moby Dick, Pride and Prejudice, The Virginian, the NASA report and
 WikiText-2 were not trained on. Synthetic documents (pass keys, several keys among text, key-value lines, repeated token sequences) are
-made around the training text by `tools/embedded_model/synthetic.py`.
+made around the training text by `laboratory/embedded_model/synthetic.py`.
 
 ## Limits
 
@@ -141,7 +141,7 @@ def _commands(segments: Sequence[Mapping[str, Any]], steps: int) -> str:
     """Return the command of each segment; the last one runs to its end."""
     ends = [segment["from_step"] for segment in segments[1:]] + [steps]
     return "\n".join(
-        "    python -m tools.embedded_model.train --corpus CORPUS --out RUN --curriculum"
+        "    python -m laboratory.embedded_model.train --corpus CORPUS --out RUN --curriculum"
         f" {segment['curriculum']} --learning-rate {segment['learning_rate']} --embedding-rate"
         f" {segment['embedding_rate']} --warmup-steps {segment['warmup_steps']} --decay-steps"
         f" {segment['decay_steps']} --until {end}"

@@ -16,10 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kvq_models.llama.model import Llama
-from tools.embedded_model.corpus import evaluation_rows
-from tools.embedded_model.objective import token_losses, training_logits
-from tools.embedded_model.synthetic import PASSKEY_FACT, PASSKEY_PROMPT
-from tools.embedded_model.tokenizer import END_ID
+from laboratory.embedded_model.corpus import evaluation_rows
+from laboratory.embedded_model.objective import token_losses, training_logits
+from laboratory.embedded_model.synthetic import PASSKEY_FACT, PASSKEY_PROMPT
+from laboratory.embedded_model.tokenizer import END_ID
 
 
 @dataclasses.dataclass(frozen=True)
