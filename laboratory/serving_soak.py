@@ -6,7 +6,7 @@ sampled. The answer to each one of the pool, tokens and log-probabilities, is co
 engine that serves nothing else; every answer among others must be equal to it, bit for bit. Some
 clients leave after their first tokens: what they had must begin the same answer.
 
-    python -m benchmarks.serving_soak --requests 10000 --json serving_soak.json --work
+    python -m laboratory.serving_soak --requests 10000 --json serving_soak.json --work
     runs/serving_soak
 
 A run that was stopped goes on after the last round that the folder of --work has.
@@ -30,12 +30,12 @@ from benchmarks.markdown import head, table
 from benchmarks.quality.study import model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, from_json, header
 from benchmarks.resources import mappings, resident_bytes
-from benchmarks.soak import COMPILED, LINES
 from kvq_models import load_llama, prepare
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.evaluation.journal import Journal
+from laboratory.soak import COMPILED, LINES
 
 CACHE = "kivi:bits=2,recent=32,block=32"
 SLOTS, CAPACITY, QUEUE = 8, 256, 64
@@ -173,7 +173,7 @@ def run(options: argparse.Namespace) -> ServingSoakReport:
     samples = [from_json(ServedSample, row) for row in journal.rows.values()]
     last = samples[-1] if samples else ServedSample(0, 0, 0, -1, 0, 0, 0, 0, 0, ())
     words = [
-        "benchmarks.serving_soak",
+        "laboratory.serving_soak",
         *model_words(options.model),
         f"--requests {options.requests}",
     ]
@@ -272,7 +272,7 @@ def _line(sample: ServedSample) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = study_parser("benchmarks.serving_soak", __doc__)
+    parser = study_parser("laboratory.serving_soak", __doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="requests to answer")
     parser.add_argument("--cache", default=CACHE, help="the cache")
     parser.add_argument(

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from benchmarks import results_page, serving_soak
+from laboratory import results_page, serving_soak
 
 SIZES = {"SLOTS": 2, "CAPACITY": 64, "PROMPT": 20, "NEW": 8, "POOL": 6, "ROUND": 20, "LEAVES": 5}
 SPEC = "kivi:bits=2,group_size=8,recent=4,block=8"

@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch=(1,),
         rounds=9,
     )
+    parser.prog, parser.epilog = "python -m laboratory.squat_prefill", None
     parser.set_defaults(cache=CACHES)
     parser.add_argument(
         "--head-dim", type=int, nargs="+", default=(128,), metavar="H", help="channels of a head"
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for b in args.batch
         for n in args.tokens
     ]
-    command = ("benchmarks.cpu.squat_prefill", *arguments(argv))
+    command = ("laboratory.squat_prefill", *arguments(argv))
     title = "Prefill of one layer with SQuat"
     report = run(
         title,

@@ -7,7 +7,7 @@ decoding does, now by many as a chat that goes back a turn. All draws of a round
 number. After some of the rounds, the same round runs in a cache that was never used: every bit of
 all of its logits must be equal.
 
-    python -m benchmarks.soak --steps 1000000 --json soak.json --work runs/soak
+    python -m laboratory.soak --steps 1000000 --json soak.json --work runs/soak
 
 A run that was stopped goes on where it was, with its caches read from the folder of --work.
 """
@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> SoakReport:
         SEGMENT * SEGMENTS,
     )
     first = last.steps // per_round
-    words = ["benchmarks.soak", *model_words(options.model), f"--steps {options.steps}"]
+    words = ["laboratory.soak", *model_words(options.model), f"--steps {options.steps}"]
     words += [f"--cache {' '.join(options.cache)}"] if tuple(options.cache) != CACHES else []
     words += [f"--json {options.json.name}", f"--work {options.work.name}"]
     rounds = -(-options.steps // per_round)
@@ -308,7 +308,7 @@ def _line(sample: Sample) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = study_parser("benchmarks.soak", __doc__)
+    parser = study_parser("laboratory.soak", __doc__)
     parser.add_argument(
         "--steps", type=int, default=1_000_000, help="decode steps, each of a token for every row"
     )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import results_page, soak
+from laboratory import results_page, soak
 
 SPEC = "kivi:bits=2,group_size=8,recent=4,block=8"
 
