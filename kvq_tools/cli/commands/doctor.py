@@ -19,28 +19,24 @@ from kvq_models.inference.method_parameters import calibration_hint, check_calib
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.named_models.names import located
-from kvq_tools.cli import compilation_cache, doctor_outliers, inputs
-from kvq_tools.cli.console import UserError, input_errors, print_json
+from kvq_tools.cli import compilation_cache, inputs
+from kvq_tools.cli.console import input_errors, print_json
 from kvq_tools.cli.tables import print_line, print_table
 
 # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
 LARGE_BIAS = 10.0
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
-DESCRIPTION = f"""\
+DESCRIPTION = """\
 Tells layer by layer what a cache will apply to a model and what it will leave in full precision, and why: resolved
 bits and groups, packing and its padding, skipped layers, and whether the kernels for GPUs and CPUs can read it. Looks at head dim,
 QK-norm, RoPE, sliding window and the key projection's bias, and warns of known problems. Says whether the cache needs a
 calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
-a calibration, those that tell models apart (norms and two projections), and only from a local directory.
-
-{doctor_outliers.HELP}"""
+a calibration, those that tell models apart (norms and two projections), and only from a local directory."""
 
 EPILOG = f"""\
 examples:
   kvq doctor path/to/Qwen2.5-1.5B --cache innerq:bits=2
-  kvq doctor path/to/Llama-3.1-8B --outliers
-  kvq doctor embedded --outliers --text notes.txt
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -58,37 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=inputs.positive,
         help="capacity in tokens (default: the model's max_position_embeddings)",
     )
-    parser.add_argument(
-        "--outliers",
-        action="store_true",
-        help="instead: predict from the weights which channels of keys have outliers",
-    )
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        help="with --outliers: a UTF-8 text on which predictions are checked",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=inputs.DTYPES,
-        default="bfloat16",
-        help="with --text: of weights and activations (default: %(default)s)",
-    )
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.outliers:
-        unused = [
-            name
-            for name in ("cache", "calibration", "context")
-            if getattr(options, name) is not None
-        ]
-        if unused:
-            raise UserError(f"--outliers looks at the model alone; leave --{unused[0]} out")
-        doctor_outliers.run(options)
-        return
-    if options.text is not None:
-        raise UserError("--text is for --outliers")
     options.cache = options.cache or inputs.cache_spec("dense")
     config = inputs.read_config(options.model, options.cache, tell=False)
     context = options.context or config.positions

@@ -1,21 +1,17 @@
-"""Measure how well a prompt's queries tell where later ones lie, and what it is worth: Figure 2 of
-the SQuat paper on a model.
+"""Measure how well a prompt's queries predict where later ones lie: Figure 2 of the SQuat paper.
 
-The model reads a prompt and writes a response without any quantization, so that errors do not
-change what is written (Appendix E.1): for each of several windows of a text, and the numbers of
-each are kept, so that there are intervals.
+The model reads a prompt and writes a response without quantization, so that errors do not change
+the text (Appendix E.1). This is repeated for several windows of a text, and every window's numbers
+are kept.
 
-    deviation = mean |q - proj(q)| / |q|              of the response's queries q from the r largest singular directions of other queries
-    error     = mean |q . (k^ - k)| / sqrt(H)         of the response's queries with the prompt's keys, all of them quantized to 2 bits
+    deviation = mean |q - proj(q)| / |q|
+        of the response's queries q, from the r largest singular directions of other queries
+    error = mean |q . (k^ - k)| / sqrt(H)
+        of the response's queries with the prompt's keys, all of them quantized to 2 bits
 
-Figure 2 looks at queries and keys before RoPE. Here are both, for a score is made of queries and
-keys after it; what becomes of the errors where other queries span the subspace or meet the keys
-(the prompt's own, the response's, the prompt's turned to the response's positions); and how well
-the text that follows a prompt is predicted from a real cache of the prompt. The JSON, and the plot
-beside it:
-
-    python -m benchmarks.quality.squat_subspace --model smollm2 --text FILE --json
-    benchmarks/results/squat_subspace_smollm2.json
+Figure 2 looks at queries and keys before RoPE. Scores are made after it, so both are measured here;
+and also the errors if other queries span the subspace or meet the keys (the prompt's own, the
+response's, the prompt's turned to the response's positions).
 """
 
 from __future__ import annotations
@@ -35,40 +31,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.squat_subspace_report import (
-    LAMS,
-    PAPERS,
-    SCORE_RANKS,
-    Deviation,
-    Prediction,
-    ScoreError,
-    SubspaceReport,
-    draw,
-)
-from benchmarks.quality.study import model_words, run_study, shown, study_parser
-from benchmarks.report_file import header
 from kvq_jax.methods.squat import subspace
 from kvq_jax.types.array_types import PositionsBT, ValidBT
 from kvq_jax.types.rope import Rope
-from kvq_models import Llama, Sampling, generate, load_llama, prefill, score
+from kvq_models import Llama, Sampling, generate, load_llama
 from kvq_models.llama.model import HiddenBTD, Layer, causal_attention
 from kvq_models.llama.rope import rope_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 RANKS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
-AHEAD = "block_channels=8,ahead=256"  # as far as the default response goes
-CACHES = (  # in what they predict
-    "dense",
-    "kivi",
-    "squat:lam=0.0001",
-    "squat",
-    "squat:rank=64",
-    f"squat:rank=64,{AHEAD}",
-    "kivi:pre_rope=true",
-    "squat_pre:lam=0.0001",
-    "squat_pre",
-    "squat_pre:rank=64,block_channels=8",
-)
+SCORE_RANKS = (1, 5, 20, 64)
+LAMS = (1e-5, 1e-4, 1e-3, 1e-2)
 
 
 def continued(
@@ -257,70 +230,46 @@ def layer_deviations(
             )
 
 
-def predictions(
-    llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following: int
-) -> Iterator[Prediction]:
-    """Windows of the text, side by side: their first `prompt` tokens are prefilled, the next are
-    scored through the cache. None of an empty text."""
-    count = len(ids) // (prompt + following)
-    if not count:
-        return
-    windows = ids[: count * (prompt + following)].reshape(count, -1)
-    for spec in CACHES:
-        cache = kvq.init_cache(
-            f"{spec}{',' if ':' in spec else ':'}recent=0",
-            llama.config,
-            count,
-            prompt + following + 32,
-            "float32",
-        )
-        _, cache = prefill(llama, cache, windows[:, :prompt])
-        logprobs, _ = score(llama, cache, windows[:, prompt:])
-        nats = -np.asarray(jnp.mean(logprobs[:, 1:], axis=1))  # the first token is only read
-        yield Prediction(
-            spec, count * (following - 1), tuple(round(float(window), 5) for window in nats)
-        )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt")
+    add("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE")
+    add("--windows", type=int, default=1, help="prompts, one after the other in the text")
+    add("--prompt", type=int, default=512, help="tokens of a prompt")
+    add("--response", type=int, default=256, help="tokens of a response")
+    add("--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors")
+    add("--lam", type=float, nargs="+", default=LAMS, help="lambdas of the errors")
 
 
-def run(options: argparse.Namespace) -> SubspaceReport:
-    """Measure everything. ValueError where a text is too short, or the paper's own lambda and rank
-    are not asked for."""
-    if PAPERS not in options.lam or 5 not in options.rank:
-        raise ValueError(f"--lam must name {PAPERS:g} and --rank 5, the paper's own")
-    text, other, prompt, response = (
-        options.text,
-        options.other_text,
-        options.prompt,
-        options.response,
-    )
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return deviations and errors by layer, a number for each window.
+
+    Raises ValueError if a text is too short or a rank exceeds head_dim.
+    """
+    prompt, total = options.prompt, options.prompt + options.response
     llama, tokenizer = load_llama(options.model, dtype="float32")
     ids, other_ids = (
         np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
-        for f in (text, other)
+        for f in (options.text, options.other_text)
     )
-    total, head_dim = prompt + response, llama.config.head_dim
+    head_dim, needed = llama.config.head_dim, options.windows * total
     if max(options.rank) > head_dim:
         raise ValueError(
             f"rank {max(options.rank)} must be at most the model's head_dim ({head_dim})"
         )
-    needed = options.windows * total
     if len(ids) < 2 * needed or len(other_ids) < needed:
         raise ValueError(
-            f"{text.name} must have {2 * needed} tokens and {other.name} {needed}; they have"
-            f" {len(ids)} and {len(other_ids)}"
+            f"{options.text.name} must have {2 * needed} tokens and {options.other_text.name}"
+            f" {needed}; they have {len(ids)} and {len(other_ids)}"
         )
     windows, elsewhere, foreign = (
         part.reshape(-1, total) for part in (ids[:needed], ids[-needed:], other_ids[:needed])
     )
-    found_deviations: dict[tuple[str, bool, int], list[tuple[float, ...]]] = (
-        collections.defaultdict(list)
-    )
-    found_errors: dict[tuple[str, int | None, float | None, int], list[float]] = (
-        collections.defaultdict(list)
-    )
+    deviations_of: dict[tuple, list[tuple[float, ...]]] = collections.defaultdict(list)
+    errors_of: dict[tuple, list[float]] = collections.defaultdict(list)
     for window in range(options.windows):
         sequences = (
-            continued(llama, windows[window, :prompt], response, seed=window),
+            continued(llama, windows[window, :prompt], options.response, seed=window),
             elsewhere[-1 - window],
             foreign[window],
         )
@@ -329,104 +278,22 @@ def run(options: argparse.Namespace) -> SubspaceReport:
         ):
             sources = {"prompt": tokens_of(inputs, 0, prompt), "prompt and response": inputs}
             sources |= zip(("another part", "another text"), others, strict=True)
-            for (source, rope), values in layer_deviations(
-                tokens_of(inputs, prompt, total), sources
-            ):
-                found_deviations[source, rope, layer].append(values)
+            response = tokens_of(inputs, prompt, total)
+            for (source, rope), values in layer_deviations(response, sources):
+                deviations_of[source, rope, layer].append(values)
             for (setting, rank, lam), error in layer_errors(
                 inputs, prompt, options.rank, options.lam
             ):
-                found_errors[setting, rank, lam, layer].append(error)
+                errors_of[setting, rank, lam, layer].append(error)
         print(f"window {window + 1} of {options.windows}", file=sys.stderr, flush=True)
-    return SubspaceReport(
-        title="The subspace of SQuat",
-        **header(_command(options)),
-        model=f"{shown(options.model)}, float32",
-        text=text.name,
-        other_text=other.name,
-        windows=options.windows,
-        prompt_tokens=prompt,
-        response_tokens=response,
-        ranks=tuple(rank for rank in RANKS if rank <= head_dim),
-        score_ranks=tuple(options.rank),
-        lams=tuple(options.lam),
-        deviations=tuple(
-            Deviation(*key, tuple(values)) for key, values in found_deviations.items()
-        ),
-        errors=tuple(ScoreError(*key, tuple(values)) for key, values in found_errors.items()),
-        predictions=tuple(
-            predictions(
-                llama,
-                ids[: None if options.predicted is None else options.predicted * total],
-                prompt,
-                response,
-            )
-        ),
-    )
-
-
-def _command(options: argparse.Namespace) -> list[str]:
-    """Return the words of the command line, files by their names."""
-    model = model_words(options.model)
-    texts = [f"--text {options.text.name}", f"--other-text {options.other_text.name}"]
-    sizes = [f"--{name} {getattr(options, name)}" for name in ("windows", "prompt", "response")]
-    grid = [
-        f"--rank {' '.join(map(str, options.rank))}",
-        f"--lam {' '.join(f'{lam:g}' for lam in options.lam)}",
-    ]
-    predicted = [] if options.predicted is None else [f"--predicted {options.predicted}"]
-    return [
-        "benchmarks.quality.squat_subspace",
-        *model,
-        *texts,
-        *sizes,
-        *grid,
-        *predicted,
-        f"--json {options.json.name}",
-    ]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = study_parser("benchmarks.quality.squat_subspace", __doc__, plot=True)
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        type=pathlib.Path,
-        default=ROOT / "kvq_tools/cli/passage.txt",
-        help="the text",
-    )
-    parser.add_argument(
-        "--other-text",
-        metavar="FILE",
-        type=pathlib.Path,
-        default=ROOT / "LICENSE",
-        help="a text of another kind",
-    )
-    parser.add_argument(
-        "--windows",
-        type=int,
-        default=1,
-        help="prompts, one after the other in the text; intervals are over them",
-    )
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--response", type=int, default=256, help="tokens of a response")
-    parser.add_argument(
-        "--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors"
-    )
-    parser.add_argument(
-        "--lam",
-        type=float,
-        nargs="+",
-        default=LAMS,
-        help="lambdas of the errors; 0.001 is among them",
-    )
-    parser.add_argument(
-        "--predicted",
-        type=int,
-        help="windows of the text that are predicted through caches; all without it",
-    )
-    run_study(parser, argv, run, draw)
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "ranks": [rank for rank in RANKS if rank <= head_dim],
+        "deviations": [
+            dict(zip(("source", "rope", "layer"), key, strict=True), windows=values)
+            for key, values in deviations_of.items()
+        ],
+        "errors": [
+            dict(zip(("setting", "rank", "lam", "layer"), key, strict=True), windows=values)
+            for key, values in errors_of.items()
+        ],
+    }

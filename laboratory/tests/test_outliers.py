@@ -1,7 +1,9 @@
-"""Outlier channels of keys: the arithmetic of XQuant's Appendix B, and `kvq doctor --outliers` on
-models built to agree or not."""
+"""Outlier channels of keys: the arithmetic of XQuant's Appendix B, and the study on models built to
+agree or not."""
 
 from __future__ import annotations
+
+import argparse
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,10 @@ import pytest
 
 from kvq_models import EMBEDDED, save_llama
 from kvq_models.calibration.activations import record
-from kvq_tools.evaluation import outlier_channels
-from kvq_tools.evaluation.outlier_channels import Decomposition
+from laboratory import outlier_channels
 from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+from laboratory.outlier_channels import Decomposition
+from laboratory.studies import outliers
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 
 WIDTH, KEYS = 64, 32  # of the built models: hidden size, and channels of all KV heads
@@ -179,19 +182,19 @@ def test_keys_that_are_not_finite_are_refused_by_layer():
         list(outlier_channels.layer_magnitudes(llama, np.asarray(random_tokens((1, 24))), bases))
 
 
-# --- the command
-# --------------------------------------------------------------------------------------------------------------------------
+# --- the study
 
 
-def measured(run_json, directory, text):
-    return run_json("doctor", directory, "--outliers", "--text", text, "--dtype", "float32")
+def study(directory, *words) -> dict:
+    """Return the result of the study on a model."""
+    options = argparse.ArgumentParser()
+    outliers.add_arguments(options)
+    parsed = options.parse_args(["--dtype", "float32", *map(str, words)])
+    return outliers.run(argparse.Namespace(model=str(directory), **vars(parsed)))
 
 
-def test_a_model_whose_inputs_lie_along_the_first_direction_is_predicted(
-    saved, text, run, run_json
-):
-    directory = saved(built_model(aligned=True))
-    found = measured(run_json, directory, text)
+def test_a_model_whose_inputs_lie_along_the_first_direction_is_predicted(saved, text):
+    found = study(saved(built_model(aligned=True)), "--text", text)
     for layer in found["layers"]:
         outcome = layer["measured"]
         first = layer["k"]["predicted"][0]
@@ -204,75 +207,50 @@ def test_a_model_whose_inputs_lie_along_the_first_direction_is_predicted(
         assert outcome["latent_k"]["ratio"] is None or outcome["latent_k"]["ratio"] > 10, (
             "the other latent channels hold noise"
         )
-        assert (
-            outcome["largest_key"]["head"],
-            outcome["largest_key"]["channel"],
-            outcome["largest_key"]["place"],
-        ) == (1, 5, 1)
+        largest = outcome["largest_key"]
+        assert (largest["head"], largest["channel"], largest["place"]) == (1, 5, 1)
         assert layer["k"]["share"] == pytest.approx(4 / 6, rel=1e-3), "singular values 4 and 2"
     assert set(found["accuracy"]["keys"].values()) == {1.0}
     assert found["accuracy"]["first_latent_k"] == 1
-    _, out, _ = run("doctor", directory, "--outliers", "--text", text, "--dtype", "float32")
-    assert "1:5, " in out
-    assert "missed" not in out
 
 
-def test_a_model_whose_inputs_lie_along_the_second_direction_is_reported_as_a_miss(
-    saved, text, run, run_json
-):
-    directory = saved(built_model(aligned=False))
-    found = measured(run_json, directory, text)
+def test_a_model_whose_inputs_lie_along_the_second_direction_is_reported_as_a_miss(saved, text):
+    found = study(saved(built_model(aligned=False)), "--text", text)
     for layer in found["layers"]:
         outcome = layer["measured"]
         assert (outcome["latent_k"]["is_first"], outcome["latent_k"]["channel"]) == (False, 1)
-        assert (
-            outcome["largest_key"]["head"],
-            outcome["largest_key"]["channel"],
-            outcome["largest_key"]["place"],
-        ) == (0, OTHER, None)
+        largest = outcome["largest_key"]
+        assert (largest["head"], largest["channel"], largest["place"]) == (0, OTHER, None)
     assert set(found["accuracy"]["keys"].values()) == {0.0}
-    _, out, _ = run("doctor", directory, "--outliers", "--text", text, "--dtype", "float32")
-    assert out.count("missed") == 2, "each of the two layers is a miss"
 
 
-def test_a_bias_that_decides_is_told_apart_from_the_projection(saved, text, run, run_json):
+def test_a_bias_that_decides_is_told_apart_from_the_projection(saved, text):
     llama = built_model(aligned=True, model_type="qwen2")
     for layer in llama.layers:
         layer.k_proj.bias[...] = 1000 * jax.nn.one_hot(OTHER, KEYS)
-    directory = saved(llama)
-    found = measured(run_json, directory, text)
+    found = study(saved(llama), "--text", text)
     assert set(found["accuracy"]["projected"].values()) == {1.0}
     assert set(found["accuracy"]["keys"].values()) == {0.0}
     assert ["bias" in note for note in found["notes"]].count(True) == 1
-    _, out, _ = run("doctor", directory, "--outliers", "--text", text, "--dtype", "float32")
-    assert "X W_k alone" in out
 
 
-def test_qk_norm_that_decides_is_told_apart_from_the_projection(saved, text, run_json):
+def test_qk_norm_that_decides_is_told_apart_from_the_projection(saved, text):
     llama = built_model(aligned=True, model_type="qwen3")
     for layer in llama.layers:
         layer.k_norm.scale[...] = jnp.ones(16).at[OTHER].set(100.0).at[PREDICTED % 16].set(0.01)
-        layer.k_proj.kernel[...] = (
-            layer.k_proj.kernel[...] + 0.05
-        )  # so that no channel is zero before its gain
-    found = measured(run_json, saved(llama), text)
+        # so that no channel is zero before its gain
+        layer.k_proj.kernel[...] = layer.k_proj.kernel[...] + 0.05
+    found = study(saved(llama), "--text", text)
     assert found["accuracy"]["projected"]["1"] == 1
     assert found["accuracy"]["keys"]["1"] == 0
-    assert [layer["measured"]["largest_key"]["channel"] for layer in found["layers"]] == [
-        OTHER,
-        OTHER,
-    ]
+    largest = [layer["measured"]["largest_key"]["channel"] for layer in found["layers"]]
+    assert largest == [OTHER, OTHER]
     assert ["QK-norm" in note for note in found["notes"]].count(True) == 1
 
 
-def test_predictions_for_the_embedded_model_are_the_same_with_and_without_a_text(
-    text, run, run_json
-):
-    alone, checked = (
-        run_json("doctor", "embedded", "--outliers"),
-        measured(run_json, "embedded", text),
-    )
-    assert (alone["accuracy"], alone["tokens"], alone["text"]) == (None, 0, None)
+def test_predictions_for_the_embedded_model_are_the_same_with_and_without_a_text(text):
+    alone, checked = study(EMBEDDED), study(EMBEDDED, "--text", text)
+    assert (alone["accuracy"], alone["tokens"]) == (None, 0)
     assert checked["tokens"] > 100
     assert [layer["layer"] for layer in alone["layers"]] == [0, 1, 2, 3]
     for one, other in zip(alone["layers"], checked["layers"], strict=True):
@@ -287,40 +265,3 @@ def test_predictions_for_the_embedded_model_are_the_same_with_and_without_a_text
     accuracy = checked["accuracy"]["keys"]
     assert list(accuracy) == ["1", "2", "4", "8"]
     assert sorted(accuracy.values()) == list(accuracy.values()), "more predictions never find fewer"
-    _, out, _ = run("doctor", "embedded", "--outliers")
-    assert "predictions were not checked" in out
-
-
-ERRORS = {
-    "text alone": (("embedded", "--text", "{text}"), "--text is for --outliers"),
-    "with a cache": (("embedded", "--outliers", "--cache", "dense"), "leave --cache out"),
-    "with a context": (("embedded", "--outliers", "--context", "9"), "leave --context out"),
-    "no such text": (("embedded", "--outliers", "--text", "{tmp}/none.txt"), "none.txt"),
-    "empty text": (("embedded", "--outliers", "--text", "{tmp}/empty.txt"), "holds no text"),
-    "no tokenizer": (("{bare}", "--outliers", "--text", "{text}"), "has no tokenizer"),
-    "no weights": (("{bare}", "--outliers"), "no *.safetensors"),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_bad_input_is_one_line(case, text, tmp_path, run):
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare/config.json").write_text((EMBEDDED / "config.json").read_text())
-    (tmp_path / "empty.txt").write_text("")
-    arguments, message = ERRORS[case]
-    code, out, err = run(
-        "doctor", *(a.format(text=text, tmp=tmp_path, bare=tmp_path / "bare") for a in arguments)
-    )
-    assert (code, out) == (2, ""), f"{out=} {err=}"
-    assert err.startswith("kvq: error: "), err
-    assert message in err, err
-    assert err.count("\n") == 1, err
-
-
-def test_a_text_of_few_tokens_is_warned_of(tmp_path, run):
-    (tmp_path / "few.txt").write_text("It was")
-    code, _, err = run(
-        "doctor", "embedded", "--outliers", "--text", tmp_path / "few.txt", "--dtype", "float32"
-    )
-    assert code == 0
-    assert "tokens only" in err
