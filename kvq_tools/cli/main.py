@@ -45,7 +45,6 @@ COMMANDS = {
         " calibration"
     ),
     "quantize-weights": "write a checkpoint whose weights have few different values",
-    "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
     "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
 }

@@ -1,25 +1,21 @@
-"""kvq stress: the dense outputs stay, the cache becomes harder, and what cannot be done is one
-line."""
+"""Stressed models: the dense outputs stay, the cache becomes harder, bad requests are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, prefill, prepare, save_llama, score
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import forward
 from kvq_models.llama.rope import rope_for
-from kvq_tools.evaluation.stress import Outliers, Stress, stressed, widened
-from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+from laboratory.stress import Outliers, Stress, stressed, widened
 from tests.kvq_models.checkpoints import (
     CASES,
     LLAMA3,
@@ -363,125 +359,34 @@ def test_turned_pairs_have_most_of_their_keys_in_the_first_channel():
     np.testing.assert_array_equal(pairs[:, 0][others], plain_pairs[:, 0][others])
 
 
-# --- the command
-# --------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    llama = random_llama(tiny_config(vocab_size=300, num_hidden_layers=1), dtype=jnp.bfloat16)
-    save_llama(llama, directory)
-    save_tokenizer(train_tokenizer(["one two three"] * 3, 300), directory, 64)
-    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    return directory
-
-
-@pytest.mark.parametrize(("factor", "dtype"), [(16, "bfloat16"), (10, "float32")])
-def test_the_command_writes_the_librarys_model_in_a_dtype_that_loses_nothing(
-    factor, dtype, model, tmp_path, run_json
-):
-    out = tmp_path / "harder"
-    found = run_json(
-        "stress",
-        model,
-        "--out",
-        out,
-        "--key-outliers",
-        f"2x{factor}",
-        "--value-outliers",
-        f"3x{factor}",
-        "--seed",
-        5,
-    )
-    llama, _ = load_llama(model, dtype="float32")
-    expected = leaves(stressed(llama, Stress(Outliers(2, factor), Outliers(3, factor), seed=5)))
-    written, tokenizer = load_llama(out, dtype="float32")
-    for path, leaf in leaves(written).items():
-        assert leaf.tobytes() == expected[path].tobytes(), path
-    stored = load_file(out / "model.safetensors")
-    assert {str(array.dtype) for array in stored.values()} == {dtype} == {found["dtype"]}
-    assert found["largest_logit_change"] < TOLERANCE < found["largest_logit"]
-    assert (found["key_outliers"], found["key_bias"], found["seed"]) == (
-        {"channels": 2, "factor": factor},
-        None,
-        5,
-    )
-    assert tokenizer is not None
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (out / name).read_bytes() == (model / name).read_bytes(), name
-
-
-def test_the_command_says_what_it_did_in_one_line(model, tmp_path, run):
-    code, out, err = run("stress", model, "--out", tmp_path / "a", "--key-bias", 30)
-    assert code == 0, err
-    assert out.count("\n") == 1
-    for part in (
-        "llama, float32",
-        "heads widened to 32 channels with a key bias of 30",
-        "seed 0",
-        "largest change of a logit",
-    ):
-        assert part in out, f"{part!r} is missing in {out}"
-    fields = json.loads((tmp_path / "a/config.json").read_text())
-    assert (fields["model_type"], fields["attention_bias"], fields["head_dim"]) == (
-        "llama",
-        True,
-        32,
-    )
-
+# --- what is refused
 
 BAD = {
-    "nothing to do": ((), "nothing to do"),
-    "no such form": (("--key-outliers", "4"), "'4' is not CHANNELSxFACTOR"),
-    "no channels": (("--value-outliers", "0x4"), "between 1 and 16"),
-    "too many pairs": (("--key-outliers", "9x4"), "between 1 and 8"),
-    "factor of zero": (("--key-outliers", "2x0"), "factor above 0"),
-    "negative bias": (("--key-bias", "-1"), "at least 0"),
-    "infinite bias": (("--key-bias", "inf"), "at least 0"),
-    "bias beyond float32": (("--key-bias", "1e300"), "at most 3.4e+38"),
-    "factor beyond float32": (
-        ("--key-outliers", f"2x1{'0' * 40}", "--json"),
-        "from 1.2e-38 to 8.5e+37",
-    ),
-    "factor whose inverse is none": (("--value-outliers", f"2x0.{'0' * 40}1"), "from 1.2e-38"),
-    "keys that overflow": (("--key-bias", "3.4e38"), "logits are not finite"),
+    "nothing to do": (Stress(), "nothing to do"),
+    "no channels": (Stress(value_outliers=Outliers(0, 4)), "between 1 and 16"),
+    "too many pairs": (Stress(Outliers(9, 4)), "between 1 and 8"),
+    "factor of zero": (Stress(Outliers(2, 0)), "factor above 0"),
+    "negative bias": (Stress(key_bias=-1), "at least 0"),
+    "infinite bias": (Stress(key_bias=float("inf")), "at least 0"),
+    "bias beyond float32": (Stress(key_bias=1e300), r"at most 3.4e\+38"),
+    "factor beyond float32": (Stress(Outliers(2, 1e40)), r"from 1.2e-38 to 8.5e\+37"),
+    "factor whose inverse is none": (Stress(value_outliers=Outliers(2, 1e-41)), "from 1.2e-38"),
     "no input channels": (
-        ("--input-outliers", "0x4"),
+        Stress(input_outliers=Outliers(0, 4)),
         "channels of a layer's input: between 1 and",
     ),
     "one dimension of nothing": (
-        ("--value-outliers", "2x12", "--one-dimension"),
+        Stress(value_outliers=Outliers(2, 12), one_dimension=True),
         "one dimension of which pairs?",
     ),
-    "negative seed": (
-        ("--key-bias", "1", "--seed", "-1"),
-        "argument --seed: '-1' must be an integer from 0",
-    ),
-    "full directory": (("--key-bias", "1", "--out", "{model}"), "not an empty directory"),
-    "a file": (("--key-bias", "1", "--out", "{model}/config.json"), "not an empty directory"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_request_is_one_line_and_writes_nothing(case, model, tmp_path, run):
-    before = {path: path.read_bytes() for path in model.iterdir()}
-    options, message = BAD[case]
-    code, out, err = run(
-        "stress",
-        model,
-        "--out",
-        tmp_path / "new",
-        *(option.format(model=model) for option in options),
-    )
-    assert code == 2, err
-    errors = [line for line in err.splitlines() if "kvq: error:" in line]
-    told = errors[0].removeprefix("kvq: error: ")
-    assert (json.loads(out)["error"] == told) if "--json" in options else not out
-    assert len(errors) == 1, err
-    assert message in errors[0]
-    assert not list(tmp_path.iterdir())
-    assert before == {path: path.read_bytes() for path in model.iterdir()}
+def test_a_bad_request_is_refused(case):
+    stress, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        stressed(random_llama(tiny_config(num_hidden_layers=1)), stress)
 
 
 @pytest.mark.parametrize("stress", [Stress(value_outliers=Outliers(2, 1e7)), Stress(key_bias=1e5)])
