@@ -10,7 +10,7 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.comparison import PLAIN, VARIANTS, Comparison, Entry, Suite
+from benchmarks.quality.comparison import PLAIN, Comparison, Entry, Suite
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
 from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
@@ -30,7 +30,6 @@ from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_tools.evaluation import RowQuality, measure_rows
 from kvq_tools.evaluation.journal import Journal
-from kvq_tools.evaluation.stress import stressed
 
 TEXTS = "text", "calibration_text", "other_calibration_text"
 SIZES = "windows", "window", "prompt", "samples", "length"
@@ -97,9 +96,14 @@ class Bench:
     """The model, its variants and texts, and what was calibrated and measured so far; neither is
     done again."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        variants: Mapping[str, Callable[[Llama], Llama]] | None = None,
+    ):
         plain, self.tokenizer = load_llama(options.model, dtype="float32")
-        self.variants: dict[str, Llama] = {PLAIN: plain}
+        self.models: dict[str, Llama] = {PLAIN: plain}
+        self.variants = variants or {}
         self.name = f"{shown(options.model)}, {_heads(plain)}"
         self.options = options
         self.work = options.work or options.json.with_name(f"{options.json.stem}.unfinished")
@@ -137,11 +141,9 @@ class Bench:
         )
 
     def model(self, variant: str) -> Llama:
-        if variant not in self.variants:
-            stress = VARIANTS[variant]
-            assert stress is not None
-            self.variants[variant] = stressed(self.variants[PLAIN], stress)
-        return self.variants[variant]
+        if variant not in self.models:
+            self.models[variant] = self.variants[variant](self.models[PLAIN])
+        return self.models[variant]
 
     def prepared(self, wanted: Wanted) -> tuple[Llama, str]:
         """Return the variant with the parameters that the cache needs, and the cache with what its
@@ -208,11 +210,12 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
         raise ValueError(
             "a table of this suite compares calibration texts: give --other-calibration-text"
         )
-    bench = Bench(options)
+    variants = suite.variants if options.stressed else {}
+    bench = Bench(options, variants)
     places = [
         place
         for comparison in chosen
-        for place in _places(comparison, options.stressed, not options.no_fake)
+        for place in _places(comparison, (PLAIN, *variants), not options.no_fake)
     ]
     bench.measure(w for _, _, w in places)
     rows = []
@@ -240,10 +243,10 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
 
 
 def _places(
-    comparison: Comparison, with_variants: bool, with_fakes: bool
+    comparison: Comparison, variants: Sequence[str], with_fakes: bool
 ) -> Iterator[tuple[Comparison, Entry, Wanted]]:
     """Yield what has to be measured for each entry of a table."""
-    for variant in VARIANTS if comparison.stressed and with_variants else (PLAIN,):
+    for variant in variants if comparison.stressed else (PLAIN,):
         for entry, fake in itertools.product(
             comparison.entries, (False, True) if comparison.fake and with_fakes else (False,)
         ):
@@ -254,8 +257,8 @@ def _places(
             )
 
 
-def _run_alike(wanted: Wanted) -> tuple[int, bool]:
-    return list(VARIANTS).index(wanted.variant), wanted.fake
+def _run_alike(wanted: Wanted) -> tuple[bool, str, bool]:
+    return wanted.variant != PLAIN, wanted.variant, wanted.fake
 
 
 def _measured(cache: str, llama: Llama, quality: RowQuality, window: int) -> Measured:
@@ -311,4 +314,4 @@ def _command(options: argparse.Namespace) -> list[str]:
     chosen = [
         f"--{name.replace('_', '-')}" for name in ("stressed", "no_fake") if getattr(options, name)
     ]
-    return ["benchmarks.quality", options.suite, *words_of(options), *chosen, *only]
+    return [options.module, options.suite, *words_of(options), *chosen, *only]

@@ -1,14 +1,14 @@
 """Find the caches that collapse under a key bias, and what subtracting it restores: a small model
 and two biased variants of it.
 
-    wide   `kvq stress --key-bias` (kvq_tools/evaluation/stress.py): heads of twice the width, a
+    wide   the key bias of laboratory/stress.py: heads of twice the width, a
            constant in channels that no query reads. The same dense outputs. Plain is the model with
            the same wide heads and no constant.
     slow   the same constant in the two slowest RoPE pairs of every head, which queries do read.
            Where those turn by a small angle over the window, every key's score moves by the same
            amount and the outputs by little; KL is from the variant's own exact outputs.
 
-The page in benchmarks/results comes from the JSON.
+The page in laboratory/results comes from the JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvq_models.calibration.needs import needs
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import abstract_llama
 from kvq_tools.evaluation import Quality, measure
-from kvq_tools.evaluation.stress import Stress, stressed
+from laboratory.stress import Stress, stressed
 
 PASSAGE = pathlib.Path(__file__).parents[2] / "kvq_tools" / "cli" / "passage.txt"
 SLOW_PAIRS = 2  # of each head
@@ -260,7 +260,7 @@ def _command(options: argparse.Namespace) -> list[str]:
         f"--{name.replace('_', '-')} {getattr(options, name)}"
         for name in ("key_bias", "windows", "window", "prompt", "seed")
     )
-    return ["benchmarks.quality.key_bias", *files, *sizes, f"--json {options.json.name}"]
+    return ["laboratory.quality.key_bias", *files, *sizes, f"--json {options.json.name}"]
 
 
 def page(report: BiasReport, file: pathlib.Path) -> str:
@@ -276,7 +276,7 @@ def page(report: BiasReport, file: pathlib.Path) -> str:
         (
             *head(report, file, said),
             (
-                f"Unread: `kvq stress --key-bias {report.key_bias:g}`, heads of twice the width"
+                f"Unread: {report.key_bias:g} by laboratory/stress.py, heads of twice the width"
                 f" with constants that no query reads; exact perplexity {exact['plain']} without"
                 f" them and {exact['wide']} with them. Read: {report.key_bias:g} in the slowest"
                 f" RoPE pairs of every head, which queries read; exact perplexity {exact['slow']}."
@@ -300,7 +300,7 @@ def _bias_line(row: BiasRow) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = study_parser("benchmarks.quality.key_bias", __doc__)
+    parser = study_parser("laboratory.quality.key_bias", __doc__)
     parser.add_argument(
         "--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that is scored"
     )

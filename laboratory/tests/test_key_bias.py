@@ -7,10 +7,10 @@ import dataclasses
 
 import pytest
 
-from benchmarks import results_page
-from benchmarks.quality import key_bias
-from benchmarks.quality.key_bias import BiasReport
 from kvq_models import load_llama
+from laboratory import results_page
+from laboratory.quality import key_bias
+from laboratory.quality.key_bias import BiasReport
 
 
 def test_a_run_measures_both_variants_and_makes_a_table(shallow, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ before RoPE, with their bias and QK-norm. Means are over all tokens of a text, w
 windows. A bootstrap over these draws whole windows, and looks again for the largest channel of
 every layer; the layers are the model's own and are not drawn.
 
-    python -m benchmarks.quality.outlier_channels --texts wikitext2_test.txt tinyshakespeare.txt
+    python -m laboratory.quality.outlier_channels --texts wikitext2_test.txt tinyshakespeare.txt
     --json FILE
 """
 
@@ -30,8 +30,8 @@ from benchmarks.quality.intervals import Estimate, Weights, estimate
 from benchmarks.quality.study import first_tokens, model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama
-from kvq_tools.evaluation import outlier_channels
-from kvq_tools.evaluation.outlier_channels import TOPS
+from laboratory import outlier_channels
+from laboratory.outlier_channels import TOPS
 
 WINDOW = 512  # tokens; every window is a sequence of its own
 DIGITS = 6  # of a stored magnitude
@@ -171,7 +171,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
     texts = " ".join(path.name for path in options.texts)
     words = [f"--texts {texts}", f"--tokens {options.tokens}", f"--json {options.json.name}"]
-    return ["benchmarks.quality.outlier_channels", *model_words(options.model), *words]
+    return ["laboratory.quality.outlier_channels", *model_words(options.model), *words]
 
 
 def page(report: OutlierChannelsReport, file: pathlib.Path) -> str:
@@ -215,7 +215,7 @@ def _percent(share: Estimate) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = study_parser("benchmarks.quality.outlier_channels", __doc__)
+    parser = study_parser("laboratory.quality.outlier_channels", __doc__)
     parser.add_argument(
         "--texts",
         metavar="FILE",

@@ -25,12 +25,6 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
-from benchmarks.quality.long_context_report import (
-    FULL_PRECISION,
-    CacheSize,
-    Cell,
-    LongContextReport,
-)
 from benchmarks.quality.report import Text
 from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
@@ -43,6 +37,12 @@ from kvq_tools.cli.inputs import encode
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
+from laboratory.quality.long_context_report import (
+    FULL_PRECISION,
+    CacheSize,
+    Cell,
+    LongContextReport,
+)
 
 TASKS = ("passkey", *niah.KINDS, *ruler.KINDS)
 NEW_TOKENS, MORE_NEW_TOKENS = (
@@ -55,7 +55,7 @@ COUNT, BATCH, THRESHOLD = 16, 4, 0.1
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.long_context",
+        prog="python -m laboratory.quality.long_context",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -331,7 +331,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the command's words; files by their names, which tell nothing of a machine."""
-    words = ["benchmarks.quality.long_context", *model_words(options.model)]
+    words = ["laboratory.quality.long_context", *model_words(options.model)]
     for name, value in vars(options).items():
         if value is None or value is False or name in ("model", "batch", "work"):
             continue

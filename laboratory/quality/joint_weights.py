@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     ]
     report = JointReport(
         title="Quantized weights and a quantized cache",
-        **header(["benchmarks.quality.joint_weights", *words_of(options)]),
+        **header(["laboratory.quality.joint_weights", *words_of(options)]),
         model=f"{bench.name}, float32",
         text=bench.texts["text"][0].name,
         calibration_text=bench.texts["calibration_text"][0].name,
@@ -234,7 +234,7 @@ def page(report: JointReport, file: pathlib.Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.joint_weights",
+        prog="python -m laboratory.quality.joint_weights",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

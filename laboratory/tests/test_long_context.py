@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 import kvq_tools.cli
-from benchmarks import results_page
-from benchmarks.quality import long_context
 from benchmarks.quality.intervals import mean_interval
-from benchmarks.quality.long_context_report import (
+from laboratory import results_page
+from laboratory.quality import long_context
+from laboratory.quality.long_context_report import (
     FULL_PRECISION,
     CacheSize,
     Cell,
     LongContextReport,
 )
-from benchmarks.report_file import RESULTS
+from laboratory.results_page import RESULTS
 
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
 SMALL = [
@@ -72,7 +72,7 @@ def test_what_full_precision_cannot_do_is_not_asked_of_others(report):
 def test_a_complete_run_leaves_its_report_and_its_command_names_no_folder(report, file):
     assert list(file.parent.iterdir()) == [file]
     assert report.command.startswith(
-        "python -m benchmarks.quality.long_context --caches kivi:bits=4,recent=32 int2 --tasks"
+        "python -m laboratory.quality.long_context --caches kivi:bits=4,recent=32 int2 --tasks"
         " passkey"
     )
     assert report.command.endswith(f"--json {file.name}")
