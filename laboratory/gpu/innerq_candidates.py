@@ -1,5 +1,4 @@
-"""The InnerQ paper's candidates: the two matrix-vector products of decode attention by themselves,
-and quantizing with packing.
+"""The InnerQ paper's candidates: the two matrix-vector products of decode attention by themselves.
 
 Its shapes are not printed. Its times double from Llama 3.2-1B to 3.1-8B and grow by a quarter to
 Llama 2-13B, as query heads times head dim do (32 x 64, 32 x 128, 40 x 128) and KV heads do not: so
@@ -20,11 +19,8 @@ from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.attention_candidates import Planned, Task, name_of, padded_heads
 from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, checked_part, plan_of
-from kvq_jax.arrays import grouped_array
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.launch import Launch
-from pallas_kernels.quantize.kernel import quantize_rows
-from pallas_kernels.readers.grouped import GroupedReader
 
 PAPER_MODELS = {  # query heads, each with its own keys and values; head dim
     "Llama-3.2-1B": (32, 64),
@@ -36,8 +32,6 @@ INNER, OUTER = (
     "innerq:bits=2,mode=asym",
     "kivi:bits=2",
 )  # the same codes, scales and zeros; only the axis of the groups differs
-SCHEMES = ("sym", "hybrid", "asym")
-QUANTIZE_BITS = 2
 
 
 def paper_shape(model: str, tokens: int) -> Shape:
@@ -132,59 +126,4 @@ def _calls(
         return (("", exact),)
     return tuple(
         (name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches
-    )
-
-
-# Quantizing
-
-
-def quantize_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """Return the tasks of keys, in groups over channels, and of values, over tokens, in each scheme
-    at the same magnitude bits."""
-    return [
-        Planned(
-            "quantize",
-            f"{scheme}, {side}",
-            functools.partial(_quantize, shape, side, scheme, tuple(launches)),
-        )
-        for side in ("keys", "values")
-        for scheme in SCHEMES
-    ]
-
-
-def _quantize(shape: Shape, which: str, scheme: Any, launches: Sequence[Launch]) -> Task:
-    spec = f"innerq:bits={QUANTIZE_BITS},mode={scheme}"
-    plan = plan_of(spec, shape)
-    body = Body(plan.k if which == "keys" else plan.v, shape)
-    format, reader = body.leaves.format, body.reader
-    assert isinstance(reader, GroupedReader)
-    size = (1, shape.kv_heads, shape.tokens, shape.head_dim)
-    rows_bytes = 2 * shape.kv_heads * shape.tokens * shape.head_dim
-
-    def kernel(launch: Launch, _: Array, rows: Array) -> Any:
-        return quantize_rows(rows, reader, scheme, QUANTIZE_BITS, launch=launch)
-
-    def check(_: Array, rows: Array, out: Any) -> tuple[Array, Array]:
-        """Return some rows, quantized here and by the reference and dequantized: all as one row,
-        for single codes may differ at ties."""
-        tokens = min(shape.tokens, 1024)
-        quantized = grouped_array.GroupedArray(out.words, out.scale, out.zero, format)
-        cut = jax.tree.map(lambda a: a[:1, :2], quantized)
-        wanted = grouped_array.quantize(rows[:1, :2, :tokens].astype(jnp.float32), format)
-        return grouped_array.dequantize(cut)[:, :, :tokens].reshape(
-            1, -1
-        ), grouped_array.dequantize(wanted).reshape(1, -1)
-
-    return Task(
-        False,
-        rows_bytes + body.nbytes,
-        rows_bytes,
-        body.nbytes,
-        start=lambda: jnp.zeros((), jnp.float32),
-        copy=lambda seed: uniform(size, seed, -1.0, 1.0, jnp.bfloat16),
-        calls=tuple(
-            (name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches
-        ),
-        feed=lambda x, out: x + first(out.scale),
-        check=check,
     )

@@ -17,16 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from benchmarks.gpu.innerq_candidates import EXACT, INNER, OUTER, PAPER_MODELS, SCHEMES
-from benchmarks.gpu.kvquant_candidates import BLOCK, PARTS
-from benchmarks.gpu.kvquant_candidates import MODEL as KVQUANT_MODEL
-from benchmarks.gpu.kvquant_candidates import SECTIONS as KVQUANT_SECTIONS
-from benchmarks.gpu.polarquant_candidates import EXACT as POLAR_EXACT
-from benchmarks.gpu.polarquant_candidates import KIVI, KVQUANT
-from benchmarks.gpu.polarquant_candidates import MODEL as POLAR_MODEL
-from benchmarks.gpu.polarquant_candidates import SECTION as POLAR_SECTION
-from benchmarks.gpu.polarquant_candidates import SPEC as POLAR_SPEC
+from benchmarks.gpu.quantize_candidates import SCHEMES
 from benchmarks.gpu.report import GpuReport, KernelRow
+from laboratory.gpu.innerq_candidates import EXACT, INNER, OUTER, PAPER_MODELS
+from laboratory.gpu.kvquant_candidates import BLOCK, PARTS
+from laboratory.gpu.kvquant_candidates import MODEL as KVQUANT_MODEL
+from laboratory.gpu.kvquant_candidates import SECTIONS as KVQUANT_SECTIONS
+from laboratory.gpu.polarquant_candidates import EXACT as POLAR_EXACT
+from laboratory.gpu.polarquant_candidates import KIVI, KVQUANT
+from laboratory.gpu.polarquant_candidates import MODEL as POLAR_MODEL
+from laboratory.gpu.polarquant_candidates import SECTION as POLAR_SECTION
+from laboratory.gpu.polarquant_candidates import SPEC as POLAR_SPEC
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TABLE_3 = {  # model: (torch.matmul, inner), one entry for each length

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Sequence
 
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu import innerq_candidates, kvquant_candidates
 from benchmarks.gpu.attention_candidates import Planned
+from laboratory.gpu import innerq_candidates, kvquant_candidates
 from pallas_kernels.launch import Launch
 
 SECTION = "polarquant keys"
