@@ -62,6 +62,8 @@ def imported(source: str, package: tuple[str, ...]) -> set[str]:
 
 
 def package_of(path: pathlib.Path) -> str:
+    if path.is_relative_to("laboratory/tests"):
+        return "tests"
     return next(
         (name for name, folder in FOLDERS.items() if path.is_relative_to(folder)), path.parts[0]
     )

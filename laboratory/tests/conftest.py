@@ -1,3 +1,5 @@
-"""The settings and fixtures of the project's tests. Run these tests by themselves."""
+"""The settings and fixtures of the project's tests."""
 
-pytest_plugins = ["tests.conftest"]
+import sys
+
+pytest_plugins = [] if "tests.conftest" in sys.modules else ["tests.conftest"]
