@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import mesh, overview, serving, serving_start
+from benchmarks import mesh, overview, serving_report, serving_start
 from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
@@ -101,8 +101,8 @@ KINDS = (
     ),
     Kind(
         "serving*",
-        serving.ServingReport,
-        serving.page,
+        serving_report.ServingReport,
+        serving_report.page,
         always(
             "requests a second and time to first token through slots, sequences in equal memory,"
             " prefixes that come back"

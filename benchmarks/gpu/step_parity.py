@@ -24,8 +24,9 @@ from jaxtyping import Array
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.compiling import THREADS, as_compiled, leave
-from benchmarks.gpu.decode_step import implementation_of, random_cache, random_llama
+from benchmarks.gpu.decode_step import implementation_of
 from benchmarks.gpu.kernels import progress, said_wrong
+from benchmarks.gpu.random_model import random_cache, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow, one_line
 from benchmarks.report_file import arguments
 from kvq_jax.arrays.stored import load_body

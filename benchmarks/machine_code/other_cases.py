@@ -17,17 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.machine_code.cases import (
-    BATCH,
-    GROUP,
-    KV_HEADS,
-    OUTER,
-    TOKENS,
-    Case,
-    Limits,
-    attention_case,
-)
+from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
+from benchmarks.machine_code.cases import OUTER, attention_case
 from benchmarks.machine_code.compile import compile_for
+from benchmarks.machine_code.limits import Limits
 from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.sass import Function, Loop, loops
 from benchmarks.machine_code.target import Target

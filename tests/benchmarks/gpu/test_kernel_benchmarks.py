@@ -32,11 +32,11 @@ from benchmarks.gpu.attention_candidates import (
     attention_tasks,
     shape_of,
 )
-from benchmarks.gpu.decode_step import TINY
 from benchmarks.gpu.device_timing import Timing, timing_loop
 from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
 from benchmarks.gpu.plans import PLANS, Case
 from benchmarks.gpu.quantize_candidates import quantize_tasks
+from benchmarks.gpu.random_model import TINY, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow
 from pallas_kernels.launch import Launch
 from tests.exhaustive import some
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         [(256, 2)],
         ("dense",),
         ("interpreted", "xla"),
-        decode_step.random_llama(TINY),
+        random_llama(TINY),
         report,
         made / "step_cpu.json",
         TIMING,
