@@ -41,9 +41,8 @@ class Row:
     """A step through one cache on one mesh ("" for a single device). Times are in ms: the median,
     and all samples of a step.
 
-    error: of the logits, relative to those of one device. collectives: of a step; their bytes are
-    those of the
-    results on each device, all taken for fp32.
+    error: error of the logits, relative to a single device's.
+    collectives: collectives of a step. Bytes count the results on each device, all as fp32.
     """
 
     cache: str

@@ -54,10 +54,12 @@ CACHES = (
 class OverviewRow:
     """Size of one cache of the large model, and its quality on the small one.
 
-    stored_bits, cache_bytes and ratio are of the whole cache at the report's context: windows,
-    scales and statistics included; ratio is the bytes of bf16 keys and values over these.
-    body_share: the share of the cached tokens, over all scored positions, that were read from the
-    cache's body, where every method but `dense` quantizes. measured: on the small model.
+    stored_bits, cache_bytes: of the whole cache at the report's context: windows, scales and
+        statistics included.
+    ratio: bytes of bf16 keys and values over cache_bytes.
+    body_share: share of the cached tokens, over all scored positions, that were read from the
+        cache's body, which every method but `dense` quantizes.
+    measured: quality on the small model.
     """
 
     cache: str
@@ -111,7 +113,7 @@ def body_share(
 
 def run(options: argparse.Namespace) -> None:
     """Measure everything that an earlier run of the same command has not, and write the report.
-    ValueError where the text is too short."""
+    Raises ValueError if the text is too short."""
     bench = Bench(options)
     wanted = [
         Wanted(str(kvq.parse(cache)), other_text=False, variant=PLAIN, fake=False)

@@ -1,8 +1,7 @@
-"""The table of docs/scale.md: what each of eight H200s holds and reads of a Llama 8B and 70B, as
-`kvq memory --mesh auto` counts it.
+"""Make the table of docs/scale.md: bytes and times of each of eight H200s for a Llama 8B and 70B.
 
-Nothing runs and nothing is measured: bytes are those of arrays that are described, times those of
-the formula in memory_mesh.py.
+It counts as `kvq memory --mesh auto` does. Nothing runs and nothing is measured: bytes are counted
+from described arrays, times follow from the formula in memory_mesh.py.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ CACHES = (
 )
 PAGE = pathlib.Path(__file__).parents[1] / "docs/scale.md"
 HEAD = (
-    "model", "context x batch", "cache", "placement", "weights", "cache", "other", "total", "fits", "read in a step", "collectives",
-    "predicted ms",
-)  # fmt: skip
+    *("model", "context x batch", "cache", "placement", "weights", "cache", "other", "total"),
+    *("fits", "read in a step", "collectives", "predicted ms"),
+)
 
 
 def row(model: str, size: tuple[int, str, int], cache: str) -> tuple[str, ...]:
-    """Return a row of the table; GB are 10^9 bytes."""
+    """Return a row of the table. GB are 10^9 bytes."""
     count, unit, batch = size
     context = count << {"K": 10, "M": 20}[unit]
     sizes = batch, context, "bfloat16", memory_mesh.AUTO, DEVICES

@@ -51,11 +51,11 @@ COMMIT = _commit()  # of the sources as they are when they are read, not when a 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The header of every report. Files that were made before a benchmark recorded its device,
-    Python version or commit have "" there.
+    """The header of every report.
 
-    commit: of the project's sources, with "+" where files differed from it; "" outside a
-    repository.
+    device, python_version, commit: "" in files that are older than these fields.
+    commit: of the project's sources, with "+" if files differed from it, or "" outside a
+        repository.
     """
 
     title: str = ""
@@ -77,8 +77,8 @@ class Report:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that this class wrote. TypeError where its fields are not those of the
-        class."""
+        """Read a file that this class wrote. Raises TypeError if the fields differ from the
+        class's."""
         return from_json(cls, json.loads(pathlib.Path(path).read_text(encoding="utf-8")))
 
 
@@ -94,7 +94,7 @@ class Header(TypedDict):
 
 
 def header(command: Sequence[str]) -> Header:
-    """Return the header's fields for this process; `command` is what follows `python -m`."""
+    """Return the header's fields for this process. `command` is the part after `python -m`."""
     return {
         "command": " ".join(["python -m", *command]),
         "date": now(),
@@ -118,8 +118,8 @@ _kinds = functools.cache(typing.get_type_hints)
 
 
 def from_json(kind: Any, given: Any) -> Any:
-    """Build a value of an annotated type (a report, a row) from what JSON made of it. TypeError
-    where the fields differ."""
+    """Build a value of an annotated type (a report, a row) from what JSON made of it. Raises
+    TypeError if the fields differ."""
     if dataclasses.is_dataclass(kind):
         kinds = _kinds(kind)
         return typing.cast(Any, kind)(

@@ -1,7 +1,6 @@
-"""Makes the pages of benchmarks/results from the JSON files there: one for each, and README.md,
-their index.
+"""Make the pages of benchmarks/results from the JSON files there, and README.md, their index.
 
-Run it after a benchmark; never edit its output by hand.
+Run it after a benchmark. Never edit its output by hand.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ HEAD = ("page", "measures", "command", "numbers", "made")
 
 
 class Kind(NamedTuple):
-    """How to read and render the files whose stem matches a pattern, and what they measure."""
+    """A reader and a renderer for the files whose stem matches a pattern, and the subject of their
+    measurements."""
 
     stems: str
     report: type[Report]

@@ -1,14 +1,14 @@
-"""Many requests on one engine against one at a time: requests per second and time to first token at
-1 to 8 slots; how many sequences an equal memory holds with dense and quantized caches, counted from
-their layout; and what a prefix that was read before saves.
+"""Compare many requests on one engine with one request at a time, and count what fits a memory.
 
     python -m benchmarks.serving --model smollm2 --json serving.json
 
-All requests come at once, each with a prompt and a length of its own, greedy and without an end
-token, so that every way generates the same number of tokens. One at a time is `generate`, prompt
-after prompt; its time to first token is that of a request that waits for those before it. Programs
-are compiled before the clock runs. A prefix comes back from the host's memory, and from the files
-of another store.
+Rows are requests per second and time to first token at 1 to 8 slots, the sequences that an equal
+memory holds with dense and quantized caches, counted from their layout, and the time that a prefix
+saves if it was read before. All requests come at once, each with a prompt and a length of its own,
+greedy and without an end token, so that every way generates the same number of tokens. One at a
+time is `generate`, prompt after prompt. Its time to first token includes the wait for the requests
+before. Programs are compiled before the clock runs. A prefix comes back from the host's memory, and
+from the files of another store.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def through_slots(
 def one_at_a_time(
     llama: Llama, cache: str, capacity: int, requests: Sequence[Request]
 ) -> ServingRow:
-    """Generate for one request after another; every prompt and the loop run once before, so that
+    """Generate for one request after another. Every prompt and the loop run once before, so that
     they are compiled."""
     size = kvq.nbytes(kvq.layout(cache, llama.config, 1, capacity))
 

@@ -15,8 +15,10 @@ ALONE = 0  # slots of the row that tells of one request at a time
 
 @dataclasses.dataclass(frozen=True)
 class ServingRow:
-    """All requests through `slots` slots; slots 0 is one at a time by `generate`. Seconds from the
-    start on, of each request."""
+    """All requests through `slots` slots, or one at a time by `generate` if slots is 0.
+
+    first_token: seconds from the start, of each request.
+    """
 
     cache: str
     slots: int
@@ -33,8 +35,8 @@ class ServingRow:
 
 @dataclasses.dataclass(frozen=True)
 class RoomRow:
-    """How many sequences of `capacity` tokens fit `memory` bytes, the row in which prompts are read
-    counted. Exact."""
+    """The number of sequences of `capacity` tokens that fit `memory` bytes, counting the row in
+    which prompts are read. Exact."""
 
     cache: str
     capacity: int
@@ -58,8 +60,12 @@ class PrefixRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingReport(Report):
-    """model: as it was named; prompt and new: the least and the most tokens of a request. cores: of
-    the machine."""
+    """Rows and what they were measured on.
+
+    model: the model as it was named.
+    cores: cores of the machine.
+    prompt, new: least and most tokens of a request.
+    """
 
     model: str
     cores: int

@@ -1,12 +1,11 @@
-"""Decode attention of one layer: one new token of each sequence against a cache, on this machine's
-first JAX device.
+"""Time decode attention of one layer: one new token per sequence against a cache.
 
-The baselines are dense and as good as we know how to write them: the query heads of a KV head are
-the rows of one dot product and K and V are read where they lie, never repeated, sliced or copied.
-They do not even add the new token to a cache; the caches do. A program runs several layers, each
-with a cache of its own and the queries that the layer before returned, as a decode step does:
-calling a program from Python takes a tenth of a millisecond, as long as short layers. See
-docs/decisions.md, "CPU decode attention".
+It runs on this machine's first JAX device. The baselines are dense and as good as we know how to
+write them: the query heads of a KV head are the rows of one dot product, and K and V are read in
+place, never repeated, sliced or copied. They do not even add the new token to a cache, but the
+caches do. A program runs several layers, each with its own cache and the queries that the layer
+before returned, as a decode step does, because calling a program from Python takes a tenth of a
+millisecond, as long as short layers. See docs/decisions.md, "CPU decode attention".
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ BASELINES: tuple[tuple[str, Callable, str], ...] = (
 
 
 def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
-    """Return the dense baselines, then the caches, as they run on this machine and, where kernels
-    read them, on XLA."""
+    """Return the dense baselines, then the caches: as they run on this machine, and on XLA if
+    kernels read them."""
     chosen = [_baseline(shape, *baseline) for baseline in BASELINES]
     for spec in caches:
         plan = _plan(shape, spec)
@@ -136,8 +135,8 @@ def _plan(shape: Shape, spec: str) -> LayerPlan:
 def _cache(
     shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Implementation
 ) -> Candidate:
-    """Return layers of a cache that holds `tokens` tokens of each sequence; a step appends one to
-    each and attends to all, in place."""
+    """Return layers of a cache that holds `tokens` tokens of each sequence. A step appends one
+    token to each and attends to all, in place."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(
@@ -208,7 +207,7 @@ def _inputs(shape: Shape) -> kvq.LayerInputs:
 
 
 def _parameters(plan: LayerPlan) -> Tree:
-    """Return what methods are calibrated for, from random rows; () where no side needs any."""
+    """Return what methods are calibrated for, from random rows, or () if no side needs any."""
     rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
     sides = [
         codec.calibrate(*rows) if codec.parameters(plan.heads) else () for codec in plan.codecs

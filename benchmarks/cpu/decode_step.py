@@ -1,9 +1,9 @@
-"""One whole decode step of a random Llama through each cache, on this machine's first JAX device: a
-small one, or one of a public model's shapes (--model).
+"""Time one whole decode step of a random Llama through each cache.
 
-Caches start full of random codes and grow by one token with every step, so the steps that quantize
-an aged block are among the samples. The baseline is the dense cache. The error compares logits with
-those of a dense cache that holds the rows which the quantized cache stands for.
+It runs on this machine's first JAX device, with a small model or the shapes of a public one
+(--model). Caches start full of random codes and grow by one token with every step, so the samples
+include steps that quantize an aged block. The baseline is the dense cache. The error compares
+logits with the logits of a dense cache that holds the dequantized rows of the quantized cache.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def small_config(layers: int, head_dim: int, group: int) -> LlamaConfig:
 
 @functools.cache
 def random_llama(config: LlamaConfig) -> Llama:
-    """Return a random Llama of these shapes; fp32."""
+    """Return a random Llama of these shapes, in fp32."""
     return Llama(config, rngs=nnx.Rngs(0))
 
 

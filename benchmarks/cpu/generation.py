@@ -1,12 +1,11 @@
-"""Decode steps of one checkpoint by kvq, transformers and llama.cpp, each with its caches, greedy
-and one sequence.
+"""Time decode steps of one checkpoint by kvq, transformers and llama.cpp, each with its caches.
 
     python -m benchmarks.cpu.generation --model smollm2 --json generation_cpu.json
 
-All read the same prompt, then take turns, a step each, and go on with their own tokens. Weights are
-fp32 in all of them; all use all cores. Quantized caches of transformers need the packages
-optimum-quanto and hqq, llama.cpp needs llama-cpp-python and a model that is a GGUF file; what is
-not installed is left out, and said so.
+Decoding is greedy, of one sequence. All read the same prompt, then take turns, a step each, and go
+on with their own tokens. All use fp32 weights and all cores. Quantized caches of transformers need
+the packages optimum-quanto and hqq. llama.cpp needs llama-cpp-python and a GGUF file. If a package
+is missing, its rows are left out and the output says so.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def installed(backend: str) -> bool:
 
 
 def _for_llama_cpp(model: str | os.PathLike[str], directory: pathlib.Path) -> pathlib.Path | None:
-    """Return a file with fp32 weights that llama.cpp reads; None where it is not installed, or the
+    """Return a file with fp32 weights that llama.cpp reads, or None if it is not installed, or the
     model is no GGUF file."""
     source = pathlib.Path(model)
     if llama_cpp_steps.version() is None or source.suffix != ".gguf":
@@ -144,7 +143,7 @@ def _for_llama_cpp(model: str | os.PathLike[str], directory: pathlib.Path) -> pa
 
 
 def timed(ways: dict[str, Step], prompt: int, steps: int) -> Iterator[GenerationRow]:
-    """Yield the times of `steps` steps of each way; they take turns, and the first step of each
+    """Yield the times of `steps` steps of each way. They take turns, and the first step of each
     does not count."""
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for step in ways.values():

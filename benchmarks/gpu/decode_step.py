@@ -1,11 +1,11 @@
-"""Whole decode steps of a Llama-3.1-8B-shaped model on a GPU: milliseconds and tokens per second,
-through each cache, by kernels and XLA.
+"""Time whole decode steps of a model like Llama-3.1-8B on a GPU, through each cache.
 
-Weights and cache contents are random and made on the device. A sample is a loop of a few steps in
-one program, each waiting for the logits of the one before; caches are updated in place and grow.
-Kernels are timed at all shapes first, then XLA, which may take a hundred times as long and whose
-logits theirs are compared with. What does not fit the device's memory is left out by name. One
-program is traced: its microseconds by kernel name go into the file too.
+Rows are milliseconds and tokens per second, by kernels and by XLA. Weights and cache contents are
+random and made on the device. A sample is a loop of a few steps in one program, each waiting for
+the logits of the one before. Caches are updated in place and grow. Kernels are timed at all shapes
+first, then XLA, which may take a hundred times as long and is the reference for the kernels'
+logits. Programs that do not fit the device's memory are left out by name. One program is traced,
+and its microseconds by kernel name go into the file too.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ CACHES = ("dense", "kivi:bits=4", "innerq:bits=2", "kivi:bits=2")
 IMPLEMENTATIONS = ("jnp", "asm", "xla", "default", "interpreted")
 POINTS = ((32768, 16), (4096, 16), (32768, 64), (4096, 64), (32768, 1), (4096, 1))  # tokens, batch
 TRACED = "kivi:bits=4"  # the cache whose first program is traced
-STEPS, WARM_UPS = 4, 4  # steps of a sample; runs that are not samples, the traced one among them
+STEPS, WARM_UPS = 4, 4  # steps of a sample, and runs that are no samples (one is traced)
 LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
 
 
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
-    """Return the kernels in assembly, where they show most in array operations too (one of the two
-    is `decode_step`'s default), and XLA where it takes least."""
+    """Return the implementations at a point: kernels in assembly, at the first point also in array
+    operations, at the last also XLA."""
     return {POINTS[0]: ("asm", "jnp"), POINTS[-1]: ("asm", "xla")}.get((tokens, batch), ("asm",))
 
 
@@ -224,7 +224,7 @@ def run(
 
 
 def with_error(row: KernelRow, logits: dict[tuple[Shape, str, str], np.ndarray]) -> KernelRow:
-    """Return the row, with the error of its logits against XLA's where both are known."""
+    """Return the row with the error of its logits against XLA's, if both are known."""
     own, expected = (
         logits.get((row.shape, row.candidate, name)) for name in (row.arithmetic, "xla")
     )
@@ -293,8 +293,10 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this
-    form."""
+    """Return (tokens, batch) of each TOKENS:BATCH.
+
+    Raises ValueError for another form.
+    """
     points = []
     for text in texts:
         numbers = text.split(":")

@@ -31,7 +31,7 @@ from benchmarks.gpu.timed_case import Entry, FatalError, entries_of, run_entries
 from benchmarks.report_file import arguments
 from pallas_kernels.launch import Launch
 
-# exit statuses: an error or a failure of our kernels; go on in another process, with --resume
+# exit statuses: our kernels erred or failed, or another process must go on with --resume
 WRONG, RESTART = 1, 3
 
 

@@ -91,8 +91,10 @@ class Plans(NamedTuple):
         return list(first.values())
 
     def chosen(self, shapes: Sequence[str], sections: Sequence[str], plan: str) -> list[Case]:
-        """Return the cases of a plan, or those of MODEL:TOKENS:BATCH. Raises ValueError naming an
-        unknown part."""
+        """Return the cases of a plan, or the cases of MODEL:TOKENS:BATCH if shapes are given.
+
+        Raises ValueError naming an unknown part.
+        """
         if not shapes:
             return [case for case in self.planned(plan) if case.section in sections]
         cases = [case for text in shapes for case in self.of_shape(*_parsed(text))]
@@ -114,8 +116,8 @@ def _attention(model: str, *points: tuple[int, int], **fields: Any) -> list[Case
 
 
 def first_cases() -> list[Case]:
-    """Return the cases that a run must have whatever happens later: 32K tokens x 16 of Llama 3.1 8B,
-    in both arithmetics."""
+    """Return the cases that every run must have: 32K tokens x 16 of Llama 3.1 8B, in both
+    arithmetics."""
     return _attention(MAIN, (32768, 16), both=True, specs=FIRST_SPECS, brief=True)
 
 

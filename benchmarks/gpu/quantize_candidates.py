@@ -24,7 +24,7 @@ QUANTIZE_BITS = 2
 
 
 def quantize_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """Return the tasks of quantizing keys, in groups over channels, and values, over tokens, in each
+    """Return the tasks of quantizing keys (groups over channels) and values (over tokens), in each
     scheme at the same magnitude bits."""
     return [
         Planned(

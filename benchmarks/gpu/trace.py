@@ -13,17 +13,12 @@ from typing import Any
 
 import jax
 
-DEVICE, STREAM = (
-    "/device:GPU",
-    "Stream",
-)  # of planes, and of the lines in them that hold what ran; other lines sum them up again
-HOST, CLIENT = (
-    "/host:CPU",
-    re.compile("tf_XLA.*Client|tf_XLAEigen"),
-)  # where a CPU's events are, which a dry run reads instead
+# names of planes, and of the lines in them that hold events. Other lines sum these up again.
+DEVICE, STREAM = "/device:GPU", "Stream"
+HOST, CLIENT = "/host:CPU", re.compile("tf_XLA.*Client|tf_XLAEigen")  # for a dry run on a CPU
 NOT_WORK = re.compile(
-    r"end:"
-    r" |ThreadpoolListener|\$|Thunk|ThunkExecutor|Execut|Wait|Tfrt|PjRt|CollectGarbage|ParseArguments"
+    r"end: |ThreadpoolListener|\$|Thunk|ThunkExecutor|Execut|Wait|Tfrt|PjRt|CollectGarbage"
+    r"|ParseArguments"
 )
 
 
@@ -48,8 +43,8 @@ def traced(call: Callable[[], Any]) -> tuple[KernelTime, ...]:
 
 
 def kernel_times(planes: Iterable[Any]) -> tuple[KernelTime, ...]:
-    """Add up the events of each kernel's name over the streams of all GPUs; where there is no GPU,
-    over the CPU's threads."""
+    """Add up the events of each kernel's name over the streams of all GPUs, or over the CPU's
+    threads if there is no GPU."""
     planes = list(planes)
     on_device = [
         line

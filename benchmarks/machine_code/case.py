@@ -24,13 +24,17 @@ class Case:
     """A kernel and its limits, which hold on every target and with every JAX, but for A100_LIMITS
     and NEWER_LIMITS.
 
-    build: makes the function to compile and its arguments, trees of jax.ShapeDtypeStruct. kernel: a
-    regular expression for the whole name of the kernel in it. elements_per_iteration: cached
-    elements that a block reads in one iteration of the main loop, K and V together. stored_bits: of
-    one cached element, with scales and zero points. cap_instructions, cap_alu: per cached element.
-    min_share: of the memory limit, if every issue slot were filled. cap_spill_bytes: of a thread,
-    in the whole kernel; a few, outside of the loop, cost nothing. mma_columns: query heads, padded,
-    that each cached element is multiplied with; None where a warp repeats work.
+    build: makes the function to compile and its arguments, trees of jax.ShapeDtypeStruct.
+    kernel: a regular expression for the whole name of the kernel in it.
+    elements_per_iteration: cached elements that a block reads in one iteration of the main loop, K
+        and V together.
+    stored_bits: bits of one cached element, with scales and zero points.
+    cap_instructions, cap_alu: limits per cached element.
+    min_share: least share of the memory limit if every issue slot were filled.
+    cap_spill_bytes: limit for a thread in the whole kernel. A few bytes outside of the loop cost
+        nothing.
+    mma_columns: query heads, padded, that each cached element is multiplied with, or None if a warp
+        repeats work.
     """
 
     name: str
@@ -47,7 +51,7 @@ class Case:
     mma_columns: float | None = 8
 
     def measure(self, target: Target) -> KernelReport:
-        """Compile the case and measure its kernel; this takes seconds."""
+        """Compile the case and measure its kernel, which takes seconds."""
         function, arguments = self.build()
         kernel = compile_for(target, function, arguments).kernel(self.kernel)
         return measure(

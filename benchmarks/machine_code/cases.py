@@ -90,7 +90,7 @@ def _formats(
 
 
 def _innerq(bits: int, scheme: Scheme, channels: int, **limits: Any) -> Case:
-    """Return InnerQ's case; `bits` of a code include the sign."""
+    """Return InnerQ's case. `bits` of a code include the sign."""
     magnitude = bits - (scheme != "asym")
     return attention_case(
         f"innerq, {bits}-bit {scheme}",
@@ -119,7 +119,7 @@ def _kivi_before_rope(arithmetic: Arithmetic, **limits: Any) -> Case:
 
 
 def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits: Any) -> Case:
-    """Return KVQuant's case: keys with scales of channels, values with scales of whole tokens;
+    """Return KVQuant's case: keys with scales of channels, values with scales of whole tokens,
     outliers as its paper counts them."""
     pools: tuple[Pool | None, ...] = None, None
     if percent:
@@ -269,7 +269,7 @@ CASES: tuple[Case, ...] = (
     _waterfill("2.5", "54332110", "54332110", 64, **slow_limits(9.33, 3.73, 0.23)),
     _waterfill("4", "65544322", "65544322", 64, **slow_limits(10.64, 4.81, 0.32)),
     attention_case("dense, bf16", None, None, 128, **usual_limits(1.4, 0.5, 1.0)),
-    # What runs where nothing else is chosen.
+    # The default arithmetic.
     _innerq(2, "sym", 128, arithmetic="jnp", **slow_limits(2.46, 0.91, 0.89, 186)),
     _innerq(
         2,

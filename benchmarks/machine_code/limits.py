@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 Limits = dict[str, Any]  # fields of a case, from cap_instructions on
-# What an A100 has of its own, 8 % above its counts. Its memory is half as fast, so that twice the
-# instructions fit, and where ptxas makes another schedule for it than for an H200 little is lost:
-# all of these but tables, and array operations of KIVI with 2 bits or before RoPE, are at the limit
-# of memory (docs/kernels.md).
+# Exceptions for an A100, 8 % above its counts. Its memory is half as fast, so that twice the
+# instructions fit, and little is lost if ptxas schedules them otherwise than for an H200. All of
+# these are at the limit of memory but tables, and array operations of KIVI with 2 bits or before
+# RoPE (docs/kernels.md).
 A100_LIMITS: dict[str, Limits] = {
     "innerq, 2-bit sym, H 128, 16 query heads, asm": {"cap_spill_bytes": 126},
     "innerq, 2-bit asym, H 128, asm": {"cap_spill_bytes": 139},
@@ -34,10 +34,10 @@ A100_LIMITS: dict[str, Limits] = {
     },
 }
 NEWER = (0, 11)  # from this JAX on, with another Triton
-# What JAX 0.11.2 and 0.12 have of their own, 8 % above the larger count. Read in their PTX:
-# full-precision rows are taken apart and joined again by 128 permutations in a loop (0.12);
-# symmetric InnerQ in array operations brings scales to their lanes by 32 exchanges and as many
-# permutations; a product p V of its own waits for the weights that it loads (0.11.2). KIVI before
+# Exceptions for JAX 0.11.2 and 0.12, 8 % above the larger count. Their PTX shows why.
+# Full-precision rows are taken apart and joined again by 128 permutations in a loop (0.12).
+# Symmetric InnerQ in array operations brings scales to their lanes by 32 exchanges and as many
+# permutations. A product p V by itself waits for the weights that it loads (0.11.2). KIVI before
 # RoPE has the same instructions in another order, of which ptxas spills more. Why tables before
 # RoPE take more was not found out (docs/kernels.md).
 NEWER_LIMITS: dict[str, Limits] = {
@@ -75,9 +75,10 @@ def usual_limits(instructions: float, alu: float, share: float, *, waits: bool =
 
 
 def slow_limits(instructions: float, alu: float, share: float, spill_bytes: int = 64) -> Limits:
-    """Return the limits of a kernel that is bound by its instructions; small loads wait: the scales
-    of tokens, and cosines that the first level of the cache holds. Bytes are spilled where a table,
-    or rotated queries, and the sums do not fit the registers together.
+    """Return the limits of a kernel that is bound by its instructions.
+
+    Its small loads wait: scales of tokens, and cosines that the L1 cache holds. It may spill if a
+        table or rotated queries do not fit the registers beside the sums.
     """
     return usual_limits(instructions, alu, share, waits=True) | {
         "loop_spills_allowed": True,

@@ -1,9 +1,9 @@
-"""More kernels whose machine code is watched: keys in polar form or in long groups, the fused
-quantizer where groups run over channels.
+"""More kernels whose machine code is watched: polar or long groups of keys, the fused quantizer.
 
-Where they run over tokens the quantizer passes over a group two times, or three where entries are
-not finite, in loops of a few tokens: no one loop is the kernel, and which of them run is in the
-data. tests/aot/test_other_kernels.py caps its registers.
+The quantizer is watched if its groups run over channels. If they run over tokens, it passes over a
+group two times, or three if entries are not finite, in loops of a few tokens. Then no single loop
+is the kernel, and the data decides which loops run. tests/aot/test_other_kernels.py caps its
+registers.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def _polar(
     value_bits: int | None = None,
     **limits: Any,
 ) -> Case:
-    """Return attention to keys in polar form, tuned as it runs. size: tokens of a group.
-    value_bits: KIVI's; None: full precision."""
+    """Return attention to keys in polar form, tuned as it runs.
+
+    size: tokens of a group.
+    value_bits: bits of KIVI's values, or None for full precision.
+    """
     format = PolarFormat(angle, radius, channels, size, size)
     keys = polar_reader(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
     if value_bits is None:
@@ -101,13 +104,16 @@ def _polar(
 
 @dataclasses.dataclass(frozen=True)
 class WholeKernel(Case):
-    """A kernel without a loop. Counted is the shortest way through it, which is that of finite
-    entries: others take longer branches. elements_per_iteration: elements that a block reads."""
+    """A kernel without a loop.
+
+    Its count is the shortest way through it, the way of finite entries: others take longer
+    branches. elements_per_iteration: elements that a block reads.
+    """
 
     mma_columns: int | None = None
 
     def measure(self, target: Target) -> KernelReport:
-        """Compile and measure the kernel. Raise ValueError where it has a loop."""
+        """Compile and measure the kernel. Raises ValueError if it has a loop."""
         function, arguments = self.build()
         kernel = compile_for(target, function, arguments).kernel(self.kernel)
         elements, bits = self.elements_per_iteration, self.stored_bits
@@ -122,7 +128,7 @@ class WholeKernel(Case):
 
 
 def straight(function: Function) -> Loop:
-    """Return the shortest way through a kernel. Raise ValueError where it has a loop."""
+    """Return the shortest way through a kernel. Raises ValueError if it has a loop."""
     if inside := loops(function):
         raise ValueError(
             f"{function.name} has {len(inside)} loops: an instruction may run more than once"
@@ -204,7 +210,7 @@ def _limits(instructions: float, alu: float, share: float, spill_bytes: int = 64
     }
 
 
-# Caps are 8 % above what was counted, as those of cases.py.
+# Caps are 8 % above the counts, as in cases.py.
 OTHER_CASES: tuple[Case, ...] = (
     _polar(4, 4, 128, "asm", **_limits(4.18, 1.05, 1.0)),
     _polar(4, 4, 128, "jnp", **_limits(10.68, 1.7, 0.81)),

@@ -52,8 +52,8 @@ def tables(
     pool: Pool | None = None,
     pre_rope: bool = False,
 ) -> Stored:
-    """Return codes of a codebook, as `kernel_readers.nonuniform` describes them; arrays that all
-    tokens share are not counted as stored."""
+    """Return codes of a codebook, as `kernel_readers.nonuniform` describes them. Arrays that all
+    tokens share do not count as stored."""
     layout = plane_layout(bits, channels, 32)
     reader = nonuniform(layout, group, pool=pool.tokens if pool else 0, pre_rope=pre_rope)
     assert isinstance(reader, Reader), reader

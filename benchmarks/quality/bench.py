@@ -1,5 +1,7 @@
-"""Run the comparisons of a suite: every cache read as a model that decodes reads it, calibrated
-where it must be, on every variant."""
+"""Run the comparisons of a suite: every cache is read as a decoding model reads it.
+
+Caches that learn are calibrated, on every variant of the model.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,8 @@ class Wanted(NamedTuple):
 
 
 class Bench:
-    """The model, its variants and texts, and what was calibrated and measured so far; neither is
-    done again."""
+    """The model, its variants and texts, and the calibrations and measurements so far. None is made
+    twice."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class Bench:
                 self._measure_together(remaining[at : at + TOGETHER])
 
     def _measure_together(self, wanted: Sequence[Wanted]) -> None:
-        """Measure caches of one variant that are run alike, beside one full-precision model; their
+        """Measure caches of one variant that are run alike, beside one full-precision model. Their
         rows go into the journal."""
         candidates = [self.prepared(one) for one in wanted]
         mode = "fake" if wanted[0].fake else "decode"
@@ -296,8 +298,8 @@ def _heads(llama: Llama) -> str:
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """Return the command's words for the arguments of `add_arguments`; files by their names, which
-    tell nothing of a machine."""
+    """Return the command's words for the arguments of `add_arguments`. Files have their names,
+    without a machine's folders."""
     given = {name.replace("_", "-"): getattr(options, name) for name in (*TEXTS, *SIZES, "json")}
     return [
         *model_words(options.model),

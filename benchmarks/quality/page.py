@@ -128,8 +128,8 @@ def _fake(row: QualityRow | None) -> str:
 
 
 def _ratio(row: QualityRow, against: QualityRow) -> str:
-    """Render this KL over another cache's, with its interval; nothing for that cache itself and for
-    caches without an error."""
+    """Render this KL divided by another cache's, with its interval, or nothing for that cache
+    itself and for caches without an error."""
     interval = row.kl_ratio(against)
     if row.cells == against.cells or math.isnan(interval.low) or row.kl < NO_ERROR:
         return ""

@@ -1,5 +1,4 @@
-"""What studies of a model have in common: their command line, and the names of models and the texts
-that it takes.
+"""The command line of studies, and the names of models and texts that it takes.
 
 Reports and commands name models without the folders of a machine.
 """
@@ -24,8 +23,8 @@ R = TypeVar("R", bound=Report)
 def study_parser(
     module: str, documentation: str | None, *, plot: bool = False
 ) -> argparse.ArgumentParser:
-    """Return the parser of `python -m module`, with --json and --model; its description is the
-    first line of the module's docstring."""
+    """Return the parser of `python -m module`, with --json and --model. Its description is the
+    first line of the documentation."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=(documentation or "").partition("\n")[0],
@@ -49,8 +48,7 @@ def run_study(
     run: Callable[[argparse.Namespace], R],
     draw: Callable[[R], Any] | None = None,
 ) -> None:
-    """Write the report of a study, and its plot beside it; what is wrong with the input is one line
-    and exit code 2."""
+    """Write the report of a study and its plot. Wrong input is one line, exit code 2."""
     options = parser.parse_args(argv)
     try:
         report = run(options)
@@ -64,7 +62,7 @@ def run_study(
 
 
 def first_tokens(tokenizer: Any, path: pathlib.Path, count: int) -> Int[np.ndarray, " count"]:
-    """Return the first tokens of a text. ValueError where it has fewer."""
+    """Return the first tokens of a text. Raises ValueError if it has fewer."""
     ids = np.asarray(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
     if len(ids) < count:
         raise ValueError(f"{path.name} must have {count} tokens; it has {len(ids)}")
@@ -77,6 +75,6 @@ def shown(model: str) -> str:
 
 
 def model_words(model: str) -> list[str]:
-    """Return the words of a command for a model; none for the embedded one, which is the
+    """Return the words of a command for a model, or none for the embedded one, which is the
     default."""
     return [] if model == EMBEDDED else [f"--model {pathlib.Path(model).name}"]

@@ -8,8 +8,8 @@ WINDOW = "sink=16,recent=64,block=32"
 
 
 def anchors() -> Suite:
-    """Return tables for about 2.25, 3.25, 4.25 and 8 stored bits of an element; scales and zero
-    points count, windows are the same."""
+    """Return tables for about 2.25, 3.25, 4.25 and 8 stored bits of an element. Scales and zero
+    points count. Windows are the same."""
     budgets = {
         "2.25 to 3": (
             "kivi:bits=2",
