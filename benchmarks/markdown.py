@@ -23,13 +23,13 @@ def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
         *([f"Python {report.python_version}"] if report.python_version else []),
     ]
     versions += [f"commit {report.commit}"] if report.commit else []
-    made = (
+    origin = (
         f"`{report.command}` on {report.date}{report.device and f', device {report.device}'};"
         f" {', '.join(versions)}."
     )
     return [
         f"# {report.title}",
-        " ".join([made, *said, f"Raw numbers: [{file.name}]({file.name})."]),
+        " ".join([origin, *said, f"Raw numbers: [{file.name}]({file.name})."]),
     ]
 
 

@@ -51,29 +51,29 @@ def row(model: str, size: tuple[int, str, int], cache: str) -> tuple[str, ...]:
     count, unit, batch = size
     context = count << {"K": 10, "M": 20}[unit]
     sizes = batch, context, "bfloat16", memory_mesh.AUTO, DEVICES
-    found = memory_mesh.Share(
+    share = memory_mesh.Share(
         **memory_mesh.describe(kvq.parse(cache), MODELS[model], *sizes, DEVICE)
     )
-    held = (
-        found.weight_bytes,
-        found.body_bytes + found.window_bytes,
-        found.parameter_bytes + found.working_bytes,
-        found.total_bytes,
+    parts = (
+        share.weight_bytes,
+        share.body_bytes + share.window_bytes,
+        share.parameter_bytes + share.working_bytes,
+        share.total_bytes,
     )
     fits, step = (
-        "yes" if found.fits else "no",
+        "yes" if share.fits else "no",
         (
-            f"{found.read_bytes / 1e9:.1f}",
-            str(found.collectives),
-            f"{found.milliseconds:.1f}",
+            f"{share.read_bytes / 1e9:.1f}",
+            str(share.collectives),
+            f"{share.milliseconds:.1f}",
         ),
     )
     return (
         model,
         f"{count}{unit} x {batch}",
         f"`{cache}`",
-        found.placement,
-        *(f"{size / 1e9:.1f}" for size in held),
+        share.placement,
+        *(f"{size / 1e9:.1f}" for size in parts),
         fits,
         *step,
     )

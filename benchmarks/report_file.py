@@ -117,23 +117,23 @@ def arguments(argv: Sequence[str] | None) -> Sequence[str]:
 _kinds = functools.cache(typing.get_type_hints)
 
 
-def from_json(kind: Any, given: Any) -> Any:
+def from_json(kind: Any, value: Any) -> Any:
     """Build a value of an annotated type (a report, a row) from what JSON made of it. Raises
     TypeError if the fields differ."""
     if dataclasses.is_dataclass(kind):
         kinds = _kinds(kind)
         return typing.cast(Any, kind)(
             **{
-                name: from_json(kinds.get(name), found)
-                for name, found in given.items()
+                name: from_json(kinds.get(name), field)
+                for name, field in value.items()
                 if name != DERIVED
             }
         )
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, list):
-        return origin(from_json(parts[0], item) for item in given)
+        return origin(from_json(parts[0], item) for item in value)
     if origin is dict:
-        return {name: from_json(parts[1], item) for name, item in given.items()}
-    if origin in (types.UnionType, typing.Union) and given is not None:
-        return from_json(next(part for part in parts if part is not type(None)), given)
-    return given
+        return {name: from_json(parts[1], item) for name, item in value.items()}
+    if origin in (types.UnionType, typing.Union) and value is not None:
+        return from_json(next(part for part in parts if part is not type(None)), value)
+    return value

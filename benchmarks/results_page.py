@@ -170,13 +170,13 @@ def render(folder: pathlib.Path) -> dict[str, str]:
 
 
 def index_line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...]:
-    made = f"{report.date}{report.device and f', {report.device}'}"
+    origin = f"{report.date}{report.device and f', {report.device}'}"
     return (
         f"[{report.title}]({file.stem}.md)",
         kind.subject(report),
         f"`{report.command}`",
         f"[{file.name}]({file.name})",
-        made,
+        origin,
     )
 
 

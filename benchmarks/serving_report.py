@@ -79,7 +79,7 @@ class ServingReport(Report):
 
 def lines_of(report: ServingReport) -> list[str]:
     """Return the report as lines of text."""
-    found = [
+    lines = [
         f"{'cache':<14} {'slots':>8} {'requests/s':>11} {'tokens/s':>9} {'first token, median':>20}"
         f" {'most':>8} {'times one':>10}"
     ]
@@ -90,28 +90,28 @@ def lines_of(report: ServingReport) -> list[str]:
         times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
         median, most = np.median(row.first_token), max(row.first_token)
         slots = "generate" if row.slots == ALONE else str(row.slots)
-        found.append(
+        lines.append(
             f"{row.cache:<14} {slots:>8} {row.requests_per_second:>11.3f}"
             f" {row.new_tokens / row.seconds:>9.1f} {median:>18.2f} s {most:>6.2f} s {times:>10}"
         )
-    found += [
+    lines += [
         "",
         (
             f"{'cache':<14} {'sequences':>10} of {report.capacity} tokens in"
             f" {report.room[0].memory / 2**30:g} GiB, bfloat16 rows"
         ),
     ]
-    found += [
+    lines += [
         f"{row.cache:<14} {row.sequences:>10}   {row.sequence_bytes} bytes each"
         for row in report.room
     ]
     for row in report.prefixes:
-        found += [
+        lines += [
             f"{row.cache:<14} a prefix of {row.tokens} tokens: read {row.read:.2f} s, from memory"
             f" {row.memory:.3f} s ({row.read / row.memory:.0f} times), from disk {row.disk:.3f} s"
             f" ({row.read / row.disk:.0f} times)"
         ]
-    return found
+    return lines
 
 
 def page(report: ServingReport, file: pathlib.Path) -> str:
@@ -150,12 +150,12 @@ def page(report: ServingReport, file: pathlib.Path) -> str:
             f"## Sequences of {report.capacity} tokens in {memory / 2**30:g} GiB\n\nCounted from"
             " the layout, bfloat16 rows."
         )
-        held = [
+        room = [
             (f"`{row.cache}`", f"{row.sequences:,}", f"{row.sequence_bytes:,}")
             for row in report.room
             if row.memory == memory
         ]
-        parts.append(table(("cache", "sequences", "bytes each"), held))
+        parts.append(table(("cache", "sequences", "bytes each"), room))
     if report.prefixes:
         parts.append(
             "## Prefixes\n\nSeconds to the first token of a prompt that was read before, beside"
@@ -188,5 +188,5 @@ def page(report: ServingReport, file: pathlib.Path) -> str:
     return "\n\n".join(parts)
 
 
-def _saved(read: float, found: float) -> tuple[str, str]:
-    return f"{found:.3f} s", f"{read / found:.0f}"
+def _saved(read: float, seconds: float) -> tuple[str, str]:
+    return f"{seconds:.3f} s", f"{read / seconds:.0f}"

@@ -89,12 +89,12 @@ def started(
             lines.append(line)
             if line == "}\n":
                 break
-        listening, told = time.perf_counter(), json.loads("".join(lines) or "{}")
-        if "url" not in told:
+        listening, server = time.perf_counter(), json.loads("".join(lines) or "{}")
+        if "url" not in server:
             process.wait(WAIT)
             errors.seek(0)
             raise RuntimeError(f"kvq serve ended before it listened: {errors.read().strip()}")
-        _first_text(told["url"], told["name"])
+        _first_text(server["url"], server["name"])
         first = time.perf_counter()
     return StartRow(start, fetched - began, listening - fetched, first - listening)
 

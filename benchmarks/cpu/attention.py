@@ -144,8 +144,8 @@ def _cache(
     ) -> tuple[list[Array], list[LayerState]]:
         outputs, after = [inputs.q_rot], []
         for state in states:
-            own = dataclasses.replace(inputs, q_rot=outputs[-1])
-            out, state, _ = decode_layer(plan, params, state, own, (), implementation)
+            layer_inputs = dataclasses.replace(inputs, q_rot=outputs[-1])
+            out, state, _ = decode_layer(plan, params, state, layer_inputs, (), implementation)
             outputs.append(out)
             after.append(state)
         return outputs[1:], after
@@ -158,12 +158,13 @@ def _cache(
     memory = decode.lower(states[:1], inputs).compile().memory_analysis()
     program = decode.lower(states, inputs).compile()
     outputs, states = program(states, inputs)
-    state, own = first_row((states[0], dataclasses.replace(inputs, rope=None)))
-    error = relative_error(outputs[0][:1], _reference(plan, params, state, own, inputs.rope))
-    held = [states]
+    state, row_inputs = first_row((states[0], dataclasses.replace(inputs, rope=None)))
+    wanted = _reference(plan, params, state, row_inputs, inputs.rope)
+    error = relative_error(outputs[0][:1], wanted)
+    current_states = [states]
 
     def step() -> None:
-        outputs, held[0] = program(held[0], inputs)
+        outputs, current_states[0] = program(current_states[0], inputs)
         wait(outputs)
 
     return Candidate(name, "float32", step, error, kvq.nbytes(states[0]), memory, len(states))

@@ -103,11 +103,13 @@ def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
     dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
     parameters = parameters_for(llama, cache.spec)
     layers, carry = [], ()
-    for plan, own, state, empty in zip(
+    for plan, layer_parameters, state, empty in zip(
         cache.plans, parameters, cache.layers, dense.layers, strict=True
     ):
-        rows = reference.decode_vectors(plan, own, state, cache.lengths, rope, carry)
-        carry = cross_layer.advance(plan, own, state, plan.regions.body(cache.lengths), carry)
+        rows = reference.decode_vectors(plan, layer_parameters, state, cache.lengths, rope, carry)
+        carry = cross_layer.advance(
+            plan, layer_parameters, state, plan.regions.body(cache.lengths), carry
+        )
         layers.append(dataclasses.replace(empty, body=rows))
     return dataclasses.replace(dense, layers=tuple(layers), lengths=cache.lengths)
 
@@ -138,11 +140,11 @@ def _candidate(
     program: jax.stages.Compiled,
     expected: Array,
 ) -> Candidate:
-    held = [cache]
+    current_cache = [cache]
     size = kvq.nbytes(cache)
 
     def step() -> Array:
-        logits, held[0] = program(llama, held[0], token)
+        logits, current_cache[0] = program(llama, current_cache[0], token)
         wait(logits)
         return logits
 

@@ -76,11 +76,11 @@ def ours(llama: Llama, spec: str, prompt: np.ndarray, steps: int) -> Step:
     cache = kvq.init_cache(spec, llama.config, 1, len(prompt) + steps + 1, "float32")
     logits, cache = prefill(model, cache, prompt[None])
     program = jax.jit(_greedy, donate_argnums=1)
-    held: list[Any] = [jnp.argmax(logits, axis=-1).astype(jnp.int32), cache]
+    token_and_cache: list[Any] = [jnp.argmax(logits, axis=-1).astype(jnp.int32), cache]
 
     def step() -> object:
-        held[:] = program(model, held[1], held[0])
-        return jax.block_until_ready(held[0])
+        token_and_cache[:] = program(model, token_and_cache[1], token_and_cache[0])
+        return jax.block_until_ready(token_and_cache[0])
 
     return step
 
@@ -109,7 +109,7 @@ def theirs(directory: pathlib.Path, prompt: np.ndarray) -> Iterator[tuple[str, S
     for name, make in caches.items():
         with torch.inference_mode():
             cache = make()
-            held = [
+            last_token = [
                 model(
                     torch.tensor(prompt[None].astype(np.int64)),
                     past_key_values=cache,
@@ -117,10 +117,10 @@ def theirs(directory: pathlib.Path, prompt: np.ndarray) -> Iterator[tuple[str, S
                 ).logits.argmax(-1)
             ]
 
-        def step(cache: Any = cache, held: list[Any] = held) -> object:
+        def step(cache: Any = cache, last_token: list[Any] = last_token) -> object:
             with torch.inference_mode():
-                held[0] = model(held[0], past_key_values=cache).logits.argmax(-1)
-            return held[0]
+                last_token[0] = model(last_token[0], past_key_values=cache).logits.argmax(-1)
+            return last_token[0]
 
         yield name, step
 

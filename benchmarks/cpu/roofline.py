@@ -91,8 +91,8 @@ def bodies(spec: str, head_dim: int, tokens: int) -> tuple[Body, Body]:
 
 def compiler() -> str:
     """Return the path of a C++ compiler. Raises ValueError without one."""
-    if found := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
-        return found
+    if path := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+        return path
     raise ValueError("no C++ compiler (c++, g++ or clang++) is on the PATH")
 
 
@@ -111,16 +111,16 @@ def build(kernel: str, folder: pathlib.Path) -> pathlib.Path:
         for name in ("baseline", "avx2", "avx512")
         if kernel in FLAGS and name != kernel
     ]
-    made = folder / f"roofline_{kernel}"
+    program = folder / f"roofline_{kernel}"
     done = subprocess.run(
-        [compiler(), *flags, *aliases, *map(str, parts), "-o", str(made)],
+        [compiler(), *flags, *aliases, *map(str, parts), "-o", str(program)],
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
         raise ValueError(f"the benchmark was not compiled: {done.stderr[:2000]}")
-    return made
+    return program
 
 
 def run(program: pathlib.Path, *words: object) -> list[float]:

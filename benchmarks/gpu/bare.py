@@ -75,9 +75,9 @@ class Param:
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> Param:
-        made = object.__new__(cls)
-        made.value = children[0]
-        return made
+        param = object.__new__(cls)
+        param.value = children[0]
+        return param
 
 
 class List(list):
@@ -121,11 +121,11 @@ class Module:
     @classmethod
     def _unflatten(cls, static: Any, children: Any) -> Module:
         names, others = static
-        made = object.__new__(cls)
-        made.__dict__.update(
+        module = object.__new__(cls)
+        module.__dict__.update(
             _dynamic=set(names), **dict(zip(names, children, strict=True)), **dict(others)
         )
-        return made
+        return module
 
 
 class Rngs:

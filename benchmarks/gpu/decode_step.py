@@ -134,11 +134,11 @@ def timed(
         read = kvq.nbytes(llama) - kvq.nbytes(llama.embed) + kvq.nbytes(cache.layers)
         row = dataclasses.replace(row, moved_bytes=read, copies=1, cold=True)
         token = jnp.arange(row.shape.batch, dtype=jnp.int32)
-        held = [jax.block_until_ready(cache)]
+        current_cache = [jax.block_until_ready(cache)]
         del cache
 
         def step() -> Array:
-            stepped, held[0] = run(llama, held[0], token)
+            stepped, current_cache[0] = run(llama, current_cache[0], token)
             return stepped
 
         start = time.perf_counter()
@@ -205,12 +205,12 @@ def run(
         tracing = not report.traces and row.candidate == TRACED and row.arithmetic != "xla"
         report.running[:] = [row]
         report.write(path)
-        row, own, trace = timed(program, llama, timing.samples, tracing)
+        row, row_logits, trace = timed(program, llama, timing.samples, tracing)
         report.running.clear()
         report.rows.append(row)
         report.traces.extend([trace] if trace else [])
-        if own is not None:
-            logits[row.shape, row.candidate, row.arithmetic] = own
+        if row_logits is not None:
+            logits[row.shape, row.candidate, row.arithmetic] = row_logits
             report.rows[:] = [with_error(other, logits) for other in report.rows]
         report.write(path)
         progress(
@@ -225,18 +225,18 @@ def run(
 
 def with_error(row: KernelRow, logits: dict[tuple[Shape, str, str], np.ndarray]) -> KernelRow:
     """Return the row with the error of its logits against XLA's, if both are known."""
-    own, expected = (
+    row_logits, expected = (
         logits.get((row.shape, row.candidate, name)) for name in (row.arithmetic, "xla")
     )
     if (
         row.section != "step"
         or row.arithmetic == "xla"
         or row.error is not None
-        or own is None
+        or row_logits is None
         or expected is None
     ):
         return row
-    return dataclasses.replace(row, error=relative_error(own, expected))
+    return dataclasses.replace(row, error=relative_error(row_logits, expected))
 
 
 def argument_parser() -> argparse.ArgumentParser:

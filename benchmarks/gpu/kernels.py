@@ -67,7 +67,7 @@ def run(
                 entries.append(entry)
     progress(f"{len(entries)} candidates of {len(cases)} shapes, {threads} compiled at a time")
 
-    def told(rows: Sequence[KernelRow]) -> None:
+    def show(rows: Sequence[KernelRow]) -> None:
         place = (
             f"{time.monotonic() - start:5.0f} s  {rows[0].section}, {rows[0].model},"
             f" {rows[0].shape.tokens} x {rows[0].shape.batch}"
@@ -77,8 +77,8 @@ def run(
 
     suspects = [entry for entry in entries if entry.blank.case in crashed]
     others = [entry for entry in entries if entry.blank.case not in crashed]
-    late = run_entries(others, report, save, timing, threads, start + seconds, told)
-    late += run_entries(suspects, report, save, timing, 1, start + seconds, told)
+    late = run_entries(others, report, save, timing, threads, start + seconds, show)
+    late += run_entries(suspects, report, save, timing, 1, start + seconds, show)
     missed: dict[str, list[str]] = {}
     for row in late:
         missed.setdefault(cases_of[row.case].name, []).append(row.name)

@@ -159,8 +159,8 @@ def _by_shape(report: GpuReport, section: str) -> list[tuple[str, list[KernelRow
     chosen = (row for row in report.rows if row.section == section)
     ordered = sorted(chosen, key=lambda row: (row.model, row.shape.batch, row.shape.tokens))
     return [
-        (f"{model}, batch {shape.batch}, {shape.tokens} tokens", list(own))
-        for (model, shape), own in itertools.groupby(
+        (f"{model}, batch {shape.batch}, {shape.tokens} tokens", list(rows))
+        for (model, shape), rows in itertools.groupby(
             ordered, key=lambda row: (row.model, row.shape)
         )
     ]

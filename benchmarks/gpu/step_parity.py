@@ -116,17 +116,17 @@ def stored_of(cache: kvq.Cache) -> list[np.ndarray]:
     ]
 
 
-def compared(found: Run, wanted: Run) -> tuple[float, str]:
+def compared(kernel_run: Run, wanted: Run) -> tuple[float, str]:
     """Return (the largest relative error of a step's logits, what is wrong with the cache or "").
 
     The error is NaN if one side has NaN and the other has not.
     """
-    if not np.array_equal(np.isnan(found.logits), np.isnan(wanted.logits)):
+    if not np.array_equal(np.isnan(kernel_run.logits), np.isnan(wanted.logits)):
         return float("nan"), ""
-    one, other = (np.nan_to_num(run.logits.astype(np.float64)) for run in (found, wanted))
+    one, other = (np.nan_to_num(run.logits.astype(np.float64)) for run in (kernel_run, wanted))
     size = np.linalg.norm(other, axis=-1)
     error = float(np.max(np.linalg.norm(one - other, axis=-1)[size > 0] / size[size > 0]))
-    for i, (mine, theirs) in enumerate(zip(found.stored, wanted.stored, strict=True)):
+    for i, (mine, theirs) in enumerate(zip(kernel_run.stored, wanted.stored, strict=True)):
         if np.issubdtype(mine.dtype, np.floating):
             share = float(np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-30))
         else:
@@ -206,14 +206,14 @@ def _ran(
         return one_line(error)
 
 
-def _row(shape: Shape, spec: str, name: str, found: Run | str, wanted: Run | str) -> KernelRow:
+def _row(shape: Shape, spec: str, name: str, kernel_run: Run | str, wanted: Run | str) -> KernelRow:
     row = KernelRow("parity", MODEL, shape, spec, name)
-    for run in (found, wanted):
+    for run in (kernel_run, wanted):
         if isinstance(run, str):
             return dataclasses.replace(row, failure=run)
-    assert isinstance(found, Run)
+    assert isinstance(kernel_run, Run)
     assert isinstance(wanted, Run)
-    error, wrong = compared(found, wanted)
+    error, wrong = compared(kernel_run, wanted)
     return dataclasses.replace(row, error=error, failure=wrong)
 
 

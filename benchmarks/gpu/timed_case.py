@@ -125,7 +125,7 @@ def run_entries(
     timing: Timing,
     threads: int,
     until: float = float("inf"),
-    told: Callable[[Sequence[KernelRow]], None] = lambda rows: None,
+    show: Callable[[Sequence[KernelRow]], None] = lambda rows: None,
 ) -> list[KernelRow]:
     """Add rows for each candidate to the report, save it and tell of them. Return the empty rows of
     those that were not compiled by `until`, on the clock of time.monotonic. Raises FatalError if
@@ -152,7 +152,7 @@ def run_entries(
             else [item(entry.blank)]
         )
         report.rows.extend(rows)
-        told(rows)
+        show(rows)
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:
             running()
             raise FatalError(fatal[0])

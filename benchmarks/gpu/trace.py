@@ -67,10 +67,10 @@ def kernel_times(planes: Iterable[Any]) -> tuple[KernelTime, ...]:
                 name = without_number(event.name)
                 runs[name] += 1
                 nanoseconds[name] += event.duration_ns
-    found = (
+    kernels = (
         KernelTime(name, runs[name], round(total / 1e3, 3)) for name, total in nanoseconds.items()
     )
-    return tuple(sorted(found, key=lambda kernel: (-kernel.us, kernel.name)))
+    return tuple(sorted(kernels, key=lambda kernel: (-kernel.us, kernel.name)))
 
 
 def without_number(name: str) -> str:

@@ -64,10 +64,10 @@ class Case:
 
     def failures(self, report: KernelReport) -> list[str]:
         """Return the limits that a report breaks, in words."""
-        own = A100_LIMITS.get(self.name, {}) if report.target == "a100" else {}
+        exceptions = A100_LIMITS.get(self.name, {}) if report.target == "a100" else {}
         if jax.__version_info__ >= NEWER:
-            own = own | NEWER_LIMITS.get(self.name, {})
-        return dataclasses.replace(self, **own)._failures(report)
+            exceptions = exceptions | NEWER_LIMITS.get(self.name, {})
+        return dataclasses.replace(self, **exceptions)._failures(report)
 
     def _failures(self, report: KernelReport) -> list[str]:
         instructions, alu, columns = (

@@ -185,8 +185,8 @@ class Bench:
         rows go into the journal."""
         candidates = [self.prepared(one) for one in wanted]
         mode = "fake" if wanted[0].fake else "decode"
-        found = measure_rows(candidates, self.rows, prompt=self.options.prompt, mode=mode)
-        for (model, cache), one, quality in zip(candidates, wanted, found, strict=True):
+        qualities = measure_rows(candidates, self.rows, prompt=self.options.prompt, mode=mode)
+        for (model, cache), one, quality in zip(candidates, wanted, qualities, strict=True):
             measured = _measured(cache, model, quality, self.options.window)
             self.journal.add(one.key, dataclasses.asdict(measured))
             print(_progress(one, measured), file=sys.stderr, flush=True)
@@ -300,12 +300,12 @@ def _heads(llama: Llama) -> str:
 def words_of(options: argparse.Namespace) -> list[str]:
     """Return the command's words for the arguments of `add_arguments`. Files have their names,
     without a machine's folders."""
-    given = {name.replace("_", "-"): getattr(options, name) for name in (*TEXTS, *SIZES, "json")}
+    values = {name.replace("_", "-"): getattr(options, name) for name in (*TEXTS, *SIZES, "json")}
     return [
         *model_words(options.model),
         *(
             f"--{name} {getattr(value, 'name', value)}"
-            for name, value in given.items()
+            for name, value in values.items()
             if value is not None
         ),
     ]

@@ -137,18 +137,18 @@ def _ratio(row: QualityRow, against: QualityRow) -> str:
 
 
 def _side_by_side(rows: list[QualityRow], variants: list[str]) -> Iterable[tuple[str, ...]]:
-    found = {(row.cells, row.variant): row for row in rows}
+    row_of = {(row.cells, row.variant): row for row in rows}
     for cells in dict.fromkeys(row.cells for row in rows):
-        first = found[cells, variants[0]]
+        first = row_of[cells, variants[0]]
         sizes = f"`{first.cache}`", f"{first.stored_bits:.2f}", f"{first.cache_bytes / 1024:.0f}"
-        yield (*cells, *sizes, *(_cell(found[cells, variant]) for variant in variants))
+        yield (*cells, *sizes, *(_cell(row_of[cells, variant]) for variant in variants))
 
 
 def _grid(heads: tuple[str, ...], rows: list[QualityRow], variant: str) -> str:
     columns = list(dict.fromkeys(row.column for row in rows))
-    found = {(row.cells, row.column): row for row in rows}
+    row_of = {(row.cells, row.column): row for row in rows}
     lines = (
-        (*cells, *(_cell(found[cells, column]) for column in columns))
+        (*cells, *(_cell(row_of[cells, column]) for column in columns))
         for cells in dict.fromkeys(row.cells for row in rows)
     )
     return table((f"{variant}: {', '.join(heads)}", *columns), lines)
