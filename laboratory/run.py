@@ -28,7 +28,7 @@ def argument_parser() -> argparse.ArgumentParser:
         study = importlib.import_module(f"laboratory.studies.{name}")
         command = commands.add_parser(
             name,
-            help=study.__doc__.partition("\n")[0],
+            help=(study.__doc__ or "").partition("\n")[0],
             description=study.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
