@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.study import model_words, run_study, shown, study_parser
+from benchmarks.quality.model_names import model_words, shown
 from benchmarks.report_file import Report, from_json, header
 from benchmarks.resources import mappings, resident_bytes
 from kvq_models import load_llama, prepare
@@ -36,6 +36,7 @@ from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.evaluation.journal import Journal
 from laboratory.soak import COMPILED, LINES
+from laboratory.study import run_study, study_parser
 
 CACHE = "kivi:bits=2,recent=32,block=32"
 SLOTS, CAPACITY, QUEUE = 8, 256, 64

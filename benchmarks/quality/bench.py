@@ -22,8 +22,8 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, Comparison, Entry, Suite
+from benchmarks.quality.model_names import add_model, model_words, shown
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
-from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory

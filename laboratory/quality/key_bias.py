@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.study import model_words, run_study, shown, study_parser
+from benchmarks.quality.model_names import model_words, shown
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -36,6 +36,7 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.model import abstract_llama
 from kvq_tools.evaluation import Quality, measure
 from laboratory.stress import Stress, stressed
+from laboratory.study import run_study, study_parser
 
 PASSAGE = pathlib.Path(__file__).parents[2] / "kvq_tools" / "cli" / "passage.txt"
 SLOW_PAIRS = 2  # of each head

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
+from benchmarks.quality.model_names import add_model, model_words, shown
 from benchmarks.quality.report import Text
-from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare

@@ -27,11 +27,12 @@ from jaxtyping import Float, Int
 
 from benchmarks.markdown import bracket, head, table
 from benchmarks.quality.intervals import Estimate, Weights, estimate
-from benchmarks.quality.study import first_tokens, model_words, run_study, shown, study_parser
+from benchmarks.quality.model_names import model_words, shown
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama
 from laboratory import outlier_channels
 from laboratory.outlier_channels import TOPS
+from laboratory.study import first_tokens, run_study, study_parser
 
 WINDOW = 512  # tokens; every window is a sequence of its own
 DIGITS = 6  # of a stored magnitude

@@ -26,9 +26,9 @@ import numpy as np
 from jaxtyping import Float
 
 import kvq_jax as kvq
-from benchmarks.quality.study import first_tokens
 from kvq_models import load_llama
 from laboratory.studies.squat_subspace import layer_inputs
+from laboratory.study import first_tokens
 
 KINDS = ("post-norm X", "unit-norm X", "residual stream", "keys", "values")
 

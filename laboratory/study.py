@@ -1,7 +1,4 @@
-"""The command line of studies, and the names of models and texts that it takes.
-
-Reports and commands name models without the folders of a machine.
-"""
+"""The command line of studies: a report, a plot beside it, and one line for wrong input."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from benchmarks.quality.model_names import add_model
 from benchmarks.report_file import Report
 from kvq_jax.files.whole import replacing
-from kvq_models.named_models.names import EMBEDDED
 
 R = TypeVar("R", bound=Report)
 
@@ -34,12 +31,6 @@ def study_parser(
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help=where)
     add_model(parser)
     return parser
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2"
-    )
 
 
 def run_study(
@@ -67,14 +58,3 @@ def first_tokens(tokenizer: Any, path: pathlib.Path, count: int) -> Int[np.ndarr
     if len(ids) < count:
         raise ValueError(f"{path.name} must have {count} tokens; it has {len(ids)}")
     return ids[:count]
-
-
-def shown(model: str) -> str:
-    """Return the name of a model for a report."""
-    return "the embedded Llama" if model == EMBEDDED else pathlib.Path(model).name
-
-
-def model_words(model: str) -> list[str]:
-    """Return the words of a command for a model, or none for the embedded one, which is the
-    default."""
-    return [] if model == EMBEDDED else [f"--model {pathlib.Path(model).name}"]
