@@ -307,14 +307,8 @@ def page(report: LaunchReport, file: pathlib.Path) -> str:
         + ", ".join(_counted(row.launches))
         for row in report.rows
     ]
-    return "\n\n".join(
-        [
-            *head(report, file, said),
-            table(HEADER, map(line, report.rows)),
-            "## What they are",
-            *names,
-        ]
-    )
+    rows = table(HEADER, map(line, report.rows))
+    return "\n\n".join([*head(report, file, said), rows, "## What they are", *names])
 
 
 def _counted(launches: dict[str, int]) -> Iterator[str]:
