@@ -1,4 +1,5 @@
-"""The settings and fixtures of the project's tests."""
+"""The settings and fixtures of the project's tests. In one run with files of tests/, give those
+first."""
 
 import sys
 
