@@ -12,13 +12,17 @@ EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.vers
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
-.PHONY: demo test aot lint bench docs wheel clean
+.PHONY: demo test lab aot lint bench docs wheel clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
 
 test: $(VENV)/.kvq-test
 	$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# the laboratory's own tests, which neither `make test` nor CI runs
+lab: $(VENV)/.kvq-test
+	$(RUN) -m pytest -n 2 --dist worksteal laboratory/tests $(ARGS)
 
 # the GPU kernels, compiled for GPUs that are not there
 aot: $(VENV)/.kvq-aot

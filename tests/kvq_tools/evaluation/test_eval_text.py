@@ -13,8 +13,8 @@ from kvq_tools.evaluation import tokenize
 from kvq_tools.evaluation.results import Evaluation
 from kvq_tools.evaluation.through import STEP, slices
 from kvq_tools.evaluation.windows import check_windows, windows
+from laboratory.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import tiny_config
-from tools.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 
 CASES = [
     (tokens, window, stride)

@@ -14,13 +14,13 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
 from kvq_tools.cli import task_runs
-from kvq_tools.evaluation.stress import Outliers, Stress, stressed
 from kvq_tools.evaluation.tasks import niah, passkey, ruler
 from kvq_tools.evaluation.tasks.filler import depth_of, fitted
 from kvq_tools.evaluation.tasks.runner import batches, capacity, check_samples, run, run_together
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
+from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+from laboratory.stress import Outliers, Stress, stressed
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = " ".join(f"Sentence {i} of the text says little, and says it slowly." for i in range(400))
 DEPTHS = (0.0, 0.3, 1.0)
