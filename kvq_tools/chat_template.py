@@ -10,7 +10,7 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """Return a conversation in the tokenizer's chat template, up to where the model's next answer
     begins.
 
-    Raises ValueError, in one line, where the template cannot take it.
+    Raises ValueError, in one line, if the template cannot take it.
     """
     try:
         from jinja2 import TemplateError  # imported late: only chat templates need it

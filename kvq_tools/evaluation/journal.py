@@ -15,7 +15,7 @@ from kvq_jax.files import whole
 
 
 class Journal:
-    """The rows of an unfinished run by their keys. ValueError where the file belongs to another
+    """The rows of an unfinished run by their keys. ValueError if the file belongs to another
     run."""
 
     def __init__(self, file: pathlib.Path, run: dict[str, Any]):

@@ -89,7 +89,7 @@ class KvqLM(TemplateLM):
                  them, else "decode". generate_until always prefills.
     seed         of sampling, where a task asks for it
 
-    ValueError where a value, the spec or the calibration does not fit, or the checkpoint has no
+    ValueError if a value, the spec or the calibration does not fit, or the checkpoint has no
     tokenizer; also, from the methods below, for a continuation that is empty or longer than
     max_length, for a context without a prompt where the cache takes statistics from one (so all of
     loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`), and for
@@ -181,7 +181,7 @@ class KvqLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Encode a text, with special tokens as the tokenizer adds them unless told otherwise, and
-        none where it begins with the prefix token."""
+        none if it begins with the prefix token."""
         if add_special_tokens is None and string.startswith(
             self.tokenizer.decode([self.prefix_token_id])
         ):

@@ -37,7 +37,7 @@ class Quality:
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """Tokens that were predicted at positions first .. last of their window, which is how many
-    tokens came before them. Means, which are nan where there are no such tokens, and the number of
+    tokens came before them. Means, which are nan if there are no such tokens, and the number of
     top-1 flips."""
 
     first: int
@@ -62,7 +62,7 @@ class Evaluation:
     exact_nats    -log p(token) of the full-precision model
     nats, kl      -log q(token) through the cache, and KL(p || q) of the whole distributions
     agrees        whether the likeliest token was the same
-    utf8_bytes    of the scored tokens; None where the tokens' bytes were not given
+    utf8_bytes    of the scored tokens; None if the tokens' bytes were not given
     """
 
     spec: CacheSpec
@@ -83,7 +83,7 @@ class Evaluation:
 
     @property
     def finite(self) -> bool:
-        """Return False where the cache or the full-precision model computed nan or inf for some
+        """Return False if the cache or the full-precision model computed nan or inf for some
         token."""
         return bool(
             np.isfinite(self.nats).all()
@@ -168,7 +168,7 @@ class Evaluation:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None where it is not finite: JSON has neither inf nor nan."""
+    """Return the value, or None if it is not finite: JSON has neither inf nor nan."""
     return value if value is not None and math.isfinite(value) else None
 
 

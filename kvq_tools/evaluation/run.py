@@ -101,7 +101,7 @@ def evaluate_caches(
 
     Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the
     hidden states of a batch, and logits of a slice, twice at most 256 MiB (in `chunked`: of a
-    chunk). ValueError, in one line, where the request does not fit the text or the model.
+    chunk). ValueError, in one line, if the request does not fit the text or the model.
     """
     ids = np.asarray(token_ids)
     specs = [parse(spec) for _, spec in candidates]
@@ -210,7 +210,7 @@ def prompt_for(
 ) -> int:
     """Return the tokens of the prompt with which all of these caches are evaluated: those asked
     for, else `default` if one of the caches takes statistics from a prompt, else 0. ValueError
-    where one does and would get none."""
+    if one does and would get none."""
     needing = [str(spec) for spec in specs if has_prompt_statistics(spec, config)]
     if asked is None and not needing:
         return 0
@@ -233,7 +233,7 @@ class RowQuality(NamedTuple):
 
     tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: in
     all rows' caches at the end, the share of the outliers of each side ("k", "v") that have no
-    slot; empty where a cache stores no outliers or is not run (`fake`).
+    slot; empty if a cache stores no outliers or is not run (`fake`).
     """
 
     tokens: int
@@ -258,7 +258,7 @@ def measure_rows(
     prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled;
     default 0, or at most PROMPT and half of a row where a cache takes statistics from a prompt (a
     key norm, a query subspace). Otherwise the arguments are those of `evaluate_caches`. ValueError
-    where the rows do not fit the vocabulary, the prompt leaves fewer than two tokens, or such a
+    if the rows do not fit the vocabulary, the prompt leaves fewer than two tokens, or such a
     cache is to go without one.
     """
     tokens = np.asarray(rows, np.int32)

@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 
 class TokenizedText(NamedTuple):
-    """The tokens of a text. ids [n] int32; bytes [n] of each token, None where the tokenizer gives
+    """The tokens of a text. ids [n] int32; bytes [n] of each token, None if the tokenizer gives
     no offsets."""
 
     ids: Int[np.ndarray, "n"]

@@ -41,7 +41,7 @@ def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Win
 def check_windows(
     config: LlamaConfig, token_ids: Integers, window: int, stride: int, prompt: int = 0
 ) -> None:
-    """Raise ValueError, in one line, where a text cannot be scored in these windows."""
+    """Raise ValueError, in one line, if a text cannot be scored in these windows."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.size < 2:
         raise ValueError(

@@ -100,7 +100,7 @@ def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tupl
     """Return the widths (keys, values) of each layer: at most `budget` bits in all chunks together,
     and at most `profiles` different pairs.
 
-    ValueError where the budget is below one bit for each layer and side.
+    ValueError if the budget is below one bit for each layer and side.
     """
     layers, sides = len(costs.energies), len(costs.energies) * len(SIDES)
     if budget < sides:

@@ -54,7 +54,7 @@ def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan. ValueError, in one line, where the file is none; OSError where it cannot be
+    """Read a plan. ValueError, in one line, if the file is none; OSError if it cannot be
     read."""
     found = _json(Path(path))
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -94,7 +94,7 @@ class Request(NamedTuple):
         return self.window - SCORED
 
     def check(self, config: LlamaConfig) -> None:
-        """Raise ValueError, in one line, where this cannot be measured."""
+        """Raise ValueError, in one line, if this cannot be measured."""
         plan = kvq.layout(METHOD, config, 1, self.window).plans[0].regions
         least = plan.sink + plan.recent + plan.block
         if self.prompt < least:

@@ -131,7 +131,7 @@ def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
 
 
 def speed(report: Report) -> Picture | None:
-    """Draw the fastest decode step in ms against the context in tokens; None where none was
+    """Draw the fastest decode step in ms against the context in tokens; None if none was
     timed."""
     measured = report.speed
     if measured is None:

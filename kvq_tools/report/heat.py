@@ -77,7 +77,7 @@ def magnitudes(report: Report) -> Picture:
 
 
 def errors(report: Report) -> Picture | None:
-    """Draw the mean error of each cache by layer and channel; None where every cache is exact."""
+    """Draw the mean error of each cache by layer and channel; None if every cache is exact."""
     caches = [
         (n, c)
         for n, c in enumerate(report.caches, 1)

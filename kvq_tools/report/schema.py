@@ -208,7 +208,7 @@ class Packed:
         return cls(rows, columns, base64.b64encode(stored.tobytes()).decode("ascii"))
 
     def matrix(self) -> Float[np.ndarray, "rows columns"]:
-        """Return the matrix in fp32. ValueError where the bytes do not fit the shape."""
+        """Return the matrix in fp32. ValueError if the bytes do not fit the shape."""
         stored = np.frombuffer(base64.b64decode(self.float16, validate=True), "<f2")
         return stored.reshape(self.rows, self.columns).astype(np.float32)
 
@@ -262,7 +262,7 @@ def dump(report: Report) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> Report:
-    """Read the report in a file. ValueError, in one line, where it is not one; OSError where there
+    """Read the report in a file. ValueError, in one line, if it is not one; OSError if there
     is no such file."""
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -304,7 +304,7 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
 
 
 def _check_lengths(report: Report) -> None:
-    """Raise ValueError where lists that belong together have different lengths."""
+    """Raise ValueError if lists that belong together have different lengths."""
     positions, layers, channels = (
         len(report.positions),
         report.model.layers,

@@ -46,7 +46,7 @@ def decode_times(
     """Time `steps` decode steps of one sequence through each cache at each context; compiling and
     one first step are not timed.
 
-    ValueError where a context has no room for the steps.
+    ValueError if a context has no room for the steps.
     """
     short = [context for context in contexts if context <= steps]
     if short:
@@ -116,5 +116,5 @@ def device_name() -> str:
 
 
 def _load() -> float:
-    """Return the load average of one minute, 0 where the system does not tell."""
+    """Return the load average of one minute, 0 if the system does not tell."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0

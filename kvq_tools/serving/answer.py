@@ -17,7 +17,7 @@ _FINISH: dict[str, Finish] = {"ended": "stop", "length": "length", "cancelled": 
 
 @dataclasses.dataclass(frozen=True)
 class TokenInText:
-    """A token, its log-probability (None where nothing came before it), what else was likely, and
+    """A token, its log-probability (None if nothing came before it), what else was likely, and
     where its text begins."""
 
     token: int

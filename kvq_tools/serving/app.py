@@ -177,7 +177,7 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 async def _json(request: Request, service: Service) -> Any:
-    """Return the body as JSON. Raises ApiError where it is too large, too slow, or no JSON in
+    """Return the body as JSON. Raises ApiError if it is too large, too slow, or no JSON in
     UTF-8."""
     limit = service.limits.body
 

@@ -197,7 +197,7 @@ def _served(
     neutral: dict[str, tuple[Any, ...]],
     where: str = "",
 ) -> dict[str, Any]:
-    """Return the fields that are served. Raises ApiError where another one asks for something, or
+    """Return the fields that are served. Raises ApiError if another one asks for something, or
     is not known."""
     for name, value in given.items():
         if name in kind.model_fields:

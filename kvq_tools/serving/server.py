@@ -16,7 +16,7 @@ from kvq_tools.serving.worker import Worker
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket that is bound and does not listen yet; port 0 is a free one. Raises OSError
-    where the address is taken."""
+    if the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -149,7 +149,7 @@ class Pending:
 
     async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
         """Yield pieces until every choice has ended; less where the client leaves, whose slots
-        become vacant. Raises ApiError where a choice fails."""
+        become vacant. Raises ApiError if a choice fails."""
         gone = asyncio.create_task(self._watch(http))
         left = self.choices
         try:

@@ -28,7 +28,7 @@ class GrowingText:
         self._context = len(self._held)
 
     def add(self, token: int) -> str:
-        """Return the new text; "" where a character waits for its end."""
+        """Return the new text; "" if a character waits for its end."""
         self._held.append(token)
         new = self._new()
         if new.endswith(UNFINISHED):

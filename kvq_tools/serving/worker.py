@@ -60,8 +60,8 @@ class Worker:
         return len(self._inbox) + self.engine.waiting
 
     def submit(self, answers: Sequence[Answer]) -> list[Job]:
-        """Accept all of these answers or none. Raises ValueError where one does not fit the model
-        or the capacity, QueueFullError where the queue has no room for all of them, Stopping at the
+        """Accept all of these answers or none. Raises ValueError if one does not fit the model
+        or the capacity, QueueFullError if the queue has no room for all of them, Stopping at the
         end."""
         for answer in answers:
             answer.request.check(self.engine.llama.config.vocab_size, self.engine.capacity)

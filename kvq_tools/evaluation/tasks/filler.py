@@ -25,7 +25,7 @@ def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[in
     """Return build(n), the tokens of a prompt with n units of filler, for about the largest n <=
     most that gives at most `budget` tokens.
 
-    Searched with guesses by proportion. NoRoomError where even n = 0 is too long.
+    Searched with guesses by proportion. NoRoomError if even n = 0 is too long.
     """
     low, high, ids = 0, most + 1, build(0)
     if len(ids) > budget:
@@ -66,7 +66,7 @@ def excerpt(units: Sequence[str], most: int, rng: np.random.Generator) -> Sequen
 
 
 def depth_of(hidden: str, text: str) -> float | None:
-    """Return the depth of the first mention of what is hidden, to the nearest quarter; None where
+    """Return the depth of the first mention of what is hidden, to the nearest quarter; None if
     there is none."""
     at = text.find(hidden)
     return None if at < 0 or not text else round(4 * at / len(text)) / 4

@@ -131,7 +131,7 @@ def generated(
     asked for); the same arguments give the same ones. kind: a name in KINDS. text: the haystack of
     those that hide needles in one. suffix: put after the prompt's last word.
 
-    ValueError where the kind needs a text and there is none, a length has no room for the needles,
+    ValueError if the kind needs a text and there is none, a length has no room for the needles,
     or the text is too short to fill it.
     """
     if KINDS[kind].haystack == "text" and text is None:

@@ -65,7 +65,7 @@ def generated(
     """Make `count` samples for each length and depth; the same arguments give the same ones.
     `text`: the filler (default: the dull sentences).
 
-    ValueError where a length has no room for the question, or the text is too short to fill it.
+    ValueError if a length has no room for the question, or the text is too short to fill it.
     """
     return [
         _sample(prompts, length, depth, generator(seed, length, depth, i), text, max_new_tokens)

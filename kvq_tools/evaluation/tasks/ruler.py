@@ -122,7 +122,7 @@ def generated(
     """Make `count` samples for each length; the same arguments give the same ones. kind: a name in
     KINDS, with RULER's max_new_tokens where none are given.
 
-    ValueError where a length has no room for the question, or there are too few words to fill it.
+    ValueError if a length has no room for the question, or there are too few words to fill it.
     """
     new = max_new_tokens or MAX_NEW_TOKENS[kind]
     return [
@@ -216,7 +216,7 @@ LONG_FROM = 4096  # tokens
 
 def common_words(length: int, rng: np.random.Generator) -> Puzzle:
     """Draw a list with common words, and a shorter one of other words for the example; a unit is a
-    word that is not common. Where all words stand in the list, the next units repeat them, as long
+    word that is not common. If all words stand in the list, the next units repeat them, as long
     as the common ones are more frequent."""
     often = SHORT if length < LONG_FROM else LONG
     words = [str(word) for word in rng.permutation(list(itertools.chain(*word_lists().values())))]

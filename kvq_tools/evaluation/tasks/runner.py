@@ -36,7 +36,7 @@ class Answer:
 
 
 def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
-    """Raise ValueError, in one line, where a sample is empty, has a token that the model does not
+    """Raise ValueError, in one line, if a sample is empty, has a token that the model does not
     know, or does not fit its positions."""
     for index, sample in enumerate(samples):
         if not sample.prompt:

@@ -1,4 +1,4 @@
-"""Count the memory that a cache needs beside its own bytes, from its layout: nothing is
+"""Count the memory that a cache needs besides its own bytes, from its layout. Nothing is
 allocated."""
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import abstract_llama
 
-CACHE_DTYPE = (  # dtype of full-precision rows where bytes are counted, whatever the model's dtype
-    "bfloat16"
-)
+# dtype of full-precision rows when bytes are counted, whatever the model's dtype
+CACHE_DTYPE = "bfloat16"
 
 
 def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
-    """Return the bytes of each layer's parameters: those made from its weights (not weights used as
-    they are) and those calibrated."""
+    """Return the bytes of each layer's parameters, calibrated or computed from its weights. Weights
+    that are used unchanged do not count."""
     one = dataclasses.replace(config, num_hidden_layers=1)  # all layers have the same shapes
     weights = layer_weights(hf_names.describe(abstract_llama(one, dtype)).layers[0])
-    given = {id(leaf) for leaf in jax.tree.leaves(weights)}
+    weight_ids = {id(leaf) for leaf in jax.tree.leaves(weights)}
 
     def of(plan: LayerPlan) -> int:
-        made = {
+        computed = {
             id(leaf): leaf
             for leaf in jax.tree.leaves(plan.from_weights(weights))
-            if id(leaf) not in given
+            if id(leaf) not in weight_ids
         }
         calibrated = [
             codec.parameters(plan.heads) | codec.derived_parameters(plan.heads)
             for codec in plan.codecs
         ]
-        return kvq.nbytes([made, *calibrated])
+        return kvq.nbytes([computed, *calibrated])
 
     return [of(plan) for plan in cache.plans]
 
 
 def working_bytes(cache: Cache) -> int:
-    """Return the bytes of the accumulator that flows through the layers of a step; there is one,
-    whatever the number of layers."""
+    """Return the bytes of the accumulator that flows through the layers of a step. There is one for
+    all layers."""
     return max((kvq.nbytes(spec) for spec in accumulators(cache)), default=0)
 
 

@@ -1,9 +1,9 @@
 """The model's configuration: one frozen value with Hugging Face's names, read from and written to
 config.json.
 
-`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and
-refuses by field name what this model would compute wrongly. `LlamaConfig.to_hf` writes one that old
-and new versions of transformers read.
+`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and names
+the field if this model would compute it wrongly. `LlamaConfig.to_hf` writes a file that old and new
+versions of transformers can read.
 """
 
 from __future__ import annotations
@@ -31,24 +31,20 @@ _ROPE_FIELDS = {
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
 
-MOST_LAYERS = (
-    1024  # eight times those of the largest Llama; plans and weights are made layer by layer
-)
+MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
 _LIMIT = 2.0**128  # float32 ends below it
 
 
 class _Family(NamedTuple):
-    """The properties that a model_type implies and config.json does not state."""
+    """Properties that a model_type implies and config.json does not state."""
 
     architecture: str
     qkv_bias: bool | None  # None: config.json's attention_bias decides
     o_bias: bool | None
     mlp_bias: bool | None  # None: config.json's mlp_bias decides
     qk_norm: bool
-    head_dim: (
-        int | None
-    )  # used where config.json has none; None: hidden_size // num_attention_heads
-    sliding_window: int | None  # used where config.json has none
+    head_dim: int | None  # if config.json has none; None: hidden_size // num_attention_heads
+    sliding_window: int | None  # if config.json has none
 
 
 _FAMILIES = {
@@ -75,9 +71,10 @@ def _check_positive(name: str, value: float) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Settings of the rotary frequencies (models/kvq_models/llama/rope.py). Fields that `rope_type`
-    does not use stay at their defaults.
+    does not use keep their defaults.
 
-    Raises NotImplementedError for another rope_type; ValueError for a value that gives no rotation.
+    Raises NotImplementedError for another rope_type and ValueError for a value that gives no
+    rotation.
     """
 
     rope_type: str = "default"
@@ -114,7 +111,7 @@ class RopeConfig:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         for name in ("mscale", "mscale_all_dim"):
-            if getattr(self, name):  # 0 stands for none
+            if getattr(self, name):  # 0 means none
                 _check_positive(name, getattr(self, name))
         if self.original_max_position_embeddings < 1:
             raise ValueError(
@@ -134,12 +131,17 @@ class LlamaConfig:
     """Sizes and options of one model. Static and hashable: safe as metadata of a jitted function's
     arguments.
 
-    sliding_window: the tokens that each token of the `windowed_layers` attends to, itself included;
-    None where all layers attend to all. It is not computed: up to so many tokens it changes
-    nothing, and longer sequences are refused (`check_window`).
+    Fields have Hugging Face's names. In addition:
+        sliding_window: number of tokens that each token of the `windowed_layers` attends to, itself
+            included, or None if all layers attend to all. The window is not computed: it changes
+            nothing up to so many tokens, and longer sequences are refused (`check_window`).
+        qkv_bias, o_bias, mlp_bias: biases of the projections.
+        qk_norm: RMSNorm of each head's queries and keys (Qwen3).
+        eos_token_ids: all tokens at which generation stops.
+        dtype: of the model that carries this config; not part of the checkpoint.
 
-    Raises NotImplementedError for another model_type; ValueError for values that are not positive
-    or not finite, and for head counts that do not divide.
+    Raises NotImplementedError for another model_type, and ValueError for values that are not
+    positive or not finite, and for head counts that do not divide.
     """
 
     vocab_size: int
@@ -163,9 +165,7 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    dtype: str | None = dataclasses.field(
-        default=None, compare=False
-    )  # of the model that carries this; no property of the checkpoint
+    dtype: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.model_type not in _FAMILIES:
@@ -200,15 +200,15 @@ class LlamaConfig:
 
     @property
     def positions(self) -> int:
-        """Return the tokens up to which a sequence is computed as in training:
+        """Return the length up to which a sequence is computed as in training:
         max_position_embeddings, or a shorter sliding window."""
         return min(
             self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
         )
 
     def check_window(self, tokens: int) -> None:
-        """Raise ValueError where a sequence of so many tokens is longer than the sliding window,
-        which is not computed."""
+        """Raise ValueError if a sequence of so many tokens exceeds the sliding window, which is not
+        computed."""
         if self.sliding_window is not None and tokens > self.sliding_window:
             raise ValueError(
                 f"{tokens} tokens are beyond the sliding window of {self.sliding_window} that"
@@ -218,11 +218,11 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
-        """Return the configuration that the contents of a config.json describe.
+        """Return the configuration described by the contents of a config.json.
 
-        Raises ValueError for a missing or malformed field; NotImplementedError for a model_type,
-        architecture, RoPE type, activation, quantization or kind of layer that this model does not
-        compute.
+        Raises ValueError for a missing or malformed field, and NotImplementedError for a
+        model_type, architecture, RoPE type, activation, quantization or kind of layer that this
+        model does not compute.
         """
         family = _family(hf)
         _refuse_unsupported(hf)
@@ -259,12 +259,11 @@ class LlamaConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the contents of a config.json; from_hf(to_hf()) gives this value back.
+        """Return the contents of a config.json. from_hf(to_hf()) gives this value back.
 
         RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which old and new
-        readers understand.
-        Raises ValueError where the family cannot say what this config holds (a Mistral with biases,
-        a Llama with QK-norm).
+        readers understand. Raises ValueError if the family cannot express this config (a Mistral
+        with biases, a Llama with QK-norm).
         """
         hf = {
             "architectures": [_FAMILIES[self.model_type].architecture],
@@ -321,13 +320,9 @@ _SIZES = (
 )
 
 
-# --- reading fields
-# -------------------------------------------------------------------------------------------------------------------
-
-
 def _typed(name: str, value: Any, kind: type) -> Any:
-    """Return the value as `kind`; JSON writes whole floats as integers, so those widen, and nothing
-    else converts."""
+    """Return the value as `kind`. JSON writes whole floats as integers, so integers widen to float.
+    Nothing else converts."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
@@ -348,7 +343,7 @@ def _required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _optional(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Return a field's value, or the default where it is absent or null, as in transformers."""
+    """Return a field's value, or the default if it is absent or null, as in transformers."""
     value = fields.get(name)
     return default if value is None else _typed(name, value, kind)
 
@@ -383,7 +378,7 @@ def _family(hf: Mapping[str, Any]) -> _Family:
 
 def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
     """Return the number of KV heads. Llama configs from before grouped-query attention lack the
-    field; other families always have it."""
+    field. Other families always have it."""
     if hf["model_type"] == "llama":
         return _optional(hf, "num_key_value_heads", int, heads)
     return _required(hf, "num_key_value_heads", int)
@@ -395,14 +390,10 @@ def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -
         return explicit
     if heads < 1 or hidden % heads:
         raise ValueError(
-            f"config field num_attention_heads={heads} must divide hidden_size={hidden} where"
+            f"config field num_attention_heads={heads} must divide hidden_size={hidden} if"
             " head_dim is not given"
         )
     return hidden // heads
-
-
-# --- refusing what would be computed wrongly
-# --------------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
@@ -421,7 +412,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 
 def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window and the layers that have it; none where no layer uses it, or where
+    """Return the sliding window and the layers that have it, or (None, ()) if no layer uses it or
     it spans the model's context."""
     layers, kinds = (
         _required(hf, "num_hidden_layers", int),
@@ -451,10 +442,6 @@ def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None,
         not windowed or window is None or window >= _required(hf, "max_position_embeddings", int)
     )
     return (None, ()) if inactive else (window, windowed)
-
-
-# --- RoPE, in both spellings
-# --------------------------------------------------------------------------------------------------------------
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
@@ -491,7 +478,7 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
 
 
 def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
-    """Return the context length before it was extended; as in transformers, the top-level field has
+    """Return the context length before it was extended. As in transformers, the top-level field has
     priority."""
     inner = _optional(
         fields,
@@ -508,7 +495,7 @@ def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) ->
 
 
 def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return YaRN's own fields; a missing `factor` is the ratio of the two context lengths."""
+    """Return YaRN's fields. A missing `factor` is the ratio of the two context lengths."""
     original = _original_max_positions(hf, fields)
     return {
         "original_max_position_embeddings": original,
@@ -525,7 +512,7 @@ def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
-    """Return the `rope_scaling` object with only the fields of its type, since readers warn about
+    """Return the `rope_scaling` object with only the fields of its type, because readers warn about
     others."""
     if rope.rope_type == "default":
         return None
