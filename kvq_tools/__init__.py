@@ -1,4 +1,4 @@
-"""The programs around the library: the `kvq` command, evaluation through a cache, reports.
+"""Programs on top of the library: the `kvq` command, evaluation through a cache, and reports.
 
 from kvq_tools import evaluate
 

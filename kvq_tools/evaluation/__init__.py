@@ -11,7 +11,7 @@ forward.py   the model without a cache: the full-precision reference, and the si
              use
 through.py   one cache in one of the three modes, a slice of positions at a time
 compare.py   two distributions: -log p, KL, top-1 agreement
-results.py   numbers of a text from those of its tokens
+results.py   numbers of a text from the numbers of its tokens
 run.py       `evaluate`, `evaluate_caches`, `measure`, `measure_rows`
 """
 

@@ -1,6 +1,5 @@
 """Evaluate a text through one cache (`evaluate`) or several (`evaluate_caches`) against full
-precision, or rows of tokens
-(`measure`, `measure_rows`)."""
+precision, or rows of tokens (`measure`, `measure_rows`)."""
 
 from __future__ import annotations
 
@@ -34,12 +33,11 @@ from kvq_tools.evaluation.through import (
 from kvq_tools.evaluation.windows import check_windows, windows
 
 BATCH = 4
-PROMPT = 128  # of the default, where a cache takes statistics from a prompt
-MOST_WINDOW = 2048  # of the default
+PROMPT = 128  # the default, if a cache takes statistics from a prompt
+MOST_WINDOW = 2048  # the default
 
-Candidate = tuple[
-    Llama, CacheSpec | str
-]  # a model that carries what the cache needs (`kvq_models.prepare`), and the cache
+# a model that is prepared for the cache (`kvq_models.prepare`), and the cache
+Candidate = tuple[Llama, CacheSpec | str]
 
 
 class Options(TypedDict, total=False):
@@ -61,7 +59,7 @@ def evaluate(
     llama: Llama, spec: CacheSpec | str, token_ids: Integers, **options: Unpack[Options]
 ) -> Evaluation:
     """Compare the predictions of a text through a cache with the full-precision model's:
-    `evaluate_caches` of one cache."""
+    `evaluate_caches` for one cache."""
     return evaluate_caches([(llama, spec)], token_ids, **options)[0]
 
 
@@ -80,28 +78,34 @@ def evaluate_caches(
     progress: Progress[Any] | None = None,
     placement: Placement | None = None,
 ) -> tuple[Evaluation, ...]:
-    """Compare the predictions of a text through each cache with those of the same model without a
-    cache.
+    """Compare the predictions of a text through each cache with the full-precision model's.
 
-    candidates: models that differ only in `cache_parameters`, each with its cache. token_ids: the
-    text, [n].
-    window: tokens of a window, at most the model's positions (default: those, or 2048). stride:
-    from the start of one window to the next (default: half a window); every token is scored once,
-    after at least window - stride others (windows.py). A window starts with an empty cache. mode:
-    see through.py. batch: windows that run together; the results do not depend on it. chunk: tokens
-    of one `prefill` of `chunked`. prompt: tokens of each window that `decode` prefills first; a
-    later window's are inside its overlap, the first's are not scored. Default: `default_prompt`
-    where one of the caches takes statistics from a prompt, else 0; all caches are scored on the
-    same tokens. In `chunked` such statistics come from a window's first chunk, in `fake` from the
-    whole window. step: tokens of one step of `decode`; the results of a sound cache do not depend
-    on it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per byte. progress:
-    wraps the loop over slices of windows, as tqdm would. placement: where the caches lie, if the
-    models
-    are on a mesh; where rows are split, a batch is filled up to a multiple of their parts.
+    Args:
+        candidates: models that differ only in `cache_parameters`, each with its cache.
+        token_ids: the text, [n] integers.
+        window: tokens of a window, at most the model's positions (default: those, or 2048). Each
+            window starts with an empty cache.
+        stride: from the start of one window to the next (default: half a window). Every token is
+            scored once, after at least window - stride others (windows.py).
+        mode: see through.py.
+        batch: windows that run together. The results do not depend on it.
+        chunk: tokens of one `prefill` in mode `chunked`.
+        prompt: tokens of each window that mode `decode` prefills first. They lie inside the overlap
+            of a later window, and the first window's are not scored. The default is
+            `default_prompt` if one of the caches takes statistics from a prompt, else 0. All caches
+            are scored on the same tokens. In `chunked` such statistics come from a window's first
+            chunk, in `fake` from the whole window.
+        step: tokens of one step of `decode`. The results of a correct cache do not depend on it.
+        token_bytes: [n], UTF-8 bytes of each token (`tokenize`), for bits per byte.
+        progress: wraps the loop over slices of windows, as tqdm would.
+        placement: of the caches, if the models are on a mesh. If rows are split, a batch is filled
+            up to a multiple of their parts.
 
-    Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the
+    Full-precision rows of a cache have the model's dtype. Memory besides weights and caches: the
     hidden states of a batch, and logits of a slice, twice at most 256 MiB (in `chunked`: of a
-    chunk). ValueError, in one line, if the request does not fit the text or the model.
+    chunk).
+
+    Raises ValueError, in one line, if the request does not fit the text or the model.
     """
     ids = np.asarray(token_ids)
     specs = [parse(spec) for _, spec in candidates]
@@ -152,12 +156,12 @@ class Settings(NamedTuple):
     step: int
 
     def read_tokens(self, window: int) -> int:
-        """Return how many tokens of a window the cache holds when it is read for the last time."""
+        """Return the number of tokens in the cache when a window reads it for the last time."""
         return (window - 1) // self.chunk * self.chunk if self.mode == "chunked" else window - 1
 
     def quantized_tokens(self, cache: kvq.Cache) -> int:
-        """Return how many of them are quantized then, in windows of the cache's capacity; in `fake`
-        mode every token is."""
+        """Return how many of these are quantized, in windows of the cache's capacity. In mode
+        `fake` all of them are."""
         newest = self.read_tokens(cache.capacity)
         if self.mode == "fake":
             return newest if any(plan.quantizes for plan in cache.plans) else 0
@@ -176,8 +180,8 @@ def check_request(
     prompt: int | None = None,
     step: int = STEP,
 ) -> Settings:
-    """Check a request as far as it needs no weights, and return it with its defaults. Raises as
-    `evaluate_caches`."""
+    """Check a request as far as that needs no weights, and return it with its defaults. Raises as
+    `evaluate_caches` does."""
     window = min(MOST_WINDOW, config.positions) if window is None else window
     stride = max(1, window // 2) if stride is None else stride
     if mode not in MODES:
@@ -200,7 +204,7 @@ def check_request(
 
 
 def default_prompt(tokens: int, window: int, stride: int) -> int:
-    """Return the tokens of a prompt by default: at most PROMPT, at most what windows overlap, at
+    """Return the default length of a prompt: at most PROMPT, at most the overlap of windows, and at
     most half of a single window."""
     return min(PROMPT, window - stride if tokens > window else tokens // 2)
 
@@ -208,9 +212,9 @@ def default_prompt(tokens: int, window: int, stride: int) -> int:
 def prompt_for(
     config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | None, default: int
 ) -> int:
-    """Return the tokens of the prompt with which all of these caches are evaluated: those asked
-    for, else `default` if one of the caches takes statistics from a prompt, else 0. ValueError
-    if one does and would get none."""
+    """Return the prompt length for all of these caches: `asked`, else `default` if one of the
+    caches takes statistics from a prompt, else 0. Raise ValueError if one does and would get no
+    prompt."""
     needing = [str(spec) for spec in specs if has_prompt_statistics(spec, config)]
     if asked is None and not needing:
         return 0
@@ -229,11 +233,11 @@ def prompt_for(
 
 
 class RowQuality(NamedTuple):
-    """Means over the scored tokens of each row, and the outliers that found no slot.
+    """Means over the scored tokens of each row, and the share of outliers without a slot.
 
-    tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: in
+    tokens: scored tokens per row. nats, kl, agreement: [R], as in `Quality`, float64. dropped: over
     all rows' caches at the end, the share of the outliers of each side ("k", "v") that have no
-    slot; empty if a cache stores no outliers or is not run (`fake`).
+    slot, or {} if a cache stores no outliers or is not run (`fake`).
     """
 
     tokens: int
@@ -252,14 +256,18 @@ def measure_rows(
     batch: int = BATCH,
     progress: Progress[Any] | None = None,
 ) -> tuple[RowQuality, ...]:
-    """Score rows of tokens through each cache, row by row; all caches are compared with one
+    """Score rows of tokens through each cache, row by row. All caches are compared with one
     full-precision model.
 
-    prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled;
-    default 0, or at most PROMPT and half of a row where a cache takes statistics from a prompt (a
-    key norm, a query subspace). Otherwise the arguments are those of `evaluate_caches`. ValueError
-    if the rows do not fit the vocabulary, the prompt leaves fewer than two tokens, or such a
-    cache is to go without one.
+    Args:
+        candidates, mode, batch, progress: as for `evaluate_caches`.
+        rows: [R, T] token ids.
+        prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled.
+            The default is 0, or at most PROMPT and half of a row if a cache takes statistics from a
+            prompt (a key norm, a query subspace).
+
+    Raises ValueError if the rows do not fit the vocabulary, the prompt leaves fewer than two
+    tokens, or a cache with such statistics gets no prompt.
     """
     tokens = np.asarray(rows, np.int32)
     count, length = tokens.shape
@@ -280,21 +288,21 @@ def measure_rows(
     outliers: list[dict[str, kvq.OutlierTotals]] = [{} for _ in candidates]
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
-        for own, run in zip(outliers, through, strict=True):
+        for totals_by_side, run in zip(outliers, through, strict=True):
             for layer in (
                 kvq.outlier_totals(kvq.select_rows(run.cache, np.arange(fresh)))
                 if mode != "fake"
                 else ()
             ):
                 for side, totals in layer.items():
-                    own[side] = own.get(side, kvq.OutlierTotals()) + totals
+                    totals_by_side[side] = totals_by_side.get(side, kvq.OutlierTotals()) + totals
 
     _, compared = _run(
         candidates, tokens, np.full(count, length, np.int32), settings, progress, count_outliers
     )
     scored = length - prompt - 1
     qualities = []
-    for terms, own in zip(compared, outliers, strict=True):
+    for terms, totals_by_side in zip(compared, outliers, strict=True):
         nats, kl, agreement = (
             term[:, prompt + 1 :].mean(axis=1, dtype=np.float64) for term in terms
         )
@@ -304,7 +312,7 @@ def measure_rows(
                 nats,
                 kl,
                 agreement,
-                {side: totals.share_dropped for side, totals in own.items()},
+                {side: totals.share_dropped for side, totals in totals_by_side.items()},
             )
         )
     return tuple(qualities)
@@ -313,10 +321,10 @@ def measure_rows(
 def measure(
     llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int | None = None
 ) -> Quality:
-    """Score rows of tokens through one cache, all rows at once: the means of `measure_rows`, with
-    its arguments and errors.
+    """Score rows of tokens through one cache, all rows at once. Return the means of `measure_rows`,
+    with its arguments and errors.
 
-    Give the prompt where caches are compared, so that all of them score the same tokens.
+    Give the prompt to compare caches, so that all of them score the same tokens.
     """
     (terms,) = measure_rows([(llama, spec)], rows, prompt=prompt, batch=len(rows))
     return Quality(
@@ -335,9 +343,12 @@ def _run(
     placement: Placement | None = None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
     """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R,
-    T]. Entry [r, t] is about token t of row r, predicted from those before it; entries that nothing
-    predicts (the first, the prompt's, padding) are unspecified. `at_end` is called after each batch
-    with what ran and the number of its rows that are not repetitions."""
+    T].
+
+    Entry [r, t] is about token t of row r, predicted from the tokens before it. Entries without a
+    prediction (the first, the prompt's, padding) are unspecified. `at_end` is called after each
+    batch with its caches and the number of its rows that are not repetitions.
+    """
     count, width = rows.shape
     parts_of_rows = 1 if placement is None else placement.size("rows")
     size = -(-min(settings.batch, count) // parts_of_rows) * parts_of_rows
@@ -374,8 +385,8 @@ def _run(
             if part.prompt
             else (cache(part, logits) for cache in through)
         )
-        for terms, own in zip(compared, scored, strict=True):
-            for whole, term in zip(terms, own, strict=True):
+        for terms, slice_terms in zip(compared, scored, strict=True):
+            for whole, term in zip(terms, slice_terms, strict=True):
                 whole[here, predicted] = term
         if at_end is not None and part is parts[-1]:
             at_end(through, min(size, count - number * size))
@@ -390,8 +401,8 @@ def _batch(
     index: Int[np.ndarray, "B"],
     padded: int,
 ) -> Batch:
-    """Return the rows of a batch. Past the last row it is repeated, so that every batch has one
-    size and one program serves all."""
+    """Return the rows of a batch. The last row is repeated to fill the batch, so that all batches
+    have one size and share one program."""
     index = np.minimum(index, len(rows) - 1)
     tokens = np.pad(rows[index], ((0, 0), (0, padded - rows.shape[1])))
     return Batch(

@@ -1,15 +1,15 @@
 """Run a text through a cache in one of three modes, a slice of positions at a time.
 
     decode    token after token through the cache, as generation reads it. The truth. A step of
-              several tokens equals as many single steps and is quicker; fused kernels, where a GPU
-              has them, serve single ones.
+              several tokens equals as many single steps and is quicker; fused GPU kernels serve
+              single steps.
     chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the
               cache. Servers treat prompts this way.
     fake      one forward pass in which every token is quantized (forward.py), as KVQuant and XQuant
               simulate their perplexities.
 
 Every mode walks over the same slices of positions, and all caches walk together: the full-precision
-logits of a slice are computed once, compared with those of each cache, and dropped.
+logits of a slice are computed once, compared with each cache's, and dropped.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from kvq_tools.evaluation.forward import hidden_states
 Mode = Literal["decode", "chunked", "fake"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# tokens of one decode step. Odd, so that steps end everywhere in a block: at its end nothing is
-# missing that was lost inside
+# tokens of one decode step. Odd, so that steps end everywhere in a block: an error inside a block
+# might be invisible at its end
 STEP = 31
-# tokens of a chunk of `chunked`, and of a slice in the other modes where its logits are not too
-# large
+# tokens of a chunk of `chunked`, and of a slice in the other modes if its logits are not too large
 CHUNK = 256
-SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; those of one cache take as many
+SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; one cache's logits take as many
 
 
 class Slice(NamedTuple):
-    """Inputs start .. stop - 1 of every window; they predict the tokens after `first` .. stop - 1.
+    """Inputs start .. stop - 1 of every window, which predict the tokens after `first` .. stop - 1.
     `prompt` is prefilled in any mode."""
 
     start: int
@@ -56,7 +55,7 @@ class Slice(NamedTuple):
 def slices(
     mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP
 ) -> tuple[Slice, ...]:
-    """Cut a window of `length` tokens into slices. The last slice may reach past the window; all
+    """Cut a window of `length` tokens into slices. The last slice may reach past the window. All
     but the prompt are equally long."""
     if mode == "chunked":
         size = min(chunk, length)
@@ -68,8 +67,8 @@ def slices(
 
 
 class Batch(NamedTuple):
-    """Windows of a text as rows: tokens [B, T], right-padded past the last slice; lengths [B];
-    width: positions of a window."""
+    """Windows of a text as rows: tokens [B, T], right-padded past the last slice, lengths [B], and
+    the positions of a window (width)."""
 
     tokens: Int[Array, "B T"]
     lengths: LengthsB
@@ -94,8 +93,8 @@ class Reference:
 
 
 class Through:
-    """One cache on a batch. Each call returns the terms of a slice; slices must be given in order,
-    a prompt by `prefill_prompts`."""
+    """One cache on a batch. Each call returns the terms of a slice. Slices must come in order, a
+    prompt by `prefill_prompts`."""
 
     def __init__(
         self,
@@ -129,7 +128,7 @@ class Through:
         return _compared(logits, exact, following)
 
     def _decode(self, at: int, *arrays: Array) -> Terms:
-        """Return the terms of one step from token `at` of a slice on; arrays: its inputs,
+        """Return the terms of one step from token `at` of a slice on. arrays: the slice's inputs,
         full-precision logits and following tokens."""
         now, exact, following = (
             jax.lax.dynamic_slice_in_dim(array, at, self.step, axis=1) for array in arrays
@@ -142,8 +141,8 @@ class Through:
 def prefill_prompts(
     through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]
 ) -> tuple[Terms, ...]:
-    """Prefill the prompts of a batch into all caches, which have one forward pass in common, and
-    return the terms of each."""
+    """Prefill the prompts of a batch into all caches with one shared forward pass, and return the
+    terms of each."""
     batch = through[0].batch
     logits, caches = layer_by_layer.prefill_together(
         [one.llama for one in through], [one.cache for one in through], batch.inputs(part)
@@ -154,7 +153,7 @@ def prefill_prompts(
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:
-    """Return the slice's rows; zeros past the window, where nothing is scored."""
+    """Return the slice's rows, with zeros past the window, where nothing is scored."""
     rows = hidden[:, part.first : part.stop]
     return jnp.pad(rows, ((0, 0), (0, part.stop - part.first - rows.shape[1]), (0, 0)))
 
@@ -182,7 +181,7 @@ def _decoded(
     exact: Float[Array, "B t V"],
     following: Int[Array, "B t"],
 ) -> Terms:
-    """Return the terms of a step; past the capacity, where nothing was stored, they are nan."""
+    """Return the terms of a step. They are nan past the capacity, where nothing was stored."""
     return compare(jnp.where(stored[..., None], llama.logits(hidden), jnp.nan), exact, following)
 
 

@@ -1,5 +1,5 @@
-"""The report of `kvq report`: quality, size, speed and errors of caches, for one model and one
-text, as one self-contained page.
+"""`kvq report`: quality, size, speed and errors of caches, for one model and one text, on one
+self-contained page.
 
 schema.py    the numbers of a report, and report.json, which holds all of them
 collect.py   model, text and caches -> numbers
@@ -12,6 +12,6 @@ heat.py      numbers -> the maps
 page.py      numbers and pictures -> page.html.jinja, filled in
 write.py     all files of a report
 
-Pictures and page are made from the numbers alone: `kvq report --from report.json` makes the same
-page again.
+Pictures and page depend only on the numbers: `kvq report --from report.json` makes the same page
+again.
 """

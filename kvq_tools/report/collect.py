@@ -23,8 +23,8 @@ from kvq_tools.report import maps, schema, times
 
 
 class Plan(NamedTuple):
-    """A request for numbers. buckets: parts of a window in numbers by position; contexts: of decode
-    steps, none to time nothing; sample: tokens of magnitudes and errors."""
+    """A request for numbers. buckets: parts of a window in numbers by position. contexts: of timed
+    decode steps; () to time nothing. sample: tokens of magnitudes and errors."""
 
     model: str
     text: str
@@ -43,8 +43,8 @@ def collect(
     text: TokenizedText,
     progress: Progress | None = None,
 ) -> schema.Report:
-    """Collect all numbers. plain: the model without parameters of any cache; candidates: each cache
-    with the model that carries its own."""
+    """Collect all numbers. plain: the model without cache parameters. candidates: each cache with
+    its prepared model."""
     config, settings = plain.config, plan.settings
     started = time.perf_counter()
     pairs = [(c.llama, c.spec) for c in candidates]
@@ -76,8 +76,8 @@ def collect(
             tuple(finite(p.exact_nats) for p in parts),
         ),
         caches=tuple(
-            _cache(c.name, e, config, settings, e.by_position(plan.buckets), own)
-            for c, e, own in zip(candidates, evaluations, errors, strict=True)
+            _cache(c.name, e, config, settings, e.by_position(plan.buckets), layer_errors)
+            for c, e, layer_errors in zip(candidates, evaluations, errors, strict=True)
         ),
         speed=speed,
         tokens_of_sample=int(inputs[0].positions.size),
@@ -86,7 +86,7 @@ def collect(
 
 
 def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
-    """Return the caches, after a dense one where none of them is."""
+    """Return the caches, with a dense one in front if none of them is dense."""
     dense = (
         []
         if any(c.spec.exact for c in candidates)

@@ -1,4 +1,4 @@
-"""Draw the cost of a cache: bytes layer by layer, and the time of a decode step."""
+"""Draw the cost of a cache: its bytes by layer, and the time of a decode step."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def sizes(report: Report) -> Picture:
 
 
 def kind_of(name: str) -> str:
-    """Return the use of a cache's array."""
+    """Return the purpose of a cache's array."""
     if name in ("ring", "sink"):
         return "windows"
     if name == "stats":
@@ -131,7 +131,7 @@ def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
 
 
 def speed(report: Report) -> Picture | None:
-    """Draw the fastest decode step in ms against the context in tokens; None if none was
+    """Draw the fastest decode step in ms against the context in tokens. Return None if none was
     timed."""
     measured = report.speed
     if measured is None:

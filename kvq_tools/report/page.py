@@ -1,4 +1,4 @@
-"""Write the page: one HTML file with everything in it, from a report's numbers and pictures."""
+"""Write the page: one self-contained HTML file, from a report's numbers and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = "–"
 
 
 class Table(NamedTuple):
-    """A table whose first column names the rows; the others are numbers."""
+    """A table whose first column names the rows. The other columns are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -136,7 +136,7 @@ def numbers(report: Report) -> Table:
 
 
 def details(report: Report) -> tuple[Table, ...]:
-    """Return the numbers behind the pictures, but for maps, places of flips and single times, which
+    """Return the numbers behind the pictures, except maps, places of flips and single times, which
     only report.json has."""
     parts = [f"{p.first}-{p.last}" for p in report.positions]
     rows = [
@@ -160,7 +160,7 @@ def details(report: Report) -> tuple[Table, ...]:
 
 
 def html(report: Report, shown: Sequence[Section]) -> str:
-    """Return the page with these sections, which refers to nothing outside itself."""
+    """Return the page with these sections. It refers to nothing outside itself."""
     source = (
         importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
     )
@@ -182,8 +182,8 @@ def html(report: Report, shown: Sequence[Section]) -> str:
 
 
 def title(name: str) -> str:
-    """Return a model's or text's name as headings have it: of a path the last part, of a Hub id and
-    a relative path all; the command on the page has the path."""
+    """Return a model's or text's name for headings: the last part of an absolute path, and all of a
+    Hub id or a relative path. The command on the page has the path."""
     path = PurePath(name)
     return path.name if path.is_absolute() or name.startswith(("~", "..")) else name
 
@@ -203,12 +203,14 @@ def _uri(png: bytes) -> str:
 def _sizes(report: Report) -> list[tuple[str, ...]]:
     rows = []
     for n, cache in enumerate(report.caches, 1):
-        held = [{(part.side, part.name): part.bytes for part in layer} for layer in cache.sizes]
-        for side, name in sorted({key for layer in held for key in layer}):
+        layer_bytes = [
+            {(part.side, part.name): part.bytes for part in layer} for layer in cache.sizes
+        ]
+        for side, name in sorted({key for layer in layer_bytes for key in layer}):
             rows.append(
                 (
                     f"{n} {cache.name}: {side} {name}",
-                    *(str(layer.get((side, name), 0)) for layer in held),
+                    *(str(layer.get((side, name), 0)) for layer in layer_bytes),
                 )
             )
     return rows

@@ -1,5 +1,4 @@
-"""Draw the quality of predictions: against size, by position, and where the likeliest token
-flips."""
+"""Draw the quality of predictions: against size, by position, and the places of top-1 flips."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from kvq_tools.report.drawing import (
     WIDE,
     Picture,
     Theme,
+    as_text,
     figure,
     label,
     legend_below,
     line_of,
     plain,
     size_unit,
-    told,
 )
 from kvq_tools.report.schema import Report
 from kvq_tools.report.verdict import LEAST_KL, Choice, front, sentence
@@ -36,7 +35,7 @@ def front_by(report: Report, loss: str) -> tuple[bool, ...]:
 
 
 def verdict(report: Report) -> str:
-    """Say in a sentence which caches to take."""
+    """Return a sentence that recommends caches."""
     return sentence(
         [
             Choice(
@@ -50,13 +49,13 @@ def verdict(report: Report) -> str:
 
 
 def advice(report: Report) -> str:
-    """Say which caches to take, and which numbers say nothing."""
+    """Return the recommendation, and a warning about meaningless numbers."""
     return " ".join(text for text in (verdict(report), warning(report)) if text)
 
 
 def warning(report: Report) -> str:
-    """Return a sentence about the caches of which nothing was read quantized, so their numbers say
-    nothing; else nothing."""
+    """Return a sentence about the caches of which nothing was read quantized, so that their numbers
+    are meaningless, or an empty text if there are none."""
     none = [c.name for c in report.caches if not c.quantized_tokens and c.spec != "dense"]
     if not none:
         return ""
@@ -114,7 +113,7 @@ def pareto_perplexity(report: Report) -> Picture:
             " how far predictions moved."
         ),
         alt=_pareto_alt(report, "perplexity", "perplexity")
-        + f" The model without a cache has {told(report.exact.perplexity)}.",
+        + f" The model without a cache has {as_text(report.exact.perplexity)}.",
         wide=False,
         draw=draw,
     )
@@ -123,8 +122,8 @@ def pareto_perplexity(report: Report) -> Picture:
 def _pareto(
     report: Report, theme: Theme, loss: str, name: str, floor: float, reference: float | None
 ) -> Any:
-    """Draw the points, their front and a legend. floor: smaller values are drawn on the lower edge,
-    which then is there."""
+    """Draw the points, their front and a legend. floor: the lower edge; smaller values are drawn on
+    it."""
 
     def shown(value: float) -> float:
         return max(value, floor)
@@ -173,7 +172,7 @@ def _pareto(
 
 
 def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
-    """Add the same scale in bytes of one whole cache."""
+    """Add the same scale in bytes of a whole cache."""
     elements = report.request.bf16_bytes / 2
     unit, name = size_unit(max(ticks, default=1) * elements / 8)
     per_bit = elements / 8 / unit
@@ -187,8 +186,8 @@ def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Label axes with numbers rather than powers of ten, several of them where a log scale spans
-    little more than a decade."""
+    """Label axes with numbers rather than powers of ten, and with several of them if a log scale
+    spans little more than a decade."""
     from matplotlib import ticker
 
     axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -203,7 +202,8 @@ def _plain_ticks(axes: Any) -> None:
 def _pareto_alt(report: Report, loss: str, name: str) -> str:
     marks = front_by(report, loss)
     each = [
-        f"{c.name} {c.bits_per_element:.2f} bits, {told(getattr(c, loss))}" for c in report.caches
+        f"{c.name} {c.bits_per_element:.2f} bits, {as_text(getattr(c, loss))}"
+        for c in report.caches
     ]
     return (
         f"Scatter plot of {name} against stored bits per element. {'; '.join(each)}. On the front:"
@@ -212,10 +212,10 @@ def _pareto_alt(report: Report, loss: str, name: str) -> str:
 
 
 def by_position(report: Report) -> tuple[Picture, Picture]:
-    """Draw perplexity and KL in nats over the parts of the window in which anything was scored."""
-    held = [i for i, part in enumerate(report.positions) if part.tokens]
-    where = [(report.positions[i].first + report.positions[i].last) / 2 for i in held]
-    names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in held]
+    """Draw perplexity and KL in nats over the parts of the window with scored tokens."""
+    scored = [i for i, part in enumerate(report.positions) if part.tokens]
+    centers = [(report.positions[i].first + report.positions[i].last) / 2 for i in scored]
+    names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in scored]
 
     def lines(
         theme: Theme, name: str, rows: Sequence[tuple[str, dict[str, Any], Sequence[float | None]]]
@@ -223,10 +223,9 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
         drawn = figure(HALF, 3.1 + 0.17 * math.ceil(len(rows) / 2))
         axes = drawn.subplots()
         for text, style, values in rows:
-            axes.plot(
-                where, np.array([values[i] for i in held], float), label=text, **style
-            )  # None becomes nan: a gap
-        axes.set_xticks(where, names, rotation=35, ha="right", rotation_mode="anchor")
+            # None becomes nan: a gap
+            axes.plot(centers, np.array([values[i] for i in scored], float), label=text, **style)
+        axes.set_xticks(centers, names, rotation=35, ha="right", rotation_mode="anchor")
         axes.set_yscale("log")
         axes.set(xlabel="tokens before the predicted one, in its window", ylabel=name)
         _plain_ticks(axes)
@@ -287,7 +286,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
             + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
             alt=f"Line plot of KL over {span} of the window. "
             + "; ".join(
-                f"{c.name} ends at {told(c.kl_by_position[held[-1]] if held else None)}"
+                f"{c.name} ends at {as_text(c.kl_by_position[scored[-1]] if scored else None)}"
                 for c in report.caches
             )
             + ".",
@@ -298,8 +297,8 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
 
 
 def flips(report: Report) -> Picture:
-    """Draw the flips in equal parts of the text, so that a long text takes no more room than a
-    short one."""
+    """Draw the flips in equal parts of the text, so that a long text takes as much room as a short
+    one."""
     width = max(1, math.ceil(report.text.tokens / FLIP_COLUMNS))
     edges = np.arange(0, report.text.tokens + width, width)
     counts = [np.histogram(c.flips, edges)[0] for c in report.caches]

@@ -1,4 +1,4 @@
-"""Tasks that a model answers by generating through its cache: pass keys, and RULER's.
+"""Tasks that a model answers by generating through its cache: pass keys and RULER's.
 docs/evaluation.md runs others with lm-eval.
 
 sample.py   a task, its samples and its files

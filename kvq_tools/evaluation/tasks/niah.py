@@ -1,9 +1,9 @@
-"""Needles in a haystack: facts hidden in a long text, some of them asked for at the end. The eight
-tasks of RULER (Hsieh et al. 2024).
+"""Needles in a haystack: facts hidden in a long text, some of which are asked for at the end. The
+eight tasks of RULER (Hsieh et al. 2024).
 
-Prompt, needles, haystacks and score are RULER's; its keys come from a word list that does not
-travel with kvq (here: two short lists), its essays are the user's text, and it draws depths at
-random, where here the needle that is asked for stands at a given depth.
+Prompt, needles, haystacks and score are RULER's. Differences: keys come from two short word lists,
+because RULER's list is not part of kvq; the user's text replaces its essays; and the needle that is
+asked for has a given depth instead of a random one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ FIELDS = Fields(
 )
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
 MAX_NEW_TOKENS = 128
-NEEDLE_TOKENS = 8  # at least so many in a needle
+NEEDLE_TOKENS = 8  # at least so many per needle
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One of RULER's tasks: what surrounds the needles, what keys and values are, and how many of
-    each."""
+    """One of RULER's tasks: the kinds of haystack, keys and values, and the number of each."""
 
     haystack: str  # noise, text, needles
     keys: str = "words"
@@ -99,8 +98,8 @@ FILE_RULES = {"prompt": "of the file", "length": RULES["length"], "score": RULES
 
 
 def score(sample: Sample, text: str) -> Scores:
-    """Return `accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text,
-    without case (RULER's string_match_all)."""
+    """Return `accuracy`, 0 to 1: the share of the wanted values that occur anywhere in the text,
+    ignoring case (RULER's string_match_all)."""
     text = text.lower()
     return {
         "accuracy": sum(value.lower() in text for value in sample.answers) / len(sample.answers)
@@ -108,7 +107,7 @@ def score(sample: Sample, text: str) -> Scores:
 
 
 def finished(sample: Sample, text: str) -> bool:
-    """Return whether every value was said."""
+    """Return True if the text has every value."""
     return score(sample, text)["accuracy"] == 1
 
 
@@ -127,12 +126,12 @@ def generated(
     suffix: str = "",
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """Make `count` samples for each length and depth (for each length, where several values are
-    asked for); the same arguments give the same ones. kind: a name in KINDS. text: the haystack of
-    those that hide needles in one. suffix: put after the prompt's last word.
+    """Make `count` samples for each length and depth (for each length, if several values are asked
+    for). The same arguments give the same samples. kind: a name in KINDS. text: the haystack, for
+    kinds that need one. suffix: appended to the prompt's last word.
 
-    ValueError if the kind needs a text and there is none, a length has no room for the needles,
-    or the text is too short to fill it.
+    Raises ValueError if the kind needs a text and there is none, a length has no room for the
+    needles, or the text is too short to fill it.
     """
     if KINDS[kind].haystack == "text" and text is None:
         raise ValueError(f"{kind} hides needles in a text: give one (--text FILE)")
@@ -156,7 +155,7 @@ def generated(
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """The needles of one sample. The first `asked` are asked for; `depths` are those of all."""
+    """The needles of one sample and the depths of all. The first `asked` needles are asked for."""
 
     kind: Kind
     pairs: tuple[tuple[str, str], ...]  # (key, value)
@@ -187,8 +186,8 @@ class Hidden:
 
 
 def hidden(kind: Kind, depth: float | None, rng: np.random.Generator) -> Hidden:
-    """Draw needles with different keys; the first at `depth`, the others, or all where it is None,
-    anywhere."""
+    """Draw needles with different keys, the first at `depth` and the others anywhere. If `depth` is
+    None, all are anywhere."""
     keys: list[str] = []
     while len(keys) < kind.needles:
         key = _drawn(kind.keys, rng)
@@ -231,7 +230,8 @@ def _sample(
 def _haystack(
     kind: Kind, pieces: Sequence[str], budget: int, rng: np.random.Generator, taken: set[str]
 ) -> Sequence[str]:
-    """Return enough units to fill `budget` tokens; other needles have keys that are not `taken`."""
+    """Return enough units to fill `budget` tokens. Distracting needles have keys that are not
+    `taken`."""
     match kind.haystack:
         case "noise":
             return [DULL] * (budget // len(DULL.split()) + 1)
@@ -274,7 +274,7 @@ def from_file(
     suffix: str = "",
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """Read samples from a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to
+    """Read samples from a JSON-lines file in RULER's format: `input` (the whole prompt, or up to
     `answer_prefix`) and `outputs`."""
     samples = []
     for row in read_rows(path, FIELDS, limit):

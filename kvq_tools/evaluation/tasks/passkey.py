@@ -1,8 +1,8 @@
 """Pass keys: a five-digit number is stated once in a long text and asked for at the end.
 
-The prompt is that of Mohtashami & Jaggi 2023 (Landmark Attention), in five lines, with the space
-after the question's last word that KIVI's examples have: the digits come next. An answer is right
-when the first number in it is the key.
+The prompt is from Mohtashami & Jaggi 2023 (Landmark Attention), in five lines. As in KIVI's
+examples, a space follows the question's last word, so the digits come next. An answer is right if
+its first number is the key.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ RULES = {
 
 
 def score(sample: Sample, text: str) -> Scores:
-    """Return `accuracy`: 1 where the first number in the text is the key, else 0."""
+    """Return `accuracy`: 1 if the first number in the text is the key, else 0."""
     number = re.search(r"\d+", text)
     return {"accuracy": float(number is not None and number.group() == sample.answers[0])}
 
 
 def finished(sample: Sample, text: str) -> bool:
-    """Return whether the first number has ended."""
+    """Return True if the first number has ended."""
     return re.search(r"\d\D", text) is not None
 
 
@@ -62,10 +62,10 @@ def generated(
     text: str | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """Make `count` samples for each length and depth; the same arguments give the same ones.
+    """Make `count` samples for each length and depth. The same arguments give the same samples.
     `text`: the filler (default: the dull sentences).
 
-    ValueError if a length has no room for the question, or the text is too short to fill it.
+    Raises ValueError if a length has no room for the question, or the text is too short to fill it.
     """
     return [
         _sample(prompts, length, depth, generator(seed, length, depth, i), text, max_new_tokens)
@@ -124,8 +124,8 @@ def from_file(
     limit: int | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """Read samples from a JSON-lines file with fields `input` (the text before the question) and
-    `target` (the key), as KIVI's."""
+    """Read samples from a JSON-lines file in KIVI's format: `input` (the text before the question)
+    and `target` (the key)."""
     samples = []
     for row in read_rows(path, FIELDS, limit):
         ids = prompts.ids(row["input"] + QUESTION, ANSWER_PREFIX)

@@ -441,8 +441,8 @@ def check_mesh(llama: Llama, cache: Cache) -> None:
     )
     if placement is None and len(of_model.device_set) > 1:
         raise ValueError(
-            f"the model lies on a mesh of {len(of_model.device_set)} devices, and the cache does not:"
-            f" {remedy}"
+            f"the model lies on a mesh of {len(of_model.device_set)} devices, and the cache does"
+            f" not: {remedy}"
         )
     if placement is not None and of_model.device_set != placement.everywhere.device_set:
         if len(of_model.device_set) == 1:

@@ -35,7 +35,7 @@ def download(
             offered = response.headers.get("Content-Length")
             if offered is not None and offered != str(pinned.size - offset):
                 raise FetchError(
-                    f"{host(url)} offers {offered} bytes of {pinned.name}, but"
+                    f"{host(url)} offers {offered} bytes of {pinned.name}, where"
                     f" {pinned.size - offset} are expected"
                 )
             offset = _received(response, part, offset, pinned.size, progress)
