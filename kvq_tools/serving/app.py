@@ -124,9 +124,8 @@ class _Counted:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                route = getattr(
-                    scope.get("route"), "path", "other"
-                )  # there may be any number of unknown paths
+                # there may be any number of unknown paths
+                route = getattr(scope.get("route"), "path", "other")
                 self._service.metrics.responses.labels(route, str(message["status"])).inc()
             await send(message)
 
@@ -181,9 +180,8 @@ async def _json(request: Request, service: Service) -> Any:
 
     async def read() -> bytes:
         body = bytearray()
-        if (
-            int(request.headers.get("content-length", "0")) > limit
-        ):  # h11 and httptools refuse other values
+        # h11 and httptools refuse other values
+        if int(request.headers.get("content-length", "0")) > limit:
             raise errors.too_large(limit)
         async for part in request.stream():
             body += part

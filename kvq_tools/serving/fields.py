@@ -48,9 +48,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # refused fields, and their values that
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-NEUTRAL_IN_MESSAGES: dict[
-    str, tuple[Any, ...]
-] = {  # the same of a message; clients that send an answer back send some of these fields
+# the same of a message; clients that send an answer back send some of these fields
+NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),

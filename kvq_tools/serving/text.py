@@ -19,9 +19,8 @@ class GrowingText:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self._tokenizer = tokenizer
-        self._withheld = list(
-            prompt[-CONTEXT:]
-        )  # the context, then the tokens whose text is incomplete
+        # the context, then the tokens whose text is incomplete
+        self._withheld = list(prompt[-CONTEXT:])
         self._context = len(self._withheld)
 
     def add(self, token: int) -> str:

@@ -119,6 +119,5 @@ class Worker:
                 self._on_first_token(job.first_token)
             if job.answer.take(event):
                 del self._jobs[event.ticket]
-                self.engine.cancel(
-                    event.ticket
-                )  # a stop text, which the engine does not know about
+                # a stop text, which the engine does not know about
+                self.engine.cancel(event.ticket)

@@ -52,9 +52,8 @@ class Prompts:
     def ids(self, question: str, answer_prefix: str = "") -> list[int]:
         """Return the prompt's tokens. The answer's first words are outside the user's turn."""
         if self.chat is None:
-            return list(
-                self.tokenizer(question + answer_prefix, verbose=False).input_ids
-            )  # no warnings about lengths, which are checked later
+            # no warnings about lengths, which are checked later
+            return list(self.tokenizer(question + answer_prefix, verbose=False).input_ids)
         return self.chat(question) + list(
             self.tokenizer(answer_prefix, add_special_tokens=False).input_ids
         )

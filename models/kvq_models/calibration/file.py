@@ -128,9 +128,8 @@ def predicted_divergence(spec: CacheSpec | str, calibration: Calibration) -> flo
         for m, sides in _methods(parse(spec))
     ]
     known = [divergence for divergence in predicted if divergence is not None]
-    return (
-        sum(known) * calibration.origin.length**2 if len(known) == len(predicted) else None
-    )  # the fit has gradients of the mean loss, the divergence needs the sum's
+    # the fit has gradients of the mean loss, the divergence needs the sum's
+    return sum(known) * calibration.origin.length**2 if len(known) == len(predicted) else None
 
 
 def _methods(spec: CacheSpec) -> tuple[tuple[Method, tuple[Side, ...]], ...]:
@@ -332,12 +331,13 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
     def read(field: str, reader: Any) -> Any:
         try:
             return reader(header[field])
+        # RecursionError: JSON nested too deeply
         except (
             KeyError,
             TypeError,
             ValueError,
             RecursionError,
-        ) as error:  # RecursionError: JSON nested too deeply
+        ) as error:
             raise ValueError(
                 f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
             ) from error

@@ -122,9 +122,8 @@ def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B
     least = lax.cond(
         jnp.any(sorts), lambda: _least_kept(logits, rules), lambda: jnp.full(len(logits), -jnp.inf)
     )
-    least = jnp.maximum(
-        least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p)
-    )  # log(0) is -inf: no bound
+    # log(0) is -inf: no bound
+    least = jnp.maximum(least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p))
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 

@@ -140,9 +140,8 @@ def save_checkpoint(
     """Do what `save_llama` does, with a function that writes the tokenizer's files into a
     directory."""
     directory = Path(directory)
-    fields = llama.config.to_hf() | {
-        "torch_dtype": llama.embed[...].dtype.name
-    }  # the key that old and new versions read
+    # the key that old and new versions read
+    fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
     tensors = {
         w.name: np.asarray(w.leaf.T if w.transpose else w.leaf)
         for w in hf_names.weights(llama).values()

@@ -243,9 +243,8 @@ def _whole(fields: Fields, key: str, default: int | None = None) -> int:
 
 
 def _number(fields: Fields, key: str, default: float | None = None) -> float:
-    return float(
-        str(np.float32(_value(fields, key, (int, float), default)))
-    )  # the decimal that was written: float32 stores 1e-5 as 9.99999975e-06
+    # the decimal that was written: float32 stores 1e-5 as 9.99999975e-06
+    return float(str(np.float32(_value(fields, key, (int, float), default))))
 
 
 def _token(fields: Fields, name: str) -> int | None:

@@ -43,9 +43,8 @@ def tokenizer_of(fields: Fields) -> Any:
     kind = fields.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return None
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # its import warns that PyTorch is missing
+    # its import warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
 
     if kind not in ("gpt2", "llama"):

@@ -32,9 +32,8 @@ TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_templa
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-Part = Literal[
-    "config", "tokenizer", "all"
-]  # of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
+# of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
+Part = Literal["config", "tokenizer", "all"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -44,9 +43,8 @@ class HfDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._checksums: dict[Path, Checksum] = defaultdict(
-            Checksum
-        )  # of the tensors read so far, by file
+        # of the tensors read so far, by file
+        self._checksums: dict[Path, Checksum] = defaultdict(Checksum)
         self._check_files()
 
     def _check_files(self) -> None:
@@ -279,9 +277,8 @@ def load_tokenizer(directory: Path) -> Any:
             f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a"
             " tokenizer.json, and sentencepiece reads it: pip install 'kvq-jax[sentencepiece]'"
         )
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # its import warns that PyTorch is missing
+    # its import warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # imported late: it takes seconds
 
     try:
@@ -292,9 +289,8 @@ def load_tokenizer(directory: Path) -> Any:
         raise CheckpointError(
             f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}"
         ) from error
-    longest = getattr(
-        tokenizer, "model_max_length", None
-    )  # transformers compares lengths with it, whatever its type
+    # transformers compares lengths with it, whatever its type
+    longest = getattr(tokenizer, "model_max_length", None)
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
         raise CheckpointError(
             f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"

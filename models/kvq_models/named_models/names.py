@@ -8,9 +8,8 @@ from pathlib import Path
 from kvq_models.named_models.published import PUBLISHED, megabytes
 
 EMBEDDED = "embedded"
-EMBEDDED_FOLDER = (
-    Path(__file__).parents[1] / "embedded"
-)  # the small Llama that ships with the package, a Hugging Face directory
+# the small Llama that ships with the package, a Hugging Face directory
+EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded"
 NAMES = (EMBEDDED, *PUBLISHED)
 
 

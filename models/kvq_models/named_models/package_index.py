@@ -89,11 +89,12 @@ class PackageIndex:
             raise FetchError(
                 f"{host(url)} answers {error.code} ({error.reason})", status=error.code
             ) from error
+        # ValueError: http.client refuses the address
         except (
             OSError,
             HTTPException,
             ValueError,
-        ) as error:  # ValueError: http.client refuses the address
+        ) as error:
             reason = getattr(error, "reason", None) or error
             raise FetchError(f"{host(url)} cannot be reached: {reason}") from error
 

@@ -108,9 +108,8 @@ def test_recorded_gradients_are_the_slopes_of_the_loss():
         for side in ("k", "v"):
             gradient = found[layer, side, "gradients"]
             noise = random.standard_normal(gradient.shape, np.float32)
-            direction = gradient / np.linalg.norm(gradient) + noise / np.linalg.norm(
-                noise
-            )  # noise alone has almost no slope
+            # noise alone has almost no slope
+            direction = gradient / np.linalg.norm(gradient) + noise / np.linalg.norm(noise)
             direction = jnp.asarray(direction / np.linalg.norm(direction))
             up, down = (
                 float(loss(llama, window, {(layer, side): sign * step * direction}))
@@ -295,9 +294,8 @@ def test_a_run_that_was_interrupted_inside_a_sample_ends_with_the_same_bytes(
     expected, tmp_path, monkeypatch
 ):
     def cut(llama, window, write):
-        return record(
-            llama, window[::-1], interrupts(write, 3)
-        )  # three arrays of the sample are written, and not even the right ones
+        # three arrays of the sample are written, and not even the right ones
+        return record(llama, window[::-1], interrupts(write, 3))
 
     stopped(monkeypatch, "record", cut, tmp_path / "w")
     assert saved(run(tmp_path / "w"), tmp_path) == expected

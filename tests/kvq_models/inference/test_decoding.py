@@ -21,10 +21,11 @@ from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors
 
 CAPACITY = 96
 LENGTH = 72
+# the same for many tests, which share programs
 KIVI, INNERQ = (
     "kivi:bits=4,recent=8,block=8",
     "innerq:bits=3,sink=4,recent=8,block=8",
-)  # the same for many tests, which share programs
+)
 SPECS = ("dense", KIVI, f"{KIVI},pre_rope=true", INNERQ)
 EIGHT_BITS = "k=kivi:bits=8,pre_rope=true+v=innerq:bits=8+cache:recent=8,block=8,sink=2"
 step = jax.jit(decode_step, donate_argnames="cache")
@@ -253,9 +254,8 @@ def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
         head_dim=64,
         num_hidden_layers=2,
     )
-    llama = random_llama(
-        config
-    )  # float32: a CPU widens bfloat16 weights, which are not what is measured here
+    # float32: a CPU widens bfloat16 weights, which are not what is measured here
+    llama = random_llama(config)
     cache = kvq.layout(spec, config, 1, 131072, "bfloat16")
     lowered = step.lower(llama, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     compiled = lowered.compile(USUAL_COMPILE).memory_analysis()

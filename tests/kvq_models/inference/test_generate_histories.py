@@ -25,12 +25,13 @@ from tests.compile_options import QUICK_COMPILE
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 SPECS = ("kivi:bits=2,recent=8,block=32", "xquant_cl:bits=4,base_layer=0")
+# a turn has at most so many tokens, an answer exactly so many
 BATCH, CAPACITY, TURN, NEW = (
     2,
     64,
     12,
     7,
-)  # a turn has at most so many tokens, an answer exactly so many
+)
 DIFFER = (
     2e-3  # of the entries, codes above all, which may turn where two programs round differently
 )

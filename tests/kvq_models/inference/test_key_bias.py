@@ -16,10 +16,11 @@ from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 
 LENGTH = 64
+# and how many times the error grows, at least
 COLLAPSING = [
     ("int4:block=8", 4),
     ("innerq:bits=4,sink=0,recent=0,block=8", 2),
-]  # and how many times the error grows, at least
+]
 EIGHT_BITS = ["int8:block=8,scale_dtype=float32", "int8:block=8,pre_rope=true,scale_dtype=float32"]
 jitted_forward = jax.jit(forward)
 

@@ -78,9 +78,10 @@ def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         speculation, "_until_ageing", lambda cache: cache.capacity - cache.lengths - 1
     )
+    # traces it anew
     monkeypatch.setattr(
         speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=(4, 5, 6))
-    )  # traces it anew
+    )
     careless = np.asarray(generated.__wrapped__(AGEING, DRAFTS).logprobs)
     assert np.abs(careless - plain).max() > 1e-2
 

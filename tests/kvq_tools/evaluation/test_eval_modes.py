@@ -173,9 +173,8 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(scene):
     sizes = np.random.default_rng(1).integers(0, 5, TOKENS)
     options = {"window": WINDOW, "stride": WINDOW, "batch": 3, "mode": "fake"}
     result = evaluate(scene.llama, "dense", scene.ids, token_bytes=sizes, **options)
-    unscored = np.arange(
-        0, TOKENS, WINDOW
-    )  # windows do not overlap: nothing precedes their first tokens
+    # windows do not overlap: nothing precedes their first tokens
+    unscored = np.arange(0, TOKENS, WINDOW)
     assert result.utf8_bytes == sizes.sum() - sizes[unscored].sum()
     assert result.bits_per_byte == pytest.approx(
         result.nats.sum() / np.log(2) / result.utf8_bytes, rel=1e-6

@@ -61,9 +61,10 @@ def test_windows_are_those_of_the_hugging_face_documentation():
         found, end_before = [], 0
         for begin in range(0, tokens, stride):  # their loop: begin_loc, end_loc, trg_len
             end = min(begin + window, tokens)
+            # labels are shifted by one
             found += [
                 begin + at for at in range(max(end - begin - (end - end_before), 1), end - begin)
-            ]  # labels are shifted by one
+            ]
             end_before = end
             if end == tokens:
                 break

@@ -20,9 +20,8 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 from kvq_models.llama.model import forward
 from kvq_tools.evaluation import lm_eval_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # of lm-eval and datasets, which are others' to mend
+# of lm-eval and datasets, which are others' to mend
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = Path(__file__).parents[3]
 COARSE = "int2:recent=8"
@@ -52,9 +51,8 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(
-        "lm_eval.evaluator.add_env_info", lambda results: None
-    )  # asks pip and git about the machine, for seconds
+    # asks pip and git about the machine, for seconds
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 @pytest.fixture
@@ -66,9 +64,8 @@ def task_folder(tmp_path, paragraphs, offline):
         answer = rng.randrange(3)
         choices = [" ".join(text[other : other + 5]) for other in (at + 400, at + 700)]
         choices.insert(answer, " ".join(text[at + 45 : at + 50]))
-        context, whole = (
-            " ".join(text[at : at + words]) for words in (45, 60)
-        )  # tokens that share a shape, which saves compiling
+        # tokens that share a shape, which saves compiling
+        context, whole = (" ".join(text[at : at + words]) for words in (45, 60))
         rows.append(
             {
                 "context": context,
@@ -110,9 +107,8 @@ def task_folder(tmp_path, paragraphs, offline):
         },
     }
     for name, task in tasks.items():
-        (tmp_path / f"{name}.yaml").write_text(
-            json.dumps({"task": name} | shared | task)
-        )  # JSON is YAML
+        # JSON is YAML
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | task))
     return tmp_path
 
 
@@ -253,10 +249,11 @@ def test_rolling_windows_predict_each_token_once(make, paragraphs):
     ids = [lm.prefix_token_id, *lm.tok_encode(text)]
     assert len(ids) > 81
     found = lm.loglikelihood_rolling(instances((text,)), disable_tqdm=True)
+    # of windows of 40 inputs; the last one scores what is left
     ends = [
         *range(41, len(ids), 40),
         len(ids),
-    ]  # of windows of 40 inputs; the last one scores what is left
+    ]
     starts = [1, *ends[:-1]]
     expected = sum(
         exact(lm, ids[max(0, end - 41) : start], ids[start:end])[0]

@@ -19,9 +19,8 @@ from kvq_tools.evaluation import measure, run
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.methods_table import METHOD_CASES, MethodCase, cases
 
-CONFIG = tiny_config(
-    "qwen2", hidden_size=128, head_dim=32
-)  # a family with a key bias, which one row of the table subtracts
+# a family with a key bias, which one row of the table subtracts
+CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)
 WITH = (
     "innerq2",
     "innerq3_sym",

@@ -116,9 +116,8 @@ def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exa
     rows = np.stack([ids[at : at + 60] for at in (0, 300)])
     costs = costs_of(calibration, {})
     widths = costs.best(layer, side, 12)
-    windows = kvq.parse(
-        "waterfill:sink=0,recent=0,block=4"
-    )  # the first layer attends to the token before
+    # the first layer attends to the token before
+    windows = kvq.parse("waterfill:sink=0,recent=0,block=4")
     spec = one_side(spec_of([(widths, widths)] * 2), side, windows)
     found = Sensitivity(llama, rows, 48, STEP).kl(prepared, spec, layer)
     alone = dataclasses.replace(spec, skip_layers=(1 - layer,))

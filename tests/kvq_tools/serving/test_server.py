@@ -297,9 +297,8 @@ def test_a_conversation_goes_on_with_the_message_that_was_answered(client: opena
     asked = dict(model=NAME, max_tokens=6, temperature=0)
     answer = client.chat.completions.create(messages=CHAT, **asked).choices[0].message
     then = {"role": "user", "content": "And another."}
-    found = client.chat.completions.create(
-        messages=[*CHAT, answer, then], **asked
-    )  # sends a refusal: null
+    # sends a refusal: null
+    found = client.chat.completions.create(messages=[*CHAT, answer, then], **asked)
     plain = {"role": "assistant", "content": answer.content}
     assert (
         found.choices[0].message

@@ -151,9 +151,8 @@ def poison_vacant(engine: Engine) -> None:
     engine.cache = poisoned(engine.cache, vacant)
 
 
-@pytest.mark.parametrize(
-    ("spec", "implementation"), [(SPECS[0], None), (SPECS[1], "xla")]
-)  # None: the native kernel, on a CPU
+# None: the native kernel, on a CPU
+@pytest.mark.parametrize(("spec", "implementation"), [(SPECS[0], None), (SPECS[1], "xla")])
 def test_a_request_gets_the_same_bits_alone_and_in_any_company_from_the_same_programs(
     llama: Llama, spec: str, implementation: str | None, compiled: list[str]
 ):
@@ -198,9 +197,8 @@ def test_an_engine_compiles_two_programs_and_one_for_each_width(llama: Llama, co
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=9)])
 def test_tokens_are_those_of_generate(llama: Llama, sampling: Sampling):
-    prompt = np.random.default_rng(3).integers(
-        0, VOCABULARY, (1, 16), np.int32
-    )  # of the same width in both
+    # of the same width in both
+    prompt = np.random.default_rng(3).integers(0, VOCABULARY, (1, 16), np.int32)
     cache = kvq.init_cache(SPECS[0], llama.config, 1, CAPACITY)
     out = generate(
         llama,

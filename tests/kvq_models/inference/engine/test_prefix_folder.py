@@ -28,10 +28,11 @@ from tests.kvq_models.inference.engine.test_prefixes import (
 )
 
 PLENTY = 1 << 24
+# their first chunk is the same
 PROMPTS = [
     tokens_of(0, 2 * CHUNK + 9),
     tokens_of(0, CHUNK) + tokens_of(1, 20),
-]  # their first chunk is the same
+]
 REQUESTS = [Request(prompt, 6) for prompt in PROMPTS]
 
 
