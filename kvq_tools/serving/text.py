@@ -19,21 +19,19 @@ class GrowingText:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self._tokenizer = tokenizer
-        # the context, then the tokens whose text is incomplete
-        self._withheld = list(prompt[-CONTEXT:])
-        self._context = len(self._withheld)
+        # the context, then tokens whose text is incomplete
+        self._recent = list(prompt[-CONTEXT:])
+        self._context = len(self._recent)
 
     def add(self, token: int) -> str:
         """Return the new text, or "" if a character is incomplete."""
-        self._withheld.append(token)
+        self._recent.append(token)
         new = self._new()
         if new.endswith(UNFINISHED):
             return ""
         if new:
-            self._withheld, self._context = (
-                self._withheld[self._context :],
-                len(self._withheld) - self._context,
-            )
+            self._recent = self._recent[self._context :]
+            self._context = len(self._recent)
         return new
 
     def rest(self) -> str:
@@ -41,11 +39,11 @@ class GrowingText:
         return self._new()
 
     def _new(self) -> str:
-        before, whole = self._decode(self._withheld[: self._context]), self._decode(self._withheld)
+        before, whole = self._decode(self._recent[: self._context]), self._decode(self._recent)
         return (
             whole[len(before) :]
             if whole.startswith(before)
-            else self._decode(self._withheld[self._context :])
+            else self._decode(self._recent[self._context :])
         )
 
     def _decode(self, ids: list[int]) -> str:

@@ -1,5 +1,5 @@
-"""Small random checkpoints for tests: every family and feature once, with no weight left where a
-dropped one would not show.
+"""Small random checkpoints for tests: every family and feature once, with weights whose loss would
+show.
 
 A fresh model has zero biases and unit norms, so a loader that forgets them still agrees. Here every
 weight is random.
@@ -108,8 +108,8 @@ CASES = {
 def build_checkpoint(
     directory: pathlib.Path, case: Case, *, seed: int = 0, max_shard_size: str = "5GB"
 ) -> Any:
-    """Saves the case's random float32 checkpoint with transformers and returns the torch model;
-    needs torch."""
+    """Save the case's random float32 checkpoint with transformers and return the torch model. Needs
+    torch."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -136,7 +136,7 @@ def torch_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def random_llama(config: LlamaConfig, *, seed: int = 0, dtype: Any = jnp.float32) -> Llama:
-    """Return a model of ours with every weight random; needs no torch."""
+    """Return one of our models with every weight random. Needs no torch."""
     abstract = abstract_llama(config, dtype)
     generator = np.random.default_rng(seed)
     values = {}

@@ -1,4 +1,4 @@
-"""What a caller gives is checked as it comes: nothing wraps, is cut or is computed with in another
+"""Arguments are checked as they are: nothing wraps, is truncated or is converted to another
 type."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Calibration: what a sample records is what the exact model computes, an interrupted run ends like
-one that was not, and requests that cannot be met are refused."""
+"""Calibration: a sample records what the exact model computes, an interrupted run ends like an
+uninterrupted one, and requests that cannot be met are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from tests.kvq_models.calibration_runs import KEYS_ONLY, LENGTH, SPEC, TEXT, mod
 from tests.kvq_models.checkpoints import YARN, random_llama, random_tokens, row_errors, tiny_config
 
 # --- what a sample records
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def recorded(llama, window) -> tuple[float, dict[tuple[int, str, str], np.ndarray]]:
@@ -156,7 +155,6 @@ def test_equal_layers_are_compiled_once():
 
 
 # --- what a codec is given
-# ----------------------------------------------------------------------------------------------------------------
 
 
 class Calls(NamedTuple):
@@ -166,7 +164,7 @@ class Calls(NamedTuple):
 
 @pytest.fixture
 def given(monkeypatch):
-    """Return what codecs were given to calibrate with, side by side in the order of the layers."""
+    """Return the arguments of the codecs' `calibrate`, side by side in the order of the layers."""
     calls, original = Calls([], []), KVQuantCodec.calibrate
 
     def calibrate(self, rows, gradients):
@@ -235,7 +233,6 @@ def test_keys_that_are_cached_after_rope_come_rotated_and_so_do_their_gradients(
 
 
 # --- the same bytes
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def saved(calibration, directory) -> str:
@@ -267,7 +264,7 @@ def interrupts(function, after):
 
 
 def stopped(monkeypatch, name, replacement, work):
-    """A run that ends where `replacement` of a function of fit.py raises."""
+    """Run a calibration that ends when `replacement` of a function of fit.py raises."""
     with monkeypatch.context() as patch:
         patch.setattr(fit, name, replacement)
         with pytest.raises(Interrupted):
@@ -344,7 +341,6 @@ def test_windows_of_a_seed_are_the_same_and_reach_both_ends_of_the_text():
 
 
 # --- requests that cannot be met
-# ----------------------------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

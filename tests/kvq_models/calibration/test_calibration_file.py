@@ -24,7 +24,6 @@ from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, 
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
 # --- the file
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_gives_back_the_calibration_bit_for_bit(work, file):
@@ -75,7 +74,7 @@ def test_a_calibration_decides_what_its_spec_leaves_open_and_serves_every_budget
 
 
 def changed(path, change):
-    """Change a file's tensors and header, and give it the checksum of what it holds then."""
+    """Change a file's tensors and header, and give it the right checksum for them."""
     tensors = load_file(path)
     with path.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))["__metadata__"]
@@ -263,7 +262,6 @@ def test_a_file_appears_whole_or_not_at_all(work, tmp_path, monkeypatch):
 
 
 # --- a prepared model
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_prepared_model_decodes_with_what_was_calibrated_from_memory_and_from_file(work, file):

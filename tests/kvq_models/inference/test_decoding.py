@@ -1,5 +1,5 @@
-"""prefill, decode_step and score: what goes through a cache equals what the exact model computes,
-and bad input is refused before any work."""
+"""prefill, decode_step and score through a cache equal the exact model, and bad input is refused
+before any work."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def test_score_equals_a_loop_over_decode_step(spec):
     _, cache = prefill(model(), new_cache(spec), tokens[:, :20])
     found, cache = score(model(), cache, tokens[:, 20:], [LENGTH - 20, 31])
     assert (np.asarray(found)[:, 0] == 0).all()
-    # the sums of a chunk round differently from those of a step (1e-6), which can turn one stored
-    # float16 by a unit in its last place: one zero point of 350 turned moves a score by 1.1e-4
+    # the sums of a chunk round differently from a step's (1e-6), which can change a stored float16
+    # by a unit in its last place: one such zero point of 350 moves a score by 1.1e-4
     np.testing.assert_allclose(found[0, 1:], want[0], atol=5e-4, err_msg=spec)
     np.testing.assert_allclose(found[1, 1:31], want[1, :30], atol=5e-4, err_msg=spec)
     assert (np.asarray(found)[1, 31:] == 0).all(), "padding has no score"
@@ -246,7 +246,7 @@ def test_decode_step_traces_once_for_equal_specs():
 @pytest.mark.parametrize("spec", ["dense", "kivi:bits=4", "innerq"])
 def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
     """Temporary memory is far below one layer's cache, in bfloat16 too, and the cache is updated in
-    its own buffers."""
+    place."""
     config = tiny_config(
         hidden_size=256,
         num_attention_heads=4,
@@ -254,7 +254,7 @@ def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
         head_dim=64,
         num_hidden_layers=2,
     )
-    # float32: a CPU widens bfloat16 weights, which are not what is measured here
+    # float32: a CPU would widen bfloat16 weights, which are not measured here
     llama = random_llama(config)
     cache = kvq.layout(spec, config, 1, 131072, "bfloat16")
     lowered = step.lower(llama, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -388,7 +388,7 @@ def test_a_decode_step_through_kernels_gives_the_logits_of_xla(spec):
 
 
 def test_a_step_of_one_sequence_for_a_gpu_gives_the_logits_of_xla():
-    """There its row goes through each layer twice; kernels are interpreted."""
+    """On a GPU its row goes through each layer twice. Kernels are interpreted."""
     llama = model(
         hidden_size=128,
         num_attention_heads=2,

@@ -1,5 +1,5 @@
-"""What cannot mean anything says so: weights and logits that are not finite, rows beyond the
-cache's dtype, a cache that is gone."""
+"""Meaningless values are reported: weights and logits that are not finite, rows beyond the cache's
+dtype, a consumed cache."""
 
 from __future__ import annotations
 

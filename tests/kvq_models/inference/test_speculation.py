@@ -1,5 +1,5 @@
-"""Drafts change the number of steps, and nothing else: tokens, log-probabilities and caches are
-those of greedy `generate`."""
+"""Drafts only change the number of steps: tokens, log-probabilities and caches equal greedy
+`generate`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ SPECS = (
     "innerq:bits=2,recent=8,block=32",
     "k=kivi:bits=2+v=dense+cache:recent=8",
 )
-# Rows that repeat themselves, at once or after a while, and one that does not; of different
-# lengths.
+# Rows of different lengths: some repeat themselves, at once or after a while, and one does not.
 PROMPTS = np.array([[5, 6, 7, 8] * 5, [*range(20, 40)], [9] * 20], np.int32)
 LENGTHS = np.array([19, 20, 3], np.int32)
 
@@ -100,7 +99,7 @@ def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.Mo
     ],
 )
 def test_drafts_are_what_followed_the_same_tokens(tokens: list[int], drafted: list[int]):
-    padded = jnp.array([tokens + [2, 3] * 3], jnp.int32)  # what lies past the row is not read
+    padded = jnp.array([tokens + [2, 3] * 3], jnp.int32)  # tokens past the row are not read
     assert jax.jit(look_up, static_argnums=1)(
         History(padded, jnp.array([len(tokens)], jnp.int32)), 3
     ).tolist() == [drafted]

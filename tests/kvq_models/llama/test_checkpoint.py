@@ -68,7 +68,6 @@ def refusal(directory: pathlib.Path | str) -> str:
 
 
 # --- the good ones
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -119,7 +118,7 @@ def test_every_weight_has_axes_of_its_shape():
     ],
 )
 def test_axes_of_weights_are_called_what_they_run_along(field: str, names: set[str]):
-    """A model with one size doubled: the axes that double are exactly those of the names."""
+    """If one size of a model doubles, exactly the axes of these names double."""
     for config in CONFIGS.values():
         doubled = dataclasses.replace(config, **{field: 2 * getattr(config, field)})
         larger = hf_names.weights(abstract_llama(doubled))
@@ -173,8 +172,8 @@ def test_a_tied_config_with_a_head_of_its_own_is_untied(tmp_path):
 
 
 def share(directory: pathlib.Path, kept: str, dropped: str, *, metadata: bool) -> None:
-    """Store one of two equal tensors, as `safetensors.torch.save_model` does; the other's name
-    stands in the metadata."""
+    """Store one of two equal tensors, as `safetensors.torch.save_model` does. The other's name is
+    in the metadata."""
     tensors = load_file(directory / "model.safetensors")
     tensors.setdefault(kept, tensors[hf_names.EMBED_NAME])
     del tensors[dropped]
@@ -274,7 +273,6 @@ def test_a_sentencepiece_tokenizer_alone_is_read(saved, tmp_path):
 
 
 # --- the broken ones
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_sentencepiece_tokenizer_without_its_reader_names_the_extra(saved, monkeypatch):

@@ -1,5 +1,5 @@
-"""GGUF files load as the checkpoints that they were made from: weights, configuration, tokens; what
-is not supported is refused by name."""
+"""GGUF files load like the checkpoints they were made from: weights, configuration, tokens.
+Unsupported features are refused by name."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ What is 12345678 + 1?<|im_end|>
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """A directory in Hugging Face's format, made of the GGUF file by transformers alone."""
+    """A directory in Hugging Face's format that transformers alone made from the GGUF file."""
     import gguf
     import safetensors.torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

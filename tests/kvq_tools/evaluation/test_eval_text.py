@@ -126,7 +126,7 @@ def test_what_cannot_be_scored_is_refused_in_one_line(case):
     check_windows(tiny_config(), np.arange(40), 16, 8, prompt=8)
 
 
-def test_a_prompt_may_be_longer_than_the_overlap_where_there_is_one_window():
+def test_a_prompt_may_be_longer_than_the_overlap_if_there_is_one_window():
     check_windows(tiny_config(), np.arange(16), 16, 16, prompt=10)
     assert windows(16, 16, 16, prompt=10) == ((0, 16, 10),)
 
@@ -218,7 +218,7 @@ def test_numbers_by_position_add_up_to_those_of_the_text():
 
 @pytest.mark.parametrize("name", ["exact_nats", "nats", "kl"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_an_evaluation_is_finite_where_every_number_of_every_token_is(name: str, value: float):
+def test_an_evaluation_is_finite_if_every_number_of_every_token_is(name: str, value: float):
     where, arrays = (
         np.arange(4),
         {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")},

@@ -1,4 +1,4 @@
-"""lm-eval through a cache: its scores are those of decoding, and the cache's bits move them."""
+"""lm-eval through a cache: its scores come from decoding, and the cache's bits move them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def task_folder(tmp_path, paragraphs, offline):
 
 
 def evaluated(lm, folder, *tasks):
-    """Return (results, {task: what the model answered, in the order of the rows})."""
+    """Return (results, {task: the model's answers in the order of the rows})."""
     import lm_eval
 
     found = lm_eval.simple_evaluate(
@@ -228,7 +228,7 @@ def test_a_prefilled_context_gives_a_method_its_prompt_statistics(make, paragrap
     )
 
 
-def test_requests_without_a_prompt_are_refused_where_the_cache_takes_statistics_from_it(make):
+def test_requests_without_a_prompt_are_refused_if_the_cache_takes_statistics_from_it(make):
     lm, plain = (
         make(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false")
     )

@@ -41,7 +41,7 @@ WITH += (
     "zipcache42",
     "zipcache83",
 )
-# one of each kind; kvquant3_online needs a calibration (test_kvquant_online.py)
+# one of each kind. kvquant3_online needs a calibration (test_kvquant_online.py).
 MEASURED = ("innerq2", "squat2", "squat3_pre", "polar_global", "nvfp4", "zipcache42")
 KIVI, INNERQ, SQUAT = (
     "kivi:recent=8,block=8",
@@ -97,8 +97,7 @@ def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids)
 
 
 def without_statistics(llama, spec, rows, prompt):
-    """The same measurement with every sequence's statistics as those of one that never had a
-    prompt."""
+    """The same measurement with the statistics of sequences that never had a prompt."""
     jax.clear_caches()
     with mock.patch.object(update, "_with_statistics", lambda plan, params, state, inputs: state):
         found = measure(llama, spec, rows, prompt)

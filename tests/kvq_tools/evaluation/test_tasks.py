@@ -1,5 +1,5 @@
-"""Tasks: prompts say what they are said to say, generation runs through the cache, and what a user
-gets wrong is one line."""
+"""Tasks: prompts have the documented content, generation runs through the cache, and user errors
+are one line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def prompt_text(sample):
 
 
 # --- generated samples
-# --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,6 @@ def test_what_cannot_be_made_is_refused():
 
 
 # --- files
-# --------------------------------------------------------------------------------------------------------------------------------
 
 
 def lines(path, *rows):
@@ -272,7 +270,6 @@ def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
 
 
 # --- running
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +285,7 @@ def tiny(tmp_path_factory):
 
 
 def lengths_task(asked):
-    """Scores the number of characters; finished after `asked` of them."""
+    """A task whose score is the number of characters, finished after `asked` of them."""
     return Task(
         lambda _, text: {"characters": min(len(text), asked) / asked},
         lambda _, text: len(text) >= asked,
@@ -353,7 +350,7 @@ def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
     assert (len(first), len(others)) == (3, 2), "the last batch is not asked of the others"
 
 
-def test_generation_ends_where_the_task_is_finished(tiny):
+def test_generation_ends_when_the_task_is_finished(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
     sample = Sample(tuple(Prompts(tokenizer).ids("one two")), (), 60)
     counts = [
@@ -372,9 +369,8 @@ def test_generation_ends_where_the_task_is_finished(tiny):
     assert counts[0] < counts[1]
 
 
-def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_path):
-    """On trained weights, with keys that int4 cannot hold: the answers come from what the cache
-    holds."""
+def test_a_cache_that_forgets_fails_and_the_exact_one_remembers(run_json, tmp_path):
+    """On trained weights, with keys that int4 cannot hold: the answers come from the cache."""
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
     save_llama(stressed(llama, Stress(key_outliers=Outliers(4, 64.0))), tmp_path, tokenizer)
     arguments = (
@@ -408,8 +404,8 @@ def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_
 
 
 def default_lengths(make, positions):
-    """Return the lengths of the samples that a command makes for a model of so many positions where
-    --lengths is not given."""
+    """Return the lengths of the samples that a command makes for a model of so many positions
+    without --lengths."""
     options = argparse.Namespace(lengths=None, limit=1, seed=0, max_new_tokens=None)
     samples = task_runs.generated(options, tiny_config(max_position_embeddings=positions), make)
     return [

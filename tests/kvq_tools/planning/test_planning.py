@@ -1,4 +1,4 @@
-"""Plans: budgets are met as well as they can be, sides measured alone are those of a whole cache,
+"""Plans: budgets are met as well as possible, a side measured alone equals a whole cache's, and
 files are read or refused."""
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def drawn(layers: int, chunks: int, seed: int = 0) -> Costs:
 
 
 # --- allocation
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [4, 7, 12, 20])
@@ -94,7 +93,6 @@ def test_fewer_bits_than_sides_are_refused():
 
 
 # --- measurements
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +132,6 @@ def test_windows_that_are_no_whole_steps_are_refused(planned):
 
 
 # --- files and the command
-# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -169,7 +166,7 @@ def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_
 
 @pytest.fixture
 def auto(planned, shallow, cache_folder):
-    """Return a model whose calibration is kept where `auto` finds it."""
+    """Return a model whose calibration is stored for `auto`."""
     file = kept.calibration_file(str(shallow))
     file.parent.mkdir(parents=True)
     save_calibration(planned[2], file)

@@ -1,5 +1,4 @@
-"""kvq report: numbers, pictures and page of one small run; what is drawn, checked against plain
-computations."""
+"""kvq report: numbers, pictures and page of one small run, checked against plain computations."""
 
 from __future__ import annotations
 
@@ -78,7 +77,6 @@ def model():
 
 
 # --- numbers
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_quality_is_what_the_evaluation_finds(report, model):
@@ -233,7 +231,6 @@ def test_layers_and_columns_are_thinned_without_losing_ends_or_outliers():
 
 
 # --- report.json
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_json_gives_back_the_report(report, tmp_path):
@@ -301,7 +298,6 @@ def test_a_wrong_report_is_refused_in_one_line(case, made, tmp_path, run):
 
 
 # --- the page
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(text):
@@ -458,7 +454,6 @@ def test_a_cache_of_which_nothing_is_read_quantized_is_told_loudly(report):
 
 
 # --- errors
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def expect_error(result, message):

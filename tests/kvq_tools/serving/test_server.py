@@ -1,5 +1,4 @@
-"""The server as its clients see it: what OpenAI's own client is answered, alone and among
-others."""
+"""The server as its clients see it: the answers to OpenAI's client, alone and among others."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ from tests.kvq_tools.serving.running import (
 
 
 def alone(server: Running, text: str, new: int, special: bool = True, **asked) -> list[int]:
-    """The tokens that an engine of our own draws for a prompt, to which the tokenizer adds its
-    `special` tokens or not."""
+    """Return the tokens that a separate engine draws for a prompt, with or without the tokenizer's
+    special tokens."""
     engine = server.engine()
     ids = tuple(server.tokenizer(text, add_special_tokens=special).input_ids)
     engine.submit(Request(ids, new, end_ids=tuple(server.llama.config.eos_token_ids), **asked))
@@ -226,8 +225,8 @@ def test_log_probabilities_of_a_completion(server: Running, client: openai.OpenA
 
 
 def test_echo_with_log_probabilities_scores_a_prompt(server: Running, client: openai.OpenAI):
-    """What lm-evaluation-harness asks of a server: the log-probability of a continuation, and
-    whether it is the greedy one."""
+    """lm-evaluation-harness asks a server for the log-probability of a continuation, and whether it
+    is the greedy one."""
     text = text_of(server, PROMPT, alone(server, PROMPT, 10))
     ids = (
         server.tokenizer(PROMPT).input_ids

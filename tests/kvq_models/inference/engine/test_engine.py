@@ -1,5 +1,5 @@
-"""The engine: whoever else is there, whatever a slot held before, a request gets the tokens that it
-gets alone, from the same programs."""
+"""The engine: whatever else is running, and whatever a slot held before, a request gets the tokens
+that it gets alone, from the same programs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def drained(engine: Engine) -> list[Event]:
 
 
 def answer(engine: Engine, request: Request) -> list[tuple]:
-    """What a request gets when nobody else is there."""
+    """Return the tokens that a request gets alone."""
     engine.submit(request)
     return [_without_ticket(event) for event in drained(engine)]
 
@@ -122,8 +122,8 @@ def poisoned(cache: kvq.Cache, rows: jax.Array) -> kvq.Cache:
 def traffic(
     engine: Engine, requests: list[Request], seed: int, between: Callable[[Engine], None]
 ) -> dict[int, list[tuple]]:
-    """Submit requests at random times in a random order, and let some of a second set go half-way.
-    Return what each of `requests` got."""
+    """Submit requests at random times in a random order, and cancel some of a second set half-way.
+    Return the tokens of each of `requests`."""
     rng = random.Random(seed)
     order = [(i, request, False) for i, request in enumerate(requests)]
     order += [(-1, request, True) for request in rng.sample(requests, len(requests) // 2)]

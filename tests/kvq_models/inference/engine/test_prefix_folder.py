@@ -49,7 +49,8 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 def served(
     llama: Llama, folder: pathlib.Path, memory: int = PLENTY, limit: int = PLENTY
 ) -> tuple[list[list[tuple]], int]:
-    """What a new process answers, and how many prompt tokens it does not read."""
+    """Return the answers of a new process, and the number of prompt tokens that it does not
+    read."""
     disk = PrefixFolder(folder, limit)
     engine = engine_of(llama, PrefixStore(memory, disk))
     found = [answers(engine, [request])[0] for request in REQUESTS]
@@ -119,7 +120,8 @@ def piece(seed: int) -> Piece:
 
 
 def written(folder: pathlib.Path, limit: int, *chains: list[bytes]) -> set[bytes]:
-    """The keys whose pieces are there after those of these chains' ends were written."""
+    """Return the keys with a piece in the folder after the last pieces of these chains were
+    written."""
     disk = PrefixFolder(folder, limit)
     for seed, chain in enumerate(chains):
         disk.put(chain, piece(seed))

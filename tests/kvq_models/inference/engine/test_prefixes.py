@@ -1,5 +1,5 @@
-"""Prompts from the store: bit for bit what reading them gives, within a budget, the least recently
-used gone first."""
+"""Prompts from the store equal reading them bit for bit. The store keeps to its budget and drops
+the least recently used pieces first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def engine_of(llama: Llama, store: PrefixStore | None = None, slots: int = 2, **
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[tuple]]:
-    """What each request gets; all are there from the start."""
+    """Return the tokens of each request. All are submitted at the start."""
     got: dict[int, list[tuple]] = {engine.submit(request): [] for request in requests}
     while not engine.idle:
         for event in engine.advance():
