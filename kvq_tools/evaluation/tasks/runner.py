@@ -14,7 +14,13 @@ from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import right_padded
-from kvq_models.inference.generation import Generated, begun, generate_stream, stream
+from kvq_models.inference.generation import (
+    Generated,
+    begun,
+    generate_stream,
+    generation_settings,
+    stream,
+)
 from kvq_models.inference.layer_by_layer import prefill_together
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
@@ -175,13 +181,12 @@ def _generated_together(
         [llama for llama, _ in candidates], empty, jnp.asarray(tokens), jnp.asarray(lengths)
     )
     del empty
+    settings = generation_settings(new, eos_ids=ends)
     caches = list(filled[::-1])
     del filled
     for llama, _ in candidates:
         state = begun(caches.pop(), logits + 0, new)  # a copy: the loop consumes its state
-        yield _answers(
-            stream(llama, state, max_new_tokens=new, eos_ids=ends), ends, task, samples, prompts
-        )
+        yield _answers(stream(llama, state, settings), ends, task, samples, prompts)
 
 
 def _answers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,31 @@ class Generated:
 
 @pytree
 @dataclasses.dataclass(frozen=True)
+class GenerationSettings:
+    """The choices of one generation, as in `generate`. A pytree: a compiled loop depends on the
+    static fields and takes the others as arguments."""
+
+    max_new_tokens: int
+    key: Array
+    sampling: Sampling = dataclasses.field(default=Sampling(), metadata={"static": True})
+    eos_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    implementation: Implementation = dataclasses.field(default=None, metadata={"static": True})
+
+
+def generation_settings(
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    eos_ids: Sequence[int] = (),
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> GenerationSettings:
+    """Return settings, with key(0) by default."""
+    key = jax.random.key(0) if key is None else key
+    return GenerationSettings(max_new_tokens, key, sampling, tuple(eos_ids), implementation)
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
 class GenerationState:
     """The state of the loop: the next logits, the tokens so far, and the rows that have ended. W is
     at least max_new_tokens (padding.py)."""
@@ -113,10 +138,9 @@ def generate(
     Raises ValueError, before any work, if prompt and new tokens exceed the capacity, a prompt is
     empty, a token is not in the vocabulary, or a named implementation cannot run.
     """
-    state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
-    state = advance(
-        llama, state, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation
-    )
+    settings = generation_settings(max_new_tokens, sampling, eos_ids, key, implementation)
+    state = start(llama, cache, tokens, lengths, settings)
+    state = advance(llama, state, settings, jnp.int32(max_new_tokens))
     return generated(state, max_new_tokens)
 
 
@@ -137,36 +161,19 @@ def generate_stream(
     Takes the arguments of `generate`, raises as it does, and gives the same tokens. Each yielded
     cache is consumed by the next segment: keep only the last one.
     """
-    state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
-    yield from stream(
-        llama,
-        state,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        eos_ids=eos_ids,
-        key=key,
-        implementation=implementation,
-    )
+    settings = generation_settings(max_new_tokens, sampling, eos_ids, key, implementation)
+    yield from stream(llama, start(llama, cache, tokens, lengths, settings), settings)
 
 
 def stream(
-    llama: Llama,
-    state: GenerationState,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),
-    eos_ids: tuple[int, ...] = (),
-    key: Array | None = None,
-    implementation: Implementation = None,
+    llama: Llama, state: GenerationState, settings: GenerationSettings
 ) -> Iterator[Generated]:
     """Continue from the loop's first state (`begun`) as `generate_stream` does."""
-    until = 0
-    while until < max_new_tokens and not np.asarray(state.ended).all():
-        until = min(until + STREAM_STEPS, max_new_tokens)
-        state = advance(
-            llama, state, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation
-        )
-        yield generated(state, max_new_tokens)
+    most, until = settings.max_new_tokens, 0
+    while until < most and not np.asarray(state.ended).all():
+        until = min(until + STREAM_STEPS, most)
+        state = advance(llama, state, settings, jnp.int32(until))
+        yield generated(state, most)
 
 
 def generated(state: GenerationState, max_new_tokens: int) -> Generated:
@@ -180,22 +187,17 @@ def generated(state: GenerationState, max_new_tokens: int) -> Generated:
     )
 
 
-def _key(key: Array | None) -> Array:
-    return jax.random.key(0) if key is None else key
-
-
 def start(
     llama: Llama,
     cache: Cache,
     tokens: Integers,
     lengths: Integers | None,
-    max_new_tokens: int,
-    sampling: Sampling,
-    implementation: Implementation = None,
+    settings: GenerationSettings,
 ) -> GenerationState:
     """Check a request, add its prompts to the cache, and return the loop's first state. Raises as
     `generate` does."""
-    sampling.check()
+    max_new_tokens, implementation = settings.max_new_tokens, settings.implementation
+    settings.sampling.check()
     if int32("max_new_tokens", max_new_tokens).ndim or max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     implementations(cache, implementation)
@@ -227,50 +229,37 @@ def begun(cache: Cache, logits: Float[Array, "B V"], max_new_tokens: int) -> Gen
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="state"
-)
+@functools.partial(jax.jit, donate_argnames="state")
 def advance(
-    llama: Llama,
-    state: GenerationState,
-    key: Array,
-    until: Int[Array, ""],
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation = None,
+    llama: Llama, state: GenerationState, settings: GenerationSettings, until: Int[Array, ""]
 ) -> GenerationState:
     """Generate until `until` tokens exist or every row has ended. One program serves `generate`,
     its stream and ahead-of-time compilation."""
-
     with crossing(state.cache.placement) as mesh:
-        llama, state, key, until = mesh.taken((llama, state, key, until))
-        return _loop(llama, state, key, until, sampling, eos_ids, implementation)
+        llama, state, settings, until = mesh.taken((llama, state, settings, until))
+        return _loop(llama, state, settings, until)
 
 
 def _loop(
-    llama: Llama,
-    state: GenerationState,
-    key: Array,
-    until: Array,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation,
+    llama: Llama, state: GenerationState, settings: GenerationSettings, until: Int[Array, ""]
 ) -> GenerationState:
     def go_on(now: GenerationState) -> Array:
         return (now.step < until) & ~jnp.all(now.ended)
 
     def one(now: GenerationState) -> GenerationState:
         active = ~now.ended
-        token, logprob = sample(now.logits, sampling, key, now.step)
+        token, logprob = sample(now.logits, settings.sampling, settings.key, now.step)
         token, logprob = jnp.where(active, token, 0), jnp.where(active, logprob, 0)
-        logits, cache = decode_step(llama, now.cache, token, active, implementation=implementation)
+        logits, cache = decode_step(
+            llama, now.cache, token, active, implementation=settings.implementation
+        )
         return GenerationState(
             cache,
             logits,
             lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], now.step, axis=1),
             lax.dynamic_update_slice_in_dim(now.logprobs, logprob[:, None], now.step, axis=1),
             now.lengths + active.astype(jnp.int32),
-            now.ended | jnp.isin(token, jnp.array(eos_ids, jnp.int32)),
+            now.ended | jnp.isin(token, jnp.array(settings.eos_ids, jnp.int32)),
             now.step + 1,
             now.finite & (~active | jnp.all(jnp.isfinite(now.logits), axis=-1)),
         )

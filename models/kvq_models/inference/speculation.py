@@ -28,10 +28,16 @@ from kvq_jax.cache.step import begin
 from kvq_jax.types.array_types import Integers, LengthsB
 from kvq_jax.types.pytree import pytree
 from kvq_models.inference.decoding import checked_tokens, run_layers
-from kvq_models.inference.generation import Generated, GenerationState, generated, start
+from kvq_models.inference.generation import (
+    Generated,
+    GenerationSettings,
+    GenerationState,
+    generated,
+    generation_settings,
+    start,
+)
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import bucket
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 
 # lengths of the text that must have occurred before; the longer one is looked up first
@@ -75,12 +81,11 @@ def generate_drafted(
     or the cache is on a mesh.
     """
     check(cache, drafts)
+    settings = generation_settings(max_new_tokens, eos_ids=eos_ids, implementation=implementation)
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
-    state = start(llama, cache, tokens, lengths, max_new_tokens, Sampling(), implementation)
+    state = start(llama, cache, tokens, lengths, settings)
     history = begun_history(tokens, lengths, max_new_tokens)
-    state, _ = advance(
-        llama, state, history, jnp.int32(max_new_tokens), drafts, tuple(eos_ids), implementation
-    )
+    state, _ = advance(llama, state, history, settings, jnp.int32(max_new_tokens), drafts)
     return generated(state, max_new_tokens)
 
 
@@ -99,17 +104,14 @@ def begun_history(tokens: Int[Array, "B T"], lengths: LengthsB, max_new_tokens: 
     return History(jnp.pad(tokens, ((0, 0), (0, bucket(max_new_tokens)))), lengths)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("drafts", "eos_ids", "implementation"), donate_argnames="state"
-)
+@functools.partial(jax.jit, static_argnames="drafts", donate_argnames="state")
 def advance(
     llama: Llama,
     state: GenerationState,
     history: History,
+    settings: GenerationSettings,
     until: Int[Array, ""],
     drafts: int,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation = None,
 ) -> tuple[GenerationState, History]:
     """Generate until every row has `until` tokens or has ended. state.step counts the model's
     steps."""
@@ -130,11 +132,11 @@ def advance(
             count,
             prefill=False,
             parameters=parameters_for(llama, now.cache.spec),
-            implementation=implementation,
+            implementation=settings.implementation,
         )
         hidden, cache = run_layers(llama, step, asked)
         logits = llama.logits(hidden)  # [B, T, V]
-        ends = jnp.isin(asked, jnp.array(eos_ids, jnp.int32))
+        ends = jnp.isin(asked, jnp.array(settings.eos_ids, jnp.int32))
         right = (asked[:, 1:] == jnp.argmax(logits[:, :-1], axis=-1)) & ~ends[:, :-1]
         taken = jnp.concatenate([jnp.ones_like(first, bool), right], axis=1) & (
             jnp.arange(1 + drafts)[None] < count[:, None]

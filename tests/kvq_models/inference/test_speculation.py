@@ -14,7 +14,6 @@ import kvq_jax as kvq
 from kvq_models import Llama, generate, generate_drafted, prepare
 from kvq_models.inference import speculation
 from kvq_models.inference.generation import Generated
-from kvq_models.inference.sampling import Sampling
 from kvq_models.inference.speculation import History, look_up
 from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -79,7 +78,7 @@ def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.Mo
     )
     # traces it anew
     monkeypatch.setattr(
-        speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=(4, 5, 6))
+        speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=5)
     )
     careless = np.asarray(generated.__wrapped__(AGEING, DRAFTS).logprobs)
     assert np.abs(careless - plain).max() > 1e-2
@@ -111,17 +110,16 @@ def test_a_text_that_repeats_itself_takes_fewer_steps():
         jnp.asarray(PROMPTS[[0, 0, 0]]),
         jnp.asarray(LENGTHS[[0, 0, 0]]),
     )
+    settings = speculation.generation_settings(NEW)
     state = speculation.start(
         llama,
         kvq.init_cache("dense", llama.config, 3, CAPACITY, "float32"),
         tokens,
         lengths,
-        NEW,
-        Sampling(),
-        None,
+        settings,
     )
     begun = speculation.begun_history(tokens, lengths, NEW)
-    state, history = speculation.advance(llama, state, begun, jnp.int32(NEW), DRAFTS, (), None)
+    state, history = speculation.advance(llama, state, begun, settings, jnp.int32(NEW), DRAFTS)
     assert NEW / (1 + DRAFTS) <= int(state.step) < NEW
     assert history.tokens[0, : LENGTHS[0] + NEW].tolist() == [
         *PROMPTS[0, : LENGTHS[0]],
