@@ -77,7 +77,7 @@ def settle(options: argparse.Namespace) -> None:
         options.calibration = options.calibration or calibrations[0]
 
 
-def _automatic(text: str, spec: CacheSpec, model: str) -> kept.Plan:
+def _automatic(text: str, spec: CacheSpec, model: str) -> kept.StoredPlan:
     """Return the cache that a model's kept calibration gives."""
     if dataclasses.replace(spec.k, k_widths=0, v_widths=0) != spec.k:
         raise ValueError(f"--cache {text}: auto chooses the widths; give bits and windows")
@@ -89,4 +89,4 @@ def _automatic(text: str, spec: CacheSpec, model: str) -> kept.Plan:
         )
     calibration = check_calibration(spec, config, str(file))
     assert calibration is not None, f"{METHOD} needs a calibration"
-    return kept.Plan(resolved(spec, calibration), str(file))
+    return kept.StoredPlan(resolved(spec, calibration), str(file))

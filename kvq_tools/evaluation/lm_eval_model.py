@@ -40,7 +40,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.evaluation.compare import token_nats
 from kvq_tools.evaluation.tasks.runner import SHORTEST, batches, capacity
-from kvq_tools.evaluation.tasks.sample import Sample
+from kvq_tools.evaluation.tasks.sample import TaskSample
 from kvq_tools.evaluation.through import STEP
 
 try:
@@ -235,7 +235,7 @@ class KvqLM(TemplateLM):
             )
         # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more
         # than the inputs
-        inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
+        inputs = [TaskSample(tuple(row[:-1]), (), 0) for row in rows]
         scored: dict[int, tuple[float, bool]] = {}
         with tqdm(
             total=len(rows), desc=f"log-likelihoods through {self.spec}", disable=disable_tqdm
@@ -310,7 +310,7 @@ class KvqLM(TemplateLM):
         for request, setting in zip(requests, settings, strict=True):
             ids = self.tok_encode(request.args[0]) or [self.prefix_token_id]
             samples.append(
-                Sample(
+                TaskSample(
                     tuple(ids[-(self.max_length - setting.max_new_tokens) :]),
                     (),
                     setting.max_new_tokens,
@@ -366,7 +366,7 @@ class KvqLM(TemplateLM):
         sampling.check()
         return _Generation(new, tuple(stop for stop in stops if stop), sampling)
 
-    def _generated(self, samples: list[Sample], settings: _Generation, key: Array) -> list[str]:
+    def _generated(self, samples: list[TaskSample], settings: _Generation, key: Array) -> list[str]:
         """Generate the texts of samples that run together."""
         config, room = self.llama.config, capacity(samples[0], self.llama.config)
         special = dict(

@@ -23,10 +23,10 @@ from kvq_tools.evaluation.through import (
     CHUNK,
     MODES,
     STEP,
-    Batch,
     Mode,
     Reference,
     Through,
+    WindowBatch,
     prefill_prompts,
     slices,
 )
@@ -400,11 +400,11 @@ def _batch(
     lengths: Int[np.ndarray, "R"],
     index: Int[np.ndarray, "B"],
     padded: int,
-) -> Batch:
+) -> WindowBatch:
     """Return the rows of a batch. The last row is repeated to fill the batch, so that all batches
     have one size and share one program."""
     index = np.minimum(index, len(rows) - 1)
     tokens = np.pad(rows[index], ((0, 0), (0, padded - rows.shape[1])))
-    return Batch(
+    return WindowBatch(
         jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths[index], jnp.int32), rows.shape[1]
     )

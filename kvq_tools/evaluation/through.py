@@ -66,7 +66,7 @@ def slices(
     return (*parts, *(Slice(at, at + size, at) for at in range(prompt, length - 1, size)))
 
 
-class Batch(NamedTuple):
+class WindowBatch(NamedTuple):
     """Windows of a text as rows: tokens [B, T], right-padded past the last slice, lengths [B], and
     the positions of a window (width)."""
 
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
 class Reference:
     """The full-precision model on a batch: (logits, -log p of the following tokens) of a slice."""
 
-    def __init__(self, llama: Llama, batch: Batch):
+    def __init__(self, llama: Llama, batch: WindowBatch):
         self.llama, self.batch = llama, batch
         self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths)
 
@@ -101,7 +101,7 @@ class Through:
         llama: Llama,
         spec: CacheSpec,
         mode: Mode,
-        batch: Batch,
+        batch: WindowBatch,
         step: int = STEP,
         placement: Placement | None = None,
     ):

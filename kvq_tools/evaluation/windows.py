@@ -17,7 +17,7 @@ from kvq_jax.types.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """Tokens begin .. end - 1 of a text. The tokens from begin + first on are scored."""
 
     begin: int
@@ -25,13 +25,13 @@ class Window(NamedTuple):
     first: int
 
 
-def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Window, ...]:
+def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[TextWindow, ...]:
     """Return the windows of a text that score something. The first `prompt` tokens of a window are
     not scored."""
     cut, scored = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
-        cut.append(Window(begin, end, max(scored - begin, prompt, 1)))
+        cut.append(TextWindow(begin, end, max(scored - begin, prompt, 1)))
         scored = end
         if end == tokens:
             break

@@ -25,7 +25,7 @@ FORMAT = "kvq.cache-plan"
 LARGEST = 1 << 20  # bytes of a plan; a spec of 4096 layers is far smaller
 
 
-class Plan(NamedTuple):
+class StoredPlan(NamedTuple):
     """A cache, and its calibration file if it needs one."""
 
     spec: CacheSpec
@@ -46,7 +46,7 @@ def calibration_file(model: str) -> Path:
     return folder(model) / "waterfill.safetensors"
 
 
-def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+def write_plan(path: str | os.PathLike[str], plan: StoredPlan) -> None:
     """Write a plan, whole or not at all. It names the calibration by its absolute path."""
     calibration = None if plan.calibration is None else os.path.abspath(plan.calibration)
     text = json.dumps(
@@ -55,7 +55,7 @@ def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     whole.write(path, text + "\n")
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
+def read_plan(path: str | os.PathLike[str]) -> StoredPlan:
     """Read a plan. Raises ValueError, in one line, if the file is not a plan, and OSError if it
     cannot be read."""
     fields = _json(Path(path))
@@ -68,7 +68,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         raise ValueError(
             f"{str(path)!r}: a plan has the text of a cache, and a calibration file or null"
         )
-    return Plan(kvq.parse(cache), calibration)
+    return StoredPlan(kvq.parse(cache), calibration)
 
 
 def _json(path: Path) -> Any:

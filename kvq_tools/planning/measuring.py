@@ -67,7 +67,7 @@ CHECKED_RIVALS = 3
 FACTOR = 2.0  # a prediction outside this factor is only a rank
 
 
-class Request(NamedTuple):
+class PlanRequest(NamedTuple):
     """The data of the measurements: token ids of the text, windows of `window` tokens, and samples
     of a calibration."""
 
@@ -139,7 +139,7 @@ class Planner:
     def __init__(
         self,
         llama: Llama,
-        request: Request,
+        request: PlanRequest,
         work: Path,
         calibration: str | None,
         text: str,

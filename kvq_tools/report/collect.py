@@ -22,7 +22,7 @@ from kvq_tools.evaluation.text import TokenizedText
 from kvq_tools.report import maps, schema, times
 
 
-class Plan(NamedTuple):
+class ReportPlan(NamedTuple):
     """A request for numbers. buckets: parts of a window in numbers by position. contexts: of timed
     decode steps; () to time nothing. sample: tokens of magnitudes and errors."""
 
@@ -37,12 +37,12 @@ class Plan(NamedTuple):
 
 
 def collect(
-    plan: Plan,
+    plan: ReportPlan,
     plain: Llama,
     candidates: Sequence[times.PreparedCache],
     text: TokenizedText,
     progress: Progress | None = None,
-) -> schema.Report:
+) -> schema.CacheReport:
     """Collect all numbers. plain: the model without cache parameters. candidates: each cache with
     its prepared model."""
     config, settings = plain.config, plan.settings
@@ -62,12 +62,12 @@ def collect(
     )
     first = evaluations[0]
     parts = first.by_position(plan.buckets)
-    return schema.Report(
+    return schema.CacheReport(
         format=schema.FORMAT,
         command=plan.command,
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         model=_model(plan.model, plain),
-        text=schema.Text(plan.text, text.ids.size, first.tokens, first.utf8_bytes),
+        text=schema.TextFacts(plan.text, text.ids.size, first.tokens, first.utf8_bytes),
         request=_request(settings, config, first.window, seconds),
         positions=tuple(schema.Positions(p.first, p.last, p.tokens) for p in parts),
         exact=schema.Exact(
@@ -95,9 +95,9 @@ def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times
     return [*dense, *candidates]
 
 
-def _model(name: str, llama: Llama) -> schema.Model:
+def _model(name: str, llama: Llama) -> schema.ModelFacts:
     config = llama.config
-    return schema.Model(
+    return schema.ModelFacts(
         name=name,
         family=config.model_type,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(llama)),
@@ -112,8 +112,8 @@ def _model(name: str, llama: Llama) -> schema.Model:
 
 def _request(
     settings: Settings, config: LlamaConfig, capacity: int, seconds: float
-) -> schema.Request:
-    return schema.Request(
+) -> schema.EvaluationRequest:
+    return schema.EvaluationRequest(
         mode=settings.mode,
         window=settings.window,
         stride=settings.stride,

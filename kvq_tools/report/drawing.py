@@ -55,7 +55,7 @@ Draw = Callable[[Theme], "Figure"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class PagePicture:
     """A picture of the page; its light PNG is also written beside the page.
 
     reading: explains it in a sentence or two. alt: describes it for readers who cannot see it.

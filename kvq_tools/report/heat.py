@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvq_tools.report.drawing import WIDE, Picture, Theme, few, figure, label, plain
-from kvq_tools.report.schema import LayerErrors, Report
+from kvq_tools.report.drawing import WIDE, PagePicture, Theme, few, figure, label, plain
+from kvq_tools.report.schema import CacheReport, LayerErrors
 
 COLUMNS = 512  # of a map; wider ones are pooled
 SHADES = 40
@@ -31,7 +31,7 @@ def pooled(
     )
 
 
-def magnitudes(report: Report) -> Picture:
+def magnitudes(report: CacheReport) -> PagePicture:
     """Draw |k| after RoPE and |v| in the model's units, tokens x channels, for the sampled layers
     of the report."""
     layers = report.magnitudes
@@ -56,7 +56,7 @@ def magnitudes(report: Report) -> Picture:
         return drawn
 
     largest = [max(float(pair[side].max(initial=0)) for pair in matrices) for side in (0, 1)]
-    return Picture(
+    return PagePicture(
         name="magnitudes",
         title="How large keys and values are",
         reading=(
@@ -76,7 +76,7 @@ def magnitudes(report: Report) -> Picture:
     )
 
 
-def errors(report: Report) -> Picture | None:
+def errors(report: CacheReport) -> PagePicture | None:
     """Draw the mean error of each cache by layer and channel. Return None if every cache is
     exact."""
     caches = [
@@ -113,7 +113,7 @@ def errors(report: Report) -> Picture | None:
         return drawn
 
     not_shown = f" Exact, and not shown: {', '.join(exact)}." if exact else ""
-    return Picture(
+    return PagePicture(
         name="errors",
         title="What quantizing every token changes",
         reading=(
@@ -167,7 +167,7 @@ def _shades() -> Any:
 
 
 def _map(
-    report: Report, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any, last: bool
+    report: CacheReport, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any, last: bool
 ) -> None:
     """Draw a map whose columns are channels, with the KV heads marked. If all values are 0, draw no
     pixels."""
@@ -207,6 +207,6 @@ def _colour_bar(drawn: Any, norm: Any, axes: Any, name: str) -> None:
     plain(bar.ax.xaxis)
 
 
-def _pooling(report: Report) -> str:
+def _pooling(report: CacheReport) -> str:
     width = math.ceil(report.model.kv_heads * report.model.head_dim / COLUMNS)
     return "" if width == 1 else f" A column of pixels is the largest of {width} channels."

@@ -29,7 +29,7 @@ from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import Llama
 from kvq_models.llama.rope import rope_for
 from kvq_tools.evaluation.forward import causal_attention
-from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, Packed
+from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, PackedMatrix
 
 SAMPLE = 128  # tokens
 MOST_LAYERS = 8  # of which magnitudes are kept
@@ -58,9 +58,9 @@ def magnitudes(
 ) -> tuple[LayerMagnitudes, ...]:
     """Return |k| and |v| of some layers."""
 
-    def packed(rows: RowsBKTH) -> Packed:
+    def packed(rows: RowsBKTH) -> PackedMatrix:
         rows_KTH = np.asarray(rows[0], np.float32)
-        return Packed.of(np.abs(rows_KTH).swapaxes(0, 1).reshape(rows_KTH.shape[1], -1))
+        return PackedMatrix.of(np.abs(rows_KTH).swapaxes(0, 1).reshape(rows_KTH.shape[1], -1))
 
     return tuple(LayerMagnitudes(i, packed(inputs[i].k_rot), packed(inputs[i].v)) for i in layers)
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jinja2
 
 from kvq_tools.report import cost, heat, quality
-from kvq_tools.report.drawing import DARK, LIGHT, Picture
-from kvq_tools.report.schema import Report, Speed
+from kvq_tools.report.drawing import DARK, LIGHT, PagePicture
+from kvq_tools.report.schema import CacheReport, Speed
 
 TEMPLATE = "page.html.jinja"
 NOTHING = "–"
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """A table whose first column names the rows. The other columns are numbers."""
 
     title: str
@@ -27,21 +27,21 @@ class Table(NamedTuple):
     note: str = ""
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     title: str
     text: str
-    pictures: tuple[Picture, ...]
-    table: Table | None = None  # beside them
+    pictures: tuple[PagePicture, ...]
+    table: PageTable | None = None  # beside them
 
 
-def sections(report: Report) -> tuple[Section, ...]:
+def sections(report: CacheReport) -> tuple[PageSection, ...]:
     """Return the sections of the page, in their order."""
     request, speed = report.request, cost.speed(report)
     scored = (
         f"{report.text.scored} tokens, each predicted after at most {request.capacity - 1} others"
     )
     parts = [
-        Section(
+        PageSection(
             "Quality against size",
             f"{quality.advice(report)} KL, perplexity and sizes are of the same run: {scored}, read"
             f" through the cache itself ({_mode(report)}). Sizes are of a cache of"
@@ -49,13 +49,13 @@ def sections(report: Report) -> tuple[Section, ...]:
             " less, and a cache moves towards its body's bits (table below).",
             (quality.pareto_kl(report), quality.pareto_perplexity(report)),
         ),
-        Section("By position", "", (*quality.by_position(report), quality.flips(report))),
-        Section("Size", "", (cost.sizes(report),)),
+        PageSection("By position", "", (*quality.by_position(report), quality.flips(report))),
+        PageSection("Size", "", (cost.sizes(report),)),
     ]
     if report.speed is not None and speed is not None:
         machine = report.speed.machine
         parts.append(
-            Section(
+            PageSection(
                 "Speed",
                 f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}),"
                 f" in {report.model.dtype}; the machine's load average was"
@@ -67,14 +67,14 @@ def sections(report: Report) -> tuple[Section, ...]:
         )
     errors = heat.errors(report)
     parts.append(
-        Section(
+        PageSection(
             "Keys, values and errors", "", (heat.magnitudes(report), *([errors] if errors else []))
         )
     )
     return tuple(parts)
 
 
-def numbers(report: Report) -> Table:
+def numbers(report: CacheReport) -> PageTable:
     """Return the main table: a row for the full-precision model and one for each cache."""
     columns = [
         "cache",
@@ -132,10 +132,10 @@ def numbers(report: Report) -> Table:
         "bf16 rows stand for the model without a cache; parameters and working memory come beside"
         " the cache"
     )
-    return Table("All numbers", tuple(columns), tuple(rows), note)
+    return PageTable("All numbers", tuple(columns), tuple(rows), note)
 
 
-def details(report: Report) -> tuple[Table, ...]:
+def details(report: CacheReport) -> tuple[PageTable, ...]:
     """Return the numbers behind the pictures, except maps, places of flips and single times, which
     only report.json has."""
     parts = [f"{p.first}-{p.last}" for p in report.positions]
@@ -149,9 +149,9 @@ def details(report: Report) -> tuple[Table, ...]:
         rows.append((f"{n} {c.name}: flips", *map(str, c.flips_by_position)))
     layers = tuple(f"layer {i}" for i in range(report.model.layers))
     return (
-        Table("By position in the window", ("tokens before", *parts), tuple(rows)),
-        Table("Bytes by layer and part", ("cache, side, part", *layers), tuple(_sizes(report))),
-        Table(
+        PageTable("By position in the window", ("tokens before", *parts), tuple(rows)),
+        PageTable("Bytes by layer and part", ("cache, side, part", *layers), tuple(_sizes(report))),
+        PageTable(
             "Relative errors by layer, every token quantized",
             ("cache, side", *layers),
             tuple(_errors(report)),
@@ -159,7 +159,7 @@ def details(report: Report) -> tuple[Table, ...]:
     )
 
 
-def html(report: Report, shown: Sequence[Section]) -> str:
+def html(report: CacheReport, shown: Sequence[PageSection]) -> str:
     """Return the page with these sections. It refers to nothing outside itself."""
     source = (
         importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
@@ -200,7 +200,7 @@ def _uri(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
-def _sizes(report: Report) -> list[tuple[str, ...]]:
+def _sizes(report: CacheReport) -> list[tuple[str, ...]]:
     rows = []
     for n, cache in enumerate(report.caches, 1):
         layer_bytes = [
@@ -216,7 +216,7 @@ def _sizes(report: Report) -> list[tuple[str, ...]]:
     return rows
 
 
-def _errors(report: Report) -> list[tuple[str, ...]]:
+def _errors(report: CacheReport) -> list[tuple[str, ...]]:
     rows = []
     for n, cache in enumerate(report.caches, 1):
         for side in ("k", "v"):
@@ -230,7 +230,7 @@ def _errors(report: Report) -> list[tuple[str, ...]]:
     return rows
 
 
-def _times(speed: Speed) -> Table:
+def _times(speed: Speed) -> PageTable:
     rows = tuple(
         (
             c.name,
@@ -242,14 +242,14 @@ def _times(speed: Speed) -> Table:
         )
         for c in speed.caches
     )
-    return Table(
+    return PageTable(
         "Decode steps, ms: fastest; median",
         ("cache", "read by", *(f"{n} tokens" for n in speed.contexts)),
         rows,
     )
 
 
-def _mode(report: Report) -> str:
+def _mode(report: CacheReport) -> str:
     request = report.request
     text = {
         "decode": (

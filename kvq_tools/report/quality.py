@@ -11,7 +11,7 @@ import numpy as np
 from kvq_tools.report.drawing import (
     HALF,
     WIDE,
-    Picture,
+    PagePicture,
     Theme,
     as_text,
     figure,
@@ -21,7 +21,7 @@ from kvq_tools.report.drawing import (
     plain,
     size_unit,
 )
-from kvq_tools.report.schema import Report
+from kvq_tools.report.schema import CacheReport
 from kvq_tools.report.verdict import LEAST_KL, Choice, front, sentence
 
 EXACT = "model without a cache"
@@ -29,12 +29,12 @@ FLIP_COLUMNS = 160
 BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 
-def front_by(report: Report, loss: str) -> tuple[bool, ...]:
+def front_by(report: CacheReport, loss: str) -> tuple[bool, ...]:
     """Mark the caches on the front of stored bits per element against `kl` or `perplexity`."""
     return front([(c.bits_per_element, getattr(c, loss)) for c in report.caches])
 
 
-def verdict(report: Report) -> str:
+def verdict(report: CacheReport) -> str:
     """Return a sentence that recommends caches."""
     return sentence(
         [
@@ -48,12 +48,12 @@ def verdict(report: Report) -> str:
     )
 
 
-def advice(report: Report) -> str:
+def advice(report: CacheReport) -> str:
     """Return the recommendation, and a warning about meaningless numbers."""
     return " ".join(text for text in (verdict(report), warning(report)) if text)
 
 
-def warning(report: Report) -> str:
+def warning(report: CacheReport) -> str:
     """Return a sentence about the caches of which nothing was read quantized, so that their numbers
     are meaningless, or an empty text if there are none."""
     none = [c.name for c in report.caches if not c.quantized_tokens and c.spec != "dense"]
@@ -66,7 +66,7 @@ def warning(report: Report) -> str:
     )
 
 
-def pareto_kl(report: Report) -> Picture:
+def pareto_kl(report: CacheReport) -> PagePicture:
     """Draw mean KL(p || q) in nats against stored bits per element, both on log scales."""
     shown = [c for c in report.caches if c.kl is not None]
     seen = [max(c.kl or 0, 0) for c in shown if (c.kl or 0) > LEAST_KL]
@@ -81,7 +81,7 @@ def pareto_kl(report: Report) -> Picture:
         if len(seen) < len(shown)
         else ""
     )
-    return Picture(
+    return PagePicture(
         name="pareto_kl",
         title="KL against size",
         reading=(
@@ -96,7 +96,7 @@ def pareto_kl(report: Report) -> Picture:
     )
 
 
-def pareto_perplexity(report: Report) -> Picture:
+def pareto_perplexity(report: CacheReport) -> PagePicture:
     """Draw perplexity, exp(mean -log q), against stored bits per element, both on log scales."""
 
     def draw(theme: Theme) -> Any:
@@ -104,7 +104,7 @@ def pareto_perplexity(report: Report) -> Picture:
             report, theme, "perplexity", "perplexity of the text", 0, report.exact.perplexity
         )
 
-    return Picture(
+    return PagePicture(
         name="pareto_perplexity",
         title="Perplexity against size",
         reading=(
@@ -120,7 +120,7 @@ def pareto_perplexity(report: Report) -> Picture:
 
 
 def _pareto(
-    report: Report, theme: Theme, loss: str, name: str, floor: float, reference: float | None
+    report: CacheReport, theme: Theme, loss: str, name: str, floor: float, reference: float | None
 ) -> Any:
     """Draw the points, their front and a legend. floor: the lower edge; smaller values are drawn on
     it."""
@@ -171,7 +171,7 @@ def _pareto(
     return drawn
 
 
-def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
+def _bytes_above(report: CacheReport, axes: Any, ticks: Sequence[float]) -> None:
     """Add the same scale in bytes of a whole cache."""
     elements = report.request.bf16_bytes / 2
     unit, name = size_unit(max(ticks, default=1) * elements / 8)
@@ -199,7 +199,7 @@ def _plain_ticks(axes: Any) -> None:
         axes.set_ylim(low, high)
 
 
-def _pareto_alt(report: Report, loss: str, name: str) -> str:
+def _pareto_alt(report: CacheReport, loss: str, name: str) -> str:
     marks = front_by(report, loss)
     each = [
         f"{c.name} {c.bits_per_element:.2f} bits, {as_text(getattr(c, loss))}"
@@ -211,7 +211,7 @@ def _pareto_alt(report: Report, loss: str, name: str) -> str:
     )
 
 
-def by_position(report: Report) -> tuple[Picture, Picture]:
+def by_position(report: CacheReport) -> tuple[PagePicture, PagePicture]:
     """Draw perplexity and KL in nats over the parts of the window with scored tokens."""
     scored = [i for i, part in enumerate(report.positions) if part.tokens]
     centers = [(report.positions[i].first + report.positions[i].last) / 2 for i in scored]
@@ -262,7 +262,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
     span = f"positions {names[0]} to {names[-1]}" if names else "no positions"
     hidden = [c.name for c in report.caches if (c.kl or 0) <= LEAST_KL]
     return (
-        Picture(
+        PagePicture(
             name="position_perplexity",
             title="Perplexity by position",
             reading=(
@@ -276,7 +276,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
             wide=False,
             draw=perplexity,
         ),
-        Picture(
+        PagePicture(
             name="position_kl",
             title="KL by position",
             reading=(
@@ -296,7 +296,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
     )
 
 
-def flips(report: Report) -> Picture:
+def flips(report: CacheReport) -> PagePicture:
     """Draw the flips in equal parts of the text, so that a long text takes as much room as a short
     one."""
     width = max(1, math.ceil(report.text.tokens / FLIP_COLUMNS))
@@ -338,7 +338,7 @@ def flips(report: Report) -> Picture:
         )
         return drawn
 
-    return Picture(
+    return PagePicture(
         name="flips",
         title="Where the likeliest token flips",
         reading=(

@@ -1,10 +1,10 @@
 """The schema of report.json: everything that a report shows, and nothing else.
 
-The file is one JSON object with the fields of `Report`. Nested objects are the dataclasses below,
-and tuples are lists. Numbers that are not finite are null. Lists "by position" have one entry for
-each of `positions`, lists "by layer" one for each layer of the model. Means are over tokens. Times
-are milliseconds, sizes bytes. `read` refuses, in one line, a file with other fields, types or
-lengths.
+The file is a JSON object with the fields of `CacheReport`. Nested objects are the dataclasses
+below, and tuples are lists. Numbers that are not finite are null. Lists "by position" have one
+entry for each of `positions`, lists "by layer" one for each layer of the model. Means are over
+tokens. Times are milliseconds, sizes bytes. `read` refuses, in one line, a file with other fields,
+types or lengths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT = "kvq report 2"
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class TimingMachine:
     """The machine on which times were measured. load: the one-minute load average when timing began
     and ended."""
 
@@ -36,7 +36,7 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelFacts:
     """The model. dtype: of weights, activations and full-precision rows. positions: the length it
     was trained for. parameters: the number of its weights."""
 
@@ -52,7 +52,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class TextFacts:
     """The text. tokens: number read. scored: number predicted. scored_bytes: UTF-8 bytes of the
     predicted tokens, null if the tokenizer gives no offsets."""
 
@@ -63,7 +63,7 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """The settings of the evaluation (see `kvq eval --help`). capacity: tokens of the caches whose
     bytes are reported. bf16_bytes: of all K and V in bfloat16."""
 
@@ -129,12 +129,11 @@ class CacheNumbers:
 
     perplexity .. agreement   of the text, as in `kvq eval`
     bytes .. bits_per_element
-                              of a cache of `Request.capacity` tokens, including windows, with
-                              full-precision rows in bfloat16
+                              of a cache of `EvaluationRequest.capacity` tokens,
+                              including windows, with full-precision rows in bfloat16
     body_bits_per_element     without windows
     parameter_bytes, working_bytes
-                              besides the cache: made once for the model, and needed during a
-                                  step
+                              besides the cache: made once for the model, and for a step
     quantized_tokens          number of quantized tokens when a window is read for the last time;
                               0: the cache was full precision in all but name
     nats, kl_by_position, flips_by_position
@@ -194,12 +193,12 @@ class Speed:
     is always among them."""
 
     contexts: tuple[int, ...]
-    machine: Machine
+    machine: TimingMachine
     caches: tuple[StepTimes, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class PackedMatrix:
     """A matrix: float16, little-endian, row after row, in base64."""
 
     rows: int
@@ -207,7 +206,7 @@ class Packed:
     float16: str
 
     @classmethod
-    def of(cls, matrix: Float[np.ndarray, "rows columns"]) -> Packed:
+    def of(cls, matrix: Float[np.ndarray, "rows columns"]) -> PackedMatrix:
         """Pack a matrix. Entries beyond float16's range become its largest value."""
         largest = float(np.finfo(np.float16).max)
         stored = np.nan_to_num(np.clip(matrix, -largest, largest)).astype("<f2")
@@ -226,21 +225,21 @@ class LayerMagnitudes:
     head by KV head."""
 
     layer: int
-    keys: Packed
-    values: Packed
+    keys: PackedMatrix
+    values: PackedMatrix
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class CacheReport:
     """Everything in report.json. tokens_of_sample: number of the text's first tokens that
     magnitudes and errors are from. command: the command line that made the report."""
 
     format: str
     command: str
     date: str
-    model: Model
-    text: Text
-    request: Request
+    model: ModelFacts
+    text: TextFacts
+    request: EvaluationRequest
     positions: tuple[Positions, ...]
     exact: Exact
     caches: tuple[CacheNumbers, ...]
@@ -249,7 +248,7 @@ class Report:
     magnitudes: tuple[LayerMagnitudes, ...]
 
 
-def dump(report: Report) -> str:
+def dump(report: CacheReport) -> str:
     """Return the text of report.json: a line for each field, and one for each cache."""
 
     def text(value: Any) -> str:
@@ -268,7 +267,7 @@ def dump(report: Report) -> str:
     )
 
 
-def read(path: str | os.PathLike[str]) -> Report:
+def read(path: str | os.PathLike[str]) -> CacheReport:
     """Read the report in a file. Raise ValueError, in one line, if it is not a report, and OSError
     if there is no such file."""
     try:
@@ -279,7 +278,7 @@ def read(path: str | os.PathLike[str]) -> Report:
         written = stored.get("format") if isinstance(stored, dict) else None
         raise ValueError(f"{os.fspath(path)!r} is not a {FORMAT!r}: its format is {written!r}")
     try:
-        report = _typed(Report, stored, "report")
+        report = _typed(CacheReport, stored, "report")
         _check_lengths(report)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)!r}: {error}") from error
@@ -310,7 +309,7 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
     return value
 
 
-def _check_lengths(report: Report) -> None:
+def _check_lengths(report: CacheReport) -> None:
     """Raise ValueError if lists that belong together have different lengths."""
     positions, layers, channels = (
         len(report.positions),

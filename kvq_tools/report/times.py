@@ -23,7 +23,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.llama.model import Llama
-from kvq_tools.report.schema import Machine, Speed, StepTimes
+from kvq_tools.report.schema import Speed, StepTimes, TimingMachine
 
 STEPS = 15  # timed, after one that is not timed
 DIGITS = 4  # of a millisecond
@@ -62,7 +62,7 @@ def decode_times(
         for times_ms, taken in zip(samples, zip(*rounds, strict=True), strict=True):
             times_ms.append(taken)
         reads = [stepper.reads for stepper in steppers]
-    machine = Machine(device_name(), os.cpu_count() or 0, jax.__version__, (*load, _load()))
+    machine = TimingMachine(device_name(), os.cpu_count() or 0, jax.__version__, (*load, _load()))
     times = (
         StepTimes(c.name, str(c.spec), read, tuple(times_ms))
         for c, read, times_ms in zip(candidates, reads, samples, strict=True)

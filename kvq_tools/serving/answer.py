@@ -27,7 +27,7 @@ class TokenInText:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """New text of choice `index` with the tokens that begin in it. The last piece has the reason
     for the end and the number of drawn tokens."""
 
@@ -52,7 +52,7 @@ class Answer:
         tokenizer: Any,
         stops: Sequence[str],
         echo: bool,
-        send: Callable[[Piece], None],
+        send: Callable[[AnswerPiece], None],
     ):
         self.index, self.request, self.echo, self.send = index, request, echo, send
         self.done = False
@@ -83,7 +83,9 @@ class Answer:
         """End the answer with an error."""
         if not self.done:
             self.done = True
-            self.send(Piece(self.index, "", finish="failed", drawn=self._drawn, failure=message))
+            self.send(
+                AnswerPiece(self.index, "", finish="failed", drawn=self._drawn, failure=message)
+            )
 
     def _prompt(self, event: PromptRead) -> None:
         if not self.echo:
@@ -99,7 +101,7 @@ class Answer:
             at += len(parts[-1])
         whole = "".join(parts) + text.rest()
         self._decoded = self._sent = len(whole)
-        self.send(Piece(self.index, whole, tuple(tokens)))
+        self.send(AnswerPiece(self.index, whole, tuple(tokens)))
 
     def _token(self, event: Token) -> None:
         self._drawn += 1
@@ -133,4 +135,4 @@ class Answer:
             if token.offset < self._sent or (finish == "length" and token.offset <= self._sent)
         ]
         self._waiting = [token for token in self._waiting if token not in ready]
-        self.send(Piece(self.index, text, tuple(ready), finish, self._drawn))
+        self.send(AnswerPiece(self.index, text, tuple(ready), finish, self._drawn))

@@ -17,7 +17,7 @@ SECONDS = 10  # for one prompt; a template takes milliseconds, and a million cha
 T = TypeVar("T")
 
 
-class Prompts:
+class PromptEncoder:
     """Convert text to token ids. The tokenizer is copied: Hugging Face tokenizers change their
     state while they encode."""
 

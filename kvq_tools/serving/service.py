@@ -14,12 +14,12 @@ from fastapi import Request as HttpRequest
 
 from kvq_models.inference.engine.requests import CapacityError, QueueFullError, Request
 from kvq_tools.serving import errors
-from kvq_tools.serving.answer import Answer, Piece
+from kvq_tools.serving.answer import Answer, AnswerPiece
 from kvq_tools.serving.fields import COMPLETION_TOKENS, ChatFields, CompletionFields
 from kvq_tools.serving.metrics import Metrics
-from kvq_tools.serving.prompts import Prompts
+from kvq_tools.serving.prompts import PromptEncoder
 from kvq_tools.serving.wire import Usage
-from kvq_tools.serving.worker import Job, Stopping, Worker
+from kvq_tools.serving.worker import AcceptedAnswer, Stopping, Worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Service:
             metrics,
             limits,
         )
-        self.prompts = Prompts(tokenizer, chat_template)
+        self.prompts = PromptEncoder(tokenizer, chat_template)
         self._end_ids = tuple(worker.engine.llama.config.eos_token_ids)
 
     @property
@@ -136,17 +136,17 @@ class Pending:
     """Accepted choices. Pieces of all of them come in the order in which they were generated."""
 
     def __init__(self, service: Service, usage: Usage, choices: int):
-        self.usage, self.choices, self.jobs = usage, choices, list[Job]()
+        self.usage, self.choices, self.jobs = usage, choices, list[AcceptedAnswer]()
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[AnswerPiece | None] = asyncio.Queue()
 
-    def send(self, piece: Piece) -> None:
+    def send(self, piece: AnswerPiece) -> None:
         """Pass on a piece from the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-    async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, http: HttpRequest) -> AsyncGenerator[AnswerPiece, None]:
         """Yield pieces until every choice has ended or the client leaves, which frees its slots.
         Raises ApiError if a choice fails."""
         gone = asyncio.create_task(self._watch(http))

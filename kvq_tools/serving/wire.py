@@ -21,7 +21,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 
-from kvq_tools.serving.answer import Piece, TokenInText
+from kvq_tools.serving.answer import AnswerPiece, TokenInText
 from kvq_tools.serving.text import UNFINISHED, token_text
 
 
@@ -50,18 +50,18 @@ class CompletionWire:
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerPiece) -> dict[str, Any]:
         return self._response([self._choice(piece.index, [piece])])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._response([]) | {"usage": usage.counted().model_dump(exclude_unset=True)}
 
-    def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: list[list[AnswerPiece]], usage: Usage) -> dict[str, Any]:
         return self._response([self._choice(i, pieces) for i, pieces in enumerate(choices)]) | {
             "usage": usage.counted().model_dump(exclude_unset=True)
         }
 
-    def _choice(self, index: int, pieces: list[Piece]) -> CompletionChoice:
+    def _choice(self, index: int, pieces: list[AnswerPiece]) -> CompletionChoice:
         tokens = [token for piece in pieces for token in piece.tokens]
         # a chunk has no finish reason yet, and a prompt's first token no log-probability
         return CompletionChoice.construct(
@@ -123,7 +123,7 @@ class ChatWire:
             )
         ]
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerPiece) -> dict[str, Any]:
         delta = ChoiceDelta(content=piece.text) if piece.text or piece.tokens else ChoiceDelta()
         logprobs = (
             ChunkLogprobs(content=self._content(list(piece.tokens))) if self._logprobs else None
@@ -139,7 +139,7 @@ class ChatWire:
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage.counted().model_dump(exclude_unset=True)}
 
-    def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: list[list[AnswerPiece]], usage: Usage) -> dict[str, Any]:
         finished = []
         for index, pieces in enumerate(choices):
             message = ChatCompletionMessage(

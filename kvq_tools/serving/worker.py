@@ -19,7 +19,7 @@ class Stopping(RuntimeError):
     """The server is shutting down, or its engine failed: it takes no more requests."""
 
 
-class Job:
+class AcceptedAnswer:
     """An accepted answer, and the time of acceptance."""
 
     def __init__(self, answer: Answer):
@@ -38,9 +38,9 @@ class Worker:
         self.engine, self.failure = engine, ""
         self._on_first_token = on_first_token
         self._changed = threading.Condition()
-        self._inbox: list[Job] = []
-        self._leaving: list[Job] = []
-        self._jobs: dict[int, Job] = {}
+        self._inbox: list[AcceptedAnswer] = []
+        self._leaving: list[AcceptedAnswer] = []
+        self._jobs: dict[int, AcceptedAnswer] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
 
@@ -59,13 +59,13 @@ class Worker:
         """Number of accepted requests that have no slot yet."""
         return len(self._inbox) + self.engine.waiting
 
-    def submit(self, answers: Sequence[Answer]) -> list[Job]:
+    def submit(self, answers: Sequence[Answer]) -> list[AcceptedAnswer]:
         """Accept all of these answers or none. Raises ValueError if one does not fit the model or
         the capacity, QueueFullError if the queue has no room for all of them, and Stopping during
         shutdown."""
         for answer in answers:
             answer.request.check(self.engine.llama.config.vocab_size, self.engine.capacity)
-        jobs = [Job(answer) for answer in answers]
+        jobs = [AcceptedAnswer(answer) for answer in answers]
         with self._changed:
             if self._stopping or self.failure:
                 raise Stopping(self.failure or "the server is shutting down")
@@ -75,7 +75,7 @@ class Worker:
             self._changed.notify()
         return jobs
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
+    def cancel(self, jobs: Sequence[AcceptedAnswer]) -> None:
         """Cancel jobs that nobody waits for any more."""
         with self._changed:
             self._leaving += jobs

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from kvq_tools.evaluation.tasks.filler import DULL, fitted, generator
 from kvq_tools.evaluation.tasks.niah import word_lists
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample
+from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 HOPS = 4  # assignments of a variable to the next
 EXAMPLE_LINES = 6  # of noise in the example of variable tracking
@@ -109,14 +109,14 @@ class Puzzle:
 
 
 def generated(
-    prompts: Prompts,
+    prompts: TaskPrompts,
     kind: str,
     *,
     lengths: Sequence[int],
     count: int,
     seed: int = 0,
     max_new_tokens: int | None = None,
-) -> list[Sample]:
+) -> list[TaskSample]:
     """Make `count` samples for each length. The same arguments give the same samples. kind: a name
     in KINDS, with RULER's max_new_tokens by default.
 
@@ -132,8 +132,8 @@ def generated(
 
 
 def _sample(
-    prompts: Prompts, kind: str, length: int, rng: np.random.Generator, max_new_tokens: int
-) -> Sample:
+    prompts: TaskPrompts, kind: str, length: int, rng: np.random.Generator, max_new_tokens: int
+) -> TaskSample:
     budget = length - max_new_tokens
     puzzle = KINDS[kind](length, rng)
     ids = fitted(lambda n: prompts.ids(puzzle.question(n), puzzle.prefix), puzzle.most, budget)
@@ -141,7 +141,7 @@ def _sample(
         raise ValueError(
             f"{kind} has too few different words to fill {length} tokens: give shorter lengths"
         )
-    return Sample(tuple(ids), puzzle.answers, max_new_tokens, {"length": length})
+    return TaskSample(tuple(ids), puzzle.answers, max_new_tokens, {"length": length})
 
 
 def variable_tracking(length: int, rng: np.random.Generator) -> Puzzle:

@@ -24,13 +24,13 @@ from kvq_models.inference.generation import (
 from kvq_models.inference.layer_by_layer import prefill_together
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Scores, Task
+from kvq_tools.evaluation.tasks.sample import AnswerRule, Scores, TaskPrompts, TaskSample
 
 SHORTEST = 64  # tokens of a cache, at least
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """The text generated for the sample of this index, and its scores. finite: as in
     `Generated`."""
 
@@ -41,7 +41,7 @@ class Answer:
     finite: bool = True
 
 
-def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
+def check_samples(samples: Sequence[TaskSample], config: LlamaConfig) -> None:
     """Raise ValueError, in one line, if a sample is empty, has a token that the model does not
     know, or does not fit its positions."""
     for index, sample in enumerate(samples):
@@ -62,7 +62,7 @@ def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
             )
 
 
-def capacity(sample: Sample, config: LlamaConfig) -> int:
+def capacity(sample: TaskSample, config: LlamaConfig) -> int:
     """Return the capacity of a sample's cache: at most a quarter more than it needs, within the
     model's positions, on which dynamic RoPE depends. There are few different capacities, because
     each is a program to compile."""
@@ -74,14 +74,14 @@ def capacity(sample: Sample, config: LlamaConfig) -> int:
 def run(
     llama: Llama,
     spec: CacheSpec,
-    task: Task,
-    samples: Sequence[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: Sequence[TaskSample],
+    prompts: TaskPrompts,
     *,
     batch: int,
     progress: Progress[Any] | None = None,
     message: str = "running",
-) -> Iterator[Answer]:
+) -> Iterator[ScoredAnswer]:
     """Answer samples greedily, in no particular order. `llama` is prepared for the cache
     (`kvq_models.prepare`). Full-precision rows have its dtype.
 
@@ -94,18 +94,18 @@ def run(
     for indices in rows if progress is None else progress(rows, message):
         answers = _generated(llama, spec, task, [samples[i] for i in indices], prompts)
         for index, (text, tokens, finite) in dict(zip(indices, answers, strict=True)).items():
-            yield Answer(index, text, tokens, task.score(samples[index], text), finite)
+            yield ScoredAnswer(index, text, tokens, task.score(samples[index], text), finite)
 
 
 def run_together(
     candidates: Sequence[tuple[Llama, CacheSpec]],
-    task: Task,
-    samples: Sequence[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: Sequence[TaskSample],
+    prompts: TaskPrompts,
     *,
     batch: int,
-    go_on: Callable[[Sequence[Answer]], bool],
-) -> tuple[list[Answer], ...]:
+    go_on: Callable[[Sequence[ScoredAnswer]], bool],
+) -> tuple[list[ScoredAnswer], ...]:
     """Answer samples through several caches, which share the pass over a prompt. Return the answers
     of each, as from `run`.
 
@@ -113,7 +113,7 @@ def run_together(
     others are asked only while `go_on` of all answers of the first is true, so they may have fewer
     answers.
     """
-    answers_of_all: tuple[list[Answer], ...] = tuple([] for _ in candidates)
+    answers_of_all: tuple[list[ScoredAnswer], ...] = tuple([] for _ in candidates)
     for indices in batches(samples, candidates[0][0].config, batch):
         chosen = [samples[i] for i in indices]
         for so_far, answers in zip(
@@ -121,7 +121,7 @@ def run_together(
         ):
             texts = dict(zip(indices, answers, strict=True))
             so_far += [
-                Answer(i, text, tokens, task.score(samples[i], text), finite)
+                ScoredAnswer(i, text, tokens, task.score(samples[i], text), finite)
                 for i, (text, tokens, finite) in texts.items()
             ]
             if so_far is answers_of_all[0] and not go_on(so_far):
@@ -129,7 +129,7 @@ def run_together(
     return answers_of_all
 
 
-def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
+def batches(samples: Sequence[TaskSample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
     """Yield the indices of samples that run together, the longest first, so that memory runs out at
     once or never. The last of several batches repeats its last sample: a smaller batch would be
     another program to compile."""
@@ -147,7 +147,7 @@ def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Itera
 
 
 def _generated(
-    llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts
+    llama: Llama, spec: CacheSpec, task: AnswerRule, samples: list[TaskSample], prompts: TaskPrompts
 ) -> list[tuple[str, int, bool]]:
     """Return (text, number of tokens, True if all logits were finite) for each sample."""
     room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
@@ -162,9 +162,9 @@ def _generated(
 
 def _generated_together(
     candidates: Sequence[tuple[Llama, CacheSpec]],
-    task: Task,
-    samples: list[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: list[TaskSample],
+    prompts: TaskPrompts,
 ) -> Iterator[list[tuple[str, int, bool]]]:
     """Yield what `_generated` returns for each candidate. A cache is freed before the next one is
     read."""
@@ -192,9 +192,9 @@ def _generated_together(
 def _answers(
     segments: Iterable[Generated],
     ends: Sequence[int],
-    task: Task,
-    samples: list[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: list[TaskSample],
+    prompts: TaskPrompts,
 ) -> list[tuple[str, int, bool]]:
     """Return the texts of a stream as far as the task needs them."""
     answers: list[tuple[str, int, bool]] = []

@@ -12,7 +12,7 @@ Scores = dict[str, float]  # by metric, each between 0 and 1; the first is the t
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class TaskSample:
     """A prompt and its correct answers.
 
     prompt          token ids
@@ -30,19 +30,19 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class AnswerRule:
     """A rule for answers.
 
     score       the scores of the text generated for a sample
     finished    true once more text cannot change the scores, so that generation may end
     """
 
-    score: Callable[[Sample, str], Scores]
-    finished: Callable[[Sample, str], bool]
+    score: Callable[[TaskSample, str], Scores]
+    finished: Callable[[TaskSample, str], bool]
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
+class TaskPrompts:
     """Turn texts into prompts. `chat`, if given, encodes a text as a user's turn, up to the
     beginning of the answer."""
 

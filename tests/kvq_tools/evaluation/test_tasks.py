@@ -18,7 +18,7 @@ from kvq_tools.evaluation.stress import Outliers, Stress, stressed
 from kvq_tools.evaluation.tasks import niah, passkey, ruler
 from kvq_tools.evaluation.tasks.filler import depth_of, fitted
 from kvq_tools.evaluation.tasks.runner import batches, capacity, check_samples, run, run_together
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
+from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
@@ -30,7 +30,7 @@ DEPTHS = (0.0, 0.3, 1.0)
 def embedded_prompts():
     from kvq_models.llama.hf_directory import load_tokenizer
 
-    return Prompts(load_tokenizer(EMBEDDED))
+    return TaskPrompts(load_tokenizer(EMBEDDED))
 
 
 def passkeys(**changes):
@@ -207,7 +207,7 @@ def test_ready_made_samples_are_asked_as_they_are(tmp_path):
 
 def test_a_chat_template_holds_the_question_and_the_answer_begins_after_it():
     tokenizer = embedded_prompts().tokenizer
-    prompts = Prompts(tokenizer, lambda turn: list(tokenizer(f"<user>{turn}</user>").input_ids))
+    prompts = TaskPrompts(tokenizer, lambda turn: list(tokenizer(f"<user>{turn}</user>").input_ids))
     (sample,) = passkey.generated(prompts, lengths=(200,), depths=(0,), count=1)
     assert prompt_text(sample).endswith("What is the pass key?</user> The pass key is ")
 
@@ -265,7 +265,7 @@ def test_samples_without_text_are_refused(task, row, tmp_path):
 
 def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
     with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
-        check_samples([Sample((), ("a",), 1)], tiny_config())
+        check_samples([TaskSample((), ("a",), 1)], tiny_config())
     assert depth_of("", "") is None
 
 
@@ -286,7 +286,7 @@ def tiny(tmp_path_factory):
 
 def lengths_task(asked):
     """A task whose score is the number of characters, finished after `asked` of them."""
-    return Task(
+    return AnswerRule(
         lambda _, text: {"characters": min(len(text), asked) / asked},
         lambda _, text: len(text) >= asked,
     )
@@ -295,7 +295,7 @@ def lengths_task(asked):
 def test_prompts_of_one_batch_need_the_same_cache_and_the_last_batch_is_filled_up():
     config = tiny_config(max_position_embeddings=256)
     samples = [
-        Sample((1,) * length, (), new)
+        TaskSample((1,) * length, (), new)
         for length, new in ((3, 8), (70, 8), (5, 8), (9, 8), (90, 8), (60, 4), (200, 56))
     ]
     assert [capacity(sample, config) for sample in samples] == [64, 128, 64, 64, 128, 64, 256]
@@ -305,8 +305,8 @@ def test_prompts_of_one_batch_need_the_same_cache_and_the_last_batch_is_filled_u
 
 def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
-    prompts = Prompts(tokenizer)
-    samples = [Sample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (1, 2, 3)]
+    prompts = TaskPrompts(tokenizer)
+    samples = [TaskSample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (1, 2, 3)]
     found = {}
     for batch in (1, 2):
         answers = list(
@@ -320,8 +320,8 @@ def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tin
 
 def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
-    prompts, task = Prompts(tokenizer), lengths_task(1000)
-    samples = [Sample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (9, 2, 5)]
+    prompts, task = TaskPrompts(tokenizer), lengths_task(1000)
+    samples = [TaskSample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (9, 2, 5)]
     caches = [kvq.parse("dense"), kvq.parse("k=int2+v=int2+cache:sink=0,recent=0,block=8")]
     together = run_together(
         [(llama, cache) for cache in caches],
@@ -352,7 +352,7 @@ def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
 
 def test_generation_ends_when_the_task_is_finished(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
-    sample = Sample(tuple(Prompts(tokenizer).ids("one two")), (), 60)
+    sample = TaskSample(tuple(TaskPrompts(tokenizer).ids("one two")), (), 60)
     counts = [
         next(
             run(
@@ -360,7 +360,7 @@ def test_generation_ends_when_the_task_is_finished(tiny):
                 kvq.parse("dense"),
                 lengths_task(asked),
                 [sample],
-                Prompts(tokenizer),
+                TaskPrompts(tokenizer),
                 batch=1,
             )
         ).tokens

@@ -141,7 +141,7 @@ def cache_folder(tmp_path, monkeypatch):
 
 
 def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_path):
-    written = kept.Plan(
+    written = kept.StoredPlan(
         kvq.parse("waterfill:k_widths=43210000@0/22110000,v_widths=32110000"),
         str(tmp_path / "w.safetensors"),
     )

@@ -16,7 +16,7 @@ from kvq_jax.types.array_types import ArraySpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """The part of a row that one chunk made.
 
     arrays: one for each leaf of the row; of a growing leaf, the part from `starts` on. length:
@@ -51,7 +51,7 @@ class RowPieces:
             for spec, leaf in zip(self._specs, jax.tree.leaves(row), strict=True)
         ]
 
-    def cut(self, row: Cache, before: int, length: int, logits: jax.Array) -> Piece:
+    def cut(self, row: Cache, before: int, length: int, logits: jax.Array) -> RowPiece:
         """Return the piece of a chunk that began after `before` tokens and ended after `length`."""
         starts, arrays = [], []
         for (spec, start, end), leaf in zip(
@@ -59,9 +59,9 @@ class RowPieces:
         ):
             starts.append(start)
             arrays.append(np.array(np.asarray(leaf)[_along(spec, start, end)]))
-        return Piece(length, tuple(starts), tuple(arrays), np.array(logits))
+        return RowPiece(length, tuple(starts), tuple(arrays), np.array(logits))
 
-    def joined(self, pieces: Sequence[Piece]) -> Cache:
+    def joined(self, pieces: Sequence[RowPiece]) -> Cache:
         """Return the row at the end of these pieces, which continue each other from the first chunk
         on."""
         leaves = []

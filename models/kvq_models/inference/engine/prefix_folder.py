@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import read_tensors, write_tensors
 from kvq_jax.files.whole import remove_unfinished, replacing
-from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.pieces import RowPiece
 
 FORMAT, VERSION = "kvq-prefix", "1"
 UNWRITTEN = 8  # pieces that may wait for the disk; further ones are not written
@@ -57,7 +57,7 @@ class PrefixFolder:
     def nbytes(self) -> int:
         return sum(size for _, size, _ in self._files())
 
-    def get(self, key: bytes) -> Piece | None:
+    def get(self, key: bytes) -> RowPiece | None:
         """Return the piece of a key, or None if there is none. A damaged file is deleted with a
         warning."""
         path = self._path(key)
@@ -82,9 +82,9 @@ class PrefixFolder:
             return None
         logits = tensors.pop(LOGITS)
         arrays = tuple(tensors[str(i)] for i in range(len(tensors)))
-        return Piece(int(header["length"]), tuple(json.loads(header["starts"])), arrays, logits)
+        return RowPiece(int(header["length"]), tuple(json.loads(header["starts"])), arrays, logits)
 
-    def put(self, keys: Sequence[bytes], piece: Piece) -> None:
+    def put(self, keys: Sequence[bytes], piece: RowPiece) -> None:
         """Schedule writing the piece of keys[-1], which continues the others. It is dropped if many
         wait to be written."""
         if piece.nbytes < self.limit and self._room.acquire(blocking=False):
@@ -101,7 +101,7 @@ class PrefixFolder:
         """Wait until everything is written."""
         self._writer.shutdown()
 
-    def _write(self, keys: list[bytes], piece: Piece) -> None:
+    def _write(self, keys: list[bytes], piece: RowPiece) -> None:
         if self._path(keys[-1]).exists() or not all(self._path(key).exists() for key in keys[:-1]):
             return
         tensors = {str(i): array for i, array in enumerate(piece.arrays)} | {LOGITS: piece.logits}

@@ -22,7 +22,7 @@ import numpy as np
 
 import kvq_jax
 from kvq_jax.cache.cache import Cache
-from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 
 
@@ -41,12 +41,12 @@ class PrefixStore:
         self.limit, self.folder = limit, folder
         self.nbytes = self.reads = 0
         # the least recently used first; a piece is never older than its continuations
-        self._pieces: OrderedDict[bytes, Piece] = OrderedDict()
+        self._pieces: OrderedDict[bytes, RowPiece] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def longest(self, keys: Sequence[bytes]) -> list[Piece]:
+    def longest(self, keys: Sequence[bytes]) -> list[RowPiece]:
         """Return the pieces of a chain of keys, as far as the store or its folder has them."""
         pieces = []
         for count, key in enumerate(keys, start=1):
@@ -59,21 +59,21 @@ class PrefixStore:
             self.folder.use(keys[: len(pieces)])
         return pieces
 
-    def put(self, keys: Sequence[bytes], piece: Piece) -> bool:
+    def put(self, keys: Sequence[bytes], piece: RowPiece) -> bool:
         """Store the piece of keys[-1], which continues the others. Return False if one of them is
         gone or memory has no room."""
         if self.folder is not None:
             self.folder.put(keys, piece)
         return self._keep(keys, piece)
 
-    def _read(self, keys: Sequence[bytes]) -> Piece | None:
+    def _read(self, keys: Sequence[bytes]) -> RowPiece | None:
         piece = None if self.folder is None else self.folder.get(keys[-1])
         if piece is not None:
             self.reads += 1
             self._keep(keys, piece)
         return piece
 
-    def _keep(self, keys: Sequence[bytes], piece: Piece) -> bool:
+    def _keep(self, keys: Sequence[bytes], piece: RowPiece) -> bool:
         if not all(key in self._pieces for key in keys[:-1]):
             return False
         if keys[-1] not in self._pieces:

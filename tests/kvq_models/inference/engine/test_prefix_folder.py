@@ -14,7 +14,7 @@ import pytest
 
 from kvq_jax.files.whole import UNFINISHED
 from kvq_models import Llama, prepare
-from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.inference.engine.prefix_folder import SUFFIX, PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request
@@ -110,8 +110,8 @@ def others(path: pathlib.Path) -> Iterator[pathlib.Path]:
     return (other for other in sorted(path.parent.iterdir()) if other != path)
 
 
-def piece(seed: int) -> Piece:
-    return Piece(
+def piece(seed: int) -> RowPiece:
+    return RowPiece(
         1,
         (0,),
         (np.random.default_rng(seed).integers(0, 256, 10_000, np.uint8),),
