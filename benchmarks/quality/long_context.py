@@ -37,7 +37,7 @@ from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.inputs import encode
 from kvq_tools.evaluation.journal import Journal
@@ -164,7 +164,7 @@ class Bench:
         }
         self.journal = Journal(
             self.work / f"{options.json.stem}.jsonl",
-            {"model": fingerprint(self.llama), **hashes, **given},
+            {"model": partial_fingerprint(self.llama), **hashes, **given},
         )
 
     def _read(self, path: pathlib.Path) -> tuple[Text, str]:

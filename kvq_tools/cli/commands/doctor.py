@@ -14,7 +14,7 @@ from kvq_jax.attention import dispatch
 from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan
-from kvq_models.calibration.needs import fingerprint_of, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint_of
 from kvq_models.inference.method_parameters import calibration_hint, check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
@@ -332,7 +332,7 @@ def calibration_state(
         ]
     stored = _stored_weights(model)
     with input_errors():
-        own = None if stored is None else fingerprint_of(config, stored.read)
+        own = None if stored is None else partial_fingerprint_of(config, stored.read)
         calibration = check_calibration(spec, config, file, own)
     assert calibration is not None, "a file is refused where none is needed"
     compared = (

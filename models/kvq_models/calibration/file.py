@@ -33,7 +33,7 @@ from kvq_jax.codecs.base import Side
 from kvq_jax.files.checksum import read_tensors, save_tensors
 from kvq_jax.methods.base import Method
 from kvq_jax.types.array_types import ModelDims
-from kvq_models.calibration.needs import Need, fingerprint, needs
+from kvq_models.calibration.needs import Need, needs, partial_fingerprint
 from kvq_models.llama.model import Llama
 
 FORMAT, VERSION, WITHOUT_CHECKSUM = "kvq-calibration", "2", "1"
@@ -74,7 +74,7 @@ class Calibration:
     Args:
         spec: the cache spec that was calibrated, with the options that the calibration decided.
         dims: the model's dimensions.
-        model_fingerprint: see `model_fingerprint` in needs.py.
+        model_fingerprint: the model's `partial_fingerprint` (needs.py).
         keys: the options that each side of a layer ("layers.0.k") was fitted for.
         origin: the text and the settings.
         tensors: the arrays by name ("layers.0.k.name").
@@ -180,7 +180,7 @@ def load_calibration(
     finite, or of another shape or dtype. A file without a checksum, from an older version, is read
     with a warning.
     """
-    return read_calibration(path, parse(spec), llama.config, fingerprint(llama))
+    return read_calibration(path, parse(spec), llama.config, partial_fingerprint(llama))
 
 
 def read_calibration(

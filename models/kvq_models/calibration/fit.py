@@ -29,7 +29,7 @@ from kvq_jax.types.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.file import Calibration, Origin, resolved
-from kvq_models.calibration.needs import Need, fingerprint, needs
+from kvq_models.calibration.needs import Need, needs, partial_fingerprint
 from kvq_models.calibration.progress import Progress
 from kvq_models.calibration.store import Identity, Store
 from kvq_models.llama.config import LlamaConfig
@@ -77,7 +77,7 @@ def calibrate(
     check_request(spec, llama.config, token_ids, samples, length)
     dtype = llama.embed[...].dtype.name
     identity = Identity(
-        fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype
+        partial_fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype
     )
     windows = text_samples.draw(token_ids, samples, length, seed)
     needed = needs(spec, llama.config)

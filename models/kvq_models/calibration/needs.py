@@ -55,12 +55,13 @@ def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
     return needed
 
 
-def fingerprint(llama: Llama) -> str:
+def partial_fingerprint(llama: Llama) -> str:
     """Return a hash that distinguishes models of the same size, independent of the dtype they were
     loaded in.
 
     It is the sha256, as 64 hex digits, of the RoPE settings and of the bfloat16 values of every
     norm, the first layer's key projection and the last layer's value projection.
+    `kvq_jax.fingerprint` hashes all weights exactly.
     """
     weights = {weight.name: weight for weight in hf_names.weights(llama).values()}
 
@@ -68,11 +69,11 @@ def fingerprint(llama: Llama) -> str:
         whole = fetched(weights[name].leaf)
         return whole.T if weights[name].transpose else whole
 
-    return fingerprint_of(llama.config, read)
+    return partial_fingerprint_of(llama.config, read)
 
 
-def fingerprint_of(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> str:
-    """Return the `fingerprint` of a model. `read` returns its tensors by Hugging Face name, in
+def partial_fingerprint_of(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> str:
+    """Return a model's `partial_fingerprint`. `read` returns its tensors by Hugging Face name, in
     Hugging Face's orientation."""
     digest = hashlib.sha256(repr(dataclasses.astuple(config.rope)).encode())
     last = config.num_hidden_layers - 1

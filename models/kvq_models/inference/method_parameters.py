@@ -25,7 +25,7 @@ from kvq_jax.methods.base import Method
 from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import Tree
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
@@ -84,7 +84,7 @@ def prepare(
     """
     spec = parse(spec)
     checked = check_calibration(
-        spec, llama.config, calibration, None if calibration is None else fingerprint(llama)
+        spec, llama.config, calibration, None if calibration is None else partial_fingerprint(llama)
     )
     parameters = _parameters(llama, spec, checked, progress)
     if not parameters and not jax.tree.leaves(llama.cache_parameters):

@@ -18,7 +18,7 @@ import kvq_jax as kvq
 from kvq_jax.files import checksum
 from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
 from kvq_models import load_calibration, prefill, prepare, resolved, save_calibration
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_models.llama import hf_names
 from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
@@ -229,7 +229,7 @@ def test_another_model_or_other_options_are_refused_by_name(file):
 def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
     llama = random_llama(tiny_config("qwen3"))
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llama)
-    assert fingerprint(rounded) == fingerprint(llama)
+    assert partial_fingerprint(rounded) == partial_fingerprint(llama)
     for path in (
         "layers.0.k_proj.kernel",
         "layers.1.v_proj.kernel",
@@ -238,7 +238,7 @@ def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
     ):
         leaf = hf_names.weights(llama)[path].leaf
         other = hf_names.replace_weights(llama, {path: leaf.at[(0,) * leaf.ndim].add(1.0)})
-        assert fingerprint(other) != fingerprint(llama), path
+        assert partial_fingerprint(other) != partial_fingerprint(llama), path
 
 
 def test_a_new_file_has_the_mode_of_every_new_file(file):
