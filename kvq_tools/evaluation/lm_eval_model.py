@@ -39,9 +39,9 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.evaluation.compare import token_nats
+from kvq_tools.evaluation.settings import STEP
 from kvq_tools.evaluation.tasks.runner import SHORTEST, batches, capacity
 from kvq_tools.evaluation.tasks.sample import TaskSample
-from kvq_tools.evaluation.through import STEP
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -4,52 +4,38 @@ precision, or rows of tokens (`measure`, `measure_rows`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import has_prompt_statistics, layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
 from kvq_models.calibration.progress import Progress
-from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Evaluation, Quality
-from kvq_tools.evaluation.through import (
-    CHUNK,
-    MODES,
-    STEP,
+from kvq_tools.evaluation.settings import (
+    BATCH,
+    Choices,
     Mode,
-    Reference,
-    Through,
-    WindowBatch,
-    prefill_prompts,
-    slices,
+    Settings,
+    check_request,
+    default_prompt,
+    prompt_for,
 )
-from kvq_tools.evaluation.windows import check_windows, windows
-
-BATCH = 4
-PROMPT = 128  # the default, if a cache takes statistics from a prompt
-MOST_WINDOW = 2048  # the default
+from kvq_tools.evaluation.through import Reference, Through, WindowBatch, prefill_prompts, slices
+from kvq_tools.evaluation.windows import windows
 
 # a model that is prepared for the cache (`kvq_models.prepare`), and the cache
 Candidate = tuple[Llama, CacheSpec | str]
 
 
-class Options(TypedDict, total=False):
+class Options(Choices, total=False):
     """The keyword arguments of `evaluate_caches`."""
 
-    window: int | None
-    stride: int | None
-    mode: Mode
-    batch: int
-    chunk: int
-    prompt: int | None
-    step: int
     token_bytes: Integers | None
     progress: Progress[Any] | None
     placement: Placement | None
@@ -67,39 +53,28 @@ def evaluate_caches(
     candidates: Sequence[Candidate],
     token_ids: Integers,
     *,
-    window: int | None = None,
-    stride: int | None = None,
-    mode: Mode = "decode",
-    batch: int = BATCH,
-    chunk: int = CHUNK,
-    prompt: int | None = None,
-    step: int = STEP,
     token_bytes: Integers | None = None,
     progress: Progress[Any] | None = None,
     placement: Placement | None = None,
+    **choices: Unpack[Choices],
 ) -> tuple[Evaluation, ...]:
     """Compare the predictions of a text through each cache with the full-precision model's.
 
     Args:
         candidates: models that differ only in `cache_parameters`, each with its cache.
         token_ids: the text, [n] integers.
-        window: tokens of a window, at most the model's positions (default: those, or 2048). Each
-            window starts with an empty cache.
-        stride: from the start of one window to the next (default: half a window). Every token is
-            scored once, after at least window - stride others (windows.py).
-        mode: see through.py.
-        batch: windows that run together. The results do not depend on it.
-        chunk: tokens of one `prefill` in mode `chunked`.
-        prompt: tokens of each window that mode `decode` prefills first. They lie inside the overlap
-            of a later window, and the first window's are not scored. The default is
-            `default_prompt` if one of the caches takes statistics from a prompt, else 0. All caches
-            are scored on the same tokens. In `chunked` such statistics come from a window's first
-            chunk, in `fake` from the whole window.
-        step: tokens of one step of `decode`. The results of a correct cache do not depend on it.
+        choices: settings by name, as in `Settings`: window (at most the model's positions; default
+            those, or 2048), stride (default: half a window), mode, batch, chunk, prompt, step.
         token_bytes: [n], UTF-8 bytes of each token (`tokenize`), for bits per byte.
         progress: wraps the loop over slices of windows, as tqdm would.
         placement: of the caches, if the models are on a mesh. If rows are split, a batch is filled
             up to a multiple of their parts.
+
+    Every token is scored once, after at least window - stride others (windows.py), and all caches
+    are scored on the same tokens. A prompt lies inside the overlap of a later window, and the first
+    window's is not scored. The default is `default_prompt` if one of the caches takes statistics
+    from a prompt, else 0. In `chunked` such statistics come from a window's first chunk, in `fake`
+    from the whole window.
 
     Full-precision rows of a cache have the model's dtype. Memory besides weights and caches: the
     hidden states of a batch, and logits of a slice, twice at most 256 MiB (in `chunked`: of a
@@ -109,9 +84,7 @@ def evaluate_caches(
     """
     ids = np.asarray(token_ids)
     specs = [parse(spec) for _, spec in candidates]
-    settings = check_request(
-        candidates[0][0].config, ids, specs, window, stride, mode, batch, chunk, prompt, step
-    )
+    settings = check_request(candidates[0][0].config, ids, specs, **choices)
     width = min(settings.window, ids.size)
     cut = windows(ids.size, settings.window, settings.stride, settings.prompt)
     begins, lengths = (
@@ -129,7 +102,7 @@ def evaluate_caches(
     return tuple(
         Evaluation(
             spec=spec,
-            mode=mode,
+            mode=settings.mode,
             window=width,
             prompt=settings.prompt,
             index=index,
@@ -142,94 +115,6 @@ def evaluate_caches(
         )
         for spec, (nats, kl, agrees) in zip(specs, compared, strict=True)
     )
-
-
-class Settings(NamedTuple):
-    """A checked request."""
-
-    window: int
-    stride: int
-    mode: Mode
-    batch: int
-    chunk: int
-    prompt: int
-    step: int
-
-    def read_tokens(self, window: int) -> int:
-        """Return the number of tokens in the cache when a window reads it for the last time."""
-        return (window - 1) // self.chunk * self.chunk if self.mode == "chunked" else window - 1
-
-    def quantized_tokens(self, cache: kvq.Cache) -> int:
-        """Return how many of these are quantized, in windows of the cache's capacity. In mode
-        `fake` all of them are."""
-        newest = self.read_tokens(cache.capacity)
-        if self.mode == "fake":
-            return newest if any(plan.quantizes for plan in cache.plans) else 0
-        return kvq.quantized_tokens(cache, newest)
-
-
-def check_request(
-    config: LlamaConfig,
-    token_ids: Integers,
-    specs: Sequence[CacheSpec],
-    window: int | None = None,
-    stride: int | None = None,
-    mode: Mode = "decode",
-    batch: int = BATCH,
-    chunk: int = CHUNK,
-    prompt: int | None = None,
-    step: int = STEP,
-) -> Settings:
-    """Check a request as far as that needs no weights, and return it with its defaults. Raises as
-    `evaluate_caches` does."""
-    window = min(MOST_WINDOW, config.positions) if window is None else window
-    stride = max(1, window // 2) if stride is None else stride
-    if mode not in MODES:
-        raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
-    if min(batch, chunk, step) < 1:
-        raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
-    if prompt and mode != "decode":
-        raise ValueError(
-            f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything,"
-            " 'fake' nothing"
-        )
-    check_windows(config, token_ids, window, stride, prompt or 0)
-    for spec in specs:
-        layout(spec, config, 1, window)
-    if mode == "decode":
-        prompt = prompt_for(
-            config, specs, prompt, default_prompt(np.asarray(token_ids).size, window, stride)
-        )
-    return Settings(window, stride, mode, batch, chunk, prompt or 0, step)
-
-
-def default_prompt(tokens: int, window: int, stride: int) -> int:
-    """Return the default length of a prompt: at most PROMPT, at most the overlap of windows, and at
-    most half of a single window."""
-    return min(PROMPT, window - stride if tokens > window else tokens // 2)
-
-
-def prompt_for(
-    config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | None, default: int
-) -> int:
-    """Return the prompt length for all of these caches: `asked`, else `default` if one of the
-    caches takes statistics from a prompt, else 0. Raise ValueError if one does and would get no
-    prompt."""
-    needing = [str(spec) for spec in specs if has_prompt_statistics(spec, config)]
-    if asked is None and not needing:
-        return 0
-    used = default if asked is None else asked
-    if needing and not used:
-        remedy = (
-            "give one of at least 1 token"
-            if asked == 0
-            else "let windows overlap: give a stride below the window"
-        )
-        raise ValueError(
-            f"{needing[0]!r} takes statistics from a prompt, and a prompt of 0 tokens leaves it"
-            f" without them; {remedy}"
-        )
-    return used
 
 
 class RowQuality(NamedTuple):
@@ -284,7 +169,8 @@ def measure_rows(
     prompt = prompt or 0
     if not 0 <= prompt <= length - 2:
         raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
-    settings = Settings(length, length, mode, batch, CHUNK, prompt if mode == "decode" else 0, STEP)
+    prefilled = prompt if mode == "decode" else 0
+    settings = Settings(length, length, mode, batch, prompt=prefilled)
     outliers: list[dict[str, kvq.OutlierTotals]] = [{} for _ in candidates]
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
@@ -353,15 +239,7 @@ def _run(
     parts_of_rows = 1 if placement is None else placement.size("rows")
     size = -(-min(settings.batch, count) // parts_of_rows) * parts_of_rows
     batches = -(-count // size)
-    parts = slices(
-        settings.mode,
-        width,
-        size,
-        candidates[0][0].config.vocab_size,
-        settings.chunk,
-        settings.prompt,
-        settings.step,
-    )
+    parts = slices(settings, width, size, candidates[0][0].config.vocab_size)
     padded = parts[-1].stop + 1
     exact = np.full((batches * size, padded), np.nan, np.float32)
     compared = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
@@ -374,7 +252,7 @@ def _run(
             batch = _batch(rows, lengths, here, padded)
             reference = Reference(candidates[0][0], batch)
             through = [
-                Through(llama, spec, settings.mode, batch, settings.step, placement)
+                Through(llama, spec, settings, batch, placement)
                 for (llama, _), spec in zip(candidates, specs, strict=True)
             ]
         assert reference is not None, "the first slice made it"

@@ -15,7 +15,7 @@ logits of a slice are computed once, compared with each cache's, and dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,8 @@ from kvq_models.inference.decoding import prefill_program
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
 from kvq_tools.evaluation.forward import hidden_states
+from kvq_tools.evaluation.settings import CHUNK, Settings
 
-Mode = Literal["decode", "chunked", "fake"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-
-# tokens of one decode step. Odd, so that steps end everywhere in a block: an error inside a block
-# might be invisible at its end
-STEP = 31
-# tokens of a chunk of `chunked`, and of a slice in the other modes if its logits are not too large
-CHUNK = 256
 SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; one cache's logits take as many
 
 
@@ -52,13 +45,12 @@ class Slice(NamedTuple):
     prompt: bool = False
 
 
-def slices(
-    mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP
-) -> tuple[Slice, ...]:
+def slices(settings: Settings, length: int, batch: int, vocabulary: int) -> tuple[Slice, ...]:
     """Cut a window of `length` tokens into slices. The last slice may reach past the window. All
     but the prompt are equally long."""
-    if mode == "chunked":
-        size = min(chunk, length)
+    prompt, step = settings.prompt, settings.step
+    if settings.mode == "chunked":
+        size = min(settings.chunk, length)
     else:
         fitting = min(CHUNK, SLICE_BYTES // (4 * batch * vocabulary))
         size = min(max(1, fitting // step), -(-(length - prompt) // step)) * step
@@ -100,13 +92,12 @@ class Through:
         self,
         llama: Llama,
         spec: CacheSpec,
-        mode: Mode,
+        settings: Settings,
         batch: WindowBatch,
-        step: int = STEP,
         placement: Placement | None = None,
     ):
-        self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
-        if mode == "fake":
+        self.llama, self.mode, self.batch, self.step = llama, settings.mode, batch, settings.step
+        if settings.mode == "fake":
             self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths, spec)
         else:
             rows = batch.tokens.shape[0]

@@ -42,7 +42,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.run import measure_rows
-from kvq_tools.evaluation.through import STEP
+from kvq_tools.evaluation.settings import STEP
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, shared_out
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 

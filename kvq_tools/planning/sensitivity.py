@@ -29,7 +29,7 @@ from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import causal_attention
-from kvq_tools.evaluation.through import STEP
+from kvq_tools.evaluation.settings import STEP
 
 
 class Sensitivity:

@@ -17,7 +17,8 @@ from kvq_models.inference.memory import CACHE_DTYPE, parameter_bytes, working_by
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Bucket, Evaluation, finite
-from kvq_tools.evaluation.run import Settings, evaluate_caches
+from kvq_tools.evaluation.run import evaluate_caches
+from kvq_tools.evaluation.settings import Settings
 from kvq_tools.evaluation.text import TokenizedText
 from kvq_tools.report import maps, schema, times
 

@@ -1,6 +1,8 @@
 """Llama-family models that decode through a quantized cache.
 
-from kvq_models import load_llama, prepare, prefill, decode_step, generate, score
+Example:
+
+    from kvq_models import load_llama, prepare, prefill, decode_step, generate, score
 
 The names are imported when they are first used: `kvq --help` does not wait for JAX.
 """

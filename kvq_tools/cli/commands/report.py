@@ -24,8 +24,7 @@ from kvq_tools.cli.console import (
 )
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.results import BUCKETS
-from kvq_tools.evaluation.run import BATCH, Settings
-from kvq_tools.evaluation.through import CHUNK, STEP
+from kvq_tools.evaluation.settings import BATCH, CHUNK, STEP, Settings
 from kvq_tools.report import maps, schema, times, write
 from kvq_tools.report.collect import ReportPlan, collect
 from kvq_tools.report.quality import advice, front_by, verdict

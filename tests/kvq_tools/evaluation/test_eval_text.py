@@ -11,7 +11,8 @@ import pytest
 from kvq_jax.cache.spec import parse
 from kvq_tools.evaluation import tokenize
 from kvq_tools.evaluation.results import Evaluation
-from kvq_tools.evaluation.through import STEP, slices
+from kvq_tools.evaluation.settings import STEP, Settings
+from kvq_tools.evaluation.through import slices
 from kvq_tools.evaluation.windows import check_windows, windows
 from tests.kvq_models.checkpoints import tiny_config
 from tools.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
@@ -83,7 +84,8 @@ def test_slices_cover_every_prediction_of_a_window_once():
         if prompt >= length or (prompt and mode != "decode"):
             continue
         for vocabulary in (96, 1 << 22):
-            parts = slices(mode, length, 4, vocabulary, 100, prompt)
+            settings = Settings(length, length, mode, chunk=100, prompt=prompt)
+            parts = slices(settings, length, 4, vocabulary)
             predicted = [at for part in parts for at in range(part.first + 1, part.stop + 1)]
             assert predicted == list(range(max(prompt, 1), parts[-1].stop + 1)), (
                 f"{mode} {length=} {prompt=}: {parts}"
