@@ -20,7 +20,8 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
-from kvq_models.inference import decoding, layer_by_layer
+from kvq_models.inference import layer_by_layer
+from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
@@ -44,13 +45,13 @@ def hidden_states(
     parameters = ((),) * len(llama.layers) if fake is None else parameters_for(llama, fake)
     hidden, carry = layer_by_layer.embed(llama, tokens), ()
     for number, (layer, layer_parameters) in enumerate(zip(llama.layers, parameters, strict=True)):
-        inputs = decoding.attention_inputs(layer, hidden, positions, valid, rope)
+        inputs = attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v
         if fake is not None:
             keys, values, carry = kvq.roundtrip_layer(
                 fake, _last_repeated(inputs, lengths), layer_parameters, number, carry
             )
-        hidden = decoding.finish_layer(layer, hidden, causal_attention(inputs.q_rot, keys, values))
+        hidden = finish_layer(layer, hidden, causal_attention(inputs.q_rot, keys, values))
     return hidden
 
 

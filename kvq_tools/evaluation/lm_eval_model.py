@@ -26,21 +26,22 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 from tqdm import tqdm
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import init_cache
-from kvq_models.inference.decoding import decode_scan, prefill, right_padded
 from kvq_models.inference.generation import generate_stream
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.evaluation.compare import token_nats
-from kvq_tools.evaluation.settings import STEP
-from kvq_tools.evaluation.tasks.runner import SHORTEST, batches, capacity
+from kvq_tools.evaluation.continuations import (
+    ContinuedRow,
+    padded_to,
+    score_continuations,
+)
+from kvq_tools.evaluation.tasks.runner import batches, capacity
 from kvq_tools.evaluation.tasks.sample import TaskSample
 
 try:
@@ -241,10 +242,9 @@ class KvqLM(TemplateLM):
             total=len(rows), desc=f"log-likelihoods through {self.spec}", disable=disable_tqdm
         ) as bar:
             for indices in batches(inputs, self.llama.config, self.batch_size):
-                scores = self._scores(
-                    [(rows[i], len(requests[i][2])) for i in indices],
-                    capacity(inputs[indices[0]], self.llama.config),
-                )
+                batch = [ContinuedRow(rows[i], len(requests[i][2]), prompts[i]) for i in indices]
+                room = capacity(inputs[indices[0]], self.llama.config)
+                scores = score_continuations(self.llama, self.spec, batch, room)
                 new = dict(zip(indices, scores, strict=True))
                 for i, score in new.items():
                     if requests[i][0] is not None:
@@ -267,38 +267,6 @@ class KvqLM(TemplateLM):
         """Return the number of tokens of a row to prefill: all but the last of its context, or
         0."""
         return len(row) - 1 - new if self.context == "prefill" else 0
-
-    def _scores(self, rows: list[tuple[list[int], int]], room: int) -> list[tuple[float, bool]]:
-        """Score rows (tokens, length of the continuation) that run together in a cache of this
-        capacity."""
-        prompts = [self._prompt(row, new) for row, new in rows]
-        cache = init_cache(
-            self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype
-        )
-        if any(prompts):
-            width = min(-(-max(prompts) // SHORTEST) * SHORTEST, room)
-            tokens = _padded([row[:n] for (row, _), n in zip(rows, prompts, strict=True)], width)
-            _, cache = prefill(self.llama, cache, tokens, np.array(prompts))
-            width = max(new for _, new in rows)
-        else:
-            width = room
-        width = -(-width // STEP) * STEP
-        rest = _padded([row[n:] for (row, _), n in zip(rows, prompts, strict=True)], width + 1)
-        # a row's padding comes after everything that is scored, and past the capacity it is not
-        # written
-        now, following = jnp.asarray(rest[:, :-1]), jnp.asarray(rest[:, 1:])
-        (logprobs, greedy), _ = decode_scan(
-            self.llama, cache, now, jnp.full(len(rows), width), (following,), _predictions, STEP
-        )
-        logprobs, greedy = np.asarray(logprobs, np.float64), np.asarray(greedy)
-        scored = [
-            slice(len(row) - 1 - n - new, len(row) - 1 - n)
-            for (row, new), n in zip(rows, prompts, strict=True)
-        ]
-        return [
-            (float(logprobs[i, part].sum()), bool(greedy[i, part].all()))
-            for i, part in enumerate(scored)
-        ]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt up to a stop string, an end-of-sequence token or max_gen_toks,
@@ -382,7 +350,7 @@ class KvqLM(TemplateLM):
                 }
             )
         )
-        tokens = _padded(
+        tokens = padded_to(
             [list(sample.prompt) for sample in samples], room - settings.max_new_tokens
         )
         lengths = np.array([len(sample.prompt) for sample in samples])
@@ -418,18 +386,6 @@ class KvqLM(TemplateLM):
             ):
                 break
         return [postprocess_generated_text(text, list(settings.stops), None) for text in texts]
-
-
-def _padded(rows: list[list[int]], width: int) -> Int[np.ndarray, "B width"]:
-    tokens, _ = right_padded(rows)
-    return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
-
-
-def _predictions(
-    logits: Float[Array, "B T V"], following: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Return (log p(following), argmax p == following)."""
-    return -token_nats(logits, following), jnp.argmax(logits, axis=-1) == following
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama, score
-from kvq_models.inference.decoding import checked_tokens
+from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.inference.memory import parameter_bytes
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.llama.config import MOST_LAYERS

@@ -13,7 +13,7 @@ import numpy as np
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
-from kvq_models.inference.decoding import right_padded
+from kvq_models.inference.checked_input import right_padded
 from kvq_models.inference.generation import (
     Generated,
     begun,

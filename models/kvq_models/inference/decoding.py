@@ -12,7 +12,6 @@ a cache.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,23 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import Implementation, Launch
-from kvq_jax.cache.cache import Cache, check_held, dims_of
-from kvq_jax.cache.step import Step, append_and_attend, begin, finish
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.step import begin
 from kvq_jax.placement.crossing import crossing
-from kvq_jax.types.array_types import Integers, LayerInputs, LengthsB
+from kvq_jax.types.array_types import Integers, LengthsB
 from kvq_jax.types.integers import int32
+from kvq_models.inference.checked_input import check_dims, checked_tokens
+from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
-from kvq_models.inference.padding import cropped, padded
-from kvq_models.llama.model import HiddenBTD, Layer, Llama
-from kvq_models.llama.rope import rope_for
-from kvq_models.llama.sharding import embedded
+from kvq_models.inference.padding import cropped
+from kvq_models.llama.model import Llama
 
-FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
 SCORE_CHUNK = 32  # tokens that `score` decodes in one step
 
 
@@ -272,199 +269,3 @@ def _scan_steps(
         ),
         cache,
     )
-
-
-def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
-    """Run all layers over the tokens of a step."""
-    rope, split, placement = (
-        rope_for(llama.config, step.cache.capacity),
-        residual_split(step.cache),
-        step.cache.placement,
-    )
-    hidden, positions, valid = split(embedded(llama, tokens, placement)), step.positions, step.valid
-    if twice := tokens.size == 1 and placement is None and _on_gpu(step):
-        hidden, positions, valid = lax.optimization_barrier(
-            jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid))
-        )
-    for layer in llama.layers:
-        inputs = attention_inputs(layer, hidden, positions, valid, rope, placement)
-        inputs = _first_row(inputs) if twice else inputs
-        attention, step = append_and_attend(
-            step,
-            inputs.q_rot,
-            inputs.k_rot,
-            inputs.v,
-            q_pre=inputs.q_pre,
-            k_pre=inputs.k_pre,
-            x=inputs.x,
-            residual=inputs.residual,
-            rope=rope,
-        )
-        hidden = split(finish_layer(layer, hidden, attention))
-    return hidden[: len(tokens)], finish(step)
-
-
-def _on_gpu(step: Step) -> bool:
-    """Return True if a step runs on a GPU. A single row is duplicated there: XLA would compute
-    norms and projections of one row from products and sums, which are separate launches, and write
-    all weights of k and v times x (docs/kernels.md).
-    """
-    return isinstance(step.implementation, Launch) or jax.default_backend() == "gpu"
-
-
-def _first_row(inputs: LayerInputs) -> LayerInputs:
-    """Return the inputs of the first row. The rotation has no rows."""
-    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None))
-    return dataclasses.replace(rows, rope=inputs.rope)
-
-
-def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
-    """Return the identity on the residual stream, constrained on a mesh so that every device has
-    the whole stream of the rows it serves."""
-    placement = cache.placement
-    return (
-        (lambda hidden: hidden)
-        if placement is None
-        else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
-    )
-
-
-# equal layers are traced and lowered once, here as in _layer_step
-attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")
-
-
-@jax.jit
-def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N T H"]) -> HiddenBTD:
-    """Run layer.finish in chunks of tokens, so that the MLP's wide activations never exist for a
-    whole prompt."""
-    length = hidden.shape[1]
-    chunks = -(-length // FINISH_CHUNK)
-    if chunks == 1:
-        return layer.finish(hidden, attention)
-    padding = chunks * FINISH_CHUNK - length
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    attention = jnp.pad(attention, ((0, 0), (0, 0), (0, padding), (0, 0)))
-
-    def one(i: Array) -> HiddenBTD:
-        at = i * FINISH_CHUNK
-        return layer.finish(
-            lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1),
-            lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2),
-        )
-
-    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
-    return done.reshape(hidden.shape)[:, :length]
-
-
-def checked_tokens(
-    llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0
-) -> tuple[Array, Array]:
-    """Return tokens [B, W] and lengths [B] as int32 arrays, padded to the width of a program.
-
-    `new_tokens` will be generated after them. Traced values cannot be inspected: inside a caller's
-    jit only shapes and dtypes are checked, and nothing is padded.
-
-    Raises ValueError, in one line, if they are not integers, do not fit the cache, the vocabulary
-    or the capacity, the cache was consumed, or the model was prepared for another cache.
-    """
-    tokens = int32("tokens", tokens)
-    if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
-        raise ValueError(
-            f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got"
-            f" shape {tokens.shape}"
-        )
-    check_dims(llama, cache)
-    check_mesh(llama, cache)
-    check_held(cache)
-    parameters_for(llama, cache.spec)
-    lengths = (
-        np.full(tokens.shape[:1], tokens.shape[1], np.int32)
-        if lengths is None
-        else int32("lengths", lengths)
-    )
-    if lengths.shape != (cache.batch,):
-        raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")
-    if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
-        return jnp.asarray(tokens), jnp.asarray(lengths)
-    ids, new, cached = (np.asarray(a) for a in (tokens, lengths, cache.lengths))
-    if new.min() < 0 or new.max() > ids.shape[1]:
-        raise ValueError(f"lengths must be between 0 and {ids.shape[1]}, got {new.tolist()}")
-    real = np.arange(ids.shape[1]) < new[:, None]
-    outside = real & ((ids < 0) | (ids >= llama.config.vocab_size))
-    if outside.any():
-        row, at = (int(i) for i in np.argwhere(outside)[0])
-        raise ValueError(
-            f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of"
-            f" {llama.config.vocab_size}"
-        )
-    need = cached + new + new_tokens
-    if need.max() > cache.capacity:
-        row = int(need.argmax())
-        parts = f"{cached[row]} cached + {new[row]} prompt" + (
-            f" + {new_tokens} new" if new_tokens else ""
-        )
-        raise ValueError(
-            f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is"
-            f" {cache.capacity}"
-        )
-    # A copy: device_put may take over the caller's memory, which the caller may change while the
-    # program still runs.
-    return jax.device_put(
-        (padded(ids, new, cache.capacity), np.array(new)),
-        None if cache.placement is None else cache.placement.everywhere,
-    )
-
-
-def check_dims(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, if the cache was made for other dimensions. Only static values
-    are compared."""
-    model_dims, cache_dims = dims_of(llama.config), cache.dims
-    names = [field.name for field in dataclasses.fields(model_dims)]
-    different = [
-        f"{n}={getattr(cache_dims, n)} and not {getattr(model_dims, n)}"
-        for n in names
-        if getattr(cache_dims, n) != getattr(model_dims, n)
-    ]
-    if different:
-        raise ValueError(f"the cache was made for another model: it has {', '.join(different)}")
-
-
-def check_mesh(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, if model and cache are on different devices. Inside a caller's
-    jit this cannot be checked."""
-    of_model = getattr(llama.embed[...], "sharding", None)
-    if isinstance(llama.embed[...], Tracer) or of_model is None:
-        return
-    placement, remedy = (
-        cache.placement,
-        "kvq_models.shard_llama moves the model, kvq_jax.move the cache",
-    )
-    if placement is None and len(of_model.device_set) > 1:
-        raise ValueError(
-            f"the model lies on a mesh of {len(of_model.device_set)} devices, and the cache does"
-            f" not: {remedy}"
-        )
-    if placement is not None and of_model.device_set != placement.everywhere.device_set:
-        if len(of_model.device_set) == 1:
-            raise ValueError(
-                f"the cache lies on a mesh ({placement}), and the model does not: {remedy}"
-            )
-        raise ValueError(f"the model lies on another mesh than the cache ({placement}): {remedy}")
-
-
-def right_padded(
-    sequences: list[list[int]], pad: int = 0
-) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Pad token lists of different lengths on the right, as every function here expects.
-
-    Args:
-        sequences: B lists of token ids.
-        pad: the id that fills the rest.
-
-    Returns tokens [B, T] int32 and lengths [B] int32.
-    """
-    lengths = np.array([len(s) for s in sequences], np.int32)
-    tokens = np.full((len(sequences), max(int(lengths.max(initial=0)), 1)), pad, np.int32)
-    for row, sequence in zip(tokens, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return tokens, lengths

@@ -20,12 +20,8 @@ from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import int32
 from kvq_jax.types.pytree import pytree
-from kvq_models.inference.decoding import (
-    checked_tokens,
-    decode_step,
-    implementations,
-    prefill_program,
-)
+from kvq_models.inference.checked_input import checked_tokens
+from kvq_models.inference.decoding import decode_step, implementations, prefill_program
 from kvq_models.inference.padding import bucket, cropped
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama

@@ -19,7 +19,8 @@ from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import Step, append, append_and_attend, begin, finish
 from kvq_jax.types.array_types import LayerInputs, LengthsB
 from kvq_jax.types.rope import Rope
-from kvq_models.inference.decoding import attention_inputs, check_dims, finish_layer
+from kvq_models.inference.checked_input import check_dims
+from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama, QueryBNTH
 from kvq_models.llama.rope import rope_for

@@ -27,7 +27,7 @@ from kvq_jax.cache.row_operations import trim
 from kvq_jax.cache.step import begin
 from kvq_jax.types.array_types import Integers, LengthsB
 from kvq_jax.types.pytree import pytree
-from kvq_models.inference.decoding import checked_tokens, run_layers
+from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.inference.generation import (
     Generated,
     GenerationSettings,
@@ -36,6 +36,7 @@ from kvq_models.inference.generation import (
     generation_settings,
     start,
 )
+from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import bucket
 from kvq_models.llama.model import Llama

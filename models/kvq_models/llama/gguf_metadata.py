@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope_config import RopeConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama
 ROPE_FACTORS = "rope_freqs.weight"

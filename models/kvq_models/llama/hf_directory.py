@@ -20,7 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import SHA256, Checksum
-from kvq_models.llama.config import LlamaConfig, token_ids
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.config_fields import token_ids
 from kvq_models.llama.hf_names import EMBED_NAME, HEAD_NAME
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 

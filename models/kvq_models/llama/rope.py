@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.types.rope import Rope
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.rope_config import RopeConfig
 
 Frequencies = np.ndarray  # [H/2] float32, radians per token
 

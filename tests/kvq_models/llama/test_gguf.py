@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, open_checkpoint, read_config
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.hf_directory import load_tokenizer
 from kvq_models.llama.model import forward
 from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope_config import RopeConfig
 from tests.kvq_models.checkpoints import (
     STORIES,
     random_llama,

@@ -35,12 +35,12 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
+from kvq_models.inference.engine.accepted import VACANT, Accepted, Counts
 from kvq_models.inference.engine.pieces import RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
 from kvq_models.inference.engine.requests import (
     Ended,
     Event,
-    Likely,
     PromptRead,
     QueueFullError,
     Reason,
@@ -50,49 +50,11 @@ from kvq_models.inference.engine.requests import (
 )
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 
 # of prefill programs; the last is the longest chunk that other requests wait for
 WIDTHS = (64, 128, 256)
 QUEUE_LIMIT = 64
-
-_VACANT = (Sampling(), 0, 0, 0, False)
-
-
-@dataclasses.dataclass
-class _Accepted:
-    """An accepted request: in the queue, in the prompt row, or in a slot."""
-
-    ticket: Ticket
-    request: Request
-    read: int = 0  # prompt tokens in the cache
-    # of the prompt's chunks in the store of prefixes; [] without a store
-    keys: list[bytes] = dataclasses.field(default_factory=list)
-    drawn: int = 0  # tokens drawn
-    last: int = 0  # the newest of them
-    cancelled: bool = False
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    likely: list[Likely] = dataclasses.field(default_factory=list)
-
-    @property
-    def rule(self) -> tuple[Sampling, int, int, int, bool]:
-        asked = self.request
-        return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
-
-
-@dataclasses.dataclass
-class Counts:
-    """Counters of an engine's work so far."""
-
-    steps: int = 0
-    chunks: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefix_lookups: int = 0  # prompts looked up in the store of prefixes
-    prefix_hits: int = 0  # of these, prompts with at least the first chunk in it
-    prefix_tokens: int = 0  # tokens that came from the store instead of being read
-    ended: dict[Reason, int] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -149,10 +111,10 @@ class Engine:
         self._compiling: dict[int, Future[None]] = {}
         self.counts = Counts()
         self._tickets = itertools.count()
-        self._queue: deque[_Accepted] = deque()
+        self._queue: deque[Accepted] = deque()
         # the reserved slot, and the request whose prompt is being read
-        self._reading: tuple[int, _Accepted] | None = None
-        self._slots: list[_Accepted | None] = [None] * slots
+        self._reading: tuple[int, Accepted] | None = None
+        self._slots: list[Accepted | None] = [None] * slots
         self._no_logits = jax.device_put(np.zeros((1, llama.config.vocab_size), np.float32))
 
     @property
@@ -249,7 +211,7 @@ class Engine:
         if self.waiting >= self.queue_limit:
             raise QueueFullError(self.waiting, self.queue_limit)
         ticket = next(self._tickets)
-        self._queue.append(_Accepted(ticket, request))
+        self._queue.append(Accepted(ticket, request))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -310,13 +272,13 @@ class Engine:
         elif self._take(accepted, drawn, 0, events):
             self._slots[slot] = accepted
 
-    def _chunk(self, accepted: _Accepted) -> tuple[int, int]:
+    def _chunk(self, accepted: Accepted) -> tuple[int, int]:
         """Return the number of prompt tokens to read next, and the width of the program that reads
         them."""
         count = min(len(accepted.request.prompt) - accepted.read, self.widths[-1])
         return count, next(width for width in self.widths if width >= count)
 
-    def _recall(self, accepted: _Accepted) -> jax.Array | None:
+    def _recall(self, accepted: Accepted) -> jax.Array | None:
         """Fill the prompt row with the stored beginning of a prompt. Return the logits after it, or
         None."""
         if self.prefixes is None or accepted.request.prompt_logprobs:
@@ -334,13 +296,13 @@ class Engine:
         self.counts.prefix_tokens += accepted.read
         return jax.device_put(pieces[-1].logits)
 
-    def _remember(self, accepted: _Accepted, before: int, logits: jax.Array) -> None:
+    def _remember(self, accepted: Accepted, before: int, logits: jax.Array) -> None:
         """Store the chunk that was read after `before` tokens."""
         if self.prefixes is not None and accepted.keys:
             chain = accepted.keys[: before // self.widths[-1] + 1]
             self.prefixes.put(chain, self._pieces.cut(self._row, before, accepted.read, logits))
 
-    def _prefill(self, accepted: _Accepted) -> jax.Array:
+    def _prefill(self, accepted: Accepted) -> jax.Array:
         """Read the next chunk of a prompt and return the logits [1, V] after it."""
         prompt, (count, width) = accepted.request.prompt, self._chunk(accepted)
         tokens, following = np.zeros((2, 1, width), np.int32)
@@ -352,7 +314,7 @@ class Engine:
             logits, scores, self._row = programs.score_chunk(
                 self.llama, self._row, tokens, lengths, following, self.implementation
             )
-            self._keep_scores(accepted, len(after), *(np.asarray(score) for score in scores))
+            accepted.add_scores(len(after), *(np.asarray(score) for score in scores))
         else:
             logits, self._row = programs.prefill_chunk(
                 self.llama, self._row, tokens, lengths, False, self.implementation
@@ -368,25 +330,7 @@ class Engine:
         self.counts.prompt_tokens += count
         return logits
 
-    def _keep_scores(
-        self,
-        accepted: _Accepted,
-        count: int,
-        logprobs: np.ndarray,
-        likely: np.ndarray,
-        values: np.ndarray,
-    ) -> None:
-        if not accepted.logprobs:
-            accepted.logprobs.append(0.0)
-            accepted.likely.append(())
-        accepted.logprobs += logprobs[:count].tolist()
-        most = accepted.request.alternatives
-        accepted.likely += [
-            tuple(zip(likely[i, :most].tolist(), values[i, :most].tolist(), strict=True))
-            for i in range(count)
-        ]
-
-    def _fill(self, slot: int, logits: jax.Array, accepted: _Accepted) -> Drawn:
+    def _fill(self, slot: int, logits: jax.Array, accepted: Accepted) -> Drawn:
         drawn, self.cache, self._row = programs.fill_slot(
             self.cache, self._row, np.int32(slot), logits, row_rules([accepted.rule])
         )
@@ -397,7 +341,7 @@ class Engine:
         if not active.any():
             return
         tokens = np.array([accepted.last if accepted else 0 for accepted in self._slots], np.int32)
-        rules = row_rules([accepted.rule if accepted else _VACANT for accepted in self._slots])
+        rules = row_rules([accepted.rule if accepted else VACANT for accepted in self._slots])
         drawn, self.cache = programs.step_slots(
             self.llama, self.cache, tokens, active, rules, self.implementation
         )
@@ -407,7 +351,7 @@ class Engine:
             if accepted is not None and not self._take(accepted, drawn, slot, events):
                 self._slots[slot] = None
 
-    def _take(self, accepted: _Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
+    def _take(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
         """Give a request the token that was drawn in a row. Return True if it continues."""
         if not drawn.finite[row]:
             return self._end(accepted, "not-finite", events)
@@ -427,7 +371,7 @@ class Engine:
             return self._end(accepted, "ended", events)
         return accepted.drawn < asked.max_new_tokens or self._end(accepted, "length", events)
 
-    def _end(self, accepted: _Accepted, reason: Reason, events: list[Event]) -> bool:
+    def _end(self, accepted: Accepted, reason: Reason, events: list[Event]) -> bool:
         events.append(Ended(accepted.ticket, reason))
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
         return False

@@ -15,7 +15,8 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, init_cache
 from kvq_jax.cache.row_operations import replace_row
 from kvq_jax.cache.step import begin
-from kvq_models.inference.decoding import decode_step, prefill_program, run_layers
+from kvq_models.inference.decoding import decode_step, prefill_program
+from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
 from kvq_models.llama.model import Llama
