@@ -138,16 +138,14 @@ def instances(*arguments):
 
 
 def exact(lm, context, continuation):
-    """Return (log-probability, greedy) of a continuation by a plain forward pass, padded to one
-    shape."""
+    """Return (log-probability, greedy) of a continuation by a padded plain forward pass."""
     row = np.zeros((1, 256), np.int32)
     row[0, : len(context + continuation)] = context + continuation
     logits = np.asarray(jax.jit(forward)(lm.llama, jnp.asarray(row))[0], np.float64)
     logits = logits[len(context) - 1 : len(context + continuation) - 1]
     logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    return logprobs[range(len(continuation)), continuation].sum(), bool(
-        (logits.argmax(-1) == continuation).all()
-    )
+    greedy = bool((logits.argmax(-1) == continuation).all())
+    return logprobs[range(len(continuation)), continuation].sum(), greedy
 
 
 def worst(found, expected):

@@ -10,7 +10,7 @@ import string
 import pytest
 
 from kvq_tools.evaluation.tasks import niah, ruler
-from tests.kvq_tools.evaluation.test_tasks import embedded_prompts, prompt_text
+from tests.kvq_tools.evaluation.task_samples import embedded_prompts, prompt_text
 
 # the embedded model's tokens are short
 LENGTHS = {
