@@ -12,7 +12,7 @@ EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.vers
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
-.PHONY: demo test aot lint bench wheel clean
+.PHONY: demo test aot lint bench docs wheel clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
@@ -34,6 +34,11 @@ bench: $(VENV)/.kvq-test
 	$(RUN) -m benchmarks.cpu.decode_step --json benchmarks/results/decode_step_cpu.json
 	$(RUN) -m benchmarks.results_page
 
+# the documentation site, in site/: pages, and a reference made of docstrings; kvq itself is not installed for it
+docs: $(VENV)/.kvq-docs
+	$(RUN) -m tools.documentation build/docs
+	$(RUN) -m mkdocs build --strict
+
 # what a release publishes for this platform and Python; an error where the CPU kernels were not compiled into it
 wheel:
 	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
@@ -43,7 +48,7 @@ wheel:
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +61,11 @@ $(VENV)/.kvq: $(VENV)/bin/python $(BUILD)
 $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq with extras $(EXTRAS) into $(VENV) (a few minutes) ..."
 	$(PIP) -e ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/.kvq-docs: $(VENV)/bin/python pyproject.toml
+	@$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' >$@.txt
+	$(PIP) -r $@.txt
 	@touch $@
 
 $(VENV)/.kvq-aot: $(VENV)/bin/python $(BUILD)

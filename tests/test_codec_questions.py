@@ -20,7 +20,7 @@ from kvq_jax.arrays import (
     sparse_outliers,
 )
 from kvq_jax.codecs import bias_subtracting
-from kvq_jax.codecs.base import Codec, CrossLayerCodec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.methods.base import Method
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def rooms() -> dict[str, tuple[str, ...]]:
         kind
         for kind in subclasses(Codec) | subclasses(Method)
         if kind.__module__.startswith("kvq_jax.")
-    } - {CrossLayerCodec}
+    }
     values = {
         kind
         for module in ARRAYS

@@ -68,7 +68,8 @@ SUFFIXES = (
 QUOTES_HISTORY = (
     "benchmarks/results/",
     "docs/report/",
-)  # generated: their commands are those that were run
+    "laboratory/notes/",
+)  # generated, or dated: their names are those of their day
 
 PATH = re.compile(rf"(?<![\w./<{{-])(?:{'|'.join(FOLDERS)}|kvq_models)/[\w./*-]*[\w*/]")
 FILE = re.compile(r"(?<![\w./*<>{}-])(?:[\w-]+/)*[\w-]+\.(?:py|md|sh|toml|svg|jinja)\b(?![\w/])")
@@ -434,7 +435,7 @@ def test_a_stale_reference_is_found(path: str, text: str):
             "docs/design.md",
             (
                 "kvq_jax/methods/<name>/ and kvq_jax/methods/*/README.md, [this"
-                " page](decisions.md#the-cache), [JAX](https://jax.dev/a/b.md)"
+                " page](decisions/methods.md#methods), [JAX](https://jax.dev/a/b.md)"
             ),
         ),
         (

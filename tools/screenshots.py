@@ -5,8 +5,8 @@
 
 A terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both
 come with
-`apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are, with the
-kvq of this environment.
+`apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are, with this
+environment's kvq.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the rows of one dot product and K and V are read where they lie, never repeated,
 They do not even add the new token to a cache; the caches do. A program runs several layers, each
 with a cache of its own and the queries that the layer before returned, as a decode step does:
 calling a program from Python takes a tenth of a millisecond, as long as short layers. See
-docs/decisions.md, "CPU decode attention".
+docs/decisions/streaming_attention.md.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from benchmarks.cpu.timing import (
 )
 from benchmarks.report_file import arguments
 from kvq_jax.attention import dispatch, reference
+from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
@@ -83,9 +84,10 @@ def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
     chosen = [_baseline(shape, *baseline) for baseline in BASELINES]
     for spec in caches:
         plan = _plan(shape, spec)
-        chosen.append(_cache(shape, spec, plan, None))
-        if dispatch.choose(None, plan, shape.kv_heads * shape.group, 1) is not None:
-            chosen.append(_cache(shape, f"{spec}, xla", plan, "xla"))
+        route = dispatch.choose(None, plan, shape.kv_heads * shape.group, 1)
+        chosen.append(_cache(shape, spec, plan, route))
+        if route != XLA:
+            chosen.append(_cache(shape, f"{spec}, xla", plan, XLA))
     return chosen
 
 
@@ -133,9 +135,7 @@ def _plan(shape: Shape, spec: str) -> LayerPlan:
     return cache.layer(0, dims, shape.tokens + cache.block, "float32")
 
 
-def _cache(
-    shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Implementation
-) -> Candidate:
+def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
     """Return layers of a cache that holds `tokens` tokens of each sequence; a step appends one to
     each and attends to all, in place."""
 
@@ -146,7 +146,7 @@ def _cache(
         outputs, after = [inputs.q_rot], []
         for state in states:
             own = dataclasses.replace(inputs, q_rot=outputs[-1])
-            out, state, _ = decode_layer(plan, params, state, own, (), implementation)
+            out, state, _ = decode_layer(plan, params, state, own, (), route)
             outputs.append(out)
             after.append(state)
         return outputs[1:], after
@@ -211,7 +211,8 @@ def _parameters(plan: LayerPlan) -> Tree:
     """Return what methods are calibrated for, from random rows; () where no side needs any."""
     rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
     sides = [
-        codec.calibrate(*rows) if codec.parameters(plan.heads) else () for codec in plan.codecs
+        codec.learning.calibrate(*rows) if codec.learning.parameters(plan.heads) else ()
+        for codec in plan.codecs
     ]
     return jax.tree.map(jnp.asarray, tuple(sides)) if any(sides) else ()
 

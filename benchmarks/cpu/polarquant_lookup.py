@@ -10,7 +10,7 @@ by what the tables hold.
                   of the loop over tokens
 
 Read chunk by chunk, as attention reads a cache, which serves one query row with products and more
-of them with keys (docs/decisions.md). Errors are relative to keys in float64.
+of them with keys (docs/decisions/queries_and_latents.md). Errors are relative to keys in float64.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def bodies(spec: str, head_dim: int, tokens: int) -> tuple[Body, Body]:
     """Return how the kernel takes keys and values of this cache. Raises ValueError where it cannot
     read them."""
     plan = kvq.parse(spec).layer(0, CacheDims(1, 4, 1, head_dim, 4 * head_dim), tokens, "float32")
-    described = [codec.native_body() for codec in plan.codecs]
+    described = [codec.kernels.native() for codec in plan.codecs]
     for body in described:
         if isinstance(body, str):
             raise ValueError(f"{spec}: {body}")

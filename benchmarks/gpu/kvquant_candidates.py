@@ -23,7 +23,7 @@ from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, plan_of, random_parameters, rope_of
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
@@ -177,7 +177,7 @@ class _Side:
             return self.random_rows(jnp.uint32(3), tokens)
 
         def pack(x: Array, params: Any) -> Any:
-            return codec.quantize(params, (), x, prefill=False)
+            return codec.quantize(params, (), x, GENERATED)
 
         size = (
             kvq.nbytes(codec.body(1, self.shape.kv_heads, tokens))
@@ -197,7 +197,7 @@ class _Side:
 
     def call(self, part: str, launch: Launch, x: Array, copy: Any) -> Array:
         params, body = copy
-        reader, arrays = self.body.reader, self.codec.fused_arrays(params, body)
+        reader, arrays = self.body.reader, self.codec.kernels.arrays(for_kernels(params), body)
         rope = rope_of(self.shape.head_dim)
         if part == "sparse" and self.side == "v":
             return matvec.weighted_outliers(x, reader, arrays, launch=launch)

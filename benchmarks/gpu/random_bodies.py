@@ -24,7 +24,7 @@ from kvq_jax.arrays.stored import BodySpec, load_body
 from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.attention.fused import reader_and_arrays
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec
@@ -156,7 +156,7 @@ def _(leaves: RunArray, seed: Array) -> RunArray:
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
     """Return parameters as from a calibration, {} for codecs without: rows are about -1 .. 1, and
     hardly an entry is an outlier."""
-    specs = codec.parameters(heads)
+    specs = codec.learning.parameters(heads)
     if "energies" in specs:
         return _sorted_channels(specs, seed)
     ranges = {
@@ -170,7 +170,7 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
     parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items()}
     if "levels" in parameters:
         parameters |= {"levels": jnp.sort(parameters["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
-    return parameters | codec.derive(parameters)
+    return parameters | codec.learning.derive(parameters)
 
 
 def _sorted_channels(specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:
@@ -237,7 +237,7 @@ class Body:
     @functools.cached_property
     def reader(self) -> Reader:
         """Return the reader of its arrays. Raises ValueError where kernels cannot read them."""
-        reader = self.codec.kernel_reader()
+        reader = self.codec.kernels.reader()
         if isinstance(reader, str):
             raise ValueError(reader)
         return reader
@@ -260,7 +260,7 @@ class Body:
         params, stored = copy
         batch, heads, *_ = jax.tree.leaves(stored)[0].shape
         body = load_body(self.leaves, stored)
-        rows = self.codec.dequantize(params, self.codec.initial_statistics(batch, heads), body)
+        rows = self.codec.dequantize(params, self.codec.statistics.initial(batch, heads), body)
         positions = jnp.broadcast_to(jnp.arange(self.shape.tokens), (batch, self.shape.tokens))
         return self.codec.vectors(params, rows, positions, rope_of(self.shape.head_dim))
 

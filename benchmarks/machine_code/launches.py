@@ -249,7 +249,7 @@ def calibrated(plan: LayerPlan) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
     """Return the shapes of a layer's calibrated parameters and of what follows from them, keys' and
     values'."""
     specs = (
-        codec.parameters(plan.heads) | codec.derived_parameters(plan.heads)
+        codec.learning.parameters(plan.heads) | codec.learning.derived(plan.heads)
         for codec in (plan.k, plan.v)
     )
     return tuple(

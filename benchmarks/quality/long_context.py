@@ -39,7 +39,7 @@ from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_tools.cli.console import UserError
-from kvq_tools.cli.inputs import encode
+from kvq_tools.cli.text_input import encode
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample

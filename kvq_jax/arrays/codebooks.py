@@ -52,7 +52,7 @@ def look_up(
     """Return levels[codes] for 2^n levels, by a tree of selects: bit 0 of a code halves the
     entries, bit 1 the rest, and so on.
 
-    XLA's CPU backend vectorizes selects, but no gather (docs/decisions.md).
+    XLA's CPU backend vectorizes selects, but no gather (docs/decisions/packed_layout.md).
     """
     entries = [levels[i] for i in range(levels.shape[0])]
     bit = 0

@@ -35,7 +35,7 @@ def orthonormal(columns: Float[Array, "*batch T r"]) -> Float[Array, "*batch T r
     """Return orthonormal columns of the same span, by Gram and Schmidt, twice for each column.
 
     A library's QR is not used: XLA's CPU backend hands batches of them to the threads that wait for
-    them (docs/decisions.md).
+    them (docs/decisions/methods.md).
     """
     done: list[Array] = []
     for i in range(columns.shape[-1]):

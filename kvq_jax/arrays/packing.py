@@ -85,7 +85,7 @@ def _repeat_rows(
 
     Written as a concatenation because XLA's CPU backend keeps one apart, so that the unpacking of a
     field becomes one long vectorized loop; rows too short for that (under 256 bytes) are joined
-    with their neighbours first (docs/decisions.md).
+    with their neighbours first (docs/decisions/streaming_attention.md).
     """
     *batch, rows, width = word.shape
     joined = 1

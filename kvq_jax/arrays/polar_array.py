@@ -255,7 +255,8 @@ def _half_tables(body: PolarArray) -> tuple[tuple[Array, Array], tuple[Array, Ar
     Each is [entries, B, K, groups, 1, H/2]. An angle is the sum of the two, so two tables of
     2^(b/2) entries take the place of one of 2^b: 12 selects for a pair instead of 30 at 4 bits. The
     loop of two steps, sin v = cos(v - pi/2), is what keeps XLA's CPU backend from moving the
-    cosines into the loop over tokens: it does so past any barrier (docs/decisions.md).
+    cosines into the loop over tokens: it does so past any barrier
+    (docs/decisions/queries_and_latents.md).
     """
     scale, zero = (
         s.astype(jnp.float32)[None, :, :, :, None]

@@ -27,7 +27,7 @@ from kvq_jax.types.pytree import describe, pytree
 PER_OCTAVE = 8  # steps of the logarithmic scale in a factor of 2
 LARGEST = 1e18  # its square is finite in fp32
 # bits from which on no channel is clipped: there a clipped entry costs more than the longer steps
-# (docs/decisions.md)
+# (docs/decisions/calibration.md)
 UNCLIPPED = 5
 
 

@@ -3,7 +3,8 @@ block.
 
 A codec describes its body as a tree of `BodySpec`; the state holds arrays of the same tree. 16-bit
 floats are stored as the uint16 that holds their bits: XLA's CPU backend widens a slice of them by
-converting the whole array to float32, each step; integers it moves as they are (docs/decisions.md).
+converting the whole array to float32, each step; integers it moves as they are
+(docs/decisions/packed_layout.md).
 Everything here takes and returns values in their own dtype, except `stored` trees, which are as the
 state holds them. `block` is always the codec's tree of descriptions for one block: the entries of
 its token axes are those of a block.
@@ -133,7 +134,7 @@ def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: Lengt
         return lax.fori_loop(0, len(old), one, old)
 
     # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop
-    # is two launches (docs/decisions.md).
+    # is two launches (docs/decisions/cpu_steps.md).
     return lax.platform_dependent(
         old, new, first, count, cpu=looped, default=jax.vmap(write) if len(old) > 1 else looped
     )

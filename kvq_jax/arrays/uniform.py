@@ -71,6 +71,16 @@ def saturation_limit(dtype: DTypeLike) -> float:
     return float(known.max) / 2 * (1 - float(known.eps))
 
 
+def finite_rows(rows: Float[Array, "... H"], limit: float) -> Float[Array, "... H"]:
+    """Return rows in fp32 whose degenerate entries stay in their token: NaN counts as 0, infinities
+    as the largest finite magnitude of their row, and all entries saturate at `limit`."""
+    x = rows.astype(jnp.float32)
+    finite = jnp.where(jnp.isfinite(x), x, 0)
+    largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True)
+    x = jnp.where(jnp.isinf(x), jnp.sign(x) * largest, finite)
+    return jnp.clip(x, -limit, limit)
+
+
 def asymmetric(
     x: Float[Array, "..."],
     bits: int,

@@ -74,7 +74,7 @@ def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
 def format_of(plan: LayerPlan, query_heads: int) -> Format:
     """Return what the self-test takes of a layer that kernels can serve."""
     return _self_test().Format(
-        plan.k.kernel_reader(), plan.v.kernel_reader(), query_heads // plan.heads
+        plan.k.kernels.reader(), plan.v.kernels.reader(), query_heads // plan.heads
     )
 
 

@@ -1,16 +1,19 @@
-"""The choice between XLA and kernels, which read a layer's body in a decode step and, on a GPU,
-quantize the blocks that age into it.
+"""The choice of what reads a layer's body in a decode step and, on a GPU, quantizes the blocks that
+age into it.
 
-None       on a GPU the fused kernel, on a CPU the native one, where nothing stands in its way
-           (`unsupported`), else XLA
-"xla"      the streaming path, everywhere
-"pallas"   the fused kernels for GPUs; ValueError with the reason where they cannot run
-"native"   the C++ kernel for CPUs; ValueError with the reason where it cannot run
-a Launch   the fused kernels, launched with these options whatever the device: for tests
-           (interpret=True) and compilation ahead of time
+A caller asks for one of
 
-Fused kernels are imported only when one is needed: the Triton route of Pallas is deprecated since
-JAX 0.11, and XLA does without it.
+    None       the fused kernels on a GPU and the native kernel on a CPU if they serve the layer
+               (`unsupported`), else XLA
+    "xla"      the streaming path, everywhere
+    "pallas"   the fused kernels for GPUs; ValueError, with the reason, if they cannot run
+    "native"   the C++ kernel for CPUs; ValueError, with the reason, if it cannot run
+    a Launch   the fused kernels with these options on any device, for tests (interpret=True) and for
+               compilation ahead of time
+
+`choose` turns that into an `Route`, once for a layer and call. Fused kernels are imported
+only if one is needed, because the Triton route of Pallas is deprecated since JAX 0.11 and XLA does
+without it.
 """
 
 from __future__ import annotations
@@ -28,15 +31,35 @@ import jax
 from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.arrays import stored as stored_arrays
 from kvq_jax.attention import arithmetic, native, streaming
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec, Origin
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.kernels import KernelJob
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
 
-Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
-Chosen: TypeAlias = Launch | Literal["native"] | None  # a kernel, or None for XLA
 Kernels: TypeAlias = Literal["pallas", "native"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What reads and writes the body of one layer in one call.
+
+    name: "xla", "native" or "pallas".
+    launch: the options of the fused kernels, for "pallas".
+    only_on: the platform that it serves, if a program may also be compiled for others. XLA serves
+        those. None if it serves every platform that the program is compiled for.
+    """
+
+    name: Literal["xla", "native", "pallas"]
+    launch: Launch | None = None
+    only_on: Literal["cpu", "cuda"] | None = None
+
+
+XLA = Route("xla")
+NATIVE = Route("native")
+Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
+
 MOST_NATIVE_TOKENS = 32  # new tokens of a row in one step
 # the first compute capability with the tensor-core types and asynchronous loads that the kernels
 # use
@@ -46,8 +69,8 @@ OLDEST = 8.0
 def unsupported(
     plan: LayerPlan, query_heads: int, tokens: int, kernels: Kernels = "pallas"
 ) -> str | None:
-    """Return, in one line, why none of these kernels can serve this layer's decode steps; None
-    where one can. The device is not considered."""
+    """Return, in one line, why none of these kernels can serve this layer's decode steps, or None
+    if one can. The device is not considered."""
     return (
         _unsupported_native(plan, tokens)
         if kernels == "native"
@@ -64,7 +87,7 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
             " does"
         )
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
-        body = codec.native_body()
+        body = codec.kernels.native()
         if isinstance(body, str):
             return f"{name}: {body}"
         if body.rotated and plan.regions.shards > 1:
@@ -89,7 +112,7 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
         )
     readers: list[Reader] = []
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
-        reader = codec.kernel_reader()
+        reader = codec.kernels.reader()
         if isinstance(reader, str):
             return f"{name}: {reader}"
         readers.append(reader)
@@ -113,7 +136,7 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
 
 @functools.cache
 def no_triton() -> str | None:
-    """Return, in one line, why kernels cannot be imported; None where they can."""
+    """Return, in one line, why kernels cannot be imported, or None if they can."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
@@ -126,7 +149,7 @@ def no_triton() -> str | None:
 
 
 def no_device(kernels: Kernels = "pallas") -> str | None:
-    """Return, in one line, why this process cannot run these kernels; None where it can."""
+    """Return, in one line, why this process cannot run these kernels, or None if it can."""
     backend = jax.default_backend()
     if kernels == "native":
         return (
@@ -146,39 +169,43 @@ def no_device(kernels: Kernels = "pallas") -> str | None:
     return None
 
 
-def choose(
-    implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int
-) -> Chosen:
-    """Return the kernel to use, or None for XLA. Raises ValueError where a named implementation
+def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int) -> Route:
+    """Return what serves a layer. Raises ValueError, with the reason, if a named implementation
     cannot run."""
     if implementation is None:
-        kernels = _kernels_here()
-        if obstacle(kernels, plan, query_heads, tokens):
-            return None
-        return _launch(plan, query_heads) if kernels == "pallas" else "native"
+        return _automatic(plan, query_heads, tokens)
     if implementation == "xla":
-        return None
+        return XLA
     if isinstance(implementation, Launch):
         if reason := unsupported(plan, query_heads, tokens):
             raise ValueError(f"no kernel for this cache: {reason}")
-        return implementation
+        return Route("pallas", implementation)
     if implementation not in ("pallas", "native"):
         raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
     if reason := unsupported(plan, query_heads, tokens, implementation) or no_device(
         implementation
     ):
         raise ValueError(f"{implementation=} cannot run: {reason}")
-    return _launch(plan, query_heads) if implementation == "pallas" else "native"
+    return NATIVE if implementation == "native" else Route("pallas", _launch(plan, query_heads))
+
+
+def _automatic(plan: LayerPlan, query_heads: int, tokens: int) -> Route:
+    kernels = _kernels_here()
+    if obstacle(kernels, plan, query_heads, tokens):
+        return XLA
+    if kernels == "native":
+        return NATIVE
+    launch = _launch(plan, query_heads)
+    # A process with a GPU may also compile for its CPU, which GPU kernels do not serve.
+    return Route("pallas", launch, only_on=None if launch.interpret else "cuda")
 
 
 def _launch(plan: LayerPlan, query_heads: int) -> Launch:
-    """Return the options of kernels that can serve this layer: in assembly where its self-test has
+    """Return the options of kernels that can serve this layer: in assembly if its self-test has
     passed on this kind of device."""
-    return (
-        LAUNCH
-        if LAUNCH.interpret
-        else dataclasses.replace(LAUNCH, arithmetic=arithmetic.arithmetic_of(plan, query_heads))
-    )
+    if LAUNCH.interpret:
+        return LAUNCH
+    return dataclasses.replace(LAUNCH, arithmetic=arithmetic.arithmetic_of(plan, query_heads))
 
 
 def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
@@ -210,11 +237,6 @@ def arithmetic_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
     )
 
 
-def name_of(chosen: Chosen) -> str:
-    """Return the name of what `choose` chose."""
-    return "xla" if chosen is None else "native" if chosen == "native" else "pallas"
-
-
 def attend(
     plan: LayerPlan,
     params: Tree,
@@ -224,14 +246,17 @@ def attend(
     inputs: LayerInputs,
     limits: PositionsBT,
     windows: Tree,
-    chosen: Chosen,
+    route: Route,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does, with NaN past the capacity; what `choose` chose reads the
-    body. before, after: the state without and with the new tokens. windows: what `append_token`
-    found in them."""
-    if isinstance(chosen, Launch):
-        return _fused().attend(plan, params, after, body, inputs, limits, windows, chosen)
-    if chosen == "native":
+    """Attend as `streaming.attend` does, with NaN past the capacity, and let the route
+    read the body.
+
+    before, after: the state without and with the new tokens.
+    windows: the attention over the windows, if `append_token` computed it on its way.
+    """
+    if route.launch:
+        return _fused().attend(plan, params, after, body, inputs, limits, windows, route.launch)
+    if route.name == "native":
         out = native.attend(plan, params, before, after, body, inputs, limits)
     else:
         out = streaming.attend(plan, params, before, body, inputs, limits)
@@ -243,29 +268,33 @@ def quantize(
     params: Tree,
     stats: Tree,
     rows: RowsBKTH,
-    positions: PositionsBT,
-    *,
-    prefill: bool,
-    chosen: Chosen,
+    at: Origin,
+    route: Route,
 ) -> Tree:
-    """Quantize whole blocks of rows at these positions, by the fused quantize-and-pack kernel where
-    fused kernels are `chosen` and the codec has one.
+    """Quantize whole blocks of rows, by the fused quantize-and-pack kernel if the route
+    and the codec have one.
 
-    The codes are those of `codec.quantize`, except where an element lies midway between two levels,
-    or nearly: there XLA may choose the other one (pallas_kernels/quantize/kernel.py).
+    The codes are those of `codec.quantize`, but for elements midway between two levels, or nearly
+    so: XLA may choose the other one (pallas_kernels/quantize/kernel.py).
     """
-    job = codec.kernel_job(stats, prefill=prefill) if isinstance(chosen, Launch) else None
-    if not isinstance(chosen, Launch) or job is None:
-        return codec.quantize_at(params, stats, rows, positions, prefill=prefill)
-    return _fused().quantize(codec, job, rows, chosen)
+    if route.launch:
+        job = codec.kernels.writer(params, stats, at.prefill)
+        if isinstance(job, KernelJob):
+            return _fused().quantize(codec, job, rows, route.launch)
+    return codec.quantize(params, stats, rows, at)
 
 
 def store_blocks(
-    block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB, chosen: Chosen
+    block: Tree,
+    stored: Tree,
+    values: Tree,
+    first: LengthsB,
+    count: LengthsB,
+    route: Route,
 ) -> Tree:
-    """Write blocks as `arrays.stored.store_blocks` does, by the C++ kernel where that is
-    `chosen`."""
-    store = native.store_blocks if chosen == "native" else stored_arrays.store_blocks
+    """Write blocks as `arrays.stored.store_blocks` does, by the C++ kernel if it is chosen."""
+    native_writes = route.name == "native"
+    store = native.store_blocks if native_writes else stored_arrays.store_blocks
     return store(block, stored, values, first, count)
 
 
@@ -278,15 +307,20 @@ def append_token(
     total: LengthsB,
     inputs: LayerInputs,
     limits: PositionsBT | None,
-    chosen: Chosen,
+    route: Route,
 ) -> tuple[LayerState | None, tuple[bool, ...], Tree]:
-    """Return the state with the token in the windows that each row has where total > start; which
-    bodies have what leaves them; and, with limits, what `attend` takes of the windows: all in one
-    launch. None and none where no fused kernels are chosen.
+    """Append the new token of each row with total > start, in one launch.
+
+    Returns:
+        The new state, or None if no fused kernel is chosen.
+        Whether each body was written too.
+        The attention over the windows, for `attend`, if `limits` is given.
     """
-    if not isinstance(chosen, Launch):
+    if not route.launch:
         return None, (False,) * len(plan.codecs), None
-    return _fused().append_token(plan, params, state, rows, start, total, inputs, limits, chosen)
+    return _fused().append_token(
+        plan, params, state, rows, start, total, inputs, limits, route.launch
+    )
 
 
 def _fused() -> types.ModuleType:

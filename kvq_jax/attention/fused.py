@@ -17,8 +17,10 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.codecs.base import Codec, KernelJob, given_rope
+from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.codecs.kernel_writers import KernelWriter
+from kvq_jax.codecs.kernels import KernelJob
+from kvq_jax.codecs.learning import for_kernels
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -85,7 +87,7 @@ def attend(
     query, (keys, _), (values, _), _ = arguments
     held = plan.regions.held_capacity
     as_they_are = (
-        plan.v.sums_vectors
+        plan.v.kernels.sum is None
         and not values.sums_codes
         and heads_at_once(query, keys, values, held) == plan.heads
     )
@@ -116,7 +118,9 @@ def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
         and regions.shards == 1
         and regions.body_capacity > 0
     )
-    return without_windows and codec.stores_rows and not plan.joint and plan.cross_layer is None
+    return (
+        without_windows and codec.facts.stores_rows and not plan.joint and plan.cross_layer is None
+    )
 
 
 def _leave_at_once(plan: LayerPlan) -> bool:
@@ -136,12 +140,12 @@ def _queries(
     hold rows that no kernel reads: keys before or after RoPE, and values, of 16 bits, are read.
     Raises ValueError where keys cached before RoPE come without `rope`.
     """
-    vectors = (plan.k.stores_vectors or plan.k.only_rotates) and plan.v.stores_vectors
+    vectors = plan.k.facts.form != "other" and plan.v.facts.form == "vectors"
     if _leave_at_once(plan) or not vectors or plan.joint or state.ring[0].dtype.name not in DTYPES:
         return None
     rotation, positions = None, inputs.positions[:, 0]
-    if plan.k.only_rotates:
-        rope = given_rope(inputs.rope)
+    if plan.k.facts.form == "before_rope":
+        rope = required_rope(inputs.rope)
         rotation = rope.inverse_frequencies, rope.attention_factor
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
     return Queries(_by_kv_head(plan, inputs.q_rot), tokens, limits[:, 0], rotation)
@@ -164,7 +168,7 @@ def _add_body(
 
 def _body_part(launch: Launch, plan: LayerPlan, arguments: BodyArguments) -> PartialAttention:
     part = decode_attention(*arguments, capacity=plan.regions.held_capacity, launch=launch)
-    return part._replace(o=plan.v.kernel_sum(part.o))
+    return part._replace(o=plan.v.kernels.summed(part.o))
 
 
 def _body_arguments(
@@ -195,12 +199,12 @@ def reader_and_arrays(
     Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before
     RoPE come without `rope`.
     """
-    reader, arrays = codec.kernel_reader(), codec.fused_arrays(params, body)
+    reader, arrays = codec.kernels.reader(), codec.kernels.arrays(for_kernels(params), body)
     if isinstance(reader, str):
         raise ValueError(reader)
     if not reader.turns:
         return reader, arrays
-    rope = given_rope(rope)
+    rope = required_rope(rope)
     arrays += [rope.inverse_frequencies, rope.attention_factor]
     if regions.axis is not None:
         arrays.append(lax.axis_index(regions.axis))
@@ -284,13 +288,13 @@ def block_writer(
         or regions.ring_slots != regions.recent + regions.block
     ):
         return None
-    job = codec.kernel_job(stats, prefill=False)
-    if codec.stores_rows:
+    writer = codec.kernels.writer(params, stats, False)
+    if codec.facts.stores_rows:
         writer = KernelWriter(RowBlocks(math.gcd(regions.block, SPAN)), [])
-    elif job is None:
-        writer = codec.kernel_writer(params, stats)
-    else:
-        divisor = [] if job.divisor is None else [job.divisor.astype(jnp.float32)]
+    elif isinstance(writer, KernelJob):
+        job, divisor = writer, []
+        if job.divisor is not None:
+            divisor = [job.divisor.astype(jnp.float32)]
         reader = _grouped_reader(codec)
         writer = KernelWriter(
             GroupedBlocks(Job(reader, job.scheme, job.format.bits, bool(divisor), 1, launch.asm)),
@@ -300,7 +304,7 @@ def block_writer(
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:
-    reader = codec.kernel_reader()
+    reader = codec.kernels.reader()
     reader = reader.inner if isinstance(reader, RotatedReader) else reader
     assert isinstance(reader, GroupedReader), "codecs with a kernel to quantize have uniform groups"
     return reader

@@ -12,7 +12,7 @@ from cpu_kernels import store
 from cpu_kernels.attention import NEAR, TOGETHER, WINDOW_DTYPES, Windows, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.codecs.base import Codec, given_rope
+from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
 from kvq_jax.types.rope import Rope, cosines_and_sines
@@ -47,8 +47,8 @@ def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> b
         return False
     vectors = (
         not plan.joint
-        and all(codec.stores_vectors for codec in plan.codecs)
-        and plan.v.sums_vectors
+        and all(codec.facts.form == "vectors" for codec in plan.codecs)
+        and plan.v.kernels.sum is None
     )
     return vectors and state.ring[0].dtype.name in WINDOW_DTYPES
 
@@ -95,14 +95,14 @@ def _of_body(
         keys = keys[0], [*keys[1], *_turns(rope, plan.regions.sink, capacity)]
     held = plan.regions.held(limits)
     m, l, o = decode_attention(query, keys, values, held, capacity=capacity, windows=windows)
-    return PartialAttention(m, l, plan.v.kernel_sum(o))
+    return PartialAttention(m, l, plan.v.kernels.summed(o))
 
 
 def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list[Array]]:
-    description = codec.native_body()
+    description = codec.kernels.native()
     if isinstance(description, str):
         raise ValueError(description)
-    return description, codec.kernel_arrays(params, body)
+    return description, codec.kernels.arrays(params, body)
 
 
 def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 n half"]]:
@@ -110,7 +110,7 @@ def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 
     first few tokens, times RoPE's attention factor, of the first few runs of so many, and of the
     position of every so many runs of the body. A position is a sum of three, so that the tables
     hardly grow with the capacity."""
-    rope = given_rope(rope)
+    rope = required_rope(rope)
     steps = jnp.arange(TOGETHER, dtype=jnp.int32)
     near = jnp.arange(0, min(capacity, NEAR * TOGETHER), TOGETHER, dtype=jnp.int32)
     far = jnp.arange(sink, sink + capacity, NEAR * TOGETHER, dtype=jnp.int32)

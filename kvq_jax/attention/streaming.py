@@ -30,7 +30,7 @@ BODY_CHUNK = 1408  # body tokens read in one step, at most
 BODY_CHUNK_ELEMENTS = (
     11 << 16
     # at most, in their K, their V or their scores, for the whole batch: 2.75 MiB in fp32
-    # (docs/decisions.md)
+    # (docs/decisions/streaming_attention.md)
 )
 EXACT_CHUNK = 1024  # full-precision rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
@@ -279,7 +279,7 @@ def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:
     """Return `at`, made to depend on the weights, which are never negative; XLA does not know that.
 
     Otherwise the CPU backend unpacks a chunk of V while it holds that of K: 60 % more memory, 10 to
-    15 % more time (docs/decisions.md).
+    15 % more time (docs/decisions/streaming_attention.md).
     """
     return at + (weights[0, 0, 0, 0] < 0).astype(at.dtype)
 

@@ -75,8 +75,9 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
 def unmet_options(cache: Cache) -> tuple[str, ...]:
     """Return in words what options ask for and the layers of a cache are too small for, each
     sentence once; a layout is enough."""
-    told = (codec.unmet(plan.heads) for plan in cache.plans for codec in plan.codecs)
-    return tuple(dict.fromkeys(sentence for sentence in told if sentence))
+    sides = ((plan.heads, codec.facts.unmet) for plan in cache.plans for codec in plan.codecs)
+    sentences = (unmet(heads) for heads, unmet in sides if unmet)
+    return tuple(dict.fromkeys(sentence for sentence in sentences if sentence))
 
 
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
@@ -84,7 +85,8 @@ def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
     and sides."""
     sides = [(plan, codec) for plan in plans_for(spec, config) for codec in plan.codecs]
     return sum(
-        codec.outlier_slots(plan.heads) / (plan.heads * plan.head_dim) for plan, codec in sides
+        codec.facts.outlier_slots(plan.heads) / (plan.heads * plan.head_dim)
+        for plan, codec in sides
     ) / len(sides)
 
 
@@ -109,9 +111,6 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
     """Return, for each layer, the outliers of each side ("k", "v", or the one side of methods that
     cache something else) among the live tokens of a cache's body. Sides without slots for outliers
     are left out.
-
-    Raises NotImplementedError, naming the codec, where one has slots but does not count what they
-    hold.
     """
     layers = []
     cache = (
@@ -120,8 +119,8 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         own = {}
         for side, codec, stored in zip(plan.names, plan.codecs, layer.body, strict=True):
-            if codec.outlier_slots(plan.heads):
-                counts = codec.outlier_counts(
+            if codec.facts.outliers:
+                counts = codec.facts.outliers.counts(
                     load_body(codec.body(1, plan.heads, plan.regions.block), stored)
                 )
                 first = (
@@ -140,9 +139,6 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
 def dropped_outliers(cache: Cache) -> tuple[int, int]:
     """Return (outliers that found no slot, outliers that have one) among the live tokens of a
     cache's body, all layers and sides together.
-
-    Raises NotImplementedError, naming the codec, where one has slots but does not count what they
-    hold.
     """
     total = sum(
         (side for layer in outlier_totals(cache) for side in layer.values()), OutlierTotals()

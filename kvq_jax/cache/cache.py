@@ -268,7 +268,7 @@ def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
     return any(
         math.prod(leaf.shape)
         for codec, heads in codecs
-        for leaf in jax.tree.leaves(codec.statistics_spec(1, heads))
+        for leaf in jax.tree.leaves(codec.statistics.spec(1, heads))
     )
 
 

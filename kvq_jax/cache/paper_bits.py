@@ -30,10 +30,8 @@ def paper_bits(
     """
     dims, spec = dims_of(config), parse(spec)
     width = dims.num_key_value_heads * dims.head_dim
-    bits = [
-        c.paper_bits(width, context, pointers=pointers)
-        for plan in plans(spec, dims, 1, "bfloat16")
-        for c in plan.codecs
+    counts = [
+        codec.facts.paper.bits for plan in plans(spec, dims, 1, "bfloat16") for codec in plan.codecs
     ]
-    known = [b for b in bits if b is not None]
-    return sum(known) / len(bits) if len(known) == len(bits) else None
+    known = [count(width, context, pointers) for count in counts if count]
+    return sum(known) / len(known) if len(known) == len(counts) else None

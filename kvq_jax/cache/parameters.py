@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from kvq_jax.cache.cache import CacheDims, dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.layer.plan import LayerPlan, by_side
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, ModelDims, Tree
 
@@ -47,7 +47,7 @@ def prepare_layer(
     spec, sizes = parse(spec), dims_of(dims)
     plan = parameter_plans(spec, sizes)[layer]
     made: tuple[Tree, Tree] = ((), ())
-    if plan.k.takes_weights or plan.v.takes_weights:
+    if plan.k.learning.weights or plan.v.learning.weights:
         if weights is None:
             raise ValueError(
                 f"{str(spec)!r} needs the weights of layer {layer}: give prepare_layer"
@@ -91,7 +91,7 @@ def calibrate_layer(
     plan, calibrated = parameter_plans(spec, sizes)[layer], {}
     sides: tuple[tuple[Side, Codec], ...] = (("k", plan.k), ("v", plan.v))
     for side, codec in sides:
-        if not codec.parameters(sizes.num_key_value_heads):
+        if not codec.learning.parameters(sizes.num_key_value_heads):
             continue
         if side not in rows or side not in gradients:
             raise ValueError(
@@ -106,7 +106,7 @@ def calibrate_layer(
             raise ValueError(
                 f"rows[{side!r}] and gradients[{side!r}] have {len(own)} and {len(slopes)} tokens"
             )
-        calibrated[side] = codec.calibrate(own, slopes)
+        calibrated[side] = codec.learning.calibrate(own, slopes)
     return calibrated
 
 
@@ -117,7 +117,8 @@ def missing_parameters(plan: LayerPlan, params: Tree) -> str:
     lacking = [
         name
         for name, codec, own in zip(("keys", "values"), (plan.k, plan.v), pair, strict=True)
-        if (codec.takes_weights and not own) or set(codec.parameters(plan.heads)) - set(own)
+        if (codec.learning.weights and not own)
+        or set(codec.learning.parameters(plan.heads)) - set(own)
     ]
     return " and ".join(lacking)
 
@@ -131,11 +132,11 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
     """
     described = []
     for codec, own in zip((plan.k, plan.v), by_side(params), strict=True):
-        derived = codec.derived_parameters(plan.heads)
+        derived = codec.learning.derived(plan.heads)
         found = (
             {
-                **(codec.from_weights(_described_weights(dims, bias, norm)) or {}),
-                **codec.parameters(plan.heads),
+                **(codec.learning.from_weights(_described_weights(dims, bias, norm)) or {}),
+                **codec.learning.parameters(plan.heads),
                 **more,
             }
             for bias, norm, more in itertools.product((False, True), (False, True), (derived, {}))
@@ -155,7 +156,7 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
 
 def _can_take(codec: Codec, dims: CacheDims, bias: bool, norm: bool) -> bool:
     try:
-        codec.from_weights(_described_weights(dims, bias, norm))
+        codec.learning.from_weights(_described_weights(dims, bias, norm))
     except ValueError:  # the codec needs a bias, or cannot have a norm
         return False
     return True
@@ -192,7 +193,7 @@ def _with_calibrated(
 ) -> Tree:
     """Return a side's parameters: those made from weights, `own`, its calibrated ones and what
     follows from these."""
-    declared = codec.parameters(dims.num_key_value_heads)
+    declared = codec.learning.parameters(dims.num_key_value_heads)
     if not declared:
         return own
     if calibrated is None:
@@ -207,7 +208,7 @@ def _with_calibrated(
     arrays = {
         name: jnp.asarray(calibrated[name], struct.dtype) for name, struct in declared.items()
     }
-    return (own or {}) | arrays | codec.derive(arrays)
+    return (own or {}) | arrays | codec.learning.derive(arrays)
 
 
 def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:

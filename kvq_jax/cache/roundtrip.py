@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.codecs.codec import Origin
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, by_side
 from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
@@ -41,12 +42,11 @@ def _roundtrip(
     below, by_codec = cross_layer.tokens_of(plan, carry, index), []
     for codec, mine in zip(plan.codecs, own, strict=False):
         rows = cross_layer.coded(codec, mine, codec.rows(mine, inputs).astype(jnp.float32), below)
-        stats = codec.prompt_statistics(mine, inputs)
+        stats = codec.statistics.of(mine, inputs)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
         at = jnp.pad(inputs.positions, ((0, 0), (0, padding)), mode="edge")
-        decoded = codec.dequantize(
-            mine, stats, codec.quantize_at(mine, stats, padded, at, prefill=True)
-        )[:, :, :tokens]
+        body = codec.quantize(mine, stats, padded, Origin(at, prefill=True))
+        decoded = codec.dequantize(mine, stats, body)[:, :, :tokens]
         by_codec.append(cross_layer.decoded(codec, mine, decoded, below))
         if plan.cross_layer:
             held = cross_layer.after(plan.cross_layer, mine, decoded, below)

@@ -226,8 +226,8 @@ def _trim_layer(
     def reset(spec: ArraySpec, stat: Array, initial: Array) -> Array:
         return jnp.where(spec.along("batch", emptied), initial, stat)
 
-    specs = tuple(codec.statistics_spec(old.shape[0], plan.heads) for codec in plan.codecs)
-    initial = tuple(codec.initial_statistics(old.shape[0], plan.heads) for codec in plan.codecs)
+    specs = tuple(codec.statistics.spec(old.shape[0], plan.heads) for codec in plan.codecs)
+    initial = tuple(codec.statistics.initial(old.shape[0], plan.heads) for codec in plan.codecs)
     stats = jax.tree.map(reset, specs, state.stats, initial)
     # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens
     # touches.

@@ -17,8 +17,8 @@ import math
 import re
 from typing import Any
 
-from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.bias_subtracting import OPTION, BiasSubtracting
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.base import Method, PerLayer
@@ -81,15 +81,15 @@ class CacheSpec:
                 )
 
     def _without_bias(self, keys: Codec) -> Codec:
-        if keys.joint and not keys.rebuilds:
+        if keys.facts.joint and not keys.facts.rebuilds:
             raise ValueError(
                 f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which share a row"
                 " with values; leave it out"
             )
-        if keys.exact or keys.rebuilds:
+        if keys.facts.exact or keys.facts.rebuilds:
             why = (
                 "caches no keys and rebuilds them with their bias"
-                if keys.rebuilds
+                if keys.facts.rebuilds
                 else "keeps keys in full precision"
             )
             raise ValueError(
@@ -115,8 +115,8 @@ class CacheSpec:
             k.resolved("k", index, dims, self.block, dtype),
             v.resolved("v", index, dims, self.block, dtype),
         )
-        if (k_codec.joint or v_codec.joint) and k != v:
-            joint = k if k_codec.joint else v
+        if (k_codec.facts.joint or v_codec.facts.joint) and k != v:
+            joint = k if k_codec.facts.joint else v
             raise ValueError(
                 f"{str(self)!r}: {_method_text(joint)} keeps one body for keys and values of this"
                 " model; use it for both"

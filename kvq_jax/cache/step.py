@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import Chosen, Implementation, Launch
+from kvq_jax.attention.dispatch import XLA, Implementation, Route
 from kvq_jax.cache.cache import Cache, CacheDims, check_held
 from kvq_jax.cache.parameters import missing_parameters, parameter_axes
 from kvq_jax.cache.update import decode_layer, prefill_layer
@@ -220,30 +220,25 @@ def _through_layer(
                 f" {list(array.shape)}"
             )
     inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
-    plan, own, state = (
-        cache.plans[step.layer],
-        step.parameters[step.layer],
-        cache.layers[step.layer],
-    )
-    # The choice depends on the device, so it is made here and not inside _layer_step, whose trace
+    plan, state = cache.plans[step.layer], cache.layers[step.layer]
+    layer_parameters = step.parameters[step.layer]
+    # The choice depends on the device, so it is made here and not inside `_layer_step`, whose trace
     # equal layers share.
-    choice = functools.partial(dispatch.choose, step.implementation)
+    parts = 1 if cache.placement is None else cache.placement.size("heads")
+    route = dispatch.choose(
+        step.implementation,
+        plan.share(parts),
+        dims.num_attention_heads // parts,
+        1 if step.prefill else tokens,
+    )
+    static = plan, step.prefill, route
     if cache.placement is None:
-        chosen = choice(plan, dims.num_attention_heads, 1 if step.prefill else tokens)
         through = _layer_step if attend else _layer_append
-        out, state, carry = through(
-            plan, step.prefill, *_by_platform(step, chosen), own, state, inputs, step.carry
-        )
+        out, state, carry = through(*static, layer_parameters, state, inputs, step.carry)
     else:
-        parts = cache.placement.size("heads")
-        chosen = choice(
-            plan.share(parts), dims.num_attention_heads // parts, 1 if step.prefill else tokens
-        )
         with crossing(cache.placement) as mesh:
-            given = mesh.taken((own, state, inputs, step.carry))
-            out, state, carry = _layer_step_on_shards(
-                cache.placement, dims, plan, step.prefill, *_by_platform(step, chosen), *given
-            )
+            arrays = mesh.taken((layer_parameters, state, inputs, step.carry))
+            out, state, carry = _layer_step_on_shards(cache.placement, dims, *static, *arrays)
         out = mesh.handed(out, "batch", "heads", "none", "channels")
     layers = (*cache.layers[: step.layer], state, *cache.layers[step.layer + 1 :])
     return out, dataclasses.replace(
@@ -264,47 +259,34 @@ def finish(step: Step) -> Cache:
         return dataclasses.replace(step.cache, lengths=own.everywhere(step.cache.lengths + added))
 
 
-def _by_platform(step: Step, chosen: Chosen) -> tuple[Implementation, bool]:
-    """Return what `_layer_step` takes: GPU kernels that nobody named do not serve arrays on the CPU
-    of a process that has a GPU."""
-    return (
-        chosen or "xla",
-        step.implementation is None and isinstance(chosen, Launch) and not chosen.interpret,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # equal layers are traced and lowered once
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # equal layers are traced and lowered once
 def _layer_step(
     plan: LayerPlan,
     prefill: bool,
-    implementation: Implementation,
-    by_platform: bool,
+    route: Route,
     params: Tree,
     state: LayerState,
     inputs: LayerInputs,
     carry: Tree,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Take one layer by this implementation; if `by_platform`, only where the program is compiled
-    for a GPU, and by XLA elsewhere."""
+    """Take one layer, by XLA on platforms that the route does not serve."""
+    layer = prefill_layer if prefill else decode_layer
 
-    def by(implementation: Implementation) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
-        layer = prefill_layer if prefill else decode_layer
-        return lambda params, state, inputs, carry: layer(
-            plan, params, state, inputs, carry, implementation
-        )
+    def by(route: Route) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
+        return lambda params, state, inputs, carry: layer(plan, params, state, inputs, carry, route)
 
     arrays = params, state, inputs, carry
-    if not by_platform:
-        return by(implementation)(*arrays)
-    return lax.platform_dependent(*arrays, cuda=by(implementation), default=by("xla"))
+    if route.only_on is None:
+        return by(route)(*arrays)
+    branch = {route.only_on: by(route)}
+    return lax.platform_dependent(*arrays, **branch, default=by(XLA))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _layer_append(
     plan: LayerPlan,
     prefill: bool,
-    implementation: Implementation,
-    by_platform: bool,
+    route: Route,
     params: Tree,
     state: LayerState,
     inputs: LayerInputs,
@@ -312,20 +294,17 @@ def _layer_append(
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Run `_layer_step` with its queries in the place of its attention, which is dead code then:
     XLA leaves it out."""
-    _, after, carry = _layer_step(
-        plan, prefill, implementation, by_platform, params, state, inputs, carry
-    )
+    _, after, carry = _layer_step(plan, prefill, route, params, state, inputs, carry)
     return inputs.q_rot, after, carry
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _layer_step_on_shards(
     placement: Placement,
     dims: CacheDims,
     plan: LayerPlan,
     prefill: bool,
-    implementation: Implementation,
-    by_platform: bool,
+    route: Route,
     params: Tree,
     state: LayerState,
     inputs: LayerInputs,
@@ -337,9 +316,7 @@ def _layer_step_on_shards(
         plan, placement, functools.partial(parameter_axes, plan, dims, params), params
     )
     attention = placement.along("batch", "heads", "none", "channels")
-    local = functools.partial(
-        _layer_step, plan.share(placement.size("heads")), prefill, implementation, by_platform
-    )
+    local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, route)
     run = on_shards(
         local,
         placement,

@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.attention import dispatch, native, streaming
-from kvq_jax.attention.dispatch import Chosen, Implementation, Launch
-from kvq_jax.codecs.base import Codec
+from kvq_jax.attention.dispatch import XLA, Route
+from kvq_jax.codecs.codec import Codec, Origin
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import ArraySpec, LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
@@ -35,23 +35,20 @@ def prefill_layer(
     state: LayerState,
     inputs: LayerInputs,
     carry: Tree,
-    implementation: Implementation = None,
+    route: Route = XLA,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Return (out, state, carry): attention of prompt tokens, and the layer's state with them
     added.
 
     Attention is exact inside the prompt and over the windows; tokens that were in the body before
     are read as they were quantized. Rows of the batch that were empty get their prompt statistics
-    here. `implementation` chooses what quantizes; XLA does the attention of prompts.
+    here. `route` chooses what quantizes; XLA does the attention of prompts.
     """
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
-    chosen = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
-    chosen = (
-        chosen if isinstance(chosen, Launch) else None
-    )  # prompts are quantized in XLA, through which gradients can flow
-    after = append_layer(plan, params, state, inputs, carry, prefill=True, chosen=chosen)
+    quantizer = route if route.launch else XLA
+    after = append_layer(plan, params, state, inputs, carry, prefill=True, route=quantizer)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
     return streaming.without_lost(plan, inputs.positions, out), after, carry
@@ -63,22 +60,27 @@ def decode_layer(
     state: LayerState,
     inputs: LayerInputs,
     carry: Tree,
-    implementation: Implementation = None,
+    route: Route = XLA,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Return (out, state, carry): attention of T generated tokens, and the layer's state with them
     added.
 
     The result is that of T single steps: each token sees the body as it would be at its own step.
-    `implementation`: see attention/dispatch.py.
+    `route`: see attention/dispatch.py.
     """
     params = by_side(params)
-    _, heads, tokens, _ = inputs.q_rot.shape
-    chosen = dispatch.choose(implementation, plan, heads, tokens)
     # past the capacity a token sees nothing that is real; without the bound it would see a block
     # more than there is
     limits = jnp.minimum(plan.regions.body(inputs.positions + 1), plan.regions.body_capacity)
     after, windows = _append(
-        plan, params, state, inputs, carry, limits, prefill=False, chosen=chosen
+        plan,
+        params,
+        state,
+        inputs,
+        carry,
+        limits,
+        prefill=False,
+        route=route,
     )
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     return (
@@ -91,7 +93,7 @@ def decode_layer(
             inputs,
             limits,
             windows,
-            chosen,
+            route,
         ),
         after,
         carry,
@@ -106,7 +108,7 @@ def append_layer(
     carry: Tree,
     *,
     prefill: bool,
-    chosen: Chosen = None,
+    route: Route = XLA,
 ) -> LayerState:
     """Return the state with the valid tokens of `inputs` added.
 
@@ -114,7 +116,14 @@ def append_layer(
     body, by a fused kernel if one is `chosen`. Cross-layer methods read `carry`.
     """
     return _append(
-        plan, by_side(params), state, inputs, carry, None, prefill=prefill, chosen=chosen
+        plan,
+        by_side(params),
+        state,
+        inputs,
+        carry,
+        None,
+        prefill=prefill,
+        route=route,
     )[0]
 
 
@@ -127,7 +136,7 @@ def _append(
     limits: PositionsBT | None,
     *,
     prefill: bool,
-    chosen: Chosen,
+    route: Route,
 ) -> tuple[LayerState, Tree]:
     """Return what `append_layer` does and, with the limits of what is read from the body, what a
     kernel found in the windows on its way."""
@@ -141,7 +150,7 @@ def _append(
     after, aged, windows = None, (False, False), None
     if not prefill and inputs.positions.shape[1] == 1:
         after, aged, windows = dispatch.append_token(
-            plan, params, state, rows, start, total, inputs, limits, chosen
+            plan, params, state, rows, start, total, inputs, limits, route
         )
     if after is None:
         held, in_ring = (
@@ -149,11 +158,11 @@ def _append(
             regions.ring_positions(total),
         )
         sink = tuple(
-            _refresh(slots, new, held, start, total, chosen)
+            _refresh(slots, new, held, start, total, route)
             for slots, new in zip(state.sink, rows, strict=True)
         )
         ring = tuple(
-            _refresh_ring(slots, new, in_ring, start, total, chosen)
+            _refresh_ring(slots, new, in_ring, start, total, route)
             for slots, new in zip(state.ring, rows, strict=True)
         )
         after = dataclasses.replace(state, sink=sink, ring=ring)
@@ -173,7 +182,7 @@ def _append(
                 total,
                 carry,
                 prefill,
-                chosen,
+                route,
             )
         )
         for side, codec in enumerate(plan.codecs)
@@ -195,9 +204,9 @@ def _with_statistics(
     def select(spec: ArraySpec, new: Array, old: Array) -> Array:
         return jnp.where(spec.along("batch", fresh), new, old)
 
-    specs = tuple(codec.statistics_spec(1, plan.heads) for codec in plan.codecs)
+    specs = tuple(codec.statistics.spec(1, plan.heads) for codec in plan.codecs)
     prompt = tuple(
-        codec.prompt_statistics(p, inputs) for codec, p in zip(plan.codecs, params, strict=False)
+        codec.statistics.of(p, inputs) for codec, p in zip(plan.codecs, params, strict=False)
     )
     return dataclasses.replace(state, stats=jax.tree.map(select, specs, prompt, state.stats))
 
@@ -208,12 +217,12 @@ def _refresh(
     held: Int[Array, "B E"],
     start: LengthsB,
     total: LengthsB,
-    chosen: Chosen,
+    route: Route,
 ) -> Float[Array, "B K E C"]:
     """Return the window slots after new tokens: slot e takes the row at position held[e] if that
     position is new, else keeps its row."""
     new = (held >= start[:, None]) & (held < total[:, None])
-    if chosen == "native" and rows.shape[2] == 1:
+    if route.name == "native" and rows.shape[2] == 1:
         return native.put_rows(slots, rows, new)
     index = jnp.clip(held - start[:, None], 0, rows.shape[2] - 1)
     return jnp.where(new[:, None, :, None], take_tokens(rows, index), slots)
@@ -225,7 +234,7 @@ def _refresh_ring(
     held: Int[Array, "B R"],
     start: LengthsB,
     total: LengthsB,
-    chosen: Chosen,
+    route: Route,
 ) -> Float[Array, "B K R C"]:
     """Return what `_refresh` does. On a GPU, one new token is one row written, and not the whole
     ring read and written: a fifth of the bytes of 4K tokens in 4 bits. The CPU backend would widen
@@ -233,9 +242,9 @@ def _refresh_ring(
     """
 
     def whole() -> Array:
-        return _refresh(slots, rows, held, start, total, chosen)
+        return _refresh(slots, rows, held, start, total, route)
 
-    if rows.shape[2] > 1 or chosen == "native":
+    if rows.shape[2] > 1 or route.name == "native":
         return whole()
     new = (held >= start[:, None]) & (held < total[:, None])
     return lax.platform_dependent(cpu=whole, default=lambda: put_rows(slots, rows, new))
@@ -307,7 +316,7 @@ def _age(
     total: LengthsB,
     carry: Tree,
     prefill: bool,
-    chosen: Chosen,
+    route: Route,
 ) -> Tree:
     """Return the body with the blocks added that leave the window when `start` tokens become
     `total`. ring: with these tokens in it."""
@@ -341,16 +350,13 @@ def _age(
                 params,
                 state.stats[side],
                 coded,
-                position[:, 0, :, 0],
-                prefill=prefill,
-                chosen=chosen,
+                Origin(position[:, 0, :, 0], prefill),
+                route,
             )
 
         whole = source, below, position[:, None, :, None]
         return (
-            code(whole)
-            if isinstance(chosen, Launch)
-            else _by_chunks(code, codec.body(1, 1, block), whole, block)
+            code(whole) if route.launch else _by_chunks(code, codec.body(1, 1, block), whole, block)
         )
 
     def nothing() -> Tree:
@@ -360,5 +366,5 @@ def _age(
     # and not the body, which it would copy.
     coded = encode() if tokens >= block else lax.cond(jnp.any(leaving > 0), encode, nothing)
     return dispatch.store_blocks(
-        codec.body(1, 1, block), state.body[side], coded, first // block, leaving, chosen
+        codec.body(1, 1, block), state.body[side], coded, first // block, leaving, route
     )

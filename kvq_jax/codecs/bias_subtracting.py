@@ -16,32 +16,27 @@ all.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.codecs.base import KernelJob
+from kvq_jax.codecs.codec import Origin
 from kvq_jax.codecs.dots import dot_rows
-from kvq_jax.codecs.kernel_readers import Reader
-from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.codecs.wrapping import Wrapping
-from kvq_jax.types.array_types import (
-    ArraySpec,
-    CachedRows,
-    LayerInputs,
-    LayerWeights,
-    RowsBKTH,
-    Tree,
-)
+from kvq_jax.codecs.facts import Facts
+from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.prompt_statistics import Statistics
+from kvq_jax.codecs.wrapped import Wrapped
+from kvq_jax.types.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
 
 OPTION = "subtract_bias=true"
 
 
 @dataclasses.dataclass(frozen=True)
-class BiasSubtracting(Wrapping):
+class BiasSubtracting(Wrapped):
     """The key codec `inner`, applied to keys without their bias. Windows hold rows without it too,
     and `vectors` restores it.
 
@@ -49,51 +44,21 @@ class BiasSubtracting(Wrapping):
     of the bias's share of the scores (relative 2^-24 of |q| |b|), as in the model.
     """
 
-    takes_weights: ClassVar[bool] = True
-
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        return self.inner.rows(_own(params), _without(params, inputs))
+        return self.inner.rows(_without_bias(params), _unbiased(params, inputs))
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
-        return self.inner.quantize(_own(params), stats, rows, prefill=prefill)
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+        return self.inner.quantize(_without_bias(params), stats, rows, at)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
-        return self.inner.dequantize(_own(params), stats, body)
-
-    def derived_parameters(self, heads: int) -> dict[str, ArraySpec]:
-        return {}  # they are for kernels, and none reads these keys
-
-    def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
-        return {}
-
-    def calibration_key(self) -> str:
-        return f"{self.inner.calibration_key()},{OPTION}"
-
-    def weights_key(self) -> str:
-        return OPTION
-
-    def from_weights(self, weights: LayerWeights) -> Tree:
-        check_bias(weights)
-        return {**(self.inner.from_weights(weights) or {}), "bias": weights.k_bias}
-
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        return self.inner.prompt_statistics(_own(params), _without(params, inputs))
+        return self.inner.dequantize(_without_bias(params), stats, body)
 
     def vectors(
         self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
     ) -> RowsBKTH:
-        keys = self.inner.vectors(_own(params), rows, positions, rope)
-        return (
-            keys.astype(jnp.float32) + rotated_bias(params, keys.shape[-1], positions, rope)
-        ).astype(keys.dtype)
-
-    @property
-    def stores_vectors(self) -> bool:
-        return False
-
-    @property
-    def only_rotates(self) -> bool:
-        return False
+        keys = self.inner.vectors(_without_bias(params), rows, positions, rope)
+        bias = rotated_bias(params, keys.shape[-1], positions, rope)
+        return (keys.astype(jnp.float32) + bias).astype(keys.dtype)
 
     def query(
         self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]
@@ -102,7 +67,8 @@ class BiasSubtracting(Wrapping):
         first, second = jnp.split(q.astype(jnp.float32), 2, axis=-1)
         b_first, b_second = jnp.split(bias_of(params, q.shape[-1])[None, :, None], 2, axis=-1)
         turning = [first * b_first + second * b_second, second * b_first - first * b_second]
-        return self.inner.query(_own(params), stats, q), jnp.concatenate(turning, axis=-1)
+        query = self.inner.query(_without_bias(params), stats, q)
+        return query, jnp.concatenate(turning, axis=-1)
 
     def scores(
         self,
@@ -113,43 +79,54 @@ class BiasSubtracting(Wrapping):
         positions: Int[Array, "#B C"],
         rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
-        inner, turning = query
-        table = jnp.concatenate(cosines_and_sines(positions, _given(rope)), axis=-1)[
-            :, None
-        ]  # [B, 1, C, H]
+        inner_query, turning = query
+        angles = cosines_and_sines(positions, _required_rope(rope))
+        table = jnp.concatenate(angles, axis=-1)[:, None]  # [B, 1, C, H]
         batch, heads, rows, head_dim = turning.shape
         # TF32 would keep 11 bits of a term that may be hundreds
         constant = dot_rows(
             turning.reshape(batch, 1, heads * rows, head_dim), table, lax.Precision.HIGHEST
         )
-        return self.inner.scores(
-            _own(params), stats, inner, body, positions, rope
-        ) + constant.reshape(batch, heads, rows, -1)
-
-    def kernel_reader(self) -> Reader | str:
-        return f"{OPTION} adds the bias's share to the scores, which no kernel does"
-
-    def native_body(self) -> Body | str:
-        return f"{OPTION} adds the bias's share to the scores, which no kernel does"
-
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
-        return None
+        scores = self.inner.scores(_without_bias(params), stats, inner_query, body, positions, rope)
+        return scores + constant.reshape(batch, heads, rows, -1)
 
     @property
-    def channel_group_bits(self) -> int | None:
-        """Return None: no code depends on the bias."""
-        return None
+    def statistics(self) -> Statistics:
+        return dataclasses.replace(self.inner.statistics, of=self._statistics)
 
-    def subtracted_bias(self, params: Tree, head_dim: int) -> Float[Array, "K H"]:
-        return bias_of(params, head_dim)
+    @property
+    def facts(self) -> Facts:
+        # No code depends on the bias, so none can be spoiled by it.
+        return dataclasses.replace(self.inner.facts, form="other", channel_group_bits=None)
+
+    @property
+    def kernels(self) -> Kernels:
+        return unserved(f"{OPTION} adds the bias's share to the scores, which no kernel does")
+
+    @property
+    def learning(self) -> Learning:
+        learning: Learning = self.inner.learning
+        return dataclasses.replace(
+            learning,
+            weights=self._from_weights,
+            bias=bias_of,
+            narrowed=(),  # for kernels, and none reads these keys
+            key=f"{learning.key},{OPTION}" if learning.key else OPTION,
+        )
 
     def describe(self) -> dict[str, Any]:
         return self.inner.describe() | {"subtract_bias": True}
 
+    def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
+        return self.inner.statistics.of(_without_bias(params), _unbiased(params, inputs))
+
+    def _from_weights(self, weights: LayerWeights) -> Tree:
+        check_bias(weights)
+        return {**(self.inner.learning.from_weights(weights) or {}), "bias": weights.k_bias}
+
 
 def check_bias(weights: LayerWeights) -> None:
-    """Raise ValueError, in one line, where the layer's keys hold no bias that could be
-    subtracted."""
+    """Raise ValueError, in one line, if the layer's keys hold no bias that could be subtracted."""
     if weights.k_bias is None:
         raise ValueError(f"{OPTION}: this model's key projection has no bias; leave the option out")
     if weights.k_norm is not None:
@@ -160,8 +137,7 @@ def check_bias(weights: LayerWeights) -> None:
 
 
 def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
-    """Return the bias of each KV head, fp32. Raises ValueError where parameters were not
-    prepared."""
+    """Return the bias of each KV head, fp32. Raises ValueError if parameters were not prepared."""
     if not params:
         raise ValueError(
             f"{OPTION} needs the key projection's bias: kvq.prepare_layer or kvq_models.prepare"
@@ -178,11 +154,11 @@ def rotated_bias(
     return rotate(
         jnp.broadcast_to(bias, (positions.shape[0], bias.shape[1], positions.shape[1], head_dim)),
         positions,
-        _given(rope),
+        _required_rope(rope),
     )
 
 
-def _without(params: Tree, inputs: LayerInputs) -> LayerInputs:
+def _unbiased(params: Tree, inputs: LayerInputs) -> LayerInputs:
     """Return the same inputs with keys as if the projection had no bias, in the dtype of the
     keys."""
     head_dim, dtype = inputs.k_rot.shape[-1], inputs.k_rot.dtype
@@ -199,12 +175,12 @@ def _without(params: Tree, inputs: LayerInputs) -> LayerInputs:
     )
 
 
-def _own(params: Tree) -> Tree:
+def _without_bias(params: Tree) -> Tree:
     """Return the inner codec's parameters."""
     return {name: value for name, value in params.items() if name != "bias"} if params else ()
 
 
-def _given(rope: Rope | None) -> Rope:
+def _required_rope(rope: Rope | None) -> Rope:
     if rope is None:
         raise ValueError(
             f"{OPTION} needs the model's rope, by which the bias is rotated: it is None"

@@ -22,8 +22,8 @@ def dot_rows(
             "bkrh,bkch->bkrc", q, k, precision=precision, preferred_element_type=jnp.float32
         )
     # The longer operand on the left: twice as fast in decoding on a CPU, which transposes a copy of
-    # the other (docs/decisions.md). The reshapes keep XLA from folding the transposition into the
-    # dot, which would exchange the operands again.
+    # the other (docs/decisions/streaming_attention.md). The reshapes keep XLA from folding the
+    # transposition into the dot, which would exchange the operands again.
     batch, heads, tokens, head_dim = k.shape
     merged = jnp.einsum(
         "nch,nrh->ncr",

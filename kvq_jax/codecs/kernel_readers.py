@@ -42,19 +42,9 @@ class StoredGroup(Protocol):
     def channels(self) -> int: ...
 
 
-@runtime_checkable
-class StoredGroups(Protocol):
-    """The part of a `GroupedCodec` that kernels depend on."""
-
-    @property
-    def format(self) -> GroupFormat: ...
-    @property
-    def pre_rope(self) -> bool: ...
-
-
-def grouped(codec: StoredGroups) -> Reader | str:
+def grouped(format: GroupFormat, *, pre_rope: bool = False) -> Reader | str:
     """Return the reader of uniformly quantized groups, or one line that says why there is none."""
-    format, layout = codec.format, codec.format.layout
+    layout = format.layout
     if reason := head_dim_unsupported(format.channels) or scales_unsupported(format.scale_dtype):
         return reason
     if format.code_bits not in SUPPORTED_BITS:
@@ -80,7 +70,7 @@ def grouped(codec: StoredGroups) -> Reader | str:
         None if format.stores_zero else format.centre,
         format.scale_dtype,
     )
-    return rotated(reader) if codec.pre_rope else reader
+    return rotated(reader) if pre_rope else reader
 
 
 def nonuniform(

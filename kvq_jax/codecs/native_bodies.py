@@ -8,7 +8,7 @@ from typing import Any
 
 from cpu_kernels.body import RUN_WIDTHS, Affine, Body
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.codecs.kernel_readers import StoredGroups
+from kvq_jax.arrays.grouped_array import GroupFormat
 from pallas_kernels.tiles.layout import PlaneLayout
 
 MOST_CHANNELS = 1024
@@ -17,10 +17,9 @@ MOST_POLAR_BITS = 12
 LANES = 16  # of the widest vectors
 
 
-def grouped(codec: StoredGroups) -> Body | str:
+def grouped(format: GroupFormat, *, pre_rope: bool = False) -> Body | str:
     """Describe uniformly quantized groups, or say in one line why kernels cannot read them."""
-    format = codec.format
-    if reason := _unsupported(format.layout, pre_rope=codec.pre_rope):
+    if reason := _unsupported(format.layout, pre_rope=pre_rope):
         return reason
     over_tokens = format.axis == "tokens"
     return _body(
@@ -30,7 +29,7 @@ def grouped(codec: StoredGroups) -> Body | str:
         heads=1 if over_tokens else format.heads,
         scale_dtype=format.scale_dtype,
         centre=None if format.stores_zero else format.centre,
-        rotated=codec.pre_rope,
+        rotated=pre_rope,
     )
 
 

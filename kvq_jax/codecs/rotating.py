@@ -15,55 +15,38 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.arrays.rotations import rotation, turn, turn_back
-from kvq_jax.codecs.base import Codec, KernelJob
-from kvq_jax.codecs.kernel_readers import Reader
-from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.codecs.wrapping import Wrapping
+from kvq_jax.arrays.uniform import finite_rows
+from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.kernels import Kernels, by_xla, unserved
+from kvq_jax.codecs.learning import Learning
+from kvq_jax.codecs.prompt_statistics import Statistics
+from kvq_jax.codecs.wrapped import Wrapped
 from kvq_jax.types.array_types import CachedRows, LayerInputs, Tree
 from kvq_jax.types.rope import Rope
 
 OPTION = "rotate=true"
-LARGEST_ENTRY = (
-    2.0**20
-)  # what is larger saturates before it is rotated: one entry is a part of every channel
+# Larger entries saturate before rotation, because one entry becomes a part of every channel.
+LARGEST_ENTRY = 2.0**20
 BEFORE_ROPE = f"{OPTION} with keys cached before RoPE, which no kernel turns back"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotating(Wrapping):
+class Rotating(Wrapped):
     """The codec `inner`, applied to rotated rows of H channels. Its prompt statistics and its
-    calibration are those of rotated rows."""
+    calibration see rotated rows."""
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
-        return self.inner.quantize(params, stats, _turned(rows), prefill=prefill)
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+        return self.inner.quantize(params, stats, _turned(rows), at)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return turn_back(self.inner.dequantize(params, stats, body))
 
-    def calibrate(
-        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
-    ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        matrix = rotation(rows.shape[-1]).T
-        return self.inner.calibrate(rows @ matrix, gradients @ matrix)
-
-    def calibration_key(self) -> str:
-        key = self.inner.calibration_key()
-        return f"{key},{OPTION}" if key else key
-
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        names = "q_pre", "q_rot", "k_pre", "k_rot", "v"
-        given = {name: array for name in names if (array := getattr(inputs, name)) is not None}
-        return self.inner.prompt_statistics(
-            params, dataclasses.replace(inputs, **{name: _turned(a) for name, a in given.items()})
-        )
-
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
-        return self.inner.query(params, stats, turn(q)) if self.stores_vectors else q
+        return self.inner.query(params, stats, turn(q)) if self._commutes else q
 
     def scores(
         self,
@@ -74,7 +57,7 @@ class Rotating(Wrapping):
         positions: Int[Array, "#B C"],
         rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
-        if self.stores_vectors:
+        if self._commutes:
             return self.inner.scores(params, stats, query, body, positions, rope)
         return Codec.scores(self, params, stats, query, body, positions, rope)
 
@@ -89,34 +72,55 @@ class Rotating(Wrapping):
     ) -> Float[Array, "B K R H"]:
         return turn_back(self.inner.weighted(params, stats, weights, body, positions, rope))
 
-    def kernel_reader(self) -> Reader | str:
-        return self.inner.kernel_reader() if self.stores_vectors else BEFORE_ROPE
-
-    def native_body(self) -> Body | str:
-        return self.inner.native_body() if self.stores_vectors else BEFORE_ROPE
+    @property
+    def statistics(self) -> Statistics:
+        return dataclasses.replace(self.inner.statistics, of=self._statistics)
 
     @property
-    def sums_vectors(self) -> bool:
-        return False
+    def learning(self) -> Learning:
+        learning: Learning = self.inner.learning
+        return dataclasses.replace(
+            learning,
+            fit=self._fit if learning.fit else None,
+            key=f"{learning.key},{OPTION}" if learning.key else "",
+        )
 
-    def kernel_sum(self, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-        return turn_back(self.inner.kernel_sum(weighted))
-
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
-        """Return None: no kernel rotates the rows that it quantizes."""
-        return None
+    @property
+    def kernels(self) -> Kernels:
+        """Those of `inner`, but no kernel rotates the rows that it would quantize."""
+        if not self._commutes:
+            return unserved(BEFORE_ROPE)
+        kernels: Kernels = self.inner.kernels
+        return dataclasses.replace(
+            kernels, writer=by_xla, sum=lambda sums: turn_back(kernels.summed(sums))
+        )
 
     def describe(self) -> dict[str, Any]:
         return self.inner.describe() | {"rotate": True}
 
+    @property
+    def _commutes(self) -> bool:
+        """True if attention can turn the query and the sum in place of every cached row."""
+        return self.inner.facts.form == "vectors"
+
+    def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
+        names = "q_pre", "q_rot", "k_pre", "k_rot", "v"
+        arrays = {name: array for name in names if (array := getattr(inputs, name)) is not None}
+        turned = {name: _turned(array) for name, array in arrays.items()}
+        return self.inner.statistics.of(params, dataclasses.replace(inputs, **turned))
+
+    def _fit(
+        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        matrix = rotation(rows.shape[-1]).T
+        return self.inner.learning.calibrate(rows @ matrix, gradients @ matrix)
+
 
 def rotated(codec: Codec) -> Codec:
-    """Return the codec for rotated rows; one that keeps rows in full precision, as it is."""
-    return codec if codec.exact else Rotating(codec)
+    """Return the codec for rotated rows, or the codec itself if it keeps rows in full precision."""
+    return codec if codec.facts.exact else Rotating(codec)
 
 
 def _turned(rows: Float[Array, "B heads T H"]) -> Float[Array, "B heads T H"]:
-    """Return R x, fp32, of the finite part of rows: NaN counts as 0, infinities as the largest
-    entry."""
-    finite = jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32)
-    return turn(jnp.clip(finite, -LARGEST_ENTRY, LARGEST_ENTRY))
+    """Return R x, fp32, of the finite part of rows."""
+    return turn(finite_rows(rows, LARGEST_ENTRY))

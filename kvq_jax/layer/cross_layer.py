@@ -15,7 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.stored import load_chunk
-from kvq_jax.codecs.base import Codec, CrossLayerCodec
+from kvq_jax.codecs.codec import Codec
+from kvq_jax.codecs.facts import CrossLayer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import CachedRows, LengthsB, Tree
 
@@ -28,13 +29,13 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
     live [B]: body tokens of each row; entries beyond these are unspecified, but finite where the
     body is.
     """
-    codec = plan.cross_layer
-    if codec is None:
+    codec, cross = plan.k, plan.cross_layer
+    if cross is None:
         return carry
     size, batch = plan.regions.held_capacity, live.shape[0]
-    spec = codec.accumulator(batch, size)
+    spec = cross.accumulator(batch, size)
     tokens, wide = spec.axis("tokens"), spec["model"].size
-    stored = jnp.zeros(spec.shape, spec.struct.dtype) if codec.starts else incoming(plan, carry)
+    stored = jnp.zeros(spec.shape, spec.struct.dtype) if cross.starts else incoming(plan, carry)
     if not size:
         return stored
     block = plan.regions.block
@@ -48,7 +49,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
         )  # the last chunk starts early, and adds nothing twice
         old = lax.dynamic_slice_in_dim(stored, at, chunk, tokens)
         body = load_chunk(codec.body(1, 1, block), state.body[0], at // block, chunk // block)
-        new = after(codec, own, codec.dequantize(own, stats, body), spec.load(old)[:, None])
+        new = after(cross, own, codec.dequantize(own, stats, body), spec.load(old)[:, None])
         kept = jnp.where(spec.along("tokens", fresh), spec.store(new[:, 0]), old)
         return lax.dynamic_update_slice_in_dim(stored, kept, at, tokens)
 
@@ -70,10 +71,10 @@ def tokens_of(
 ) -> Float[Array, "B 1 E D"] | None:
     """Return the accumulator at entries index[b] of those held here; None for plans that build on
     no layer below."""
-    codec = plan.cross_layer
-    if codec is None or codec.starts:
+    cross = plan.cross_layer
+    if cross is None or cross.starts:
         return None
-    spec = codec.accumulator(1, 1)
+    spec = cross.accumulator(1, 1)
     entries = jnp.take_along_axis(
         incoming(plan, carry), index[..., None], axis=spec.axis("tokens"), mode="clip"
     )
@@ -85,7 +86,7 @@ def coded(
 ) -> CachedRows:
     """Return what is quantized in place of the rows: their difference from what the layers below
     predict, if there are any."""
-    cross = codec.cross_layer
+    cross = codec.facts.cross_layer
     if below is None or cross is None or cross.starts:
         return rows
     return rows.astype(jnp.float32) - cross.expected(params, below[:, 0])
@@ -95,25 +96,23 @@ def decoded(
     codec: Codec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None
 ) -> CachedRows:
     """Return the rows that dequantized differences stand for: the inverse of `coded`."""
-    cross = codec.cross_layer
+    cross = codec.facts.cross_layer
     if below is None or cross is None or cross.starts:
         return differences
     return differences + cross.expected(params, below[:, 0])
 
 
 def after(
-    codec: CrossLayerCodec,
+    cross: CrossLayer,
     params: Tree,
     differences: CachedRows,
     below: Float[Array, "B 1 T D"] | None,
 ) -> Float[Array, "B 1 T D"]:
     """Return the accumulator of some tokens after this layer, in the dtype in which it is
     stored."""
-    held = (
-        jnp.zeros((), jnp.float32)
-        if codec.starts or below is None
-        else below[:, 0].astype(jnp.float32)
-    )
-    return codec.accumulated(params, held, differences).astype(codec.accumulator(1, 1).dtype)[
-        :, None
-    ]
+    if cross.starts or below is None:
+        accumulator = jnp.zeros((), jnp.float32)
+    else:
+        accumulator = below[:, 0].astype(jnp.float32)
+    new = cross.accumulated(params, accumulator, differences)
+    return new.astype(cross.accumulator(1, 1).dtype)[:, None]

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvq_jax.codecs.base import Codec, CrossLayerCodec
+from kvq_jax.codecs.codec import Codec
+from kvq_jax.codecs.facts import CrossLayer
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, Tree
 from kvq_jax.types.pytree import pytree
@@ -53,8 +54,8 @@ class LayerPlan:
 
     @property
     def joint(self) -> bool:
-        """Return True where keys and values are read from the same rows."""
-        return self.k.joint
+        """Return True if keys and values are read from the same rows."""
+        return self.k.facts.joint
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -69,11 +70,12 @@ class LayerPlan:
     @property
     def row_width(self) -> int:
         """Return the channels of a token's widest cached row, its heads together."""
-        return max(codec.row_width(self.heads, self.head_dim) for codec in self.codecs)
+        return max(codec.facts.row_width(self.heads, self.head_dim) for codec in self.codecs)
 
     @property
-    def cross_layer(self) -> CrossLayerCodec | None:
-        return self.k.cross_layer
+    def cross_layer(self) -> CrossLayer | None:
+        """How the layer builds on the one below it, if it does."""
+        return self.k.facts.cross_layer
 
     def dealt(self, shards: int, axis: str | None) -> LayerPlan:
         """Return the plan of a layer whose body is dealt out to shards along a mesh axis."""
@@ -93,13 +95,13 @@ class LayerPlan:
     def quantizes(self) -> bool:
         """Return True where the layer stores codes: not where it is skipped, nor where a method's
         options leave its rows as they are."""
-        return not all(codec.exact for codec in self.codecs)
+        return not all(codec.facts.exact for codec in self.codecs)
 
     def from_weights(self, weights: LayerWeights) -> tuple[Tree, Tree]:
         """Return the parameters (keys, values) that follow from the layer's weights; `()` for a
         side that takes none."""
-        k = self.k.from_weights(weights)
-        return k, k if self.joint else self.v.from_weights(weights)
+        k = self.k.learning.from_weights(weights)
+        return k, k if self.joint else self.v.learning.from_weights(weights)
 
     def readable(self, bodies: Sides, carry: Tree) -> Sides:
         """Return what attention reads: the bodies, or the accumulator."""
@@ -115,7 +117,7 @@ class LayerPlan:
         and shardings derive from."""
 
         def window(slots: int) -> Sides:
-            rows = (codec.row_axes(self.heads, self.head_dim) for codec in self.codecs)
+            rows = (codec.facts.row_axes(self.heads, self.head_dim) for codec in self.codecs)
             held = (Axis("batch", batch), Axis("tokens", slots))
             return tuple(
                 ArraySpec((held[0], heads, held[1], channels), jnp.dtype(dtype).name)
@@ -124,7 +126,7 @@ class LayerPlan:
 
         tokens = self.regions.held_capacity * self.regions.shards
         bodies = tuple(codec.body(batch, self.heads, tokens) for codec in self.codecs)
-        stats = tuple(codec.statistics_spec(batch, self.heads) for codec in self.codecs)
+        stats = tuple(codec.statistics.spec(batch, self.heads) for codec in self.codecs)
         return LayerState(
             window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats
         )
@@ -137,5 +139,5 @@ class LayerPlan:
         """Return the state of an empty layer."""
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.layout(batch, dtype))
         return dataclasses.replace(
-            zeros, stats=tuple(c.initial_statistics(batch, self.heads) for c in self.codecs)
+            zeros, stats=tuple(c.statistics.initial(batch, self.heads) for c in self.codecs)
         )

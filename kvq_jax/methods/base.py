@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.rotating import rotated
 from kvq_jax.types.array_types import ModelDims
 
@@ -69,10 +69,12 @@ def option(
     )
 
 
-ROTATE = option(
-    False,
-    "quantize keys and values rotated by a Hadamard matrix, which spreads large channels over all",
-).metadata
+def shared_option(help: str, *, wrap: Callable[[Codec, Any], Codec]) -> dict[str, Any]:
+    """Return the metadata of an option of every method that does not decline it.
+
+    wrap: (codec, value) -> the codec with the option's effect. It is asked whatever the value is.
+    """
+    return {"help": help, "choices": (), "per_layer": False, "wrap": wrap}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +93,8 @@ class Method(abc.ABC):
 
     A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry. name: as a spec
     writes it. summary, source: shown by `kvq methods`. The other class variables are facts about
-    the method that hold for all of its options. `rotate` is an option of every method that
-    quantizes keys or values as vectors of a head (`can_rotate`).
+    the method that hold for all of its options. A `shared_option` below is an option of every method
+    that does not decline it.
     """
 
     name: ClassVar[str]
@@ -101,7 +103,7 @@ class Method(abc.ABC):
     exact: ClassVar[bool] = False  # keys and values are not quantized
     reads_queries: ClassVar[bool] = False
     keys_only: ClassVar[bool] = False  # values stay in full precision
-    can_rotate: ClassVar[bool] = True
+    declines: ClassVar[frozenset[str]] = frozenset()  # shared options that it does not take
     replaces: ClassVar[
         Mapping[str, tuple[str, ...]]
     ] = {}  # by option: the options that it overrides where it is not 0
@@ -109,15 +111,21 @@ class Method(abc.ABC):
         Mapping[str, str]
     ] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
-    rotate: bool = dataclasses.field(default=False, kw_only=True, metadata=ROTATE)
+    rotate: bool = dataclasses.field(
+        default=False,
+        kw_only=True,
+        metadata=shared_option(
+            "quantize keys and values rotated by a Hadamard matrix, which spreads large channels"
+            " over all",
+            wrap=lambda codec, rotate: rotated(codec) if rotate else codec,
+        ),
+    )
 
     def options(self) -> tuple[dataclasses.Field[Any], ...]:
-        """Return the fields that a spec may set, those of all methods last."""
-        own, shared = [], []
-        for field in dataclasses.fields(self):
-            if "help" in field.metadata and (self.can_rotate or field.name != "rotate"):
-                (shared if field.name == "rotate" else own).append(field)
-        return (*own, *shared)
+        """Return the fields that a spec may set, the shared ones last."""
+        fields = (field for field in dataclasses.fields(self) if "help" in field.metadata)
+        taken = (field for field in fields if field.name not in self.declines)
+        return tuple(sorted(taken, key=lambda field: "wrap" in field.metadata))
 
     @abc.abstractmethod
     def windows(self) -> Windows:
@@ -150,9 +158,12 @@ class Method(abc.ABC):
         return None
 
     def resolved(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        """Return the codec for one side of one layer, with the options that all methods share."""
+        """Return the codec for one side of one layer, with the shared options."""
         codec = self.codec(side, layer, dims, block, dtype)
-        return rotated(codec) if self.rotate else codec
+        for field in dataclasses.fields(self):
+            if wrap := field.metadata.get("wrap"):
+                codec = wrap(codec, getattr(self, field.name))
+        return codec
 
     @abc.abstractmethod
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:

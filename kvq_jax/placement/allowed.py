@@ -18,7 +18,7 @@ from kvq_jax.types.array_types import ArraySpec
 def refused(plan: LayerPlan, placement: Placement, query_heads: int) -> str | None:
     """Return, in one line, why a layer of this plan cannot have a placement; None where it can."""
     rows, heads = placement.size("rows"), placement.size("heads")
-    if rows > 1 and any(codec.couples_rows for codec in plan.codecs):
+    if rows > 1 and any("rows" in codec.facts.couples for codec in plan.codecs):
         return (
             f"rows={rows}: with these options, rows of a batch depend on each other; split heads or"
             " tokens"
@@ -41,17 +41,17 @@ def unsplittable(plan: LayerPlan, heads: int) -> str | None:
     if heads == 1:
         return None
     for name, codec in zip(plan.names, plan.codecs, strict=True):
-        if codec.row_axes(plan.heads, plan.head_dim)[0].name != "kv_heads":
+        if codec.facts.row_axes(plan.heads, plan.head_dim)[0].name != "kv_heads":
             return (
                 f"{name}: {type(codec).__name__} caches rows that all heads share: split tokens,"
                 " not heads"
             )
-        if codec.couples_heads:
+        if "heads" in codec.facts.couples:
             return (
                 f"{name}: with these options, heads depend on each other: split tokens, not heads"
             )
         whole, part = (
-            jax.tree.leaves((codec.body(1, k, plan.regions.block), codec.statistics_spec(1, k)))
+            jax.tree.leaves((codec.body(1, k, plan.regions.block), codec.statistics.spec(1, k)))
             for k in (plan.heads, plan.heads // heads)
         )
         if not all(_is_share(*pair, heads) for pair in zip(whole, part, strict=True)):

@@ -37,7 +37,7 @@ def rotate(
 ) -> Float[Array, "B K T H"]:
     """Rotate rows [B, K, T, H] (any head count) to their positions [B, T]."""
     # without the barrier, XLA computes a token's cosines again for each of its heads
-    # (docs/decisions.md)
+    # (docs/decisions/scales_and_precision.md)
     cos_B1Th, sin_B1Th = (
         table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope))
     )

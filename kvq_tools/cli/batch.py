@@ -1,5 +1,5 @@
-"""Many prompts of a file through one engine: answers are written as they come, and a run that was
-cut goes on where it stopped."""
+"""Run many prompts of a file through one engine. Answers are written as they come, and an
+interrupted run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import engines, inputs, interruption
+from kvq_tools.cli import engines, inputs, interruption, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -33,7 +33,7 @@ from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
 
 CAPACITY_STEP, QUEUE = 64, 64
-OWN = {
+SETTINGS = {
     "temperature": (int, float),
     "top_k": int,
     "top_p": (int, float),
@@ -46,8 +46,9 @@ _FINISH = {"ended": "ended", "length": "max-new-tokens", "not-finite": "not-fini
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
-    """A line of the file. key: a digest of the request and of what else decides its answer."""
+class PromptLine:
+    """A line of the file. `key` is a digest of the request and of everything else that decides its
+    answer."""
 
     id: str | int
     key: str
@@ -57,10 +58,8 @@ class Item:
 def run(options: argparse.Namespace) -> None:
     """Answer the prompts of --prompts that --out does not have yet."""
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
-    )
-    tokenizer = inputs.load_tokenizer(options.model)
+    inputs.check_calibration_file(config, options.cache, options.calibration)
+    tokenizer = text_input.load_tokenizer(options.model)
     items = read_items(options, config, tokenizer)
     with _answers(Path(options.out)) as (before, out):
         pending = _pending(options.out, items, before)
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
             longest = max(len(item.request.prompt) for item in pending)
             engine = engines.loaded(options, size, QUEUE, longest=longest)
             started = time.monotonic()
-            with interruption.advised("run the same command again to go on"):
+            with interruption.advised("run the same command again to continue"):
                 shown = bar(pending, "generating answers")
                 for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
                     text = (
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     seconds = time.monotonic() - started
     done: dict[str, Any] = {
         "model": options.model,
-        "cache": str(options.cache),
+        "cache": str(options.cache.spec),
         "prompts": len(items),
         "answered_before": len(items) - len(pending),
         "answered": len(pending),
@@ -107,43 +106,47 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("batch", done)
     else:
-        print_line(_in_words(done))
-    check_finite([f"{options.cache} ({lost} answers)"] if lost else [])
+        print_line(_in_words(done, options.cache.text))
+    check_finite([f"{options.cache.text} ({lost} answers)"] if lost else [])
 
 
-def answered(engine: Engine, items: list[Item]) -> Iterator[tuple[Item, list[int], str]]:
+def answered(
+    engine: Engine, items: list[PromptLine]
+) -> Iterator[tuple[PromptLine, list[int], str]]:
     """Yield (item, its tokens, why it ended) as answers end."""
-    waiting, held, drawn = list(reversed(items)), dict[int, Item](), dict[int, list[int]]()
+    waiting, running, drawn = list(reversed(items)), dict[int, PromptLine](), dict[int, list[int]]()
     while waiting or not engine.idle:
         while waiting and engine.waiting < engine.queue_limit:
             item = waiting.pop()
             ticket = engine.submit(item.request)
-            held[ticket], drawn[ticket] = item, []
+            running[ticket], drawn[ticket] = item, []
         for event in engine.advance():
             if isinstance(event, Token):
                 drawn[event.ticket].append(event.token)
             elif isinstance(event, Ended):
-                yield held.pop(event.ticket), drawn.pop(event.ticket), event.reason
+                yield running.pop(event.ticket), drawn.pop(event.ticket), event.reason
 
 
-def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any) -> list[Item]:
+def read_items(
+    options: argparse.Namespace, config: LlamaConfig, tokenizer: Any
+) -> list[PromptLine]:
     """Read and check every line before any work is done. UserError names the line."""
-    base = inputs.checked_sampling(options)
+    base = sampling_options.checked_sampling(options)
     settings = [
         options.model,
-        str(options.cache),
+        str(options.cache.spec),
         inputs.model_dtype(options),
         inputs.rows_dtype(options),
         options.calibration,
     ]
-    items: list[Item] = []
-    for number, line in enumerate(inputs.read_text(options.prompts).split("\n"), start=1):
+    items: list[PromptLine] = []
+    for number, line in enumerate(text_input.read_text(options.prompts).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            given = json.loads(line)
+            fields = json.loads(line)
             request = _request(
-                {"prompt": given} if isinstance(given, str) else given,
+                {"prompt": fields} if isinstance(fields, str) else fields,
                 options,
                 config,
                 tokenizer,
@@ -155,7 +158,7 @@ def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any)
             )
         except (UserError, ValueError, RecursionError) as error:
             raise UserError(f"{options.prompts}, line {number}: {error}") from error
-        name = given.get("id", number - 1) if isinstance(given, dict) else number - 1
+        name = fields.get("id", number - 1) if isinstance(fields, dict) else number - 1
         if not isinstance(name, str | int) or isinstance(name, bool):
             raise UserError(
                 f"{options.prompts}, line {number}: id must be a text or an integer, got {name!r}"
@@ -163,7 +166,7 @@ def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any)
         digest = hashlib.sha256(
             json.dumps([settings, dataclasses.astuple(request)]).encode()
         ).hexdigest()[:16]
-        items.append(Item(name, digest, request))
+        items.append(PromptLine(name, digest, request))
     if not items:
         raise UserError(f"{options.prompts!r} has no prompts")
     names = [item.id for item in items]
@@ -178,34 +181,41 @@ def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any)
 
 
 def _request(
-    given: Any, options: argparse.Namespace, config: LlamaConfig, tokenizer: Any, base: Sampling
+    fields: Any, options: argparse.Namespace, config: LlamaConfig, tokenizer: Any, base: Sampling
 ) -> Request:
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise ValueError("a line is a text in quotes or an object")
-    unknown = sorted(set(given) - {"id", *PROMPTS, *OWN})
+    unknown = sorted(set(fields) - {"id", *PROMPTS, *SETTINGS})
     if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}; there are id, {', '.join((*PROMPTS, *OWN))}")
-    kinds = [name for name in PROMPTS if name in given]
+        raise ValueError(
+            f"unknown key {unknown[0]!r}; there are id, {', '.join((*PROMPTS, *SETTINGS))}"
+        )
+    kinds = [name for name in PROMPTS if name in fields]
     if len(kinds) != 1:
         raise ValueError(f"give one of {', '.join(PROMPTS)}")
-    for name, kind in OWN.items():
-        if name in given and (not isinstance(given[name], kind) or isinstance(given[name], bool)):
+    for name, kind in SETTINGS.items():
+        if name in fields and (
+            not isinstance(fields[name], kind) or isinstance(fields[name], bool)
+        ):
             raise ValueError(
-                f"{name} must be {'an integer' if kind is int else 'a number'}, got {given[name]!r}"
+                f"{name} must be {'an integer' if kind is int else 'a number'}, got"
+                f" {fields[name]!r}"
             )
     rule = dataclasses.replace(
         base,
         **{
-            name: given[name]
+            name: fields[name]
             for name in ("temperature", "top_k", "top_p", "min_p")
-            if name in given
+            if name in fields
         },
     )
-    new = given.get("max_new_tokens", options.max_new_tokens)
+    new = fields.get("max_new_tokens", options.max_new_tokens)
     if new < 1:
         raise ValueError(f"max_new_tokens={new} must be at least 1")
-    prompt = _prompt(kinds[0], given[kinds[0]], options.chat, tokenizer)
-    return Request(prompt, new, rule, given.get("seed", options.seed), end_ids=config.eos_token_ids)
+    prompt = _prompt(kinds[0], fields[kinds[0]], options.chat, tokenizer)
+    return Request(
+        prompt, new, rule, fields.get("seed", options.seed), end_ids=config.eos_token_ids
+    )
 
 
 def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...]:
@@ -220,7 +230,8 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
     if kind == "prompt":
         if not isinstance(value, str):
             raise ValueError(f"prompt must be a text, got {value!r}")
-        return tuple(inputs.encode(tokenizer, value, chat=chat))
+        text_input.check_not_empty(value)
+        return tuple(text_input.encode(tokenizer, value, chat=chat))
     texts = isinstance(value, list) and all(
         isinstance(message, dict)
         and set(message) == {"role", "content"}
@@ -229,15 +240,15 @@ def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...
     )
     if not texts or not value:
         raise ValueError("messages must be a list of objects with role and content, both texts")
-    return tuple(inputs.encode_rendered(tokenizer, inputs.render_chat(tokenizer, value)))
+    return tuple(text_input.encode_rendered(tokenizer, text_input.render_chat(tokenizer, value)))
 
 
 @contextlib.contextmanager
 def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
-    """Yield (the keys of the answers that a file has, by id; the file, to be written at its end). A
-    line that was cut short is taken away.
+    """Yield (the keys of the answers that a file has, by id; the file, open at its end).
 
-    UserError where the file is not one of answers, or another process writes to it.
+    An incomplete last line is removed. Raises UserError if the file does not hold answers, or if
+    another process writes to it.
     """
     with input_errors(), contextlib.ExitStack() as stack:
         try:
@@ -249,11 +260,11 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
         file.seek(0)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        found: dict[str | int, str] = {}
+        keys: dict[str | int, str] = {}
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 answer = json.loads(line)
-                found[answer["id"]] = answer["key"]
+                keys[answer["id"]] = answer["key"]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"{str(path)!r}, line {number}, is no answer of kvq generate; name another file"
@@ -262,10 +273,10 @@ def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
             raise UserError(f"{str(path)!r} is no file of answers; name another one")
         file.truncate(len(whole))
         file.seek(len(whole))
-        yield found, file
+        yield keys, file
 
 
-def _pending(path: str, items: list[Item], before: dict[str | int, str]) -> list[Item]:
+def _pending(path: str, items: list[PromptLine], before: dict[str | int, str]) -> list[PromptLine]:
     for item in items:
         if before.get(item.id, item.key) != item.key:
             raise UserError(
@@ -275,7 +286,7 @@ def _pending(path: str, items: list[Item], before: dict[str | int, str]) -> list
     return [item for item in items if item.id not in before]
 
 
-def _write(out: BinaryIO, item: Item, ids: list[int], reason: str, text: str | None) -> None:
+def _write(out: BinaryIO, item: PromptLine, ids: list[int], reason: str, text: str | None) -> None:
     answer = {
         "id": item.id,
         "key": item.key,
@@ -296,13 +307,13 @@ def _capacity(need: int, config: LlamaConfig) -> int:
     return rounded if longest is None else max(need, min(rounded, longest))
 
 
-def _in_words(done: dict[str, Any]) -> str:
+def _in_words(done: dict[str, Any], cache: str) -> str:
     before = f", {done['answered_before']} were there" if done["answered_before"] else ""
     if not done["answered"]:
         return f"[{done['prompts']} prompts{before}; nothing to do]"
     return (
         f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']}"
         f" new tokens in {done['seconds']:.1f} s, {done['tokens_per_second'] or 0:.1f} tokens/s;"
-        f" {done['slots']} slots of {done['capacity']} tokens with {done['cache']},"
+        f" {done['slots']} slots of {done['capacity']} tokens with {cache},"
         f" {format_bytes(done['cache_bytes'])}; {done['out']}]"
     )

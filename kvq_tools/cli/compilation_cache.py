@@ -1,8 +1,8 @@
-"""Keep compiled programs between runs of the command, with JAX's persistent compilation cache, in
-the user's cache folder.
+"""Keep compiled programs between runs in the user's cache folder, with JAX's persistent compilation
+cache.
 
 A cache that the user chose (JAX_COMPILATION_CACHE_DIR, or jax.config in a program that calls
-`main`) stays as it is.
+`main`) stays in use.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import jax
 
 from kvq_jax.files.user_cache import cache_folder
 
-MOST_BYTES = 1 << 30  # on disk; what was not used for longest goes first
-SHORTEST = 0.2  # seconds of compilation that a program must take to be kept
+MOST_BYTES = 1 << 30  # on disk; the least recently used programs go first
+SHORTEST = 0.2  # seconds; programs that compile faster are not kept
 
 
 def folder() -> Path:
-    """Return the folder of this machine's programs: they hold its processor's instructions, and a
-    home may be shared by several."""
+    """Return this machine's folder. Programs contain instructions of its processor, and several
+    machines may share a home."""
     return cache_folder() / "compiled" / _processor()
 
 
 def begin() -> None:
-    """Read and keep compiled programs from here on. Without effect where a cache was chosen already
-    or the folder cannot be made."""
+    """Read and keep compiled programs from now on. Does nothing if a cache was already chosen or
+    the folder cannot be made."""
     if _setting("jax_compilation_cache_dir") is not None or not _setting(
         "jax_enable_compilation_cache"
     ):
         return
     try:
         folder().mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to: every run compiles anew
+    except OSError:  # the home is read-only: every run compiles anew
         return
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
@@ -44,7 +44,7 @@ def begin() -> None:
 
 
 def described() -> str:
-    """Say where programs are kept, and how much; or that they are not."""
+    """Say where programs are kept and how many, or that none are kept."""
     chosen = _setting("jax_compilation_cache_dir")
     if chosen is None or not _setting("jax_enable_compilation_cache"):
         return "none: every run compiles anew"
@@ -63,17 +63,17 @@ def _setting(name: str) -> Any:
 
 
 def _processor() -> str:
-    """Return a name for the processor's kind: equal where its instructions are."""
+    """Return a name that is equal for processors with the same instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    told = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    instructions = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     facts = (
         platform.system(),
         platform.machine(),
         platform.processor(),
-        told,
+        instructions,
         os.environ.get("XLA_FLAGS", ""),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

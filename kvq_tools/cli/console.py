@@ -1,4 +1,4 @@
-"""Talk to the user: errors of one line, JSON, progress. Results go to stdout, everything else to
+"""Talk to the user: one-line errors, JSON and progress. Results go to stdout, everything else to
 stderr."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
 
-JSON_VERSION = 1  # of every format: counts up where a key changes its name or meaning, or goes
+JSON_VERSION = 1  # of every format; goes up if a key is renamed, removed or gets a new meaning
 
 T = TypeVar("T")
 
@@ -23,31 +23,57 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def printable(text: str) -> str:
-    """Return a text as a terminal may show it: each control character (all but newline and tab),
-    lone surrogate and mark that turns the direction of writing becomes its escape, such as \\x1b.
-    Whatever a model or a checkpoint wrote is printed through this: it could set the terminal's
-    title, move its cursor, or hide text.
+    """Escape what a terminal must not receive, as in \\x1b.
+
+    Control characters (except newline and tab), lone surrogates and marks that change the direction
+    of writing are escaped. Text from a model or a checkpoint always passes through here: it could
+    set the terminal's title, move the cursor or hide text.
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
-    """An error that the user can put right. Its text is one line; `main` prints it and exits with
-    2."""
+    """An error that the user can fix. Its text is one line. `main` prints it and exits with 2."""
 
     def __init__(self, message: object):
         super().__init__(printable(" ".join(str(message).split())))
 
 
 class NotFiniteError(Exception):
-    """Results that were printed mean nothing, because the model computed nan or inf. `main` prints
-    the line and exits with 3."""
+    """The printed results mean nothing because the model computed nan or inf. `main` exits with
+    3."""
+
+
+class OutputError(Exception):
+    """stdout cannot be written. `main` prints the reason and exits with 1."""
+
+
+class CheckedOutput:
+    """A text stream whose failures to write are OutputError, not any OSError of the command."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._checked(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._checked(self._stream.flush)
+
+    def _checked(self, function: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return function(*arguments)
+        except OSError as error:
+            raise OutputError(f"stdout cannot be written: {error.strerror}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn errors into UserError while the user's input is read and checked; elsewhere the same
-    exceptions are bugs with a traceback."""
+    """Turn errors into UserError while user input is read and checked. Elsewhere the same
+    exceptions are bugs and keep their traceback."""
     try:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
@@ -55,8 +81,8 @@ def input_errors() -> Iterator[None]:
 
 
 def check_finite(names: Sequence[str]) -> None:
-    """Raise NotFiniteError where there are names: of the caches with which the model computed nan
-    or inf."""
+    """Raise NotFiniteError if any cache is named, each one having made the model compute nan or
+    inf."""
     if names:
         raise NotFiniteError(
             "the model computed numbers that are not finite (nan or inf) with"
@@ -69,13 +95,14 @@ def warn(message: str) -> None:
 
 
 def print_json(kind: str, result: dict[str, Any]) -> None:
-    """Print a result as one JSON object that names its format; docs/json.md describes each."""
+    """Print a result as one JSON object that names its format. docs/json.md describes the
+    formats."""
     named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
     text = json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False)
     text = _UNPRINTABLE.sub(
         lambda match: f"\\u{ord(match[0]):04x}", text
-    )  # json escapes those below 32 itself
-    print(text, flush=True)  # who starts `kvq serve` waits for it at the other end of a pipe
+    )  # json itself escapes those below 32
+    print(text, flush=True)  # whoever starts `kvq serve` waits for this at the end of a pipe
 
 
 def format_bytes(size: int) -> str:
@@ -88,7 +115,7 @@ def format_bytes(size: int) -> str:
 
 @contextmanager
 def progress(message: str) -> Iterator[None]:
-    """Show the message on stderr: beside a spinner in a terminal, as a line elsewhere."""
+    """Show a message on stderr: beside a spinner in a terminal, as a line elsewhere."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status(Text(message)):
@@ -99,8 +126,8 @@ def progress(message: str) -> Iterator[None]:
 
 
 def bar(items: Sequence[T], message: str) -> Iterator[T]:
-    """Yield the items of a long loop, with a bar on stderr in a terminal and a line elsewhere;
-    neither where there are no items."""
+    """Yield the items of a long loop. Show a bar on stderr in a terminal and a line elsewhere, or
+    nothing if there are no items."""
     shown = sys.stderr.isatty()
     if items and not shown:
         print(f"kvq: {message}, {len(items)} ...", file=sys.stderr, flush=True)
@@ -109,11 +136,8 @@ def bar(items: Sequence[T], message: str) -> Iterator[T]:
 
 @contextmanager
 def byte_bar(message: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows how many bytes of how many are done: in a bar on stderr in a
-    terminal, as one line elsewhere.
-
-    Nothing is shown before its first call.
-    """
+    """Yield a function `update(done, total)` that shows progress in bytes on stderr: a bar in a
+    terminal, one line elsewhere. Nothing is shown before its first call."""
     shown: list[tqdm] = []
 
     def update(done: int, total: int) -> None:

@@ -1,8 +1,8 @@
 """Turn generated tokens into text as they come.
 
-A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So
-all tokens so far are
-decoded, prompt included, and only what later tokens cannot change is shown.
+A token may hold part of a character, and some tokenizers drop a space at the start of a text. So
+all tokens so far are decoded, including the prompt, and only text that later tokens cannot change
+is shown.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from kvq_tools.cli.console import printable
 
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole character
+UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
 
 
 class Continuation:
-    """The text after a prompt. Without a tokenizer, the token ids themselves, separated by spaces.
+    """The text after a prompt, or the token ids separated by spaces if there is no tokenizer.
 
-    A last token among `end_ids` is no part of it: it only says that the text ends, and not every
+    If the last token is one of `end_ids`, it is left out: it only ends the text, and not every
     tokenizer counts it as special.
     """
 
@@ -38,8 +38,8 @@ class Continuation:
         )
 
     def push(self, ids: list[int], *, last: bool = False) -> str:
-        """Return the new text that later tokens cannot change, to be shown; `ids` are all tokens so
-        far. An unfinished character waits for its end."""
+        """Return the new text that later tokens cannot change. `ids` are all tokens so far. An
+        incomplete character waits for its end."""
         text = self.text(ids)
         stable = text if last else text.rstrip(UNFINISHED)
         new, self._shown = stable[self._shown :], max(self._shown, len(stable))

@@ -1,9 +1,9 @@
-"""A conversation on one cache: every turn adds its own tokens, and what was said before is read
-from the cache.
+"""A conversation on one cache: each turn adds its tokens, and earlier turns are read from the
+cache.
 
-The cache, the ids of the tokens that it holds and the text that they spell go together. They change
-at the ends of segments of a few generated tokens, where an answer can be stopped; so what was shown
-of it is what the cache holds.
+The cache, the ids of the tokens in it and the text that they spell change together, at the end of
+each segment of a few generated tokens. An answer can be stopped there, so the cache holds exactly
+what was shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
-from kvq_tools.cli.inputs import encode_rendered, render_chat
+from kvq_tools.cli.text_input import encode_rendered, render_chat
 from kvq_tools.cli.timed import compile_generation
 
 Finish = Literal["ended", "max-new-tokens", "full", "stopped"]
@@ -36,13 +36,13 @@ _trim = jax.jit(kvq.trim)
 
 
 class CacheFull(UserError):
-    """A turn that the cache has no room for."""
+    """The cache has no room for the turn."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """What a user's message does to the cache: `kept` of its tokens stay, `tokens` come after them.
-    Both together spell `text`, which is `messages` in the chat template."""
+class ChatTurn:
+    """The effect of a message on the cache: the first `kept` tokens stay, and `tokens` come after
+    them. Together they spell `text`, which is `messages` in the chat template."""
 
     messages: tuple[dict[str, str], ...]
     kept: int
@@ -52,7 +52,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerSettings:
-    """How answers are generated."""
+    """The settings of every answer."""
 
     max_new_tokens: int
     sampling: Sampling
@@ -61,8 +61,8 @@ class AnswerSettings:
 
 
 class Conversation:
-    """A conversation. `cache` holds the tokens `ids`; `finish` says why the last answer ended,
-    `finite` whether the logits of all of them were finite."""
+    """A conversation. `cache` holds the tokens `ids`, `finish` says why the last answer ended, and
+    `finite` whether the logits of all answers were finite."""
 
     def __init__(
         self,
@@ -98,14 +98,15 @@ class Conversation:
         self.ids: list[int] = []
         self._text = ""
 
-    def turn(self, message: str) -> Turn:
-        """Return what a message will add. Nothing changes. Raises CacheFull where it leaves no room
-        for an answer, UserError where the template fails.
+    def turn(self, message: str) -> ChatTurn:
+        """Return what a message will add, without changing anything.
 
-        The conversation is rendered as a whole. Its tokens begin with those in the cache, or its
-        text with theirs where a tokenizer would have cut an answer otherwise than the model did.
-        Some templates rewrite what was said (they strip spaces, or drop an answer's reasoning):
-        then only the tokens before the first difference are kept.
+        The conversation is rendered as a whole. Normally its tokens begin with those in the cache.
+        If the tokenizer would split an answer differently from the model, its text still begins
+        with theirs. Some templates rewrite earlier turns (they strip spaces, or drop an answer's
+        reasoning): then only the tokens before the first difference are kept.
+
+        Raises CacheFull if no room is left for an answer, and UserError if the template fails.
         """
         messages = (*self.messages, {"role": "user", "content": message})
         text = render_chat(self._tokenizer, list(messages))
@@ -125,15 +126,15 @@ class Conversation:
                 f" message takes {len(new)}: /reset starts a new conversation, --capacity makes"
                 " room for longer ones"
             )
-        return Turn(messages, kept, new, text)
+        return ChatTurn(messages, kept, new, text)
 
-    def needs_compiling(self, turn: Turn) -> bool:
-        """Return True for a turn whose programs `prepare` will compile: the first one, longer ones,
-        and those near the cache's end."""
+    def needs_compiling(self, turn: ChatTurn) -> bool:
+        """Return True if `prepare` has to compile programs for this turn: for the first one, for
+        longer ones, and near the cache's end."""
         return self._shape(turn) not in self._compiled
 
-    def prepare(self, turn: Turn) -> None:
-        """Compile the programs that the answer to a turn will run."""
+    def prepare(self, turn: ChatTurn) -> None:
+        """Compile the programs that will answer a turn."""
         lengths = np.array([len(turn.tokens)], np.int32)
         tokens = jnp.asarray(
             padded(np.array([turn.tokens], np.int32), lengths, self.cache.capacity)
@@ -144,12 +145,12 @@ class Conversation:
         self._compiled.add(self._shape(turn))
 
     def answer(
-        self, turn: Turn, stopped: Callable[[], bool] = lambda: False
+        self, turn: ChatTurn, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[list[int]]:
-        """Add a turn's tokens, generate the answer, and yield its tokens so far after each segment;
-        `stopped` is asked between segments.
+        """Add a turn's tokens, generate the answer, and yield its tokens so far after each segment.
 
-        After each segment the conversation holds what was yielded, an end-of-turn token included.
+        `stopped` is called between segments. After each segment the conversation holds what was
+        yielded, including an end-of-turn token.
         """
         settings = self._generation(turn)
         if turn.kept < len(self.ids):
@@ -170,7 +171,7 @@ class Conversation:
         else:
             self.finish = "full" if len(answer) == settings.max_new_tokens else "stopped"
 
-    def _hold(self, state: GenerationState, turn: Turn, before: list[int]) -> list[int]:
+    def _hold(self, state: GenerationState, turn: ChatTurn, before: list[int]) -> list[int]:
         """Take over the cache after a segment, with its tokens and text, and return the answer's
         tokens."""
         answer = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
@@ -184,7 +185,7 @@ class Conversation:
         return answer
 
     def _shorten(self, kept: int) -> None:
-        """Drop the newest tokens. What returns from the quantized body keeps the value that
+        """Drop the newest tokens. Tokens that return from the quantized body keep the value that
         attention saw (`kvq.trim`)."""
         if kept:
             self.cache = _trim(
@@ -202,13 +203,13 @@ class Conversation:
     def _ended(self, answer: list[int]) -> bool:
         return bool(answer) and answer[-1] in self.end_ids
 
-    def _budget(self, turn: Turn) -> int:
-        """Return how many tokens the answer may have."""
+    def _budget(self, turn: ChatTurn) -> int:
+        """Return the most tokens that the answer may have."""
         return min(
             self._settings.max_new_tokens, self.cache.capacity - turn.kept - len(turn.tokens)
         )
 
-    def _generation(self, turn: Turn) -> GenerationSettings:
+    def _generation(self, turn: ChatTurn) -> GenerationSettings:
         """Return the settings of the next answer."""
         choices, key = self._settings, jax.random.key(self._settings.seed)
         return generation.generation_settings(
@@ -219,7 +220,7 @@ class Conversation:
             choices.implementation,
         )
 
-    def _shape(self, turn: Turn) -> tuple[int, int]:
+    def _shape(self, turn: ChatTurn) -> tuple[int, int]:
         return bucket(len(turn.tokens)), bucket(self._budget(turn))
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -229,7 +230,7 @@ class Conversation:
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Return how many tokens two lists have in common from the start; at most all but the last of
+    """Return the length of the common prefix of two lists, at most all but the last token of
     `second`."""
     same = (a == b for a, b in zip(first, second[:-1], strict=False))
     return next(

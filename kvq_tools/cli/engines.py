@@ -1,4 +1,5 @@
-"""Engines of the command line: the options that decide their size, and one with a loaded model."""
+"""Serving engines for commands: the options that set their size, and an engine with a loaded
+model."""
 
 from __future__ import annotations
 
@@ -11,52 +12,61 @@ from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import device_memory, inputs
 from kvq_tools.cli.console import bar, input_errors, progress
 
 
 def add_size(parser: argparse.ArgumentParser, *, capacity: bool = True) -> None:
-    """Add what decides the size of an engine, which `size_of` reads."""
+    """Add the options that set an engine's size. `size_of` reads them."""
     parser.add_argument(
         "--memory",
         metavar="BYTES",
         type=inputs.byte_size,
         help=(
-            f"what the caches may take, such as 8GiB: as many slots as fit, at most {MOST_SLOTS}"
-            " (weights not counted)"
+            "memory for the caches, such as 8GiB: uses as many slots as fit, at most "
+            f"{MOST_SLOTS} (weights not counted)"
         ),
     )
     parser.add_argument(
         "--slots",
         metavar="B",
         type=inputs.positive,
-        help=f"requests at a time (default: {SLOTS}, or what fits --memory)",
+        help=f"requests at a time (default: {SLOTS}, or as many as fit into --memory)",
     )
     if capacity:
         parser.add_argument(
             "--capacity",
             metavar="S",
             type=inputs.positive,
-            help="tokens of a slot (default: the model's positions)",
+            help="tokens per slot (default: the positions that the model was trained for)",
         )
 
 
 def size_of(
     options: argparse.Namespace, config: LlamaConfig, capacity: int | None = None
 ) -> Budget:
-    """Return the size of the engine's caches. capacity: where --capacity is not given. UserError
-    where it does not fit --memory, or the device."""
+    """Return the size of the engine's caches.
+
+    Args:
+        options: the command line.
+        config: the model's configuration.
+        capacity: tokens per slot if --capacity is not given.
+
+    Raises UserError if the size does not fit --memory or the device.
+    """
     with input_errors():
         size = plan(
-            options.cache,
+            options.cache.spec,
             config,
             memory=options.memory,
             slots=options.slots,
             capacity=options.capacity or capacity,
             dtype=inputs.rows_dtype(options),
         )
-    inputs.check_memory(
-        kvq.layout(options.cache, config, size.slots + 1, size.capacity, inputs.rows_dtype(options))
+    device_memory.check_memory(
+        kvq.layout(
+            options.cache.spec, config, size.slots + 1, size.capacity, inputs.rows_dtype(options)
+        )
     )
     return size
 
@@ -71,10 +81,18 @@ def loaded(
     prefixes: PrefixStore | None = None,
     placement: kvq.Placement | None = None,
 ) -> Engine:
-    """Return an engine with the model loaded and its programs compiled, those of longer chunks only
-    with `wait`. longest: tokens of the longest prompt that will come; programs for longer ones are
-    left out, which changes none of its results. prefixes: where
-    prompts that were read are kept. placement: the mesh that model and slots lie on."""
+    """Return an engine with the model loaded and its programs compiled.
+
+    Args:
+        options: the command line.
+        size: the size of the engine's caches.
+        queue_limit: requests that may wait.
+        longest: tokens of the longest prompt to come. Programs for longer prompts are left out,
+            which does not change results.
+        wait: compile the programs of longer chunks now, not in the background.
+        prefixes: a store of prompts that were already read.
+        placement: the mesh that holds model and slots.
+    """
     widths = [
         width
         for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False)
@@ -83,10 +101,10 @@ def loaded(
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
-        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
         engine = Engine(
             llama,
-            options.cache,
+            options.cache.spec,
             slots=size.slots,
             capacity=size.capacity,
             dtype=inputs.rows_dtype(options),

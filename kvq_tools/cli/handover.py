@@ -1,5 +1,5 @@
-"""A prompt's cache as a file, from the process that read the prompt to the one that goes on: the
-cache's own safetensors, with the prompt's tokens and the logits after them beside it."""
+"""Hand a prompt's cache from one process to another through a file: the cache's own safetensors,
+together with the prompt's tokens and the logits after them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvq_tools.cli.console import UserError, input_errors
 
 
 @dataclasses.dataclass(frozen=True)
-class Handed:
-    """What a file says that it holds: the layout of the cache, and the prompt. logits [1, V]
-    float32."""
+class SavedPrompt:
+    """The contents of a file according to its header: the cache's layout, the prompt, and logits
+    [1, V] float32."""
 
     path: str
     layout: Cache
@@ -35,7 +35,7 @@ def save(
     prompt: list[int],
     logits: jax.Array,
 ) -> None:
-    """Write the file, whole or not at all. model_fingerprint: of the model without method
+    """Write the file completely or not at all. `model_fingerprint` is of the model without method
     parameters."""
     beside = {"tokens": np.asarray(prompt, np.int32), "logits": np.asarray(logits, np.float32)}
     with input_errors():
@@ -48,9 +48,9 @@ def save(
         )
 
 
-def described(path: str, config: LlamaConfig) -> Handed:
-    """Read what needs no weights. Raises UserError where the file is none of `save`, or of a model
-    of other dimensions."""
+def described(path: str, config: LlamaConfig) -> SavedPrompt:
+    """Read everything that needs no weights. Raises UserError if `save` did not write the file, or
+    if it belongs to a model with other dimensions."""
     with input_errors():
         layout, beside = kvq.saved_layout(path), kvq.load_beside(path)
         if kvq.layout(layout.spec, config, 1, layout.capacity, layout.dtype).dims != layout.dims:
@@ -77,36 +77,37 @@ def described(path: str, config: LlamaConfig) -> Handed:
             f"{path!r} does not fit the model: {tokens.dtype}{list(tokens.shape)} tokens, logits"
             f" {list(logits.shape)}"
         )
-    return Handed(path, layout, tokens.tolist(), logits)
+    return SavedPrompt(path, layout, tokens.tolist(), logits)
 
 
-def check_same(handed: Handed, prompt: list[int]) -> None:
-    """Raise UserError where a prompt is not the one whose cache the file holds."""
-    if prompt != handed.prompt:
-        pairs = enumerate(zip(prompt, handed.prompt, strict=False))
+def check_same(saved: SavedPrompt, prompt: list[int]) -> None:
+    """Raise UserError if the prompt differs from the one in the file."""
+    if prompt != saved.prompt:
+        pairs = enumerate(zip(prompt, saved.prompt, strict=False))
         first = next(
-            (i for i, (own, other) in pairs if own != other), min(len(prompt), len(handed.prompt))
+            (i for i, (ours, theirs) in pairs if ours != theirs),
+            min(len(prompt), len(saved.prompt)),
         )
         raise UserError(
-            f"{handed.path!r} holds the cache of another prompt: {len(handed.prompt)} tokens, and"
+            f"{saved.path!r} holds the cache of another prompt: {len(saved.prompt)} tokens, and"
             f" the one given has {len(prompt)}; they differ from token {first} on"
         )
 
 
-def load(handed: Handed, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
-    """Return the cache, bit for bit. Raises UserError where model or parameters are others, or the
-    file is damaged."""
+def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
+    """Return the cache, bit for bit. Raises UserError if the model or its parameters differ, or if
+    the file is damaged."""
     with input_errors():
         cache = kvq.load_cache(
-            handed.path,
-            spec=handed.layout.spec,
+            saved.path,
+            spec=saved.layout.spec,
             config=config,
             model_fingerprint=model_fingerprint,
             parameters_fingerprint=kvq.fingerprint(llama.cache_parameters),
         )
-    if cache.lengths.tolist() != [len(handed.prompt)]:
+    if cache.lengths.tolist() != [len(saved.prompt)]:
         raise UserError(
-            f"{handed.path!r} holds a cache of {cache.lengths.tolist()[0]} tokens, and"
-            f" {len(handed.prompt)} beside it"
+            f"{saved.path!r} holds a cache of {cache.lengths.tolist()[0]} tokens, and"
+            f" {len(saved.prompt)} beside it"
         )
     return cache

@@ -4,16 +4,11 @@ before any weight is read."""
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -22,35 +17,42 @@ from kvq_models.calibration.file import resolved
 from kvq_models.calibration.needs import needs
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import check_calibration
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
-from kvq_tools.chat_template import rendered
 from kvq_tools.cli import planned
-from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
-from kvq_tools.cli.planned import NamedCache
+from kvq_tools.cli.console import UserError, input_errors, warn
+from kvq_tools.cli.did_you_mean import with_hint
+from kvq_tools.cli.planned import NamedCache, PlannedCache
 
 DTYPES = ("float32", "bfloat16")
+DENSE = NamedCache("dense", kvq.parse("dense"))  # the cache if --cache is left out
 MOST_SEED = 2**32 - 1
-TEMPLATE_SECONDS = 10  # for a chat template, which takes milliseconds
 
 MODEL_HELP = (
     "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the"
-    " model that ships with kvq, or 'smollm2' for the one that `kvq fetch smollm2` brings"
+    " small model that ships with kvq, or 'smollm2' after `kvq fetch smollm2`"
 )
 CACHE_GRAMMAR = """\
-SPEC, what stands after --cache:
-  METHOD                                   one method for keys and values
-  k=METHOD+v=METHOD[+cache:OPTIONS]        one for each; sink, recent, block, skip_layers and subtract_bias belong to the cache
-  METHOD is NAME[:OPTION=VALUE,...]; lists of layers are 0-2/31, values that differ by layer 4@0-2/2 (4 in layers 0 to 2, else 2)
-  examples: dense   kivi:bits=2   innerq:bits=2,mode=hybrid   kivi:bits=4@0-1/2,recent=128,skip_layers=0
-            k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
-  rotate=true, of every method but a few, quantizes keys and values rotated by a Hadamard matrix: for formats with one scale for
-  many channels (int4, nf4, mxfp4)
-  subtract_bias=true caches keys without k_proj's bias and adds its share of the scores exactly (Qwen2, Qwen2.5)
-  auto:bits=2.5 is waterfill with the widths that a plan of the model found, plan.json the cache that `kvq plan --out plan.json` wrote
-  kvq methods lists all names and options."""
+SPEC, the argument of --cache:
+  METHOD                              one method for keys and values
+  k=METHOD+v=METHOD[+cache:OPTIONS]   one for each; sink, recent, block,
+                                      skip_layers and subtract_bias are options
+                                      of the cache
+  METHOD is NAME[:OPTION=VALUE,...]. A list of layers is written 0-2/31, and a
+  value that differs by layer 4@0-2/2 (4 in layers 0 to 2, else 2). Examples:
+    dense
+    kivi:bits=2
+    innerq:bits=2,mode=hybrid
+    kivi:bits=4@0-1/2,recent=128,skip_layers=0
+    k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
+  rotate=true quantizes keys and values after a Hadamard rotation. Most methods
+  have it; it helps formats with one scale for many channels (int4, nf4, mxfp4).
+  subtract_bias=true caches keys without the bias of k_proj and adds its share
+  of the scores exactly (Qwen2, Qwen2.5).
+  auto:bits=2.5 is waterfill with the widths that a plan of the model found.
+  plan.json is the cache that `kvq plan --out plan.json` wrote.
+  `kvq methods` lists all names and options."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
@@ -60,49 +62,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add --calibration; with `several`, for commands that take several caches."""
-    text = "what kvq calibrate wrote, for a cache that needs it" + (
-        "; may be given several times" if several else ""
+    """Add --calibration. `several` is for commands that take several caches."""
+    text = "the file that `kvq calibrate` wrote, for a cache that needs one" + (
+        "; can be repeated" if several else ""
     )
     parser.add_argument(
         "--calibration", metavar="F", action="append" if several else "store", help=text
     )
-
-
-def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Add the options of generation that `generate` and `chat` share."""
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=positive,
-        default=max_new_tokens,
-        help="stop after N tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="0 is greedy (default; 1 where --top-k, --top-p or --min-p asks for sampling)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="draw among the fewest tokens whose probabilities add up to P",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="draw among tokens at least P times as probable as the best",
-    )
-    parser.add_argument(
-        "--seed", type=seed, default=0, help="the same seed gives the same text (default: 0)"
-    )
-    add_implementation(parser)
-    add_dtype(parser, rows="bfloat16 rows")
 
 
 def add_implementation(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +76,8 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
         "--implementation",
         choices=("xla", "pallas", "native"),
         help=(
-            "what reads the packed cache: pallas on a GPU and native on a CPU, where the cache has"
-            " such kernels (default), else xla"
+            "how the packed cache is read: by pallas kernels on a GPU, by native kernels on a "
+            "CPU, or by xla (default: kernels if the cache has them, else xla)"
         ),
     )
 
@@ -119,75 +85,72 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
 def add_dtype(
     parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = ""
 ) -> None:
-    """Add --dtype, which `model_dtype` reads. rows: what full-precision rows are by default, where
-    they differ from the model; beside: more of the help."""
-    default = "the fastest on the device: float32 on a CPU, else bfloat16" + (
+    """Add --dtype, which `model_dtype` reads.
+
+    Args:
+        parser: the command's parser.
+        rows: the default of full-precision rows, if it differs from the model's.
+        beside: more help text.
+    """
+    default = "the fastest on this device: float32 on a CPU, else bfloat16" + (
         f"; {rows}" if rows else ""
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help=f"of weights, activations and full-precision rows (default: {default}){beside}",
+        help=f"dtype of weights, activations and full-precision rows (default: {default}){beside}",
     )
 
 
 def model_dtype(options: argparse.Namespace) -> str:
-    """Return the dtype of weights and activations: the one asked for, or the fastest on the
-    device."""
+    """Return the dtype of weights and activations: --dtype, or the fastest on this device."""
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def rows_dtype(options: argparse.Namespace) -> str:
-    """Return the dtype of full-precision rows of the cache: the one asked for, or bfloat16,
-    whatever the weights are."""
+    """Return the dtype of the cache's full-precision rows: --dtype, or bfloat16 whatever the
+    weights are."""
     return options.dtype or CACHE_DTYPE
 
 
-def checked_sampling(options: argparse.Namespace) -> Sampling:
-    """Return the rule of sampling. An option that only sampling has asks for a temperature of 1,
-    and is refused beside a greedy one."""
-    asked = {"top-k": options.top_k > 0, "top-p": options.top_p < 1, "min-p": options.min_p > 0}
-    drawn = [name for name, given in asked.items() if given]
-    if options.temperature is None:
-        options.temperature = 1.0 if drawn else 0.0
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-    with input_errors():
-        sampling.check()
-    if drawn and not options.temperature:
-        raise UserError(
-            f"--{drawn[0]} has no effect at --temperature 0, which is greedy: leave one of them out"
-        )
-    return sampling
-
-
-def sampling_in_words(sampling: Sampling) -> str:
-    """Return the rule of sampling for a footer."""
-    if not sampling.temperature:
-        return "greedy"
-    limits = (
-        ("top-k", sampling.top_k, 0),
-        ("top-p", sampling.top_p, 1),
-        ("min-p", sampling.min_p, 0),
-    )
-    return ", ".join(
-        [
-            f"temperature {sampling.temperature:g}",
-            *(f"{name} {value:g}" for name, value, all_ in limits if value != all_),
-        ]
-    )
-
-
-def cache_spec(text: str) -> kvq.CacheSpec:
-    """Parse --cache."""
+def named_cache(text: str) -> NamedCache | PlannedCache:
+    """Parse --cache. `planned.resolve` makes a NamedCache of a PlannedCache."""
     try:
-        return planned.read(text)
+        return planned.parse(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(with_hint(str(error))) from None
 
 
-def named_cache(text: str) -> NamedCache:
-    """Parse --cache where several caches are compared."""
-    return NamedCache(text, cache_spec(text))
+class _OneCache(argparse.Action):
+    """Store --cache, and refuse a second one, which would silently replace the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, cache: Any, *_: object
+    ) -> None:
+        if getattr(namespace, self.dest) is not self.default:
+            raise UserError(
+                f"{parser.prog} takes one --cache; to compare several, use kvq demo or kvq eval"
+            )
+        setattr(namespace, self.dest, cache)
+
+
+def add_cache(
+    parser: argparse.ArgumentParser,
+    text: str = "the cache (default: dense)",
+    *,
+    default: NamedCache | None = DENSE,
+    required: bool = False,
+) -> None:
+    """Add --cache to a command that runs one cache. `text` is its help."""
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=named_cache,
+        action=_OneCache,
+        default=default,
+        required=required,
+        help=text,
+    )
 
 
 def positive(text: str) -> int:
@@ -198,7 +161,7 @@ def positive(text: str) -> int:
 
 
 def token_count(text: str) -> int:
-    """Parse a number of tokens: 4096, 128K, 10M. K and M are powers of 1024."""
+    """Parse a number of tokens such as 4096, 128K or 10M. K and M are powers of 1024."""
     digits, power = (
         (text[:-1], " KM".index(text[-1].upper())) if text[-1:].upper() in ("K", "M") else (text, 0)
     )
@@ -217,7 +180,7 @@ def count(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """Parse --seed: a number that every random generator takes, and that JAX does not cut to 32
+    """Parse --seed: a number that every random generator accepts and that JAX does not cut to 32
     bits."""
     if not text.isdecimal() or int(text) > MOST_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {MOST_SEED}")
@@ -225,8 +188,8 @@ def seed(text: str) -> int:
 
 
 def byte_size(text: str) -> int:
-    """Parse a size: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and
-    TiB of 1024."""
+    """Parse a size such as 24GiB, 500MB or 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB,
+    GiB and TiB are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise argparse.ArgumentTypeError(
@@ -247,39 +210,46 @@ def token_ids(text: str) -> list[int]:
         ) from None
 
 
-def read_config(model: str, *specs: kvq.CacheSpec, tell: bool = True) -> LlamaConfig:
-    """Read the model's configuration and check that every cache fits it. tell: warn of options that
-    ask this model for too much."""
+def read_config(model: str, *caches: NamedCache, warn_unmet: bool = True) -> LlamaConfig:
+    """Read the model's configuration and check that every cache fits it. `warn_unmet`: warn of
+    options that ask too much of this model."""
     with input_errors():
         config = checkpoint.read_config(model)
-        for spec in specs:
+        for name, spec in caches:
             unmet = kvq.unmet_options(kvq.layout(spec, config, 1, 1))
             check_weights(spec, config)
-            for sentence in unmet if tell else ():
-                warn(f"{spec}: {sentence}")
+            for sentence in unmet if warn_unmet else ():
+                warn(f"{name}: {sentence}")
     return config
 
 
 def calibrations(
-    config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]
+    config: LlamaConfig, caches: Sequence[NamedCache], files: Sequence[str]
 ) -> list[str | None]:
-    """Return the file that each cache is to be prepared with, None for caches that need none.
-    Everything but the weights is compared."""
+    """Return the calibration file of each cache, or None for a cache that needs none. Everything
+    but the weights is compared."""
     with input_errors():
         chosen = [
-            _calibration(spec, config, files) if needs(spec, config) else None for spec in specs
+            _calibration(cache, config, files) if needs(cache.spec, config) else None
+            for cache in caches
         ]
     unused = [file for file in files if file not in chosen]
     if unused:
         raise UserError(
             f"calibration {unused[0]!r} is not needed for"
-            f" {' or '.join(repr(str(spec)) for spec in specs)}"
+            f" {' or '.join(repr(cache.text) for cache in caches)}"
         )
     return chosen
 
 
-def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str]) -> str:
-    """Return the first file that is a calibration for this cache."""
+def check_calibration_file(config: LlamaConfig, cache: NamedCache, file: str | None) -> None:
+    """Raise UserError if the cache needs a calibration that the file is not, or needs none."""
+    calibrations(config, [cache], [] if file is None else [file])
+
+
+def _calibration(cache: NamedCache, config: LlamaConfig, files: Sequence[str]) -> str:
+    """Return the first file that calibrates this cache."""
+    name, spec = cache
     errors = []
     for file in files or (None,):
         try:
@@ -289,7 +259,7 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
         else:
             if calibration is not None and resolved(spec, calibration) != spec:
                 warn(
-                    f"{spec} leaves open what {file} decides for this model; --cache"
+                    f"{name} leaves open what {file} decides for this model; --cache"
                     f" '{resolved(spec, calibration)}' uses it"
                 )
             return str(file)
@@ -297,58 +267,42 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
 
 
 def quantized_in_words(quantized: int, read: int | None = None) -> str:
-    """Return how many of the tokens that are read are quantized, for tables: that there are none is
-    told apart from a small number."""
+    """Return how many of the tokens that are read are quantized, for tables. None at all is written
+    NONE, so that it stands out."""
     return f"{quantized}" + ("" if read is None else f" of {read}") if quantized else "NONE"
 
 
 def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
-    """Warn where no quantized token is ever read though the cache is not dense: the numbers then
-    say nothing about it.
+    """Warn if no quantized token is ever read although the cache is not dense: its numbers then say
+    nothing.
 
-    cache: its layout; read: tokens in it when it is last read, None where windows do not matter;
-    where: in words, for the warning.
+    Args:
+        name: the cache as the user wrote it.
+        cache: its layout.
+        read: tokens in the cache at its last read, or None if windows do not matter.
+        where: the setting in words, for the warning.
     """
     if cache.spec.exact:
         return
     if not any(plan.quantizes for plan in cache.plans):
         warn(
             f"{name}: no layer of this model quantizes anything, so this is the full-precision"
-            " model but for rounding"
+            " model up to rounding"
         )
     elif read is not None and not kvq.quantized_tokens(cache, read):
         warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
 
 
 def raw_config(model: str) -> dict[str, Any]:
-    """Return the configuration as the file writes it (config.json, or a GGUF file's metadata); for
-    what `LlamaConfig` does not keep."""
+    """Return the configuration as the file has it (config.json, or a GGUF file's metadata),
+    including what `LlamaConfig` drops."""
     with input_errors():
         return dict(checkpoint.open_checkpoint(model, "config").fields)
 
 
-def read_text(path: str) -> str:
-    """Read a UTF-8 text, without the byte-order mark that some editors write."""
-    with input_errors():
-        try:
-            return Path(path).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path!r} is not UTF-8 text: {error}") from error
-
-
-def read_prompt(path: str) -> str:
-    """Read a prompt from a file, or from stdin where the path is `-`."""
-    if path != "-":
-        return read_text(path)
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"what came on stdin is not UTF-8 text: {error}") from error
-
-
 def output_directory(path: str, *, empty: bool = False) -> Path:
-    """Check, before any work is done, that the directory that --out names can be made and written.
-    Nothing is made yet."""
+    """Check before any work that the directory of --out can be created and written. Nothing is
+    created yet."""
     out = Path(path)
     if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {path!r} exists and is not an empty directory; name a new one")
@@ -363,8 +317,8 @@ def output_directory(path: str, *, empty: bool = False) -> Path:
 
 
 def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
-    """Warn where a model meets more tokens than it was trained for, with the name of what has them;
-    UserError where they are beyond its sliding window."""
+    """Warn if a model gets more tokens than it was trained for. Raises UserError if they exceed its
+    sliding window. `name` says whose tokens these are."""
     with input_errors():
         config.check_window(tokens)
     if tokens > config.max_position_embeddings:
@@ -372,146 +326,6 @@ def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
             f"{name}{tokens} tokens go beyond the {config.max_position_embeddings} positions that"
             " the model was trained for"
         )
-
-
-def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer alone; None where the checkpoint has none."""
-    with input_errors():
-        return checkpoint.open_checkpoint(model, "tokenizer").tokenizer()
-
-
-def need_tokenizer(model: str, use: str) -> Any:
-    """Load the tokenizer; where the checkpoint has none, UserError names its use."""
-    tokenizer = load_tokenizer(model)
-    if tokenizer is None:
-        raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
-    return tokenizer
-
-
-def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
-    """Return the token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat
-    template."""
-    if chat:
-        return encode_rendered(
-            tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}])
-        )
-    check_text(text)
-    return list(
-        tokenizer(text, verbose=False).input_ids
-    )  # quiet about lengths: those are checked here
-
-
-def check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
-
-
-def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return a conversation in the tokenizer's chat template, up to where the model's next answer
-    begins."""
-    for message in messages:
-        check_text(message["content"])
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "this model's tokenizer has no chat template; `kvq generate` continues a text"
-            " without one"
-        )
-    try:
-        with _time_limit(TEMPLATE_SECONDS):
-            return rendered(tokenizer, messages)
-    except TimeoutError as error:
-        raise UserError(
-            f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s"
-        ) from error
-    except ValueError as error:
-        raise UserError(error) from error
-
-
-@contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after this time, where the system has such an alarm and this is the thread
-    that it reaches."""
-    if (
-        not hasattr(signal, "setitimer")
-        or threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-
-    def stop(*_: object) -> NoReturn:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of text from a chat template, which writes special tokens itself."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-
-def check_tokens(ids: list[int], config: LlamaConfig) -> None:
-    if not ids:
-        raise UserError("the prompt is empty; give at least one token")
-    outside = [i for i in ids if not 0 <= i < config.vocab_size]
-    if outside:
-        raise UserError(
-            f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
-        )
-
-
-def check_memory(cache: kvq.Cache) -> None:
-    """Raise UserError where a device's share of this layout is larger than its memory; weights and
-    working memory are not counted."""
-    size, memory = (
-        (
-            kvq.nbytes(cache)
-            if cache.placement is None
-            else cache.placement.shard_nbytes(cache.axes)
-        ),
-        device_memory(),
-    )
-    if memory is not None and size > memory:
-        raise UserError(
-            f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has"
-            f" {format_bytes(memory)}"
-        )
-
-
-def new_cache(
-    spec: kvq.CacheSpec,
-    config: LlamaConfig,
-    capacity: int,
-    dtype: str,
-    placement: kvq.Placement | None = None,
-) -> kvq.Cache:
-    """Return an empty cache of one row; UserError where the device has no room left for it."""
-    try:
-        return kvq.init_cache(spec, config, 1, capacity, dtype, placement)
-    except jax.errors.JaxRuntimeError as error:
-        size = format_bytes(kvq.nbytes(kvq.layout(spec, config, 1, capacity, dtype)))
-        raise UserError(
-            f"no room for a cache of {capacity} tokens, which takes {size}, beside the model:"
-            f" {error}"
-        ) from error
-
-
-def device_memory() -> int | None:
-    """Return the bytes of the memory that holds arrays; None where they are not known."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None  # no POSIX system
 
 
 def round_up(value: int, multiple: int) -> int:

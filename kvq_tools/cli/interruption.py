@@ -1,10 +1,10 @@
 """Leave on Ctrl-C within a second, whatever the process is doing, and without tearing it down.
 
-Python raises KeyboardInterrupt when the main thread next runs Python code. While XLA compiles that
-takes many seconds, and an exception raised in a callback from native code can be lost there.
-Tearing an interpreter down beside XLA's compile threads crashes. So a second thread reads signals
-as they arrive: where the main thread has not left soon after one, that thread prints the line and
-ends the process.
+Python raises KeyboardInterrupt only when the main thread next runs Python code. That takes many
+seconds while XLA compiles, and an exception in a callback from native code can be lost. Tearing an
+interpreter down while XLA's compile threads run crashes. So a second thread reads signals as they
+arrive. If the main thread has not left soon after a signal, that thread prints the line and ends
+the process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 STATUS = 130  # 128 + SIGINT, as shells count
-PATIENCE = 0.6  # seconds that the main thread has to close its files and leave
+PATIENCE = 0.6  # seconds for the main thread to close its files and leave
 SAME_PRESS = (
-    0.3  # seconds between the main thread's answer to a press and the other thread's reading of it
+    0.3  # most seconds between the main thread's answer to a press and the other thread seeing it
 )
-RESTORED = "\r\x1b[K\x1b[?25h"  # clears a spinner's line and shows the cursor that it hid
+RESTORED = "\r\x1b[K\x1b[?25h"  # clears a spinner's line and shows the cursor again
 
 
 class _Presses:
-    """What is known about Ctrl-C. `advice` follows "interrupted" in the last line."""
+    """The state of Ctrl-C. `advice` follows "interrupted" in the last line."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -43,8 +43,8 @@ class _Presses:
             self._changed.notify_all()
 
     def answered(self, pressed: float) -> bool:
-        """Wait for the main thread to say that it dealt with the press read at this time; False
-        where it does not."""
+        """Wait until the main thread says that it dealt with a press read at this time. False if it
+        does not."""
         with self._changed:
             return self._changed.wait_for(lambda: self.caught > pressed - SAME_PRESS, PATIENCE)
 
@@ -53,41 +53,41 @@ _presses = _Presses()
 
 
 def watch() -> None:
-    """Begin to watch for Ctrl-C; for a process that is one command. Where SIGINT is ignored, as
-    under nohup, it stays so."""
+    """Begin to watch for Ctrl-C, in a process that runs one command. If SIGINT is ignored, as under
+    nohup, it stays ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGINT, _press)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    sys.unraisablehook = _told_of_others(sys.unraisablehook)
+    sys.unraisablehook = _without_interrupts(sys.unraisablehook)
     threading.Thread(
         target=_leave_when_stuck, args=(reading,), name="kvq-interruption", daemon=True
     ).start()
 
 
 def begin() -> None:
-    """Say that the command begins. Before, modules are imported, nothing is at stake, and a press
-    ends the process at once."""
+    """Mark the start of the command. Before it modules are imported, nothing can be lost, and a
+    press ends the process at once."""
     _presses.begun = True
 
 
 def done() -> None:
-    """Say that the command has done its work: a press while the interpreter is torn down changes
-    nothing."""
+    """Mark the end of the command. A press while the interpreter is torn down then has no
+    effect."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def caught() -> None:
-    """Say that a KeyboardInterrupt was dealt with and the command goes on."""
+    """Say that a KeyboardInterrupt was dealt with and the command continues."""
     _presses.pressed = False
     _presses.answer()
 
 
 @contextlib.contextmanager
 def advised(advice: str) -> Iterator[None]:
-    """Add what the user can do now to the line that an interrupted command ends with."""
+    """Tell the user what to do next in the line that ends an interrupted command."""
     _presses.advice = advice
     try:
         yield
@@ -99,7 +99,7 @@ def advised(advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spared() -> Iterator[None]:
-    """Leave the first press to the caller's own handler, however long that takes; only the next one
+    """Leave the first press to the caller's handler, however long that takes. Only the next one
     ends the process."""
     _presses.spared = 1
     try:
@@ -109,8 +109,8 @@ def spared() -> Iterator[None]:
 
 
 def was_pressed() -> bool:
-    """Return whether an exception may be what became of a KeyboardInterrupt on its way through
-    native code."""
+    """Return whether an exception may have been a KeyboardInterrupt that native code turned into
+    another one."""
     return _presses.pressed
 
 
@@ -119,7 +119,7 @@ def line(advice: str = "") -> str:
 
 
 def leave(status: int = STATUS) -> NoReturn:
-    """End the process with what was printed and without teardown."""
+    """End the process without teardown, after flushing the output."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -133,15 +133,15 @@ def _press(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _told_of_others(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a hook that says nothing of a KeyboardInterrupt lost in a callback: the other thread
-    ends the process."""
+def _without_interrupts(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return a hook that ignores a KeyboardInterrupt lost in a callback: the other thread ends the
+    process."""
 
-    def told(unraisable: Any) -> None:
+    def filtered(unraisable: Any) -> None:
         if unraisable.exc_type is not KeyboardInterrupt:
             hook(unraisable)
 
-    return told
+    return filtered
 
 
 def _leave_when_stuck(reading: int) -> None:
@@ -155,8 +155,8 @@ def _leave_when_stuck(reading: int) -> None:
 
 
 def _say_and_end() -> NoReturn:
-    """End the process now. stdout is not flushed: the main thread may hold its lock, in a write
-    that waits for a pipe's reader."""
+    """End the process now. stdout is not flushed: the main thread may hold its lock in a write that
+    waits for the reader of a pipe."""
     shown = RESTORED if os.isatty(2) else ""
     os.write(2, f"{shown}{line(_presses.advice)}\n".encode())
     os._exit(STATUS)

@@ -1,9 +1,9 @@
 """The entry point of `kvq`: find the command, run it, and turn errors into one line and an exit
 code.
 
-A command is a module of `kvq_tools.cli.commands` with `configure(parser)`, which declares its
-arguments and help, and `run(options)`. It needs one line in COMMANDS. Only the module of the
-command in use is imported.
+A command is a module of `kvq_tools.cli.commands` with two functions: `configure(parser)` declares
+its arguments and help, and `run(options)` does the work. Each command has one line in COMMANDS.
+Only the module of the command in use is imported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
+import itertools
 import os
 import sys
 import warnings
@@ -18,63 +20,89 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from kvq_tools.cli import interruption
-from kvq_tools.cli.console import NotFiniteError, UserError, print_json, printable
+from kvq_tools.cli.console import (
+    CheckedOutput,
+    NotFiniteError,
+    OutputError,
+    UserError,
+    print_json,
+    printable,
+)
+from kvq_tools.cli.did_you_mean import hint
 
-BAD_INPUT, NOT_FINITE = 2, 3
+BAD_OUTPUT, BAD_INPUT, NOT_FINITE = 1, 2, 3
 
 COMMANDS = {
-    "demo": "generate and measure with several caches on the embedded model, and print a table",
-    "fetch": "bring a public model into the cache folder, where its name stands for it",
-    "chat": "talk with a model: several turns on one cache",
-    "generate": "continue a prompt through a cache",
-    "prefill": "read a prompt and write its cache to a file, with which generate goes on",
-    "serve": "serve a model to many clients at a time, with OpenAI's API",
+    "demo": "try several caches on the small embedded model and compare them",
+    "fetch": "download a public model so that you can use it by name",
+    "chat": "chat with a model; all turns share one cache",
+    "generate": "continue a prompt, or many prompts, through a cache",
+    "prefill": "read a prompt and save its cache, for generate --from to continue",
+    "serve": "serve a model to many clients through an OpenAI-compatible API",
     "eval": "compare caches on a text: perplexity, KL, top-1 agreement, size",
-    "report": (
-        "write one self-contained page with pictures: quality, size, speed and errors of several"
-        " caches"
-    ),
-    "passkey": "ask for a number that a long text states once",
-    "niah": "ask for needles in a haystack, as RULER hides them",
-    "ruler": "ask for variables and frequent words, as RULER does",
-    "lm-eval": "pass a command line to lm-evaluation-harness, which then has kvq among its models",
+    "report": "write a self-contained page with plots of quality, size, speed and errors",
+    "passkey": "hide a pass key in a long text and ask for it",
+    "niah": "hide needles in a haystack and ask for them, as RULER does",
+    "ruler": "run RULER's tasks on variables and frequent words",
+    "lm-eval": "run lm-evaluation-harness with kvq among its models",
     "memory": "count the exact bytes of a cache, from config.json alone",
-    "calibrate": "make the parameters that a cache needs, from a model and a text",
-    "plan": (
-        "find the best cache for a budget of bits or bytes, measured on a text or from a"
-        " calibration"
-    ),
-    "quantize-weights": "write a checkpoint whose weights have few different values",
+    "calibrate": "fit the parameters that some caches need, on a text",
+    "plan": "find the best cache for a budget of bits, bytes or speed",
+    "quantize-weights": "write a checkpoint whose weights take only a few distinct values",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
-    "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
+    "doctor": "explain layer by layer what a cache does to a model, and warn of problems",
 }
 
-PASSED_ON = ("lm-eval",)  # commands whose arguments are another program's
+PASSED_ON = ("lm-eval",)  # commands that hand their arguments to another program
 WITHOUT_PROGRAMS = ("fetch", "memory", "methods")  # commands that compile nothing
 
 DESCRIPTION = """\
-KV-cache quantization for JAX: runs Hugging Face Llama-family checkpoints with a cache that is 2 to 7 times smaller than bf16."""
+KV-cache quantization for JAX: runs Hugging Face checkpoints of the Llama family
+with a cache that is 2 to 7 times smaller than in bf16."""
 
 EPILOG = """\
 start here:
-  kvq demo                                          everything on the small embedded model, no download
-  kvq methods                                       what can stand after --cache
-  kvq generate embedded --prompt "It was" --cache kivi:bits=2 --max-new-tokens 40
-  kvq fetch smollm2                                 a public model of 135 million parameters, for MODEL in every command
+  kvq demo               compare caches on the small embedded model, no download
+  kvq methods            list what --cache accepts
+  kvq generate embedded --prompt "It was" --cache kivi:bits=2
+  kvq fetch smollm2      download a model of 135 million parameters, which every
+                         command then accepts as MODEL
 
-Every command explains itself: kvq COMMAND --help. With --json, a command prints one JSON object and nothing else on stdout, errors too."""
+`kvq COMMAND --help` explains every option. With --json, a command prints one
+JSON object and nothing else on stdout; errors are JSON, too."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but a bad command line is an error like any other: one line."""
+    """An argparse parser that reports a bad command line in one line, like any other error."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+class _CommandParser(_Parser):
+    """The parser of one command. It looks for unknown options first, so that a misspelt option is
+    not reported as a missing one."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        known = self._option_string_actions
+        if any(action.nargs == argparse.REMAINDER for action in self._actions):
+            args_to_check = []  # they are another program's
+        else:
+            args_to_check = itertools.takewhile(lambda argument: argument != "--", args or ())
+        for argument in args_to_check:
+            name = argument.partition("=")[0]
+            if name.startswith("--") and " " not in name and name not in known:
+                raise UserError(
+                    f"{self.prog} has no option {name}.{hint(name, known)} See {self.prog} --help"
+                )
+        return super().parse_known_args(args, namespace)
+
+
 class _Version(argparse.Action):
-    """argparse's own action would import kvq_jax, and with it JAX, for every command's help."""
+    """Print the version. argparse's own action would import JAX for the help of every command."""
 
     def __call__(self, *_: object) -> NoReturn:
         from kvq_jax import __version__
@@ -84,7 +112,7 @@ class _Version(argparse.Action):
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands; only `command` has its arguments."""
+    """Return the parser of all commands. Only `command` gets its arguments."""
     parser = _Parser(
         prog="kvq",
         description=DESCRIPTION,
@@ -93,9 +121,9 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=summary,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -103,25 +131,24 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         )
         if name == command:
             module = importlib.import_module(f"kvq_tools.cli.commands.{name.replace('-', '_')}")
-            module.configure(own)
+            module.configure(subparser)
             if name not in PASSED_ON:
-                own.add_argument(
+                subparser.add_argument(
                     "--json", action="store_true", help="print one JSON object instead of text"
                 )
             if name not in (*PASSED_ON, *WITHOUT_PROGRAMS):
-                own.add_argument(
+                subparser.add_argument(
                     "--no-compilation-cache",
                     action="store_true",
-                    help="do not keep compiled programs for the next run",
+                    help="do not save compiled programs for the next run",
                 )
-            own.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run)
     return parser
 
 
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Show the library's own warnings as the command's. Those of others come as Python shows
-    them."""
+    """Print the library's warnings as one line of the command. Others look as Python shows them."""
     original = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
@@ -138,19 +165,23 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = build_parser(arguments[0] if arguments else None)
-    if not arguments or arguments[0] not in PASSED_ON or arguments[1:] in ([], ["--help"], ["-h"]):
-        options = parser.parse_args(
-            [*arguments, *(["--help"] if arguments and arguments[0] in PASSED_ON else [])]
+    command = arguments[0]
+    if not command.startswith("-") and command not in COMMANDS:
+        raise UserError(
+            f"kvq has no command {command!r}.{hint(command, COMMANDS)} `kvq --help` lists all"
         )
-    else:
-        options = parser.parse_args([arguments[0]])
-        options.arguments = list(arguments[1:])
+    parser = build_parser(command)
+    if command not in PASSED_ON:
+        return parser.parse_args(arguments)
+    if arguments[1:] in ([], ["--help"], ["-h"]):
+        return parser.parse_args([command, "--help"])
+    options = parser.parse_args([command])
+    options.arguments = list(arguments[1:])
     return options
 
 
-def _told(arguments: Sequence[str], error: str, status: int) -> int:
-    """Return the exit code; with --json, what went wrong is also an object on stdout."""
+def _exit_code(arguments: Sequence[str], error: str, status: int) -> int:
+    """Return the exit code. With --json, also print the error as an object on stdout."""
     if "--json" in arguments:
         print_json("error", {"error": error, "status": status})
         sys.stdout.flush()
@@ -158,41 +189,63 @@ def _told(arguments: Sequence[str], error: str, status: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad
-    input, 3 where numbers are not finite, 130 for Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    """Run `kvq` and return its exit code.
+
+    0 is success, 1 output that cannot be written, 2 bad input, 3 results that are not finite, and
+    130 Ctrl-C.
+
+    Args:
+        arguments: the command line after `kvq`, by default that of the process.
+    """
+    if sys.stderr is None:  # closed by the caller (`2>&-`); print would use stdout instead
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:  # `>&-`
+        print("kvq: error: stdout is closed; redirect it to a file or /dev/null", file=sys.stderr)
+        return BAD_OUTPUT
+    try:
+        with contextlib.redirect_stdout(CheckedOutput(sys.stdout)):
+            try:
+                return _run(sys.argv[1:] if arguments is None else list(arguments))
+            finally:
+                sys.stdout.flush()
+    except OutputError as error:
+        # Python would complain again when it flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error.__cause__, BrokenPipeError):  # `kvq methods | head` is no error
+            print(f"kvq: error: {error}", file=sys.stderr)
+        return BAD_OUTPUT
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if not arguments:
+        build_parser().print_help()
+        return 0
     os.environ.setdefault(
         "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # transformers announces on import that it found no torch
+    )  # otherwise transformers announces on import that it found no torch
     try:
         options = _parsed(arguments)
         interruption.begin()
         if not getattr(options, "no_compilation_cache", arguments[0] in WITHOUT_PROGRAMS):
             from kvq_tools.cli import (
                 compilation_cache,
-            )  # imports JAX, which the command's module has imported by now
+            )  # imports JAX, but the command's module has already done so
 
             compilation_cache.begin()
         with _warnings_in_one_line():
-            if hasattr(options, "cache"):
-                from kvq_tools.cli import planned  # imports JAX, as above
+            if getattr(options, "cache", None) is not None:
+                from kvq_tools.cli import planned  # imports JAX as well
 
-                planned.settle(options)
+                planned.resolve(options)
             options.run(options)
-        sys.stdout.flush()
     except NotFiniteError as error:
         print(f"kvq: error: {printable(str(error))}", file=sys.stderr)
         return NOT_FINITE
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
-        return _told(arguments, str(error), BAD_INPUT)
+        return _exit_code(arguments, str(error), BAD_INPUT)
     except KeyboardInterrupt as error:
-        told = interruption.line(*map(str, error.args))
-        print(told, file=sys.stderr)
-        return _told(arguments, told.removeprefix("kvq: "), interruption.STATUS)
-    except BrokenPipeError:
-        # The reader of a pipe left (`kvq methods | head`). Python would complain again when it
-        # flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        line = interruption.line(*map(str, error.args))
+        print(line, file=sys.stderr)
+        return _exit_code(arguments, line.removeprefix("kvq: "), interruption.STATUS)
     return 0

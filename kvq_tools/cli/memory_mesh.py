@@ -2,10 +2,10 @@
 
     step time = bytes that a device reads / its bandwidth + collectives * LATENCY
 
-A device reads its share of the weights (of an embedding that is not the head, one row), of the full
-body, the windows, the statistics, the method's parameters, and what passes through a cross-layer
-accumulator. Arithmetic is taken to hide behind that, so the cost of rebuilding keys is not in it
-(--roofline has it). A prompt needs working memory of its own, which is not counted.
+A device reads its share of the weights (one row of an embedding that is not also the head), of the
+full body, the windows, the statistics and the method's parameters, and what passes through a
+cross-layer accumulator. Arithmetic is assumed to hide behind these reads, so the cost of rebuilding
+keys is not included (see --roofline). The additional working memory of a prompt is not counted.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from kvq_models.llama.whole_heads import gathered_together
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
 
-LATENCY = (
-    10e-6  # seconds of a collective of a few KB between devices of one host: assumed, not measured
-)
+LATENCY = 10e-6  # seconds of a collective of a few KB within one host: assumed, not measured
 MEMORY = {
     "h100-pcie": 80e9,
     "h100-sxm": 80e9,
     "h200": 141e9,
     "a100-80gb": 80e9,
-}  # bytes, as their data sheets say
+}  # bytes, from the data sheets
 AUTO = "auto"
 
 
@@ -47,22 +45,24 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         metavar="WAYS",
         help=(
-            "also print what each of several devices holds and reads: auto (the fastest of all"
-            " placements), or rows=R,heads=H,tokens=T"
+            "also print what each of several devices holds and reads: auto (the fastest of "
+            "all placements), or rows=R,heads=H,tokens=T"
         ),
     )
     parser.add_argument(
         "--devices",
         metavar="N",
         type=_count,
-        help="of the mesh (default: as many as WAYS names, 8 for auto)",
+        help="devices of the mesh (default: as many as WAYS names, 8 for auto)",
     )
     parser.add_argument(
         "--device",
         metavar="DEVICE",
         type=_device,
         default=roofline.DEVICES["h200"],
-        help=f"of the mesh: {', '.join(MEMORY)} (default: h200), or peaks FLOPS:BYTES",
+        help=(
+            f"kind of device of the mesh: {', '.join(MEMORY)} (default: h200), or peaks FLOPS:BYTES"
+        ),
     )
 
 
@@ -80,9 +80,9 @@ def _device(text: str) -> Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Bytes that each device holds, and what a step of one token for each row costs it. `fits` is
-    None for an unknown memory."""
+class DeviceShare:
+    """Bytes that each device holds, and what a step of one token per row costs it. `fits` is None
+    if its memory is unknown."""
 
     placement: str
     devices: int
@@ -108,26 +108,26 @@ def describe(
     devices: int | None,
     device: Device,
 ) -> dict[str, Any]:
-    """Return the share of one placement; for "auto" of the fastest that fits, or of the smallest
-    where none does.
+    """Return each device's share of one placement. "auto" picks the fastest that fits, or the
+    smallest if none does.
 
-    Raises ValueError, in one line, for a text that cannot be read and for a placement that the
+    Raises ValueError, in one line, for a text that cannot be parsed and for a placement that the
     cache cannot have.
     """
     if mesh != AUTO:
         placement = parse(mesh, devices or 4096)
         return dataclasses.asdict(share(spec, config, batch, context, dtype, placement, device))
-    found = []
+    shares = []
     for placement in _placements(devices or 8):
         try:
-            found.append(share(spec, config, batch, context, dtype, placement, device))
-        except ValueError:  # rows or heads that do not divide; tokens alone always remain
+            shares.append(share(spec, config, batch, context, dtype, placement, device))
+        except ValueError:  # rows or heads do not divide; splitting tokens alone always works
             continue
-    fitting = [one for one in found if one.fits is not False]
+    fitting = [one for one in shares if one.fits is not False]
     best = (
         min(fitting, key=lambda one: one.milliseconds)
         if fitting
-        else min(found, key=lambda one: one.total_bytes)
+        else min(shares, key=lambda one: one.total_bytes)
     )
     return dataclasses.asdict(best)
 
@@ -140,9 +140,9 @@ def share(
     dtype: str,
     placement: kvq.Placement,
     device: Device,
-) -> Share:
-    """Return what each device of a mesh holds and reads. Bytes are exact; times are the
-    formula's."""
+) -> DeviceShare:
+    """Return what each device of a mesh holds and reads. Bytes are exact; times follow from the
+    formula above."""
     cache = kvq.axes(spec, config, batch, context, dtype, placement)
     body = placement.shard_nbytes([layer.body for layer in cache.layers])
     windows = placement.shard_nbytes(
@@ -150,15 +150,15 @@ def share(
     ) + kvq.nbytes(cache.lengths)
     parameters = (
         sum(parameter_bytes(cache, config, dtype))
-        if any(c.takes_weights or c.parameters(1) for c in _codecs(cache))
+        if any(c.learning.weights or c.learning.parameters(1) for c in _codecs(cache))
         else 0
     )
     working = max((placement.shard_nbytes(one) for one in accumulators(cache)), default=0)
     weights, embedding = _weights(config, dtype, placement)
     total = weights + body + windows + parameters + working
     read = weights + body + windows + parameters - (0 if config.tie_word_embeddings else embedding)
-    # the accumulator is written in the base layer, then read and written, and everywhere read by
-    # attention
+    # the base layer writes the accumulator, later layers read and write it, and attention reads it
+    # everywhere
     read += working * sum(
         2 if plan.cross_layer.starts else 3 for plan in cache.plans if plan.cross_layer
     )
@@ -166,17 +166,17 @@ def share(
     memory = MEMORY.get(device.name)
     milliseconds = 1e3 * (read / device.bandwidth + moves * LATENCY)
     fits = None if memory is None else total <= memory
-    held = weights, body, windows, parameters, working, total
-    return Share(str(placement), placement.devices, *held, read, moves, milliseconds, fits)
+    sizes = weights, body, windows, parameters, working, total
+    return DeviceShare(str(placement), placement.devices, *sizes, read, moves, milliseconds, fits)
 
 
 def collectives(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> int:
-    """Return how many collectives a decode step runs on a mesh, each of which moves one token's
-    numbers.
+    """Return how many collectives a decode step runs on a mesh. Each moves the numbers of one
+    token.
 
-    A sum for each projection whose input is split, and one for the embedding. Where tokens are
-    split, a maximum and a sum merge what shards attended to, and queries, keys and values are
-    gathered, whose weights are split further than heads are.
+    There is a sum for each projection whose input is split, and one for the embedding. If tokens
+    are split, a maximum and a sum merge the attention of the shards. Queries, keys and values are
+    then gathered as well if their weights are split further than heads are.
     """
     shardings = sharding.weight_shardings(_abstract(config, 1, dtype), placement)
     split = {path for path, where in shardings.items() if any(where.spec)}
@@ -195,7 +195,7 @@ def _codecs(cache: Any) -> list[Any]:
 
 
 def _weights(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> tuple[int, int]:
-    """Return the bytes of all weights and of the embedding on each device. Layers are alike."""
+    """Return the bytes of all weights and of the embedding on each device. All layers are alike."""
     one, two = (
         sharding.shard_nbytes_of(_abstract(config, layers, dtype), placement) for layers in (1, 2)
     )
@@ -234,22 +234,22 @@ def print_shares(caches: list[dict[str, Any]], device: Device) -> None:
     )
     rows = []
     for cache in caches:
-        own = cache["mesh"]
-        sizes = [format_bytes(own[f"{part}_bytes"]) for part in ("weight", "body", "window")]
-        other = format_bytes(own["parameter_bytes"] + own["working_bytes"])
-        fits = {True: "yes", False: "no", None: "?"}[own["fits"]]
+        placed = cache["mesh"]
+        sizes = [format_bytes(placed[f"{part}_bytes"]) for part in ("weight", "body", "window")]
+        other = format_bytes(placed["parameter_bytes"] + placed["working_bytes"])
+        fits = {True: "yes", False: "no", None: "?"}[placed["fits"]]
         step = (
-            format_bytes(own["read_bytes"]),
-            str(own["collectives"]),
-            f"{own['milliseconds']:.2f}",
+            format_bytes(placed["read_bytes"]),
+            str(placed["collectives"]),
+            f"{placed['milliseconds']:.2f}",
         )
         rows.append(
             [
                 cache["name"],
-                own["placement"],
+                placed["placement"],
                 *sizes,
                 other,
-                format_bytes(own["total_bytes"]),
+                format_bytes(placed["total_bytes"]),
                 fits,
                 *step,
             ]

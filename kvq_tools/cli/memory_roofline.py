@@ -1,4 +1,4 @@
-"""`kvq memory --roofline`: the longest context at which a cache rebuilds keys and values behind
+"""`kvq memory --roofline`: the longest context at which rebuilding keys and values hides behind
 memory traffic."""
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.results import finite
 
-BLOCKS = 32  # blocks whose bytes are counted, as `kvq.body_bits_per_element` does
+BLOCKS = 32  # blocks whose bytes are counted, as in `kvq.body_bits_per_element`
 NOTHING = "attention reads codes directly and rebuilds nothing"
 EXPLAINED = """\
-FLOPs, bytes: of a layer, in a step with one new token, for each cached token; weights: of a layer, parameters of the cache included.
-hidden up to: cached tokens of all sequences together, as long as rebuilding takes no longer than reading, at the device's peaks.
-here: bytes as stored; keys are rebuilt, values never (their weighted sum is taken among cached rows, then projected).
-the paper's equation: (3) or (4) of XQuant with this model's weights: bits without scales; keys and values are rebuilt."""
+FLOPs and bytes are per layer and cached token, in a step with one new token;
+weights are per layer and include the cache's parameters. "hidden up to" is the
+number of cached tokens, over all sequences, up to which rebuilding takes no
+longer than reading at the device's peaks. "here" counts bytes as stored; keys
+are rebuilt, values never are (cached rows are summed with their weights, and
+the sum is projected). "the paper's equation" is (3) or (4) of XQuant with this
+model's weights; it counts bits without scales and rebuilds keys and values."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +39,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=roofline.DEVICES[roofline.PAPER_DEVICE],
         help=(
-            "also print up to which length a cache that rebuilds keys and values (xquant) does so"
-            f" behind memory traffic: {', '.join(roofline.DEVICES)} (default:"
-            f" {roofline.PAPER_DEVICE}, the paper's), or peaks FLOPS:BYTES, such as 756e12:2e12"
+            "also print the longest context at which a cache that rebuilds keys and values "
+            f"(xquant) hides that behind memory traffic: {', '.join(roofline.DEVICES)} "
+            f"(default: {roofline.PAPER_DEVICE}, as in the paper), or peaks FLOPS:BYTES, such "
+            "as 756e12:2e12"
         ),
     )
 
@@ -51,8 +55,7 @@ def _device(text: str) -> Device:
 
 
 def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
-    """Return the device's peaks, and the bytes of a bf16 cache that a layer reads for each
-    token."""
+    """Return the device's peaks, and the bytes of a bf16 cache that a layer reads per token."""
     both = 2 * 2 * config.num_key_value_heads * config.head_dim
     return dataclasses.asdict(device) | {"ridge": device.ridge, "bf16_bytes_per_token": both}
 
@@ -60,35 +63,44 @@ def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
 def describe(
     cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], itemsize: int, device: Device
 ) -> dict[str, Any]:
-    """Describe every layer of a cache, and the first in which rebuilding shows. parameter_bytes:
-    those of the cache's parameters in each layer, which a step reads beside its weights of
-    `itemsize` bytes each. Lengths are None where any length is hidden or nothing is rebuilt."""
+    """Describe every layer of a cache and find the layer that limits its length.
+
+    Lengths are None if any length is hidden or nothing is rebuilt.
+
+    Args:
+        cache: the layout.
+        config: the model's configuration.
+        parameter_bytes: bytes of the cache's parameters in each layer. A step reads them beside the
+            weights.
+        itemsize: bytes of a weight.
+        device: peaks of the device.
+    """
     weights = roofline.weight_bytes(config, itemsize)
-    here = [
-        layer_cost(plan, config, weights + own)
-        for plan, own in zip(cache.plans, parameter_bytes, strict=True)
+    costs = [
+        layer_cost(plan, config, weights + layer_parameters)
+        for plan, layer_parameters in zip(cache.plans, parameter_bytes, strict=True)
     ]
     base = next(
-        (plan.cross_layer for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
+        (plan.k for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts),
         None,
     )
-    theirs = [
+    paper_costs = [
         roofline.paper_cost_of((plan.k, plan.v), base, config, weights) for plan in cache.plans
     ]
-    rebuilding = [cost for cost in here if cost.flops_per_token]
+    rebuilding = [cost for cost in costs if cost.flops_per_token]
     return {
         "rebuilds": bool(rebuilding),
         "hidden_tokens": finite(roofline.longest_hidden(rebuilding, device.ridge)),
         "paper_hidden_tokens": finite(
-            roofline.longest_hidden((cost for cost in theirs if cost), device.ridge)
+            roofline.longest_hidden((cost for cost in paper_costs if cost), device.ridge)
         ),
         "layers": [
             {
                 "layer": layer,
-                "here": _described(own, device),
+                "here": _described(cost, device),
                 "paper": None if paper is None else _described(paper, device),
             }
-            for layer, (own, paper) in enumerate(zip(here, theirs, strict=True))
+            for layer, (cost, paper) in enumerate(zip(costs, paper_costs, strict=True))
         ],
     }
 
@@ -98,13 +110,13 @@ def _described(cost: LayerCost, device: Device) -> dict[str, Any]:
 
 
 def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> LayerCost:
-    """Return the cost of a step in this layer for each cached token: codes are read as they are
-    stored, keys are rebuilt from rows, and queries weigh rows for their values. A side that keeps
-    keys or values themselves rebuilds nothing.
+    """Return the cost of a step in this layer per cached token.
 
-    Where a layer builds on the one below it, rows come from the accumulator. At the least, it is
-    read and written to add this layer's differences (in the base layer only written), and read by
-    attention.
+    Codes are read as stored, keys are rebuilt from rows, and values are weighted sums of rows. A
+    side that stores keys or values directly rebuilds nothing.
+
+    If a layer builds on the one below it, rows come from the accumulator. That is at least read and
+    written to add this layer's differences (only written in the base layer), and read by attention.
     """
     tokens = BLOCKS * plan.regions.block
     bodies = [codec.body(1, plan.heads, tokens) for codec in plan.codecs]
@@ -113,21 +125,20 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     cross = plan.cross_layer
     if cross is None:
         k, v = (
-            codec.row_width(plan.heads, plan.head_dim) if codec.rebuilds else 0
+            codec.facts.row_width(plan.heads, plan.head_dim) if codec.facts.rebuilds else 0
             for codec in (plan.k, plan.v)
         )
         return LayerCost(roofline.flops_of_keys(k, v, kv_width, heads), read, weight_bytes)
     accumulator = cross.accumulator(1, 1)
     width = accumulator.shape[2]
     flops = roofline.flops_of_keys(width, width, kv_width, heads)
-    flops += 0 if cross.starts else cross.accumulate_flops
+    flops += 0 if cross.starts else cross.flops
     return LayerCost(
         flops, read + (2 if cross.starts else 3) * kvq.nbytes(accumulator), weight_bytes
     )
 
 
 # --- text
-# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> None:
@@ -156,8 +167,8 @@ def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> 
         print(EXPLAINED)
         both = device["bf16_bytes_per_token"]
         print_line(
-            f"A bf16 cache reads {both} bytes for each token of a layer. What reads more hides"
-            " more; it is no faster."
+            f"A bf16 cache reads {both} bytes per token and layer. A cache that reads more hides"
+            " more, but is not faster."
         )
     for c in rebuilding:
         here, paper = (

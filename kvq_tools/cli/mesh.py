@@ -1,4 +1,4 @@
-"""`--mesh` of commands that run a model: the devices that share its weights and its caches."""
+"""The option --mesh: the devices that share a model's weights and caches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         metavar="WAYS",
         help=(
-            "split the model and its cache among devices: rows=R,heads=H,tokens=T, each once or not"
-            " at all, or auto (all devices: heads as far as the cache allows, tokens for the rest);"
-            " default: one device. To try it on a CPU, set"
-            " XLA_FLAGS=--xla_force_host_platform_device_count=8. docs/scale.md"
+            "split the model and its cache among devices: rows=R,heads=H,tokens=T, each "
+            "optional, or auto (all devices, by heads as far as the cache allows, then by "
+            "tokens); default: one device. To try it on a CPU, set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8. See docs/scale.md"
         ),
     )
 
@@ -35,11 +35,10 @@ def placement_of(
     capacity: int,
     dtype: str,
 ) -> kvq.Placement | None:
-    """Return the placement that --mesh asks for, of caches that all can have it; None for a single
-    device.
+    """Return the placement that --mesh asks for, or None for a single device.
 
-    UserError where the text cannot be read, asks for more devices than there are, or one of the
-    caches cannot be split so.
+    Raises UserError if the text cannot be parsed, if it needs more devices than there are, or if
+    one of the caches cannot be split that way.
     """
     if text is None:
         return None

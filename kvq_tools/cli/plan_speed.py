@@ -1,5 +1,4 @@
-"""`kvq plan --device --tokens-per-second`: the memory that a step can read in time, as a budget for
-a cache."""
+"""Turn a speed into a memory budget: `kvq plan --device --tokens-per-second`."""
 
 from __future__ import annotations
 
@@ -19,34 +18,29 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--device",
         metavar="NAME",
         help=(
-            f"with --tokens-per-second: {', '.join(roofline.DEVICES)}, or peaks FLOPS:BYTES, such"
-            " as 756e12:2e12"
+            f"with --tokens-per-second: {', '.join(roofline.DEVICES)}, or peaks FLOPS:BYTES, "
+            "such as 756e12:2e12"
         ),
     )
     parser.add_argument(
         "--tokens-per-second",
         metavar="X",
         type=float,
-        help="of all sequences together, at the full context",
+        help="total over all sequences, at the full context",
     )
 
 
 def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
-    """Return the budget: what --budget says, and no more bytes than a step can read in batch / X
-    seconds.
+    """Return the budget: --budget, limited to the bytes that a step can read in batch / X seconds.
+    One of the two is there.
 
-    A step reads all weights but the embedding's other rows, and the whole cache, once. Raises
-    UserError or ValueError, in one line, where options are missing or the weights alone take too
-    long.
+    A step reads the whole cache and all weights once, except the unused rows of the embedding.
+    Raises UserError or ValueError, in one line, if options are missing or if the weights alone take
+    too long.
     """
     if (options.device is None) != (options.tokens_per_second is None):
         raise UserError("--device and --tokens-per-second belong together: give both or neither")
     if options.device is None:
-        if options.budget is None:
-            raise UserError(
-                "a budget is missing: --budget 2.5bits, --budget 600MiB, or --device and"
-                " --tokens-per-second"
-            )
         return options.budget
     if isinstance(options.budget, float):
         raise UserError(
@@ -69,8 +63,8 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
 
 
 def read_weights(config: LlamaConfig) -> int:
-    """Return the weights that a decode step reads: all of them, of an embedding that is no head
-    none."""
+    """Return the number of weights that a decode step reads: all except an embedding that is not
+    also the head."""
     sizes = {
         path: weight.leaf.size for path, weight in hf_names.weights(abstract_llama(config)).items()
     }

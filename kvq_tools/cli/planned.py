@@ -1,9 +1,9 @@
-"""`--cache plan.json` and `--cache auto:bits=2.5`: caches that a plan decided, with the calibration
-that they need.
+"""The caches of --cache: each with its text as the user typed it.
 
-argparse knows no model while it reads --cache, so such a text is noted there, and `settle` puts the
-cache in its place before a command runs: the file's spec, or waterfill with the widths that the
-model's kept calibration gives.
+A spec is parsed at once. `auto:bits=2.5` and `plan.json` are decided by a plan of the model, which
+argparse does not know while it reads --cache. They become PlannedCache values, which `resolve`
+replaces before a command runs: by the spec in the file, or by waterfill with the widths that the
+model's calibration gives.
 """
 
 from __future__ import annotations
@@ -21,72 +21,69 @@ from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.planning import kept
 
 AUTO, METHOD = "auto", "waterfill"
-_noted: list[tuple[CacheSpec, str]] = []  # the objects that stand for a text until it is settled
 
 
 class NamedCache(NamedTuple):
-    """A cache and its text as the user wrote it, for tables: str(spec) leaves defaults out."""
+    """A cache and its text as the user typed it, for output: str(spec) leaves defaults out."""
 
     text: str
     spec: CacheSpec
 
 
-def read(text: str) -> CacheSpec:
-    """Parse --cache: a spec, `auto` with options of waterfill, or a plan's file, which is not
-    opened yet. ValueError, in one line."""
-    name, colon, options = text.strip().partition(":")
-    if name != AUTO and not text.endswith(".json"):
-        return kvq.parse(text)
-    spec = kvq.parse(METHOD + colon + options if name == AUTO else "dense")
-    _noted.append((spec, text))
-    return spec
+@dataclasses.dataclass(frozen=True)
+class PlannedCache:
+    """A cache that a plan decides: `auto` with its options as a spec, or a plan's file (None)."""
 
+    text: str
+    options: CacheSpec | None
 
-def settle(options: argparse.Namespace) -> None:
-    """Put what was noted in its place: specs in options.cache, and their calibrations in
-    options.calibration, if a command takes any.
+    def plan(self, model: str) -> kept.StoredPlan:
+        """Return the cache and its calibration.
 
-    Raises UserError where `auto` has no calibration for the model, or a file is no plan.
-    """
-    noted, given = list(_noted), options.cache
-    _noted.clear()
-    calibrations: list[str] = []
-
-    def settled(spec: CacheSpec) -> CacheSpec:
-        text = next((text for own, text in noted if own is spec), None)
-        if text is None:
-            return spec
-        with input_errors():
-            plan = (
-                _automatic(text, spec, options.model)
-                if text.strip().startswith(AUTO)
-                else kept.read_plan(text)
+        Raises UserError or ValueError, in one line, if the file is not a plan, or if `auto` has no
+        calibration for the model.
+        """
+        if self.options is None:
+            return kept.read_plan(self.text)
+        method = self.options.k
+        if dataclasses.replace(method, k_widths=0, v_widths=0) != method:
+            raise ValueError(f"--cache {self.text}: auto chooses the widths; give bits and windows")
+        file, config = kept.calibration_file(model), checkpoint.read_config(model)
+        if not file.is_file():
+            raise UserError(
+                f"--cache {self.text}: no plan of {model!r} was made yet; `kvq plan {model} --text"
+                " FILE --budget 2.5bits` keeps one"
             )
-        calibrations.extend([plan.calibration] if plan.calibration else [])
-        return plan.spec
-
-    if isinstance(given, list):
-        options.cache = [one._replace(spec=settled(one.spec)) for one in given]
-    elif isinstance(given, CacheSpec):
-        options.cache = settled(given)
-    if not calibrations or not hasattr(options, "calibration"):
-        return
-    if isinstance(given, list):
-        options.calibration = [*(options.calibration or []), *dict.fromkeys(calibrations)]
-    else:
-        options.calibration = options.calibration or calibrations[0]
+        calibration = check_calibration(self.options, config, str(file))
+        assert calibration is not None, f"{METHOD} needs a calibration"
+        return kept.StoredPlan(resolved(self.options, calibration), str(file))
 
 
-def _automatic(text: str, spec: CacheSpec, model: str) -> kept.StoredPlan:
-    """Return the cache that a model's kept calibration gives."""
-    if dataclasses.replace(spec.k, k_widths=0, v_widths=0) != spec.k:
-        raise ValueError(f"--cache {text}: auto chooses the widths; give bits and windows")
-    file, config = kept.calibration_file(model), checkpoint.read_config(model)
-    if not file.is_file():
-        raise UserError(
-            f"--cache {text}: no plan of {model!r} was made yet; `kvq plan {model} --text FILE"
-            " --budget 2.5bits` keeps one"
-        )
-    calibration = check_calibration(spec, config, str(file))
-    assert calibration is not None, f"{METHOD} needs a calibration"
-    return kept.StoredPlan(resolved(spec, calibration), str(file))
+def parse(text: str) -> NamedCache | PlannedCache:
+    """Parse --cache. A plan's file is not opened yet. Raises ValueError, in one line."""
+    name, colon, options = text.strip().partition(":")
+    if name == AUTO:
+        return PlannedCache(text, kvq.parse(METHOD + colon + options))
+    if text.endswith(".json"):
+        return PlannedCache(text, None)
+    return NamedCache(text, kvq.parse(text))
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Replace planned caches in options.cache by the caches of their plans, and add the
+    calibrations of these plans to options.calibration if the command takes any."""
+    several = isinstance(options.cache, list)
+    caches, calibrations = [], []
+    for cache in options.cache if several else [options.cache]:
+        if isinstance(cache, PlannedCache):
+            with input_errors():
+                plan = cache.plan(options.model)
+            calibrations += [plan.calibration] if plan.calibration else []
+            cache = NamedCache(cache.text, plan.spec)
+        caches.append(cache)
+    options.cache = caches if several else caches[0]
+    if calibrations and hasattr(options, "calibration"):
+        if several:
+            options.calibration = [*(options.calibration or []), *dict.fromkeys(calibrations)]
+        else:
+            options.calibration = options.calibration or calibrations[0]

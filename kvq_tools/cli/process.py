@@ -1,4 +1,4 @@
-"""`kvq` as the whole of a process: what the console script runs."""
+"""Run `kvq` as a whole process: the console script's entry point."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from kvq_tools.cli import interruption
 
 
 def run() -> NoReturn:
-    """Run the command and exit with its code; Ctrl-C ends it within a second, imports included."""
+    """Run the command and exit with its code. Ctrl-C ends it within a second, even during
+    imports."""
     interruption.watch()
     try:
-        from kvq_tools.cli.main import main  # imported late: Ctrl-C is watched for already
+        from kvq_tools.cli.main import main  # imported late, so that Ctrl-C works by now
 
         code = main()
     except (Exception, KeyboardInterrupt):
         if not interruption.was_pressed():
             raise
-        # an import or native code was interrupted, and may have made another exception of it
+        # an import or native code was interrupted and may have raised another exception instead
         print(interruption.line(), file=sys.stderr)
         code = interruption.STATUS
     if code == interruption.STATUS:

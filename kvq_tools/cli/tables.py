@@ -1,8 +1,8 @@
-"""Tables that fit the terminal: no number and no spec is ever broken inside.
+"""Print tables that fit the terminal without breaking a number or a spec inside.
 
-Where a table is too wide, its heads are broken at spaces, then its texts at spaces and its specs
-after separators; where that is not enough, its columns stand in several tables under each other,
-each with the columns that name the rows.
+If a table is too wide, its heads are broken at spaces, then its texts at spaces and its specs after
+separators. If that is not enough, the columns are split over several tables, each of which repeats
+the columns that name the rows.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-PIPED_WIDTH = 160  # columns where stdout is no terminal
-LEAST_TEXT = 12  # columns of a text that is broken into lines
+PIPED_WIDTH = 160  # columns if stdout is not a terminal
+LEAST_TEXT = 12  # least columns of a text that is broken into lines
 
-_PIECES = re.compile(r"[^\s,+]*[\s,+]?")  # what a line can end after
+_PIECES = re.compile(r"[^\s,+]*[\s,+]?")  # a line can end after each piece
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that stdout is, None where it is none."""
+    """Return the columns of the terminal on stdout, or None if stdout is not a terminal."""
     console = Console(file=sys.stdout)
     return console.width if console.is_terminal else None
 
 
 def print_line(text: str) -> None:
-    """Print a long line, in a terminal broken as the cells of tables are."""
+    """Print a long line, broken like a table cell if stdout is a terminal."""
     width = terminal_width()
     print(text if width is None else _broken(text, width), flush=True)
 
@@ -40,20 +40,20 @@ def print_table(
     rows: Sequence[Sequence[object]],
     numeric: Sequence[str] = (),
 ) -> None:
-    """Print a titled table; columns named in `numeric` are aligned to the right. Cells are printed
-    as they are, but for breaks between lines of text."""
+    """Print a titled table. Columns named in `numeric` are right-aligned. Cells are printed
+    unchanged apart from line breaks."""
     width = terminal_width() or PIPED_WIDTH
     cells = [[str(cell) for cell in row] for row in rows]
     if title:
         print_line(title)
-    for own in _parts(columns, cells, [column in numeric for column in columns], width):
-        _print_part(columns, cells, numeric, own, width)
+    for widths in _parts(columns, cells, [column in numeric for column in columns], width):
+        _print_part(columns, cells, numeric, widths, width)
 
 
 def _parts(
     columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool], width: int
 ) -> list[dict[int, int]]:
-    """Return the tables to print: of each, its columns with their widths."""
+    """Return the tables to print, each as {column: width}."""
     natural = [
         max(
             [cell_len(line) for row in cells for line in row[i].split("\n")]
@@ -86,8 +86,8 @@ def _parts(
 def _shared(
     width: int, natural: Sequence[int], least: dict[int, int], texts: Sequence[int]
 ) -> dict[int, int]:
-    """Return the widths of a table's columns: texts share what numbers leave, each takes at most
-    what it needs."""
+    """Return the widths of a table's columns: texts share the room that numbers leave, and each
+    takes at most what it needs."""
     widths = dict(least)
     left = width - _total(list(widths.values()))
     while left > 0 and (short := [i for i in texts if widths[i] < natural[i]]):
@@ -109,11 +109,11 @@ def _print_part(
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
     numeric: Sequence[str],
-    own: dict[int, int],
+    widths: dict[int, int],
     width: int,
 ) -> None:
     table = Table()
-    for i, room in own.items():
+    for i, room in widths.items():
         head = Text(_broken(columns[i], room))
         table.add_column(
             head,
@@ -123,15 +123,15 @@ def _print_part(
             overflow="fold",
         )
     for row in cells:
-        table.add_row(*(Text(_broken(row[i], room)) for i, room in own.items()))
-    Console(file=sys.stdout, highlight=False, width=max(width, _total(list(own.values())))).print(
-        table
-    )
+        table.add_row(*(Text(_broken(row[i], room)) for i, room in widths.items()))
+    Console(
+        file=sys.stdout, highlight=False, width=max(width, _total(list(widths.values())))
+    ).print(table)
 
 
 def _broken(text: str, width: int) -> str:
-    """Break a text into lines of a width, at spaces and after the separators of a spec; a longer
-    piece stays whole where it is a number, and is cut otherwise."""
+    """Break a text into lines, at spaces and after the separators of a spec. A longer piece stays
+    whole if it is a number and is cut otherwise."""
     lines = []
     for whole in text.split("\n"):
         line = ""
@@ -151,7 +151,7 @@ def _broken(text: str, width: int) -> str:
 
 
 def _cut(line: str, width: int) -> int:
-    """Return where to cut a long word: after a mark of punctuation if there is one, and not between
+    """Return where to cut a long word: after punctuation if there is any, and never between
     digits."""
     marks = [
         n

@@ -17,18 +17,17 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
     check_finite,
-    format_bytes,
     input_errors,
     print_json,
     progress,
     warn,
 )
-from kvq_tools.cli.tables import print_table
+from kvq_tools.cli.task_table import print_scores
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
@@ -36,8 +35,8 @@ from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSampl
 BATCH = 4
 MOST_LENGTH = 4096  # of the default lengths
 CHAT_RULE = (
-    "the prompt is the user's turn in the tokenizer's chat template; words that the answer begins"
-    " with follow the template"
+    "the prompt is the user's turn in the tokenizer's chat template; the first words of the answer"
+    " follow the template"
 )
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 4  # for each length and depth
@@ -48,9 +47,9 @@ class TaskRun:
     """A task as its command asks for it.
 
     rules       what the output says about prompts, truncation and scores
-    samples     what the model is asked
-    groups      labels that get a table each, where samples have them
-    settings    what else the output repeats of the command line
+    samples     a function that makes the samples
+    groups      labels that get a table each, if samples have them
+    settings    parts of the command line that the output repeats
     """
 
     name: str
@@ -64,15 +63,20 @@ class TaskRun:
 def add_arguments(
     parser: argparse.ArgumentParser, max_new_tokens: int | None, default: str = "%(default)s"
 ) -> None:
-    """Add the arguments that all of these commands take. max_new_tokens: the default; None where it
-    depends on the task, and `default` says how."""
+    """Add the arguments that all of these commands take.
+
+    Args:
+        parser: the command's parser.
+        max_new_tokens: the default, or None if it depends on the task.
+        default: the default in words.
+    """
     inputs.add_model(parser)
     parser.add_argument(
         "--cache",
         metavar="SPEC",
         type=inputs.named_cache,
         action="append",
-        help="a cache; may be given several times (default: dense)",
+        help="a cache; can be repeated (default: dense)",
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
@@ -80,7 +84,7 @@ def add_arguments(
         metavar="N",
         type=inputs.positive,
         default=max_new_tokens,
-        help=f"the longest answer (default: {default})",
+        help=f"longest answer (default: {default})",
     )
     parser.add_argument(
         "--batch",
@@ -92,31 +96,31 @@ def add_arguments(
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="put the prompt into the tokenizer's chat template, as the user's turn",
+        help="make the prompt the user's turn in the tokenizer's chat template",
     )
     parser.add_argument(
         "--answers",
         metavar="F",
-        help="a new file for every answer as it comes, one JSON object a line",
+        help="write each answer to this new file as it comes, one JSON object per line",
     )
     inputs.add_dtype(parser)
 
 
 def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = None) -> None:
-    """Add the arguments of tasks that make their own samples. text: what --text is, for tasks that
-    hide facts at depths of one."""
+    """Add the arguments of tasks that make their own samples. `text` is the help of --text, for
+    tasks that hide facts at depths of one."""
     parser.add_argument(
         "--data",
         metavar="FILE",
-        help="ready-made samples, one JSON object a line, in place of generated ones",
+        help="ready-made samples, one JSON object per line, instead of generated ones",
     )
     parser.add_argument(
         "--lengths",
         metavar="L,L",
         type=_integers,
         help=(
-            "tokens of prompt and answer (default: a quarter, a half and all of the model's"
-            f" positions, of at most {MOST_LENGTH}, as far as the question fits)"
+            "tokens of prompt and answer (default: a quarter, a half and all of the model's "
+            f"positions, of at most {MOST_LENGTH}, as far as the question fits)"
         ),
     )
     if text is not None:
@@ -124,11 +128,11 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
             "--depths",
             metavar="D,D",
             type=_shares,
-            help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
+            help="positions of the fact, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
         )
         parser.add_argument("--text", metavar="FILE", help=text)
     parser.add_argument(
-        "--seed", type=inputs.seed, default=0, help="of generated samples (default: 0)"
+        "--seed", type=inputs.seed, default=0, help="seed of generated samples (default: 0)"
     )
     each = "each length" if text is None else "each length and depth"
     parser.add_argument(
@@ -159,16 +163,17 @@ def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return depths and text, for the `generated` of a task that hides facts."""
     return {
         "depths": options.depths or DEPTHS,
-        "text": None if options.text is None else inputs.read_text(options.text),
+        "text": None if options.text is None else text_input.read_text(options.text),
     }
 
 
 def generated(
     options: argparse.Namespace, config: LlamaConfig, make: Callable[..., list[TaskSample]]
 ) -> list[TaskSample]:
-    """Return make(lengths=, count=, seed=), a task's own samples. Of the default lengths, those
-    that are too short for the question are left out, and a warning says so; UserError names the
-    remedy where none is left, or where one that was asked for does not do.
+    """Return the task's samples, from make(lengths=, count=, seed=).
+
+    Default lengths that are too short for the question are skipped with a warning. UserError names
+    the remedy if none is left, or if a length that was asked for is too short.
     """
     most = min(config.positions, MOST_LENGTH)
     samples, short, needed = [], [], 0
@@ -179,41 +184,43 @@ def generated(
             short, needed = [*short, length], length + error.lacking
             if options.lengths:
                 raise UserError(
-                    f"--lengths {length}: {error}; {needed} would do, or fewer --max-new-tokens"
+                    f"--lengths {length}: {error}; try fewer --max-new-tokens or --lengths {needed}"
                 ) from error
     if not samples and needed <= config.positions:
         raise UserError(
             f"prompt and answer take at least {needed} tokens, and the longest default is {most}:"
-            f" give --lengths {needed}"
+            f" use --lengths {needed}"
         )
     if not samples:
         raise UserError(
             f"prompt and answer take at least {needed} tokens, and the model was trained for"
-            f" {config.positions} positions; --max-new-tokens, now"
-            f" {options.max_new_tokens or 'the default'}, is a part of them"
+            f" {config.positions} positions, which include --max-new-tokens (now"
+            f" {options.max_new_tokens or 'the default'})"
         )
     if short:
         warn(
             f"no samples of {' and '.join(map(str, short))} tokens: the question needs about"
-            f" {needed}; --lengths names others"
+            f" {needed}; --lengths sets others"
         )
     return samples
 
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
-    """Raise UserError where an option of generated samples stands beside --data."""
-    given = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
-    if options.data is not None and given:
-        raise UserError(f"--{given[0]} is for generated samples, and --data gives ready-made ones")
+    """Raise UserError if --data comes with an option of generated samples."""
+    conflicts = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
+    if options.data is not None and conflicts:
+        raise UserError(
+            f"--{conflicts[0]} is for generated samples, but --data has ready-made ones"
+        )
 
 
 def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
-    """Answer every sample through every cache and print the scores; everything that needs no
+    """Answer every sample through every cache and print the scores. Everything that needs no
     weights is checked before they are read."""
     options.dtype = inputs.model_dtype(options)
-    caches = options.cache or [inputs.named_cache("dense")]
-    config = inputs.read_config(options.model, *(spec for _, spec in caches))
-    files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
+    caches = options.cache or [inputs.DENSE]
+    config = inputs.read_config(options.model, *caches)
+    files = inputs.calibrations(config, caches, options.calibration or [])
     if options.answers is not None and (
         Path(options.answers).exists() or not Path(options.answers).absolute().parent.is_dir()
     ):
@@ -271,14 +278,14 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "caches": measured,
     }
-    print_json("task", result) if options.json else _print(result)
+    print_json("task", result) if options.json else print_scores(result)
     check_finite(broken)
 
 
 def _prompts(options: argparse.Namespace) -> TaskPrompts:
-    tokenizer = inputs.need_tokenizer(options.model, "write prompts")
+    tokenizer = text_input.need_tokenizer(options.model, "write prompts")
     return TaskPrompts(
-        tokenizer, partial(inputs.encode, tokenizer, chat=True) if options.chat else None
+        tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
     )
 
 
@@ -305,7 +312,7 @@ def described(sample: TaskSample, answer: ScoredAnswer) -> dict[str, Any]:
 def summary(
     samples: Sequence[TaskSample], answers: Sequence[ScoredAnswer], groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the mean scores, over all answers and for every value of each label, and the answers
+    """Return the mean scores, over all answers and for each value of each label, and the answers
     themselves."""
     by_label = {}
     for label in groups:
@@ -353,47 +360,3 @@ def _sizes(
         "ratio": kvq.dense_nbytes(config, 1, longest) / kvq.nbytes(layout),
         "bits_per_element": bits,
     }
-
-
-def _print(result: dict[str, Any]) -> None:
-    for name, rule in result["rules"].items():
-        print(f"{name}: {rule}".replace("\n", "\\n"))
-    first = result["caches"][0]
-    metrics = list(first["scores"])
-    title = (
-        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of"
-        f" {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens; scores in percent;"
-        f" bytes at {first['capacity']} tokens; {result['dtype']}"
-    )
-    rows = [
-        (
-            c["name"],
-            *(_percent(c["scores"][m]) for m in metrics),
-            inputs.quantized_in_words(c["quantized_tokens"]),
-            format_bytes(c["cache_bytes"]),
-            f"{c['ratio']:.2f}",
-            f"{c['bits_per_element']:.2f}",
-        )
-        for c in result["caches"]
-    ]
-    columns = (
-        "cache",
-        *metrics,
-        "quantized tokens",
-        "cache bytes",
-        "ratio to bf16",
-        "bits/element",
-    )
-    print_table(title, columns, rows, numeric=columns[1:])
-    for label, parts in first["by"].items():
-        if len(parts) > 1:
-            columns = ("cache", *(f"{part[label]} ({part['samples']})" for part in parts))
-            rows = [
-                (c["name"], *(_percent(part[metrics[0]]) for part in c["by"][label]))
-                for c in result["caches"]
-            ]
-            print_table(f"{metrics[0]} by {label} (samples)", columns, rows, numeric=columns[1:])
-
-
-def _percent(score: float) -> str:
-    return f"{100 * score:.1f}"

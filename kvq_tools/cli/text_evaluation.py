@@ -7,7 +7,7 @@ import argparse
 
 import kvq_jax as kvq
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.evaluation.results import BUCKETS
 from kvq_tools.evaluation.settings import (
@@ -24,31 +24,41 @@ from kvq_tools.evaluation.text import TokenizedText, tokenize
 
 
 def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add the text, the caches and how they are evaluated; `checked` reads these arguments."""
-    parser.add_argument("--text", metavar="FILE", required=required, help="a UTF-8 text to predict")
+    """Add the text, the caches and the evaluation's settings. `checked` reads them."""
+    parser.add_argument(
+        "--text", metavar="FILE", required=required, help="the UTF-8 text to predict"
+    )
     parser.add_argument(
         "--cache",
         metavar="SPEC",
         type=inputs.named_cache,
         action="append",
         required=required,
-        help="a cache; may be given several times",
+        help="a cache; can be repeated",
     )
     inputs.add_calibration(parser, several=True)
+    _add_settings(parser)
+    inputs.add_dtype(
+        parser, beside="; in bfloat16, --cache dense shows the effect of rounding alone"
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add how a text is cut into windows and read."""
     parser.add_argument(
         "--window",
         metavar="W",
         type=inputs.positive,
         help=(
-            f"tokens of a window (default: the model's max_position_embeddings, or {MOST_WINDOW} if"
-            " that is less)"
+            "tokens per window (default: the model's max_position_embeddings, at most "
+            f"{MOST_WINDOW})"
         ),
     )
     parser.add_argument(
         "--stride",
         metavar="S",
         type=inputs.positive,
-        help="from one window to the next (default: half a window)",
+        help="tokens from one window to the next (default: half a window)",
     )
     parser.add_argument(
         "--mode",
@@ -60,16 +70,16 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--chunk",
         metavar="C",
         type=inputs.positive,
-        help=f"tokens of a chunk of --mode chunked (default: {CHUNK})",
+        help=f"tokens per chunk in --mode chunked (default: {CHUNK})",
     )
     parser.add_argument(
         "--prompt",
         metavar="P",
         type=inputs.count,
         help=(
-            "prefill P tokens of each window in --mode decode, and do not score them; caches that"
-            f" take statistics from a prompt need one (default: {PROMPT}, or as many as windows"
-            " overlap, where one of the caches does, else 0)"
+            "in --mode decode, prefill the first P tokens of each window without scoring them "
+            f"(default: 0, or {PROMPT} and at most the overlap of two windows if one of the "
+            "caches takes statistics from a prompt)"
         ),
     )
     parser.add_argument(
@@ -77,8 +87,8 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         metavar="T",
         type=inputs.positive,
         help=(
-            "tokens of one step of --mode decode; 1 is what fused GPU kernels serve, others are"
-            f" quicker (default: {STEP})"
+            "tokens per step in --mode decode; fused GPU kernels serve 1, larger steps are "
+            f"faster (default: {STEP})"
         ),
     )
     parser.add_argument(
@@ -99,25 +109,24 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         metavar="N",
         type=inputs.positive,
         default=BUCKETS,
-        help="parts of a window in numbers by position (default: %(default)s)",
+        help="parts of a window, for numbers by position (default: %(default)s)",
     )
-    inputs.add_dtype(parser, beside="; in bfloat16, --cache dense shows rounding alone")
 
 
 def checked(
     options: argparse.Namespace,
 ) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
-    """Read and check all that needs no weights: (the config, the text, the settings, the
-    calibration of each cache)."""
+    """Read and check everything that needs no weights: (config, text, settings, calibration of each
+    cache)."""
     for name, mode in (("chunk", "chunked"), ("prompt", "decode"), ("step", "decode")):
         if getattr(options, name) is not None and options.mode != mode:
             raise UserError(f"--{name} is for --mode {mode}, not {options.mode}")
     options.dtype = inputs.model_dtype(options)
-    whole = inputs.read_text(options.text)
+    whole = text_input.read_text(options.text)
     specs = [spec for _, spec in options.cache]
-    config = inputs.read_config(options.model, *specs)
-    files = inputs.calibrations(config, specs, options.calibration or [])
-    tokenizer = inputs.need_tokenizer(options.model, "read the text")
+    config = inputs.read_config(options.model, *options.cache)
+    files = inputs.calibrations(config, options.cache, options.calibration or [])
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
     text = tokenize(tokenizer, whole)
     text = text if options.limit is None else text.first(options.limit)
     with input_errors():
@@ -137,7 +146,7 @@ def checked(
 
 
 def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
-    """Warn where nothing is quantized in windows of the cache's capacity."""
+    """Warn if nothing is quantized in windows of the cache's capacity."""
     window, newest = cache.capacity, settings.read_tokens(cache.capacity)
     chunks = f" and chunks of {settings.chunk}" if settings.mode == "chunked" else ""
     inputs.warn_if_exact(

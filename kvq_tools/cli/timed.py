@@ -1,5 +1,5 @@
-"""Time generation: compile first, then time prefill and decoding apart. The tokens are those of
-`kvq_models.generate`."""
+"""Time generation: compile first, then time prefill and decoding separately. The tokens are those
+of `kvq_models.generate`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from kvq_models.llama.model import Llama
 
 
 class TimedGeneration:
-    """The generation of one prompt. Making it compiles (ahead of time; jit then finds the
-    programs); iterating over `segments` runs.
+    """The generation of one prompt. Creating it compiles ahead of time; iterating over `segments`
+    runs it.
 
-    compile_seconds is tracing and compiling, before anything runs. prefill_seconds and
-    decode_seconds are wall time until the device is done, without it. steps: of the model, so far.
-    logits [1, V]: where the cache holds the prompt already, those after it; there is no prefill
-    then. drafts: tokens that a step may draft (speculation.py), 0 for none.
+    `compile_seconds` covers tracing and compilation. `prefill_seconds` and `decode_seconds` are
+    wall time until the device is done, without compilation. `steps` counts the model's steps so
+    far.
+
+    Args:
+        logits: [1, V] after the prompt, if the cache already holds it. There is no prefill then.
+        drafts: most tokens that a step may draft (speculation.py), 0 for none.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class TimedGeneration:
         self._llama, self._cache, self._logits = llama, cache, logits
         new = (
             [prompt] if logits is None else [prompt[:1]]
-        )  # of a prompt that is there, nothing is read
+        )  # a prompt that the cache holds is not read again
         self._tokens, self._lengths = decoding.checked_tokens(
             llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None)
         )
@@ -83,8 +86,8 @@ class TimedGeneration:
         return generation.start(llama, cache, tokens, lengths, self._settings)
 
     def segments(self, steps: int) -> Iterator[Generated]:
-        """Yield all tokens so far, after every `steps` new ones. Each yielded value's cache is
-        consumed by the next segment."""
+        """Yield all tokens so far after every `steps` new ones. The next segment consumes the cache
+        of the previous one."""
         started = time.perf_counter()
         state = jax.block_until_ready(
             self._start(self._llama, self._cache, self._tokens, self._lengths)
@@ -122,8 +125,8 @@ def compile_generation(
     history: History | None = None,
     drafts: int = 0,
 ) -> None:
-    """Compile what `generation.start` and `generation.advance` will run for these prompts, padded
-    as `checked_tokens` pads them; nothing is consumed."""
+    """Compile the programs that `generation.start` and `generation.advance` run for these prompts,
+    padded as by `checked_tokens`. Nothing is consumed."""
 
     def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         return generation.start(llama, cache, tokens, lengths, settings)
@@ -141,8 +144,8 @@ def compile_generation(
 
 
 def _placed(state: GenerationState, first: list[Sharding], placement: Placement) -> GenerationState:
-    """Return a described state with the shardings of its first arrays, cache and logits; its
-    counters are on every device."""
+    """Return a described state: its first arrays, cache and logits, get the given shardings, and
+    its counters lie on every device."""
     leaves, tree = jax.tree.flatten(state)
     where = first + [placement.everywhere] * (len(leaves) - len(first))
     return tree.unflatten(
@@ -158,13 +161,12 @@ def compile_steps(
     history: History | None = None,
     drafts: int = 0,
 ) -> None:
-    """Compile what `generation.advance`, or with a history that of `speculation`, will run from a
-    state, or from one that is described; nothing is consumed."""
+    """Compile `generation.advance`, or `speculation.advance` if there is a history, for a state or
+    its description. Nothing is consumed."""
     if history is None:
         generation.advance.lower(llama, state, settings, jnp.int32(0)).compile()
     else:
         speculation.advance.lower(llama, state, history, settings, jnp.int32(0), drafts).compile()
-    # the loop's counters are made by small programs of their own: they too shall not be compiled on
-    # the clock
+    # small programs make the loop's counters; compile them before the clock runs, too
     counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)
     jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), counters)

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvq_jax.arrays.reverse_water_filling import MOST, allocate, expected_error
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.waterfill.widths import chunk_energies, template_chunks
 from kvq_models.calibration.file import Calibration
 

@@ -28,7 +28,7 @@ from jaxtyping import Int
 import kvq_jax as kvq
 from kvq_jax.arrays.reverse_water_filling import MOST, layer_widths
 from kvq_jax.cache.spec import CacheSpec
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.base import per_layer
 from kvq_jax.methods.waterfill import Waterfill
 from kvq_jax.methods.waterfill.widths import written

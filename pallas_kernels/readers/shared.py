@@ -69,7 +69,7 @@ def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "ro
 
     A single group is repeated as two: a reshape that only drops an axis does not keep newer Triton
     from giving words the layout of a dot's operand as they are loaded, in which it loads them one
-    at a time (docs/decisions.md).
+    at a time (docs/decisions/gpu_arithmetic.md).
     """
     groups, _, width = scale.shape
     groups = max(groups, 2)
@@ -116,7 +116,7 @@ def dot_reordered(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Arra
 
     In each 16, runs of 4 change places: 0, 2, 1, 3. In the usual order some versions of Triton load
     scales as matrices for tensor cores, and what LLVM makes of these keeps ptxas from computing on
-    pairs (docs/decisions.md). Data does not move: each lane reads other places.
+    pairs (docs/decisions/gpu_arithmetic.md). Data does not move: each lane reads other places.
     """
     return dot(_reordered(a, contracted[0]), _reordered(b, contracted[1]), contracted)
 

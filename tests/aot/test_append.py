@@ -55,7 +55,7 @@ def test_a_token_is_appended_in_place_and_within_registers(spec, side, arithmeti
     launch = Launch(arithmetic)
 
     def append(body, ring, new, first, flags, params):
-        writer = block_writer(plan, codec, params, codec.initial_statistics(batch, heads), launch)
+        writer = block_writer(plan, codec, params, codec.statistics.initial(batch, heads), launch)
         assert writer is not None, "no kernel writes this format"
         sides = [Side(new, ring[:, :, :0], ring, Blocks(body, *writer))]
         [side], _ = append_token(

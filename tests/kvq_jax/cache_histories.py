@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.attention.dispatch import XLA
 from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import Tree
@@ -134,8 +135,6 @@ def _returning(codec: Codec, given: jax.Array, returned: jax.Array) -> Codec:
     `returned` [B, T] from the body."""
 
     class Returning(type(codec)):
-        outlier_slots = type(codec).outlier_slots
-
         def rows(self, params: Tree, inputs: kvq.LayerInputs) -> jax.Array:
             rows = super().rows(params, inputs)
             return jnp.where(returned[:, None, :, None], given.astype(rows.dtype), rows)
@@ -187,7 +186,7 @@ def compiled() -> Programs:
     return Programs(
         fill=quick_jit(lambda *a: _fill(*a), static_argnums=0),
         prefill=quick_jit(lambda *a: prefill_layer(*a), static_argnums=0),
-        decode=quick_jit(lambda *a: decode_layer(*a, implementation="xla"), static_argnums=0),
+        decode=quick_jit(lambda *a: decode_layer(*a, route=XLA), static_argnums=0),
         trim=quick_jit(lambda *a: kvq.trim(*a)),
         selected=quick_jit(lambda cache, index: kvq.select_rows(cache, index)),
         repeated=quick_jit(lambda cache, index: kvq.select_rows(kvq.repeat_rows(cache, 2), index)),

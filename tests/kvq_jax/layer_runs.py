@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.attention import reference, streaming
+from kvq_jax.attention import dispatch, reference, streaming
+from kvq_jax.attention.dispatch import NATIVE, XLA, Route
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
-from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import LayerWeights
 from kvq_jax.types.rope import rotate
@@ -66,11 +67,14 @@ def _reference(
     return reference.attend(inputs.q_rot, k, v, seen)
 
 
+def automatic(plan: LayerPlan, tokens: int = 1) -> Route:
+    """Return what serves a layer of `DIMS` if nobody names an implementation."""
+    return dispatch.choose(None, plan, DIMS.num_attention_heads, tokens)
+
+
 prefill = quick_jit(prefill_layer, static_argnums=0)
-decode = quick_jit(functools.partial(decode_layer, implementation="xla"), static_argnums=0)
-decode_natively = quick_jit(
-    functools.partial(decode_layer, implementation="native"), static_argnums=0
-)
+decode = quick_jit(functools.partial(decode_layer, route=XLA), static_argnums=0)
+decode_natively = quick_jit(functools.partial(decode_layer, route=NATIVE), static_argnums=0)
 append = quick_jit(append_layer, static_argnums=0, static_argnames="prefill")
 attend_reference = quick_jit(_reference, static_argnums=0)
 decode_rows = quick_jit(reference.decode_rows, static_argnums=0)
@@ -231,12 +235,12 @@ def parameters_of(plan: LayerPlan) -> Any:
     made = plan.from_weights(layer_weights(plan.heads, plan.head_dim, bias))
 
     def of(codec: Codec, own: Any) -> Any:
-        if not codec.parameters(plan.heads):
+        if not codec.learning.parameters(plan.heads):
             return own
         rows = np.moveaxis(np.asarray(codec.rows(own, whole)), 1, 2)[:, 5:].reshape(
             -1, plan.heads, plan.head_dim
         )
-        found = codec.calibrate(
+        found = codec.learning.calibrate(
             rows, np.random.default_rng(99).normal(size=rows.shape).astype(np.float32)
         )
         return (own or {}) | {name: jnp.asarray(array) for name, array in found.items()}

@@ -101,7 +101,7 @@ REFUSED = {
 @pytest.mark.parametrize("mesh", REFUSED)
 def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(run, model, monkeypatch, mesh):
     monkeypatch.setattr(
-        "kvq_tools.cli.commands.generate.load_llama",
+        "kvq_tools.cli.one_generation.load_llama",
         lambda *_, **__: pytest.fail("weights are read"),
     )
     code, out, told = run("generate", model, "--prompt", "the cat", "--cache", SPEC, "--mesh", mesh)
@@ -114,4 +114,4 @@ def test_many_prompts_are_for_one_device(run, model, tmp_path):
     code, _, told = run(
         "generate", model, "--prompts", "p", "--out", tmp_path / "o", "--mesh", "auto"
     )
-    assert (code, told) == (2, "kvq: error: --mesh is for one prompt\n")
+    assert (code, told) == (2, "kvq: error: --mesh is for one prompt: leave out --prompts\n")

@@ -8,17 +8,16 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.base import Codec, Side, side_rows
-from kvq_jax.codecs.kernel_readers import Reader
-from kvq_jax.codecs.native_bodies import Body
+from kvq_jax.codecs.codec import Codec, Origin, Side, side_rows
+from kvq_jax.codecs.facts import Facts
+from kvq_jax.codecs.kernels import Kernels, of_rows
 from kvq_jax.methods.base import Method, Windows
 from kvq_jax.types.array_types import Axis, CachedRows, LayerInputs, ModelDims, Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseCodec(Codec):
-    """x^ = x: rows are stored as `dtype`, without quantization. Exact where the model has that
+    """x^ = x: rows are stored as `dtype`, without quantization. Exact if the model has that
     dtype."""
 
     side: Side
@@ -37,28 +36,19 @@ class DenseCodec(Codec):
         )
         return BodySpec(axes, self.dtype)
 
-    def outlier_slots(self, heads: int) -> int:
-        return 0
-
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
         return rows.astype(jnp.dtype(self.dtype))
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return body
 
     @property
-    def exact(self) -> bool:
-        return True
+    def facts(self) -> Facts:
+        return Facts(exact=True)
 
     @property
-    def stores_rows(self) -> bool:
-        return True
-
-    def kernel_reader(self) -> Reader | str:
-        return kernel_readers.dense(self.channels, self.dtype)
-
-    def native_body(self) -> Body | str:
-        return native_bodies.rows(self.channels, self.dtype)
+    def kernels(self) -> Kernels:
+        return of_rows(self.channels, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Dense(Method):
     )
     source: ClassVar[str] = "-"
     exact: ClassVar[bool] = True
-    can_rotate: ClassVar[bool] = False
+    declines: ClassVar[frozenset[str]] = frozenset({"rotate"})
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=1)

@@ -16,16 +16,17 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays import float_array
 from kvq_jax.arrays.float_array import LARGEST_INPUT, FloatArray, FloatFormat
-from kvq_jax.arrays.packing import PlaneLayout
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Origin, Side
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
+from kvq_jax.codecs.facts import Facts
+from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.one_side import OneSideCodec
+from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 from kvq_jax.types.rope import Rope
 
-HEADROOM = (
-    2.0  # how much larger than the prompt's largest entry a later one can be before it saturates
-)
+# How much larger than the prompt's largest entry a later one can be before it saturates.
+HEADROOM = 2.0
 
 SequenceScale = Literal["tensor", "head", "none"]
 
@@ -47,31 +48,7 @@ class FloatCodec(OneSideCodec):
     def body(self, batch: int, heads: int, tokens: int) -> FloatArray:
         return float_array.specs(self.format, batch, heads, tokens)
 
-    def outlier_slots(self, heads: int) -> int:
-        return 0
-
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt; 1
-        where these are all 0."""
-        if self.sequence == "none":
-            return ()
-        rows = self.rows(params, inputs).astype(jnp.float32)
-        counted = inputs.valid[:, None, :, None] & jnp.isfinite(rows)
-        axes = (2, 3) if self.sequence == "head" else (1, 2, 3)
-        largest = jnp.max(jnp.where(counted, jnp.abs(rows), 0), axis=axes, keepdims=True)
-        scale = HEADROOM * jnp.minimum(largest, LARGEST_INPUT) / self.format.largest
-        shape = self.statistics_spec(rows.shape[0], rows.shape[1]).shape
-        return jnp.broadcast_to(jnp.where(largest > 0, scale, 1.0), shape)
-
-    def statistics_spec(self, batch: int, heads: int) -> Tree:
-        if self.sequence == "none":
-            return ()
-        return ArraySpec(
-            (Axis("batch", batch), Axis("kv_heads", heads), Axis("none", 1), Axis("none", 1)),
-            "float32",
-        )
-
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> FloatArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> FloatArray:
         return float_array.quantize(
             self._scaled(rows.astype(jnp.float32), stats, divide=True), self.format
         )
@@ -106,23 +83,44 @@ class FloatCodec(OneSideCodec):
     ) -> Float[Array, "B K R H"]:
         return self._scaled(weigh_rows(weights, float_array.dequantize(body)), stats)
 
-    def kernel_reader(self) -> str:
-        return "small floats, which no GPU kernel of kvq reads"
-
-    def native_body(self) -> str:
-        return "small floats, which no CPU kernel reads"
+    @property
+    def statistics(self) -> Statistics:
+        if self.sequence == "none":
+            return Statistics()
+        return Statistics(self._statistics_spec, self._statistics)
 
     @property
-    def code_layout(self) -> PlaneLayout:
-        return self.format.layout
+    def facts(self) -> Facts:
+        return dataclasses.replace(
+            super().facts,
+            code_layout=self.format.layout,
+            channel_group_bits=None if self.format.scale == "none" else self.format.element.bits,
+            couples=frozenset(["heads"] if self.sequence == "tensor" else []),
+        )
 
     @property
-    def couples_heads(self) -> bool:
-        return self.sequence == "tensor"
+    def kernels(self) -> Kernels:
+        return unserved(
+            "small floats, which no GPU kernel of kvq reads",
+            "small floats, which no CPU kernel reads",
+        )
 
-    @property
-    def channel_group_bits(self) -> int | None:
-        return None if self.format.scale == "none" else self.format.element.bits
+    def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
+        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt; 1 if
+        these are all 0."""
+        rows = self.rows(params, inputs).astype(jnp.float32)
+        counted = inputs.valid[:, None, :, None] & jnp.isfinite(rows)
+        axes = (2, 3) if self.sequence == "head" else (1, 2, 3)
+        largest = jnp.max(jnp.where(counted, jnp.abs(rows), 0), axis=axes, keepdims=True)
+        scale = HEADROOM * jnp.minimum(largest, LARGEST_INPUT) / self.format.largest
+        shape = self._statistics_spec(rows.shape[0], rows.shape[1]).shape
+        return jnp.broadcast_to(jnp.where(largest > 0, scale, 1.0), shape)
+
+    def _statistics_spec(self, batch: int, heads: int) -> ArraySpec:
+        return ArraySpec(
+            (Axis("batch", batch), Axis("kv_heads", heads), Axis("none", 1), Axis("none", 1)),
+            "float32",
+        )
 
     def _scaled(self, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
         if self.sequence == "none":

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvq_jax.arrays.float_array import FloatFormat, ScaleKind
 from kvq_jax.arrays.minifloats import E2M1, E4M3, Minifloat
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.floats.codec import FloatCodec, SequenceScale
 from kvq_jax.types.array_types import ModelDims

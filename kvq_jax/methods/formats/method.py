@@ -13,8 +13,8 @@ from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels
 from kvq_jax.arrays.grouped_array import GroupFormat
-from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.codecs.codebook import CodebookCodec
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.types.array_types import ModelDims
@@ -44,10 +44,9 @@ class TokenFormat(Method):
         "float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32")
     )
 
+    # One class serves seven names.
     @property
-    def name(
-        self,
-    ) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # one class serves seven names
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"{self.levels}{self.bits}"
 
     @property

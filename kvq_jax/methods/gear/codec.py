@@ -13,11 +13,12 @@ from jaxtyping import Array, Bool, Float
 
 from kvq_jax.arrays import grouped_array, low_rank, sparse_outliers
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
-from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.arrays.uniform import saturation_limit
-from kvq_jax.codecs.base import OutlierCounts, Side
+from kvq_jax.arrays.uniform import finite_rows, saturation_limit
+from kvq_jax.codecs.codec import Origin, Side
+from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers
+from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.types.array_types import Axis, CachedRows, RowsBKTH, Tree
 from kvq_jax.types.pytree import describe, pytree
@@ -68,21 +69,13 @@ class GearCodec(OneSideCodec):
         dense = grouped_array.specs(format, batch, heads, tokens)
         return describe(GearArray, dense=dense, left=left, right=right, outliers=outliers)
 
-    def outlier_slots(self, heads: int) -> float:
-        return self.pool.slots / self.pool.tokens if self.pool else 0
-
-    def outlier_counts(self, body: GearArray) -> OutlierCounts:
-        assert body.outliers is not None, "a codec with slots stores outliers"
-        return OutlierCounts(*sparse_outliers.counts(body.outliers))
-
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GearArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> GearArray:
         """Quantize rows without their outliers, then approximate what the codes miss, then store
         the outliers against both.
 
-        NaN counts as 0; infinities saturate as large numbers do.
+        NaN counts as 0, infinities as the largest entry of their row.
         """
-        limit = saturation_limit(self.format.scale_dtype)
-        x = jnp.clip(jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -limit, limit)
+        x = finite_rows(rows, saturation_limit(self.format.scale_dtype))
         mask = self._outliers(x) if self.pool else jnp.zeros(x.shape, bool)
         dense = grouped_array.quantize(
             jnp.where(mask, self._means(x), x) if self.pool else x, self.format
@@ -102,19 +95,23 @@ class GearCodec(OneSideCodec):
             rows = rows + self._product(body.left, body.right)
         return rows if body.outliers is None else sparse_outliers.add(rows, body.outliers)
 
-    def kernel_reader(self) -> str:
-        return "low-rank factors and outliers beside the codes, which no GPU kernel adds"
-
-    def native_body(self) -> str:
-        return "low-rank factors and outliers beside the codes, which no CPU kernel adds"
+    @property
+    def facts(self) -> Facts:
+        format, pool = self.format, self.pool
+        return dataclasses.replace(
+            super().facts,
+            code_layout=format.layout,
+            channel_group_bits=format.code_bits if format.axis == "channels" else None,
+            requantizes="drifts",
+            outliers=pool and Outliers(lambda heads: pool.slots / pool.tokens, _counts),
+        )
 
     @property
-    def code_layout(self) -> PlaneLayout:
-        return self.format.layout
-
-    @property
-    def channel_group_bits(self) -> int | None:
-        return self.format.code_bits if self.format.axis == "channels" else None
+    def kernels(self) -> Kernels:
+        return unserved(
+            "low-rank factors and outliers beside the codes, which no GPU kernel adds",
+            "low-rank factors and outliers beside the codes, which no CPU kernel adds",
+        )
 
     def _factors(
         self, missed: RowsBKTH
@@ -169,6 +166,11 @@ class GearCodec(OneSideCodec):
         if self.side == "v":
             return jnp.swapaxes(flat.reshape(batch, tokens, heads, channels), 1, 2)
         return jnp.swapaxes(flat, 3, 4).reshape(shape)
+
+
+def _counts(body: GearArray) -> OutlierCounts:
+    assert body.outliers is not None, "a codec with slots stores outliers"
+    return OutlierCounts(*sparse_outliers.counts(body.outliers))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
 from kvq_jax.arrays.sparse_outliers import LONGEST_POOL, MOST_PLACES, Pool
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.gear.codec import GearCodec
 from kvq_jax.types.array_types import ModelDims

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme, resolve_group
 from kvq_jax.arrays.slot_array import SLOT_BITS
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.innerq.codec import InnerQCodec, SlotCodec
 from kvq_jax.types.array_types import ModelDims

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.types.array_types import ModelDims

@@ -6,8 +6,7 @@ The stored arrays are those of arrays/codebook_array.py and arrays/sparse_outlie
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +17,18 @@ from kvq_jax.arrays import codebook_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
-from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
-from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
-from kvq_jax.codecs.base import OutlierCounts, Side
-from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs import kernel_readers, kernel_writers, kernels
+from kvq_jax.codecs.codec import Origin, Side
+from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, PaperCount
 from kvq_jax.codecs.kernel_writers import KernelWriter
-from kvq_jax.codecs.native_bodies import Body
+from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.learning import Learning
 from kvq_jax.codecs.one_side import OneSideCodec
+from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
 
-Description = TypeVar(
-    "Description", Reader, Body
-)  # of the stored arrays, as GPU or CPU kernels take them
 Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
 
@@ -59,8 +56,6 @@ class KVQuantCodec(OneSideCodec):
     it.
     """
 
-    unprompted: ClassVar[float] = 0.0
-
     side: Side
     format: CodebookFormat
     datatype: Datatype
@@ -77,123 +72,10 @@ class KVQuantCodec(OneSideCodec):
     def per_channel(self) -> bool:
         return self.format.group is None
 
-    def parameters(self, heads: int) -> dict[str, ArraySpec]:
-        axes: dict[str, tuple[Axis, ...]] = {}
-        if self.datatype == "nuq":
-            axes |= {"levels": (Axis("none", 2**self.format.bits),), "qnorm": (Axis("none", 2),)}
-        if self.per_channel:
-            axes |= dict.fromkeys(
-                RANGES, (Axis("kv_heads", heads), Axis("channels", self.format.channels))
-            )
-        elif self.per_matrix and self.format.pool:
-            axes |= {"lower": (), "upper": ()}
-        return {name: ArraySpec(own, "float32") for name, own in axes.items()}
-
-    def derived_parameters(self, heads: int) -> dict[str, ArraySpec]:
-        """Describe ranges of channels in the dtype in which kernels scale the rows of keys that
-        they rotate."""
-        if not self.per_channel or not self.pre_rope or self.online:
-            return {}
-        described = self.parameters(heads)
-        return {
-            f"kernel_{name}": dataclasses.replace(described[name], dtype=kernel_readers.SCALE_DTYPE)
-            for name in ("scale", "zero")
-        }
-
-    def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
-        return {
-            name: calibrated[name.removeprefix("kernel_")].astype(described.dtype)
-            for name, described in self.derived_parameters(
-                len(calibrated["scale"]) if self.per_channel else 0
-            ).items()
-        }
-
-    def calibration_key(self) -> str:
-        ranges = "channel" if self.per_channel else "token"
-        thresholds = "matrix" if self.per_matrix else "vector"
-        options = [
-            f"bits={self.format.bits}",
-            f"outliers={self.outliers:g}",
-            f"datatype={self.datatype}",
-            f"ranges={ranges}",
-        ]
-        options += [f"weighting={self.weighting}", f"thresholds={thresholds}"]
-        return ",".join(
-            options + ([f"pre_rope={str(self.pre_rope).lower()}"] if self.side == "k" else [])
-        )
-
-    def calibrate(
-        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
-    ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        fitted = fit.parameters(
-            rows,
-            gradients,
-            levels=2**self.format.bits if self.datatype == "nuq" else None,
-            per_channel=self.per_channel,
-            per_matrix=self.per_matrix,
-            outliers=self.outliers,
-            per_side=self.per_side,
-            weighting=self.weighting,
-        )
-        return {name: fitted[name] for name in self.parameters(rows.shape[1])}
-
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return scale, zero, lower and upper of each channel, [B, K, 4, H] fp32, as a calibration
-        on the prompt alone would find them; () where ranges are not the prompt's.
-
-            lower, upper = the linearly interpolated quantiles f/2 and 1 - f/2 over the prompt's valid, finite rows but the first
-            scale, zero  = half the range and the middle of the rows within them
-
-        The first token is left out because models use it as an attention sink, whose keys are
-        unlike the others (the paper's section 3.5). All four are 0 for a row without such tokens.
-        Source: Hooper et al., KVQuant, Table 14 (online).
-        """
-        if not self.online:
-            return ()
-        rows = self.rows(params, inputs).astype(jnp.float32)
-        counted = (inputs.valid & (inputs.positions > 0))[:, None, :, None] & jnp.isfinite(rows)
-        lower, upper = _quantiles(rows, counted, self.outliers / 2)
-        kept = counted & (rows >= lower) & (rows <= upper)
-        low = jnp.min(jnp.where(kept, rows, jnp.inf), axis=2, keepdims=True)
-        high = jnp.max(jnp.where(kept, rows, -jnp.inf), axis=2, keepdims=True)
-        found = jnp.concatenate([(high - low) / 2, (high + low) / 2, lower, upper], axis=2)
-        return jnp.where(jnp.any(kept, axis=2, keepdims=True), found, 0)
-
-    def statistics_spec(self, batch: int, heads: int) -> Tree:
-        if not self.online:
-            return ()
-        axes = (
-            Axis("batch", batch),
-            Axis("kv_heads", heads),
-            Axis("none", len(RANGES)),
-            Axis("channels", self.format.channels),
-        )
-        return ArraySpec(axes, "float32")
-
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
 
-    def outlier_slots(self, heads: int) -> float:
-        pool = self.format.pool
-        return pool.slots / pool.tokens if pool else 0
-
-    def unmet(self, heads: int) -> str | None:
-        if self.unmet_outliers is None:
-            return None
-        width, rows = heads * self.format.channels, {"k": "keys", "v": "values"}[self.side]
-        least = sparse_outliers.smallest_fraction(width)
-        return (
-            f"{rows} have no outliers in full precision: outliers={self.unmet_outliers:g} is less"
-            f" than one of a token's {width} entries; from outliers={least:g} on they do"
-        )
-
-    def outlier_counts(self, body: CodebookArray) -> OutlierCounts:
-        assert body.outliers is not None, "a format with slots stores outliers"
-        return OutlierCounts(*sparse_outliers.counts(body.outliers))
-
-    def quantize(
-        self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool
-    ) -> CodebookArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
         rows = rows.astype(jnp.float32)
         clean, scale, zero, exact = (
             self._by_channel(params, stats, rows)
@@ -210,12 +92,135 @@ class KVQuantCodec(OneSideCodec):
         scale, zero, *_ = self._ranges(params, stats)
         return codebook_array.dequantize(body, self._values(params), scale, zero)
 
-    def kernel_reader(self) -> Reader | str:
-        return self._described(kernel_readers.nonuniform)
+    @property
+    def statistics(self) -> Statistics:
+        if not self.online:
+            return Statistics()
+        return Statistics(self._prompt_ranges_spec, self._prompt_ranges, unprompted=0.0)
 
-    def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
-        if isinstance(self.kernel_reader(), str):
+    @property
+    def facts(self) -> Facts:
+        pool = self.format.pool
+        return dataclasses.replace(
+            super().facts,
+            code_layout=self.format.layout,
+            channel_group_bits=None if self.per_channel else self.format.bits,
+            requantizes="drifts" if self.datatype == "nuq" and not self.per_channel else "exact",
+            outliers=pool and Outliers(lambda heads: pool.slots / pool.tokens, _counts),
+            unmet=self._unmet,
+            paper=PaperCount(bits=self._paper_bits),
+        )
+
+    @property
+    def kernels(self) -> Kernels:
+        if self.online:
+            return unserved(
+                "each sequence has its own ranges of channels; kernels read those of a calibration"
+            )
+        return kernels.of_codes(
+            self.format, self._kernel_arrays, self._kernel_writer, pre_rope=self.pre_rope
+        )
+
+    @property
+    def learning(self) -> Learning:
+        # Kernels rotate such keys, and scale their rows in this dtype first.
+        narrow = self.per_channel and self.pre_rope and not self.online
+        names = ("scale", "zero") if narrow else ()
+        return Learning(
+            self._parameters,
+            self._calibrate,
+            before_rope=self.pre_rope,
+            narrowed=tuple((name, kernel_readers.SCALE_DTYPE) for name in names),
+            key=self._key(),
+        )
+
+    def _parameters(self, heads: int) -> dict[str, ArraySpec]:
+        axes: dict[str, tuple[Axis, ...]] = {}
+        if self.datatype == "nuq":
+            axes |= {"levels": (Axis("none", 2**self.format.bits),), "qnorm": (Axis("none", 2),)}
+        if self.per_channel:
+            axes |= dict.fromkeys(
+                RANGES, (Axis("kv_heads", heads), Axis("channels", self.format.channels))
+            )
+        elif self.per_matrix and self.format.pool:
+            axes |= {"lower": (), "upper": ()}
+        return {name: ArraySpec(own, "float32") for name, own in axes.items()}
+
+    def _key(self) -> str:
+        ranges = "channel" if self.per_channel else "token"
+        thresholds = "matrix" if self.per_matrix else "vector"
+        options = [
+            f"bits={self.format.bits}",
+            f"outliers={self.outliers:g}",
+            f"datatype={self.datatype}",
+            f"ranges={ranges}",
+        ]
+        options += [f"weighting={self.weighting}", f"thresholds={thresholds}"]
+        return ",".join(
+            options + ([f"pre_rope={str(self.pre_rope).lower()}"] if self.side == "k" else [])
+        )
+
+    def _calibrate(
+        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        fitted = fit.parameters(
+            rows,
+            gradients,
+            levels=2**self.format.bits if self.datatype == "nuq" else None,
+            per_channel=self.per_channel,
+            per_matrix=self.per_matrix,
+            outliers=self.outliers,
+            per_side=self.per_side,
+            weighting=self.weighting,
+        )
+        return {name: fitted[name] for name in self._parameters(rows.shape[1])}
+
+    def _prompt_ranges(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K 4 H"]:
+        """Return scale, zero, lower and upper of each channel, fp32, as a calibration on the
+        prompt alone would find them.
+
+            lower, upper = the linearly interpolated quantiles f/2 and 1 - f/2 over the prompt's valid, finite rows but the first
+            scale, zero  = half the range and the middle of the rows within them
+
+        The first token is left out because models use it as an attention sink, whose keys are
+        unlike the others (the paper's section 3.5). All four are 0 for a row without such tokens.
+        Source: Hooper et al., KVQuant, Table 14 (online).
+        """
+        rows = self.rows(params, inputs).astype(jnp.float32)
+        counted = (inputs.valid & (inputs.positions > 0))[:, None, :, None] & jnp.isfinite(rows)
+        lower, upper = _quantiles(rows, counted, self.outliers / 2)
+        kept = counted & (rows >= lower) & (rows <= upper)
+        low = jnp.min(jnp.where(kept, rows, jnp.inf), axis=2, keepdims=True)
+        high = jnp.max(jnp.where(kept, rows, -jnp.inf), axis=2, keepdims=True)
+        found = jnp.concatenate([(high - low) / 2, (high + low) / 2, lower, upper], axis=2)
+        return jnp.where(jnp.any(kept, axis=2, keepdims=True), found, 0)
+
+    def _prompt_ranges_spec(self, batch: int, heads: int) -> ArraySpec:
+        axes = (
+            Axis("batch", batch),
+            Axis("kv_heads", heads),
+            Axis("none", len(RANGES)),
+            Axis("channels", self.format.channels),
+        )
+        return ArraySpec(axes, "float32")
+
+    def _unmet(self, heads: int) -> str | None:
+        if self.unmet_outliers is None:
             return None
+        width, rows = heads * self.format.channels, {"k": "keys", "v": "values"}[self.side]
+        least = sparse_outliers.smallest_fraction(width)
+        return (
+            f"{rows} have no outliers in full precision: outliers={self.unmet_outliers:g} is less"
+            f" than one of a token's {width} entries; from outliers={least:g} on they do"
+        )
+
+    def _kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
+        affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
+        outliers = body.outliers
+        sparse = [] if outliers is None else [outliers.index, outliers.residual, outliers.ends]
+        return [*body.words, self._values(params), *affine, *sparse]
+
+    def _kernel_writer(self, params: Tree, stats: Tree, prefill: bool) -> KernelWriter:
         fixed = self.per_channel or self.per_matrix  # thresholds
         return kernel_writers.table(
             self.format,
@@ -226,57 +231,15 @@ class KVQuantCodec(OneSideCodec):
             per_side=self.per_side,
         )
 
-    def native_body(self) -> Body | str:
-        return self._described(native_bodies.nonuniform)
-
-    def _described(self, describe: Callable[..., Description | str]) -> Description | str:
-        if self.online:
-            return (
-                "each sequence has its own ranges of channels; kernels read those of a calibration"
-            )
-        f = self.format
-        pool = f.pool.tokens if f.pool else 0
-        return describe(
-            f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope
-        )
-
-    def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
-        affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
-        sparse = (
-            []
-            if body.outliers is None
-            else [body.outliers.index, body.outliers.residual, body.outliers.ends]
-        )
-        return [*body.words, self._values(params), *affine, *sparse]
-
-    def fused_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
-        arrays = self.kernel_arrays(params, body)
-        if "kernel_scale" in params:
-            first = len(body.words) + 1  # behind the table
-            arrays[first : first + 2] = params["kernel_scale"], params["kernel_zero"]
-        return arrays
-
-    @property
-    def code_layout(self) -> PlaneLayout:
-        return self.format.layout
-
-    @property
-    def channel_group_bits(self) -> int | None:
-        return None if self.per_channel else self.format.bits
-
-    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float:
+    def _paper_bits(self, width: int, context: int, pointers: bool) -> float:
         """Return b + 32 / width (ranges of tokens) or b + 32 / context (of channels), + 32 *
         fraction for outliers + half a pointer.
 
         Source: Hooper et al., KVQuant, Appendix M.
         """
         pointer = 32 / width / 2 if pointers and self.outliers else 0
-        return (
-            self.format.bits
-            + 32 / (context if self.per_channel else width)
-            + 32 * self.outliers
-            + pointer
-        )
+        ranges = 32 / (context if self.per_channel else width)
+        return self.format.bits + ranges + 32 * self.outliers + pointer
 
     def _by_channel(
         self, params: Tree, stats: Tree, rows: RowsBKTH
@@ -346,6 +309,11 @@ class KVQuantCodec(OneSideCodec):
                 " kvq_models.prepare attaches them"
             )
         return params[name]
+
+
+def _counts(body: CodebookArray) -> OutlierCounts:
+    assert body.outliers is not None, "a format with slots stores outliers"
+    return OutlierCounts(*sparse_outliers.counts(body.outliers))
 
 
 def _quantiles(

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.sparse_outliers import outliers_per_side, pool_of
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.kvquant.codec import Datatype, KVQuantCodec, Weighting
 from kvq_jax.types.array_types import ModelDims

@@ -11,15 +11,16 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.grouped_array import resolve_group
-from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat, RadiusScale
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
-from kvq_jax.codecs.base import Codec, Side, side_rows
+from kvq_jax.codecs.codec import Codec, Origin, Side, side_rows
 from kvq_jax.codecs.dots import dot_rows
+from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernel_readers import Reader
-from kvq_jax.codecs.kernel_writers import KernelWriter
+from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.native_bodies import Body
+from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.dense.method import DenseCodec
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
@@ -42,37 +43,7 @@ class PolarCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> PolarArray:
         return polar_array.specs(self.format, batch, heads, tokens)
 
-    def outlier_slots(self, heads: int) -> int:
-        return 0
-
-    @property
-    def code_layout(self) -> PlaneLayout:
-        return self.format.layout
-
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return the step of each pair's radii, [B, K, 1, H/2] fp32; () where each group of radii
-        has a step of its own.
-
-            step_i = max_t r_ti / (2^radius_bits - 1)        over all valid, finite pairs of the prompt
-
-        The step is 1 where there are no such pairs.
-        """
-        if self.format.grid == "grouped":
-            return ()
-        radius, _, finite = polar_array.to_polar(
-            self.rows(params, inputs), saturation_limit(self.format.scale_dtype)
-        )
-        counted = inputs.valid[:, None, :, None] & finite
-        largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
-        return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
-
-    def statistics_spec(self, batch: int, heads: int) -> Tree:
-        if self.format.grid == "grouped":
-            return ()
-        step = Axis("none", 1), Axis("pairs", self.format.half)
-        return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *step), "float32")
-
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> PolarArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> PolarArray:
         return polar_array.quantize(
             rows, self.format, stats if self.format.grid == "global" else None
         )
@@ -92,7 +63,8 @@ class PolarCodec(Codec):
         """Return q . k for a chunk of the body, fp32.
 
         A single query row looks up its products with the angles. Several rows share dequantized
-        keys, in two halves, because XLA is slow to join them (docs/decisions.md).
+        keys, in two halves, because XLA is slow to join them
+        (docs/decisions/queries_and_latents.md).
         """
         step = stats if self.format.grid == "global" else None
         if query.shape[2] == 1:
@@ -100,7 +72,26 @@ class PolarCodec(Codec):
         (x, y), (keys_x, keys_y) = jnp.split(query, 2, axis=-1), polar_array.key_halves(body, step)
         return dot_rows(x, keys_x) + dot_rows(y, keys_y)
 
-    def kernel_reader(self) -> Reader | str:
+    @property
+    def statistics(self) -> Statistics:
+        if self.format.grid == "grouped":
+            return Statistics()
+        return Statistics(self._steps_spec, self._steps)
+
+    @property
+    def facts(self) -> Facts:
+        grouped = self.format.grid == "grouped"
+        return Facts(code_layout=self.format.layout, requantizes="drifts" if grouped else "exact")
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(
+            self._reader,
+            self._native,
+            writer=lambda params, stats, prefill: kernel_writers.polar(self.format),
+        )
+
+    def _reader(self) -> Reader | str:
         f = self.format
         if f.radius_scale != "linear":
             return "square roots of radii; kernels read radii"
@@ -108,15 +99,30 @@ class PolarCodec(Codec):
             f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped"
         )
 
-    def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
-        return None if isinstance(self.kernel_reader(), str) else kernel_writers.polar(self.format)
-
-    def native_body(self) -> Body | str:
+    def _native(self) -> Body | str:
         f = self.format
         grouped, root = f.grid == "grouped", f.radius_scale == "sqrt"
         return native_bodies.polar(
             f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=grouped, root=root
         )
+
+    def _steps(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K 1 pairs"]:
+        """Return the step of each pair's radii, fp32.
+
+            step_i = max_t r_ti / (2^radius_bits - 1)   over all valid, finite pairs of the prompt
+
+        The step is 1 if there are no such pairs.
+        """
+        radius, _, finite = polar_array.to_polar(
+            self.rows(params, inputs), saturation_limit(self.format.scale_dtype)
+        )
+        counted = inputs.valid[:, None, :, None] & finite
+        largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
+        return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
+
+    def _steps_spec(self, batch: int, heads: int) -> ArraySpec:
+        step = Axis("none", 1), Axis("pairs", self.format.half)
+        return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *step), "float32")
 
     @property
     def _most(self) -> int:
@@ -135,7 +141,7 @@ class PolarQuant(Method):
     )
     source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
     keys_only: ClassVar[bool] = True
-    can_rotate: ClassVar[bool] = False  # its pairs are those of RoPE
+    declines: ClassVar[frozenset[str]] = frozenset({"rotate"})  # its pairs are those of RoPE
     presets: ClassVar[Mapping[str, str]] = {
         "m4n4": "angle_bits=4,radius_bits=4,group_size=128",
         "m4n2": "angle_bits=4,radius_bits=2,group_size=64",

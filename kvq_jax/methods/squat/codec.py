@@ -4,7 +4,6 @@ corrected in between (subspace.py)."""
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +12,11 @@ from jaxtyping import Array, Float
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.packing import pack
-from kvq_jax.codecs.base import KernelJob
+from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.grouped import GroupedCodec
+from kvq_jax.codecs.kernels import Kernels, by_xla
+from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.methods.squat import subspace
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 
@@ -30,8 +32,6 @@ class SquatCodec(GroupedCodec):
     all rows of a batch take the matrices of the first one that has a prompt.
     """
 
-    unprompted: ClassVar[float] = 0.0
-
     rank: int = 5
     lam: float = 1e-3
     block_channels: int = 64
@@ -40,11 +40,52 @@ class SquatCodec(GroupedCodec):
     normalize: bool = False
     shared: bool = False
 
-    @property
-    def couples_rows(self) -> bool:
-        return self.shared
+    def quantize(self, params: Tree, stats: Array, rows: CachedRows, at: Origin) -> GroupedArray:
+        """Quantize blocks of channels in turn; the ranges of each are taken after the corrections
+        for the blocks before it.
 
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K _ _"]:
+        An entry that is not finite, or saturates, corrects nothing.
+        """
+        format, width = self.format, self.block_channels
+        limit = uniform.saturation_limit(format.scale_dtype)
+        batch, heads, tokens, channels = rows.shape
+        grouped = rows.astype(jnp.float32).reshape(batch, heads, -1, format.group_size, channels)
+        blocks = []
+        for start in range(0, channels, width):
+            now, grouped = grouped[..., :width], grouped[..., width:]
+            group = uniform.asymmetric(now, format.bits, 3, jnp.dtype(format.scale_dtype))
+            blocks.append(group)
+            if start + width < channels:
+                error = jnp.where(jnp.abs(now) <= limit, uniform.dequantize(group) - now, 0)
+                matrix = stats[:, :, start:, start : start + width]
+                grouped = grouped + jnp.einsum(
+                    "bkntc,bkrc->bkntr", error, matrix, precision=lax.Precision.HIGHEST
+                )
+        codes, scale, zero = (
+            jnp.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True)
+        )
+        return GroupedArray(
+            pack(codes.reshape(rows.shape), format.layout),
+            jnp.squeeze(scale, 3),
+            jnp.squeeze(zero, 3),
+            format,
+        )
+
+    @property
+    def statistics(self) -> Statistics:
+        return Statistics(self._corrections_spec, self._corrections, unprompted=0.0)
+
+    @property
+    def facts(self) -> Facts:
+        couples = frozenset(["rows"] if self.shared else [])
+        return dataclasses.replace(super().facts, couples=couples)
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those that read KIVI's keys; none corrects the keys that it quantizes."""
+        return dataclasses.replace(super().kernels, writer=by_xla)
+
+    def _corrections(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K _ _"]:
         """Return the matrices B_t H_t, made from the queries of all valid tokens."""
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
         if queries is None or (self.ahead and inputs.rope is None):
@@ -69,44 +110,8 @@ class SquatCodec(GroupedCodec):
         matrices = subspace.corrections(matrix, self.rank, self.lam, self.block_channels)
         return jnp.broadcast_to(matrices, (inputs.valid.shape[0], *matrices.shape[1:]))
 
-    def statistics_spec(self, batch: int, heads: int) -> ArraySpec:
+    def _corrections_spec(self, batch: int, heads: int) -> ArraySpec:
         channels, block = self.format.channels, self.block_channels
         blocks = -(-channels // block)
         matrix = Axis("none", channels - block), Axis("none", (blocks - 1) * block)
         return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *matrix), "float32")
-
-    def quantize(
-        self, params: Tree, stats: Array, rows: CachedRows, *, prefill: bool
-    ) -> GroupedArray:
-        """Quantize blocks of channels in turn; the ranges of each are taken after the corrections
-        for the blocks before it.
-
-        An entry that is not finite corrects nothing.
-        """
-        format, width = self.format, self.block_channels
-        batch, heads, tokens, channels = rows.shape
-        grouped = rows.astype(jnp.float32).reshape(batch, heads, -1, format.group_size, channels)
-        blocks = []
-        for start in range(0, channels, width):
-            now, grouped = grouped[..., :width], grouped[..., width:]
-            group = uniform.asymmetric(now, format.bits, 3, jnp.dtype(format.scale_dtype))
-            blocks.append(group)
-            if start + width < channels:
-                error = jnp.where(jnp.isfinite(now), uniform.dequantize(group) - now, 0)
-                matrix = stats[:, :, start:, start : start + width]
-                grouped = grouped + jnp.einsum(
-                    "bkntc,bkrc->bkntr", error, matrix, precision=lax.Precision.HIGHEST
-                )
-        codes, scale, zero = (
-            jnp.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True)
-        )
-        return GroupedArray(
-            pack(codes.reshape(rows.shape), format.layout),
-            jnp.squeeze(scale, 3),
-            jnp.squeeze(zero, 3),
-            format,
-        )
-
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
-        """Return None: no kernel corrects keys. Those that read KIVI's keys read these too."""
-        return None

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec

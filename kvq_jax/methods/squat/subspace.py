@@ -94,7 +94,7 @@ def corrections(
 
     On CPUs they are computed for one batch row and head after the other: JAX 0.10 hands the
     matrices of a batch to the very threads that wait for them, and prefills of several rows and
-    layers never returned (docs/decisions.md).
+    layers never returned (docs/decisions/methods.md).
     """
 
     def of(matrix: Array) -> Array:
@@ -112,7 +112,7 @@ def directions(
 ) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
     """Return (S^2 in descending order, V^T): the largest eigenvalues of Q^T Q and their
     eigenvectors, which are Q's squared singular values and right singular vectors. Exact up to
-    fp32, whatever the spectrum: all eigenvectors are computed (docs/decisions.md).
+    fp32, whatever the spectrum: all eigenvectors are computed (docs/decisions/methods.md).
     """
     values, vectors = jnp.linalg.eigh(matrix)
     return jnp.maximum(values[..., : -rank - 1 : -1], 0), vectors[..., : -rank - 1 : -1]

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.codecs.codebook import CodebookCodec
+from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.facts import Facts, PaperCount
+from kvq_jax.codecs.kernels import table_of
 from kvq_jax.types.array_types import CachedRows, Tree
 
 
@@ -19,9 +22,7 @@ class SphereCodec(CodebookCodec):
     """x^ = levels[code] * |x| for each token and head. `format.group` is the head, and the format
     stores no zero points."""
 
-    def quantize(
-        self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool
-    ) -> CodebookArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
         """Quantize rows against their norms as stored. What is not finite counts as 0; norms
         saturate in the stored dtype."""
         group, dtype = self.format.group, self.format.scale_dtype
@@ -29,19 +30,16 @@ class SphereCodec(CodebookCodec):
         x = jnp.where(jnp.isfinite(rows), rows, 0).astype(jnp.float32)
         norm = jnp.sqrt(jnp.sum(group.cut(x) ** 2, group.AXES, keepdims=True))
         scale = group.stored(jnp.minimum(norm, float(jnp.finfo(dtype).max))).astype(dtype)
-        levels = jnp.asarray(self.levels, jnp.float32)
+        levels = table_of(self.levels)
         return codebook_array.quantize(x, self.format, levels, levels, scale, None)
 
-    def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
-        """Return what kernels read of a codebook: they add a zero point, which is 0."""
-        assert body.scale is not None, "norms are stored"
-        return [
-            *body.words,
-            jnp.asarray(self.levels, jnp.float32),
-            body.scale,
-            jnp.zeros_like(body.scale),
-        ]
+    @property
+    def facts(self) -> Facts:
+        counted = self.format.bits + 16 / self.format.channels  # a 16-bit norm
+        paper = PaperCount(bits=lambda *_: counted)
+        return dataclasses.replace(super().facts, requantizes="drifts", paper=paper)
 
-    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float:
-        """Return b + 16 / H: a 16-bit norm."""
-        return self.format.bits + 16 / self.format.channels
+    def _kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
+        """Return the arrays of a codebook: kernels add a zero point, which is 0."""
+        assert body.scale is not None, "norms are stored"
+        return [*body.words, table_of(self.levels), body.scale, jnp.zeros_like(body.scale)]

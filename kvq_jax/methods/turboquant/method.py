@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookFormat
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.rotating import rotated
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.turboquant.codec import SphereCodec
@@ -31,7 +31,7 @@ class TurboQuant(Method):
         " coordinates"
     )
     source: ClassVar[str] = "TurboQuant (Zandieh et al. 2025), arXiv:2504.19874"
-    can_rotate: ClassVar[bool] = False  # it always does
+    declines: ClassVar[frozenset[str]] = frozenset({"rotate"})  # it always does
 
     bits: int | PerLayer = option(3, "bits of keys and values", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(

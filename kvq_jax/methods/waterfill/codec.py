@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.arrays import run_array
 from kvq_jax.arrays.run_array import RunArray
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Side
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.runs import RunsCodec, calibrated

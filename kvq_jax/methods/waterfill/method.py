@@ -10,7 +10,7 @@ import numpy as np
 
 from kvq_jax.arrays.reverse_water_filling import expected_error, layer_widths
 from kvq_jax.arrays.run_array import RunFormat
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, per_layer
 from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
 from kvq_jax.methods.waterfill.widths import (
@@ -22,7 +22,7 @@ from kvq_jax.methods.waterfill.widths import (
 )
 from kvq_jax.types.array_types import ModelDims
 
-PROFILES = 4  # different widths in a model, at most (docs/decisions.md)
+PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration.md)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,18 +11,20 @@ runs without its quantization. The parameters of a layer, by name:
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.codecs.base import Codec, CrossLayerCodec, OutlierCounts, Side
+from kvq_jax.codecs.codec import Codec, Origin, Side
 from kvq_jax.codecs.dots import dot_rows
-from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.facts import CrossLayer, Facts
+from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.learning import Learning
 from kvq_jax.methods.xquant.projections import (
     Projection,
     factored,
@@ -62,32 +64,18 @@ class OutlierChannel(Codec):
         )
         return self.coded.body(batch, heads, tokens), BodySpec(exact, self.dtype)
 
-    def outlier_slots(self, heads: int) -> float:
-        return self.coded.outlier_slots(
-            heads
-        )  # the first channel is no slot: it does not depend on the data
-
-    def outlier_counts(self, body: Tree) -> OutlierCounts:
-        return self.coded.outlier_counts(body[0])
-
-    @property
-    def exact(self) -> bool:
-        return self.coded.exact
-
-    @property
-    def code_layout(self) -> PlaneLayout | None:
-        return self.coded.code_layout
-
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
-        rest = rows.at[..., 0].set(0)
-        return self.coded.quantize(params, stats, rest, prefill=prefill), rows[..., :1].astype(
-            jnp.dtype(self.dtype)
-        )
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+        rest = self.coded.quantize(params, stats, rows.at[..., 0].set(0), at)
+        return rest, rows[..., :1].astype(jnp.dtype(self.dtype))
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         coded, exact = body
         rest = self.coded.dequantize(params, stats, coded)
         return jnp.concatenate([exact.astype(rest.dtype), rest[..., 1:]], axis=-1)
+
+    @property
+    def facts(self) -> Facts:
+        return self.coded.facts  # the first channel is no outlier: its place is not the data's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +89,6 @@ class _XRows(Codec):
     heads: int
     latent: bool
 
-    takes_weights: ClassVar[bool] = True
-    rebuilds: ClassVar[bool] = True
-
-    def row_axes(self, heads: int, head_dim: int) -> tuple[Axis, Axis]:
-        return Axis("none", 1), Axis("channels", self.channels)
-
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         x = self.input_of(inputs)
         return (x @ own_parameters(params)["basis"] if self.latent else x)[:, None]
@@ -119,28 +101,48 @@ class _XRows(Codec):
             lambda spec: spec.renamed("kv_heads", "none"), self.stored.body(batch, 1, tokens)
         )
 
-    def outlier_slots(self, heads: int) -> float:
-        return self.stored.outlier_slots(1)
-
-    def outlier_counts(self, body: Tree) -> OutlierCounts:
-        return self.stored.outlier_counts(body)
-
-    @property
-    def exact(self) -> bool:
-        return self.stored.exact
-
-    @property
-    def code_layout(self) -> PlaneLayout | None:
-        return self.stored.code_layout
-
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
-        return self.stored.quantize((), (), rows, prefill=prefill)
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+        return self.stored.quantize((), (), rows, at)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return self.stored.dequantize((), (), body)
 
-    def kernel_reader(self) -> Reader | str:
-        return "keys are rebuilt from the layer's input by matrix products, which XLA does"
+    @property
+    def facts(self) -> Facts:
+        stored = self.stored.facts
+        return Facts(
+            exact=stored.exact,
+            form="other",
+            joint=self.joint,
+            rebuilds=True,
+            row_axes=lambda heads, head_dim: (Axis("none", 1), Axis("channels", self.channels)),
+            code_layout=stored.code_layout,
+            outliers=stored.outliers,
+        )
+
+    @property
+    def kernels(self) -> Kernels:
+        return unserved(
+            "keys are rebuilt from the layer's input by matrix products, which XLA does"
+        )
+
+    @property
+    def learning(self) -> Learning:
+        return Learning(weights=self.parameters_of, key=self.key)
+
+    @property
+    def joint(self) -> bool:
+        """True if both sides are rebuilt from one body."""
+        return not self.latent
+
+    @property
+    def key(self) -> str:
+        """The options that the parameters depend on."""
+        return f"latent={str(self.latent).lower()}"
+
+    @abc.abstractmethod
+    def parameters_of(self, weights: LayerWeights) -> Tree:
+        """Return what keys and values are rebuilt with."""
 
     def rebuilt(
         self, own: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
@@ -158,14 +160,7 @@ class XCodec(_XRows):
     """XQuant: the layer's input x (C = D), one body for both sides; or the latents x U_k and x U_v
     (C = min(D, K H)), a body for each."""
 
-    @property
-    def joint(self) -> bool:
-        return not self.latent
-
-    def weights_key(self) -> str:
-        return f"latent={str(self.latent).lower()}"
-
-    def from_weights(self, weights: LayerWeights) -> Tree:
+    def parameters_of(self, weights: LayerWeights) -> Tree:
         if not self.latent:
             return {"k": projection(weights, "k"), "v": projection(weights, "v")}
         own = projection(weights, self.side)
@@ -194,7 +189,7 @@ class XCodec(_XRows):
 
 
 @dataclasses.dataclass(frozen=True)
-class XCrossLayerCodec(_XRows, CrossLayerCodec):
+class XCrossLayerCodec(_XRows):
     """XQuant-CL, from the base layer on. With the quantizer Q and the accumulator X^, which has D =
     `width` channels:
 
@@ -218,23 +213,28 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
     accumulator_dtype: str
 
     @property
-    def starts(self) -> bool:
-        return self.base
+    def joint(self) -> bool:
+        return True
 
     @property
-    def accumulate_flops(self) -> int:
-        return 2 * self.channels * self.width if self.latent else self.width
+    def key(self) -> str:
+        return f"{super().key},reading={self.reading}"
 
-    def accumulator(self, batch: int, tokens: int) -> BodySpec:
+    @property
+    def facts(self) -> Facts:
+        flops = 2 * self.channels * self.width if self.latent else self.width
+        cross_layer = CrossLayer(
+            self.base, flops, self._accumulator, self._expected, self._accumulated
+        )
+        return dataclasses.replace(super().facts, cross_layer=cross_layer)
+
+    def _accumulator(self, batch: int, tokens: int) -> BodySpec:
         return BodySpec(
             (Axis("batch", batch), Axis("tokens", tokens), Axis("model", self.width)),
             self.accumulator_dtype,
         )
 
-    def weights_key(self) -> str:
-        return f"latent={str(self.latent).lower()},reading={self.reading}"
-
-    def from_weights(self, weights: LayerWeights) -> Tree:
+    def parameters_of(self, weights: LayerWeights) -> Tree:
         k, v = projection(weights, "k"), projection(weights, "v")
         parameters: dict[str, Tree] = {"k": k, "v": v}
         if self.latent:
@@ -263,13 +263,13 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
             else _given(inputs.x, "x")
         )
 
-    def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
+    def _expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
         wide = accumulator.astype(jnp.float32)
         return (jnp.einsum("btd,dc->btc", wide, self._basis(params)) if self.latent else wide)[
             :, None
         ]
 
-    def accumulated(
+    def _accumulated(
         self,
         params: Tree,
         accumulator: Float[Array, "B T D"] | Float[Array, ""],

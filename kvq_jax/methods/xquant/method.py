@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, resolve_group
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.dense import DenseCodec
@@ -26,7 +26,7 @@ class _InputCache(Method):
     """The options and codecs that XQuant and XQuant-CL have in common."""
 
     source: ClassVar[str] = SOURCE
-    can_rotate: ClassVar[bool] = False  # it caches neither keys nor values
+    declines: ClassVar[frozenset[str]] = frozenset({"rotate"})  # it caches neither keys nor values
 
     group_size: int = option(
         0, "elements that share a scale (0: 128, or the largest divisor below)"

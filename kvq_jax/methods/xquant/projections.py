@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Side
 from kvq_jax.types.array_types import ArrayOrSpec, ArraySpec, Axis, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, rotate
 

@@ -35,7 +35,7 @@ import math
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from kvq_jax.codecs.base import Codec, CrossLayerCodec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.methods.xquant.codec import XCodec, XCrossLayerCodec
 from kvq_jax.types.array_types import ModelDims
 
@@ -188,7 +188,7 @@ def paper_cost(
 
 
 def paper_cost_of(
-    codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, config: ModelDims, weights: Number
+    codecs: tuple[Codec, Codec], base: Codec | None, config: ModelDims, weights: Number
 ) -> LayerCost | None:
     """Return `paper_cost` of a layer with these codecs of keys and values; None for codecs that the
     paper does not cover.
@@ -198,11 +198,10 @@ def paper_cost_of(
     k, v = codecs
     if not (isinstance(k, XCodec | XCrossLayerCodec) and isinstance(v, XCodec | XCrossLayerCodec)):
         return None
-    more = (
-        {"cross_layer": True, "base_bits": _bits(base)}
-        if k.cross_layer and base and not k.cross_layer.starts
-        else {}
-    )
+    cross = k.facts.cross_layer
+    more = {}
+    if cross is not None and not cross.starts and base is not None:
+        more = {"cross_layer": True, "base_bits": _bits(base)}
     kv_width = config.num_key_value_heads * config.head_dim
     return paper_cost(
         config.hidden_size,
@@ -216,4 +215,5 @@ def paper_cost_of(
 
 def _bits(codec: Codec) -> int:
     """Return the bits of an element, as the paper counts them."""
-    return EXACT_BITS if codec.code_layout is None else codec.code_layout.bits
+    layout = codec.facts.code_layout
+    return EXACT_BITS if layout is None else layout.bits

@@ -4,7 +4,6 @@ Equations: README.md beside this file."""
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.arrays.uniform import saturation_limit
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.arrays.uniform import finite_rows, saturation_limit
+from kvq_jax.codecs.codec import Codec, Origin, Side
+from kvq_jax.codecs.facts import Facts
+from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.methods.zipcache.saliency import DTYPE, Probes, probes_of, saliency
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.types.pytree import describe, pytree
@@ -44,8 +46,6 @@ class ZipCodec(Codec):
     Statistics: the prompt's probes.
     """
 
-    unprompted: ClassVar[float] = 0
-
     side: Side
     channels: int
     query_heads: int
@@ -54,13 +54,6 @@ class ZipCodec(Codec):
     salient: int
     probes: int
     scale_dtype: str
-
-    @property
-    def joint(self) -> bool:
-        return True
-
-    def row_axes(self, heads: int, head_dim: int) -> tuple[Axis, Axis]:
-        return Axis("kv_heads", heads), Axis("channels", head_dim, each=2)
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return jnp.concatenate([inputs.k_rot, inputs.v.astype(inputs.k_rot.dtype)], axis=-1)
@@ -94,45 +87,10 @@ class ZipCodec(Codec):
 
         return describe(ZipArray, mask=mask, norm=norm, keys=part("k"), values=part("v"))
 
-    def outlier_slots(self, heads: int) -> int:
-        return 0
-
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Probes:
-        return probes_of(inputs, self.probes)
-
-    def statistics_spec(self, batch: int, heads: int) -> dict[str, ArraySpec]:
-        several = (
-            Axis("batch", batch),
-            Axis("kv_heads", heads, each=self.query_heads),
-            Axis("none", self.probes),
-        )
-        return {
-            "queries": ArraySpec((*several, Axis("channels", self.channels)), DTYPE),
-            "normalizers": ArraySpec(several, "float32"),
-            "positions": ArraySpec((several[0], several[2]), "int32"),
-        }
-
-    def quantize(self, params: Tree, stats: Probes, rows: CachedRows, *, prefill: bool) -> ZipArray:
-        return self._quantized(stats, rows, None)
-
-    def quantize_at(
-        self,
-        params: Tree,
-        stats: Probes,
-        rows: CachedRows,
-        positions: Int[Array, "B T"],
-        *,
-        prefill: bool,
-    ) -> ZipArray:
-        return self._quantized(stats, rows, positions)
-
-    def _quantized(
-        self, stats: Probes, rows: CachedRows, positions: Int[Array, "B T"] | None
-    ) -> ZipArray:
+    def quantize(self, params: Tree, stats: Probes, rows: CachedRows, at: Origin) -> ZipArray:
         limit = saturation_limit(self.scale_dtype)
-        finite = jnp.clip(jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -limit, limit)
-        keys, values = jnp.split(finite, 2, axis=-1)
-        mask = chosen(saliency(stats, keys, positions), self.block, self.salient)
+        keys, values = (finite_rows(half, limit) for half in jnp.split(rows, 2, axis=-1))
+        mask = chosen(saliency(stats, keys, at.positions), self.block, self.salient)
         blocks = self._blocks(values)
         norm = jnp.sqrt(jnp.max(jnp.abs(blocks), axis=3)).astype(jnp.dtype(self.scale_dtype))
         scaled = (blocks / _norms(norm)).reshape(values.shape)
@@ -147,11 +105,42 @@ class ZipCodec(Codec):
         values = (self._blocks(values) * _norms(body.norm)).reshape(keys.shape)
         return jnp.concatenate([keys, values], axis=-1)
 
-    def kernel_reader(self) -> str:
-        return "tokens of two widths in one block, which no GPU kernel reads"
+    @property
+    def statistics(self) -> Statistics:
+        return Statistics(
+            self._probes_spec, lambda params, inputs: probes_of(inputs, self.probes), unprompted=0
+        )
 
-    def native_body(self) -> str:
-        return "tokens of two widths in one block, which no CPU kernel reads"
+    @property
+    def facts(self) -> Facts:
+        return Facts(
+            form="other",
+            joint=True,
+            requantizes="drifts",
+            row_axes=lambda heads, head_dim: (
+                Axis("kv_heads", heads),
+                Axis("channels", head_dim, each=2),
+            ),
+        )
+
+    @property
+    def kernels(self) -> Kernels:
+        return unserved(
+            "tokens of two widths in one block, which no GPU kernel reads",
+            "tokens of two widths in one block, which no CPU kernel reads",
+        )
+
+    def _probes_spec(self, batch: int, heads: int) -> dict[str, ArraySpec]:
+        several = (
+            Axis("batch", batch),
+            Axis("kv_heads", heads, each=self.query_heads),
+            Axis("none", self.probes),
+        )
+        return {
+            "queries": ArraySpec((*several, Axis("channels", self.channels)), DTYPE),
+            "normalizers": ArraySpec(several, "float32"),
+            "positions": ArraySpec((several[0], several[2]), "int32"),
+        }
 
     def _formats(self, side: Side) -> tuple[GroupFormat, ...]:
         """Return the formats of salient tokens and of the others: keys in one group for each

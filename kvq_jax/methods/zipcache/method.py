@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.zipcache.codec import MASK_BITS, ZipCodec
 from kvq_jax.types.array_types import ModelDims
@@ -28,7 +28,7 @@ class ZipCache(Method):
     )
     source: ClassVar[str] = "ZipCache (He et al. 2024), arXiv:2405.14256"
     reads_queries: ClassVar[bool] = True
-    can_rotate: ClassVar[bool] = False  # keys and values share a row
+    declines: ClassVar[frozenset[str]] = frozenset({"rotate"})  # keys and values share a row
 
     salient_bits: int = option(4, "bits of salient tokens", choices=BITS)
     other_bits: int = option(2, "bits of the other tokens", choices=BITS)

@@ -77,21 +77,16 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
 
 
 def saliency(
-    probes: Probes, keys: Float[Array, "B K T H"], positions: Int[Array, "B T"] | None
+    probes: Probes, keys: Float[Array, "B K T H"], positions: Int[Array, "#B T"]
 ) -> Float[Array, "B K T"]:
-    """Return the saliency of finite keys after RoPE at these positions; without positions, every
-    probe counts."""
+    """Return the saliency of finite keys after RoPE at these positions."""
     heads = keys.shape[1]
     normalizers = probes["normalizers"].reshape(
         keys.shape[0], heads, -1, probes["positions"].shape[1]
     )
     logits = _logits(_by_kv_head(probes["queries"], heads), keys) - normalizers[..., None]
     weights = jnp.exp(jnp.minimum(logits, LARGEST_LOG))
-    seen = (
-        jnp.ones((1, 1, 1), bool)
-        if positions is None
-        else probes["positions"][:, :, None] >= positions[:, None]
-    )
+    seen = probes["positions"][:, :, None] >= positions[:, None]
     seen = seen | ~jnp.any(seen, axis=1, keepdims=True)
     count = jnp.sum(
         jnp.broadcast_to(seen, (seen.shape[0], weights.shape[3], seen.shape[2])), axis=1

@@ -1,4 +1,4 @@
-"""`kvq calibrate`: the parameters that a cache needs, from a model and a text."""
+"""`kvq calibrate`: fit the parameters that a cache needs, from a model and a text."""
 
 from __future__ import annotations
 
@@ -12,30 +12,38 @@ from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, save_calibration
 from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs, interruption
+from kvq_tools.cli import inputs, interruption, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
 SAMPLES, LENGTH = 16, 2048  # as in KVQuant
 
 DESCRIPTION = f"""\
-Makes the parameters that some caches need beside the weights: levels, ranges and thresholds, from the keys and values
-that a model computes on a text, weighted by how much its loss depends on them. The file is then given to every
-command that runs the cache: --calibration F.safetensors. It belongs to one model and to the options of the method;
-windows and skip_layers may be changed afterwards, subtract_bias may not. A text like those that the model will read serves best.
+Fits the parameters that some caches need beside the weights (levels, ranges and
+thresholds) to the keys and values that a model computes on a text, weighted by
+how much its loss depends on them. Give the file to every command that runs the
+cache: --calibration F.safetensors. It belongs to one model and to the options
+of the method. You may change windows and skip_layers afterwards, but not
+subtract_bias. A text like those that the model will read works best.
 
-The model runs forward and backward over {SAMPLES} random samples of the text and records keys, values and the gradients in
-them in a work directory: 8.6 GB in bfloat16 for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the keys or values of one layer
-at a time are fitted. Ctrl-C loses nothing that is complete: the same command goes on. The samples do not depend on the
-cache: with --work, the directory is kept, and other caches are calibrated from it without running the model again.
-The same seed gives the same file."""
+The model runs forward and backward over {SAMPLES} random samples of the text and
+records keys, values and their gradients in a work directory: 8.6 GB in bfloat16
+for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the keys or values of one layer at
+a time are fitted. Ctrl-C loses nothing that is complete: the same command
+continues. The samples do not depend on the cache. With --work the directory is
+kept, and you can calibrate other caches from it without running the model
+again. The same seed gives the same file."""
 
 EPILOG = f"""\
 examples:
-  kvq calibrate embedded --text notes.txt --cache kvquant:bits=2 --out notes.safetensors --samples 8 --length 512
-  kvq generate embedded --prompt "It was" --cache kvquant:bits=2 --calibration notes.safetensors
-  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=3 --out b3.safetensors --work samples
-  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=4 --out b4.safetensors --work samples     (only fits)
+  kvq calibrate embedded --text notes.txt --cache kvquant:bits=2 \\
+      --out notes.safetensors --samples 8 --length 512
+  kvq generate embedded --prompt "It was" --cache kvquant:bits=2 \\
+      --calibration notes.safetensors
+  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=3 \\
+      --out b3.safetensors --work samples
+  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=4 \\
+      --out b4.safetensors --work samples                 (only fits)
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -44,17 +52,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     parser.add_argument(
-        "--text", metavar="FILE", required=True, help="a UTF-8 text to draw samples from"
+        "--text", metavar="FILE", required=True, help="the UTF-8 text to draw samples from"
     )
+    inputs.add_cache(parser, "the cache to calibrate", default=None, required=True)
     parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        required=True,
-        help="the cache to calibrate",
-    )
-    parser.add_argument(
-        "--out", metavar="F", required=True, help="the file to write, for example wiki.safetensors"
+        "--out", metavar="F", required=True, help="the file to write, such as wiki.safetensors"
     )
     parser.add_argument(
         "--samples",
@@ -68,26 +70,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         type=inputs.positive,
         help=(
-            f"tokens of a sample (default: {LENGTH}, or the model's max_position_embeddings if that"
-            " is less)"
+            f"tokens per sample (default: {LENGTH}, at most the model's max_position_embeddings)"
         ),
     )
     parser.add_argument(
         "--seed",
         type=inputs.seed,
         default=0,
-        help="of the samples: the same seed gives the same file (default: 0)",
+        help="seed of the samples: the same seed gives the same file (default: 0)",
     )
     parser.add_argument(
         "--work",
         metavar="DIR",
-        help="keep the samples here (default: OUT.work, deleted when the file is written)",
+        help="keep the samples here (default: OUT.work, deleted once the file is written)",
     )
     parser.add_argument(
         "--dtype",
         choices=inputs.DTYPES,
         default="bfloat16",
-        help="of weights, activations and gradients (default: %(default)s)",
+        help="dtype of weights, activations and gradients (default: %(default)s)",
     )
 
 
@@ -99,13 +100,13 @@ def run(options: argparse.Namespace) -> None:
         llama, _ = load_llama(options.model, dtype=options.dtype)
     started = time.perf_counter()
     with (
-        interruption.advised(f"the same command goes on from what is in {str(work)!r}"),
+        interruption.advised(f"the same command continues from {str(work)!r}"),
         input_errors(),
     ):
         calibration = fit.calibrate(
             llama,
             ids,
-            options.cache,
+            options.cache.spec,
             samples=options.samples,
             length=length,
             seed=options.seed,
@@ -121,23 +122,23 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
-    """Check all that needs no weights, and return (the text's tokens, tokens of a sample)."""
+    """Check everything that needs no weights, and return (the text's tokens, tokens per sample)."""
     config = inputs.read_config(options.model, options.cache)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
-    tokenizer = inputs.need_tokenizer(options.model, "read the text")
-    ids = inputs.encode(tokenizer, inputs.read_text(options.text))
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
+    ids = text_input.encode(tokenizer, text_input.read_text(options.text))
     with input_errors():
-        fit.check_request(options.cache, config, ids, options.samples, length)
+        fit.check_request(options.cache.spec, config, ids, options.samples, length)
     return ids, length
 
 
 def report(
     calibration: Calibration, options: argparse.Namespace, text_tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """Return the facts about the calibration that was made."""
+    """Return the facts about the new calibration."""
     origin = calibration.origin
     sides = [
         [calibration.keys.get(f"layers.{layer}.{side}") for side in ("k", "v")]

@@ -17,7 +17,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs, interruption, mesh
+from kvq_tools.cli import device_memory, inputs, interruption, mesh, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -32,24 +32,27 @@ from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.tables import print_line
 
-MOST_CAPACITY = 4096  # tokens of a cache by default
+MOST_CAPACITY = 4096  # tokens of a cache by default, if the model has as many positions
 PROMPT = "> "
 
 COMMANDS = """\
-/reset   forget what was said and start again with an empty cache
-/help    show this
-/quit    leave (also Ctrl-D)
-Ctrl-C   stop an answer; what was shown of it stays part of the conversation"""
+/reset   forget the conversation and start again with an empty cache
+/help    show this help
+/quit    leave (or press Ctrl-D)
+Ctrl-C   stop an answer; the part that was shown stays in the conversation"""
 
 DESCRIPTION = """\
-Talks with a model whose conversation stays in one cache: each turn adds its own tokens, and what was said before is read
-from the cache, quantized. After each answer one line shows what the cache holds. Lines are read from the terminal, or from
-a pipe. The model needs a chat template. Greedy unless --temperature, --top-k, --top-p or --min-p is given."""
+Chats with a model. The whole conversation stays in one cache: each turn adds
+its own tokens, and earlier turns are read from the cache, quantized. After each
+answer one line shows the contents of the cache. Lines come from the terminal or
+a pipe. The model needs a chat template. Decoding is greedy unless you give
+--temperature, --top-k, --top-p or --min-p."""
 
 EPILOG = f"""\
 examples:
-  kvq chat smollm2 --cache kivi:bits=2                  (after: kvq fetch smollm2)
-  kvq chat smollm2 --cache innerq:bits=2 --system "You answer in one sentence." --temperature 0.7 --top-p 0.9
+  kvq chat smollm2 --cache kivi:bits=2             (after: kvq fetch smollm2)
+  kvq chat smollm2 --cache innerq:bits=2 --temperature 0.7 --top-p 0.9 \\
+      --system "You answer in one sentence."
   echo "Name three rivers." | kvq chat smollm2 --cache dense
 
 in the conversation:
@@ -61,27 +64,21 @@ in the conversation:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        default="dense",
-        help="the cache (default: dense)",
-    )
+    inputs.add_cache(parser)
     inputs.add_calibration(parser)
     parser.add_argument(
         "--system",
         metavar="TEXT",
-        help="the system message (default: the chat template's own, if any)",
+        help="the system message (default: the one of the chat template, if any)",
     )
-    inputs.add_sampling(parser, max_new_tokens=256)
+    sampling_options.add_sampling(parser, max_new_tokens=256)
     parser.add_argument(
         "--capacity",
         metavar="S",
         type=inputs.positive,
         help=(
-            f"tokens the cache can hold (default: {MOST_CAPACITY}, or the positions that the model"
-            " was trained for if they are fewer)"
+            f"tokens that the cache can hold (default: {MOST_CAPACITY}, at most the positions "
+            "that the model was trained for)"
         ),
     )
     mesh.add(parser)
@@ -92,10 +89,10 @@ def run(options: argparse.Namespace) -> None:
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
-        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
     new_cache = functools.partial(
-        inputs.new_cache,
-        options.cache,
+        device_memory.new_cache,
+        options.cache.spec,
         llama.config,
         capacity,
         inputs.rows_dtype(options),
@@ -106,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     turns: list[dict[str, Any]] = []
     if terminal:
         print(
-            f"kvq: {options.model} with cache {options.cache}; /help lists what can be typed",
+            f"kvq: {options.model} with cache {options.cache.text}; /help lists the commands",
             file=sys.stderr,
         )
     for line in _lines(terminal):
@@ -115,7 +112,11 @@ def run(options: argparse.Namespace) -> None:
                 if _command(line, conversation):
                     break
             elif line.strip():
-                turns.append(_turn(conversation, tokenizer, line, show=not options.json))
+                turns.append(
+                    _turn(
+                        conversation, tokenizer, line, None if options.json else options.cache.text
+                    )
+                )
         except UserError as error:
             if not terminal:
                 raise
@@ -125,31 +126,31 @@ def run(options: argparse.Namespace) -> None:
             "chat",
             {
                 "model": options.model,
-                "cache": str(options.cache),
+                "cache": str(options.cache.spec),
                 "capacity": capacity,
                 "turns": turns,
             },
         )
-    check_finite([] if conversation.finite else [str(options.cache)])
+    check_finite([] if conversation.finite else [options.cache.text])
 
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
-    """Check all that needs no weights."""
-    sampling = inputs.checked_sampling(options)
+    """Check everything that needs no weights."""
+    sampling = sampling_options.checked_sampling(options)
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
-    )
-    tokenizer = inputs.need_tokenizer(options.model, "read what is said")
+    inputs.check_calibration_file(config, options.cache, options.calibration)
+    tokenizer = text_input.need_tokenizer(options.model, "read messages")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
-    inputs.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
+    text_input.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     capacity = options.capacity or min(MOST_CAPACITY, config.positions)
     inputs.warn_beyond(capacity, config)
     placement = mesh.placement_of(
-        options.mesh, [options.cache], config, 1, capacity, inputs.rows_dtype(options)
+        options.mesh, [options.cache.spec], config, 1, capacity, inputs.rows_dtype(options)
     )
-    layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options), placement)
-    inputs.check_memory(layout)
+    layout = kvq.layout(
+        options.cache.spec, config, 1, capacity, inputs.rows_dtype(options), placement
+    )
+    device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
     return (
@@ -161,7 +162,7 @@ def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """Yield what the user types, or the lines of a pipe, until the end."""
+    """Yield the lines that the user types, or those of a pipe, until the end."""
     if terminal:
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # input() then has a history and can be edited
@@ -177,14 +178,14 @@ def _lines(terminal: bool) -> Iterator[str]:
             print("\nkvq: /quit or Ctrl-D leaves", file=sys.stderr)
             continue
         except UnicodeDecodeError as error:
-            raise UserError(f"what was typed is not UTF-8 text: {error}") from error
+            raise UserError(f"the input is not UTF-8 text: {error}") from error
         if not line:
             return
         yield line.rstrip("\r\n")
 
 
 def _typed() -> str:
-    """Return a line from the terminal, after a prompt that never becomes a part of the output."""
+    """Return a line from the terminal. The prompt before it never becomes part of the output."""
     if sys.stdout.isatty():
         return input(PROMPT) + "\n"
     print(PROMPT, end="", file=sys.stderr, flush=True)
@@ -192,7 +193,7 @@ def _typed() -> str:
 
 
 def _command(line: str, conversation: Conversation) -> bool:
-    """Do what a line that starts with / asks for; return True where that is to leave."""
+    """Run a line that starts with /. Return True if the user wants to leave."""
     match line.strip():
         case "/quit":
             return True
@@ -202,19 +203,20 @@ def _command(line: str, conversation: Conversation) -> bool:
             conversation.reset()
             print("kvq: a new conversation", file=sys.stderr)
         case other:
-            raise UserError(f"{other.split()[0]} is no command; /help lists them")
+            raise UserError(f"{other.split()[0]} is not a command; /help lists them")
     return False
 
 
 def _turn(
-    conversation: Conversation, tokenizer: Any, message: str, *, show: bool
+    conversation: Conversation, tokenizer: Any, message: str, shown: str | None
 ) -> dict[str, Any]:
-    """Answer a message; with `show`, print the answer as it comes, and the line about the cache."""
+    """Answer a message. If `shown`, the cache as the user typed it, is given, print the answer as
+    it comes and the line about the cache."""
     turn = conversation.turn(message)
     again = len(conversation.ids) - turn.kept
     if again:
         warn(
-            f"the chat template rewrites what was said: the last {again} tokens of the cache are"
+            f"the chat template rewrites earlier turns: the last {again} tokens of the cache are"
             " dropped and read again"
         )
     continuation = Continuation(
@@ -226,19 +228,19 @@ def _turn(
             with progress("compiling"):
                 conversation.prepare(turn)
         for ids in conversation.answer(turn, stopped):
-            if show:
+            if shown:
                 print(continuation.push(ids), end="", flush=True)
-    held = holds(conversation)
-    if show:
+    contents = holds(conversation)
+    if shown:
         print(continuation.push(ids, last=True))
-        print_line(cache_line(held) + _NOTES[conversation.finish])
+        print_line(cache_line(contents, shown) + _NOTES[conversation.finish])
     return {
         "user": message,
         "answer": conversation.messages[-1]["content"],
         "prefilled_tokens": len(turn.tokens),
         "new_tokens": len(ids),
         "finish": conversation.finish,
-        "holds": held,
+        "holds": contents,
     }
 
 
@@ -251,7 +253,7 @@ _NOTES = {
 
 
 def holds(conversation: Conversation) -> dict[str, Any]:
-    """Return what the cache holds: tokens, and the bytes that a cache of this spec and a bf16 cache
+    """Return the contents of the cache: its tokens, and the bytes that this cache and a bf16 cache
     need for them."""
     cache, tokens = conversation.cache, int(conversation.cache.lengths[0])
     exact = kvq.layout(cache.spec, cache.dims, 1, max(tokens, 1), cache.dtype)
@@ -268,20 +270,21 @@ def holds(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def cache_line(held: dict[str, Any]) -> str:
-    """Return what the cache holds as one line."""
+def cache_line(contents: dict[str, Any], cache: str) -> str:
+    """Return the contents of the cache as one line."""
     return (
-        f"[cache {held['cache']}: {held['tokens']} of {held['capacity']} tokens,"
-        f" {held['full_precision_tokens']} in full precision, {held['quantized_tokens']} quantized;"
-        f" {format_bytes(held['bytes'])}, in bf16 {format_bytes(held['bf16_bytes'])}, ratio"
-        f" {held['bf16_bytes'] / held['bytes']:.2f}]"
+        f"[cache {cache}: {contents['tokens']} of {contents['capacity']} tokens,"
+        f" {contents['full_precision_tokens']} in full precision,"
+        f" {contents['quantized_tokens']} quantized;"
+        f" {format_bytes(contents['bytes'])}, in bf16 {format_bytes(contents['bf16_bytes'])}, ratio"
+        f" {contents['bf16_bytes'] / contents['bytes']:.2f}]"
     )
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed: an answer stops between segments,
-    with its cache whole. Pressed again, it interrupts as usual."""
+    """Yield a function that tells whether Ctrl-C was pressed. An answer stops between segments and
+    leaves its cache whole. A second press interrupts as usual."""
     pressed = threading.Event()
 
     def press(*_: object) -> None:

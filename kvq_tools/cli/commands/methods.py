@@ -11,11 +11,12 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
 from kvq_tools.cli.console import print_json
+from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.inputs import CACHE_GRAMMAR
 from kvq_tools.cli.tables import print_line, print_table
 
 REFERENCE_DIMS = (
-    CacheDims(  # Llama-3.1-8B; all layers, for a method may treat the first ones differently
+    CacheDims(  # Llama-3.1-8B with all layers, as a method may treat the first ones differently
         num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
@@ -25,18 +26,30 @@ REFERENCE_DIMS = (
 )
 
 DESCRIPTION = """\
-Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its
-full-precision windows, and the average bits that it stores for an element of the quantized body (scales, zero points
-and padding included, windows not) at head_dim 128."""
+Lists every cache method: what it does, its source, its options with defaults
+and allowed values, its full-precision windows, and the average bits that it
+stores per element of the quantized body (including scales, zero points and
+padding, but not windows) at head_dim 128."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.epilog = f"example:\n  kvq methods --json\n\n{CACHE_GRAMMAR}"
+    parser.epilog = f"examples:\n  kvq methods kivi\n  kvq methods --json\n\n{CACHE_GRAMMAR}"
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", type=_name, help="list these methods only"
+    )
+
+
+def _name(text: str) -> str:
+    if text not in kvq.METHODS:
+        raise argparse.ArgumentTypeError(
+            with_hint(f"unknown cache method {text!r}; methods: {', '.join(kvq.METHODS)}")
+        )
+    return text
 
 
 def run(options: argparse.Namespace) -> None:
-    described = [describe(method) for method in kvq.METHODS.values()]
+    described = [describe(kvq.METHODS[name]) for name in options.names or kvq.METHODS]
     if options.json:
         print_json(
             "methods",
@@ -57,8 +70,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """Return what a method declares, and its average bits for each value of `bits` where it has
-    such an option."""
+    """Return the declaration of a method, and its average bits for each value of its option `bits`,
+    if it has one."""
     bits = next(
         (option.metadata["choices"] for option in method.options() if option.name == "bits"), ()
     )

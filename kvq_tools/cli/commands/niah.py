@@ -1,4 +1,4 @@
-"""`kvq niah`: ask for needles in a haystack, as RULER hides them."""
+"""`kvq niah`: hide needles in a haystack and ask for them, as RULER does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from kvq_tools.evaluation.tasks import niah
 from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 DESCRIPTION = f"""\
-Hides facts ("One of the special magic numbers for brave-river is: 4839201.") in a long text and asks for some of them at
-the end, with the prompts and the score of RULER: for every cache, and by the text's length and the fact's depth in it.
+Hides facts ("One of the special magic numbers for brave-river is: 4839201.") in
+a long text and asks for some of them at the end, with RULER's prompts and
+score: for every cache, and by the text's length and the fact's depth in it.
 
 {"task":<12} {"haystack":<10} {"keys":<7} {"values":<9} {"facts":<7} asked for
 """ + "\n".join(
@@ -23,9 +24,12 @@ the end, with the prompts and the score of RULER: for every cache, and by the te
 
 EPILOG = f"""\
 examples:
-  kvq niah embedded --task single_1 --suffix ': ' --cache dense --cache kivi:bits=2 --lengths 512,1024
-  kvq niah path/to/model --task multikey_1 --text essays.txt --cache innerq:bits=2 --lengths 4096,16384 --batch 8 --dtype bfloat16
-  kvq niah path/to/model --cache kivi:bits=2 --data niah_multikey_3.jsonl      (fields: input, outputs)
+  kvq niah embedded --task single_1 --suffix ': ' --cache dense \\
+      --cache kivi:bits=2 --lengths 512,1024
+  kvq niah path/to/model --task multikey_1 --text essays.txt --batch 8 \\
+      --cache innerq:bits=2 --lengths 4096,16384 --dtype bfloat16
+  kvq niah path/to/model --cache kivi:bits=2 --data niah_multikey_3.jsonl
+      (with the fields input and outputs)
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -34,15 +38,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     task_runs.add_arguments(parser, niah.MAX_NEW_TOKENS)
     parser.add_argument(
-        "--task", choices=niah.KINDS, help="what is hidden in what (default: single_1)"
+        "--task",
+        choices=niah.KINDS,
+        metavar="TASK",
+        help=("kind of needles and haystack, see above (default: single_1)"),
     )
     parser.add_argument(
         "--suffix",
         metavar="S",
         default="",
         help=(
-            "put after the prompt's last word; the embedded model, which has seen other prompts,"
-            " needs ': ' (default: nothing, as RULER)"
+            "text after the prompt's last word; the embedded model was trained on other "
+            "prompts and needs ': ' (default: none, as in RULER)"
         ),
     )
     task_runs.add_generator_arguments(

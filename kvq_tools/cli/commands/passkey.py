@@ -1,4 +1,4 @@
-"""`kvq passkey`: ask for a number that a long text states once."""
+"""`kvq passkey`: hide a pass key in a long text and ask for it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from kvq_tools.evaluation.tasks import passkey
 from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 DESCRIPTION = """\
-States a five-digit pass key once in a long text, asks for it at the end, and counts how often the greedy answer is right:
-for every cache, and by the text's length and the key's depth in it. Prompts and scores are those of Landmark Attention
-and KIVI's examples; the output repeats them. The same arguments give the same prompts for all caches."""
+Hides a five-digit pass key in a long text, asks for it at the end, and counts
+how often the greedy answer is right: for every cache, and by the text's length
+and the key's depth in it. Prompts and scores are those of Landmark Attention
+and KIVI's examples; the output repeats them. The same arguments give the same
+prompts for all caches."""
 
 EPILOG = f"""\
 examples:
-  kvq passkey embedded --cache dense --cache kivi:bits=2 --cache innerq:bits=2 --lengths 512,1024
-  kvq passkey path/to/model --cache kivi:bits=2 --lengths 4096,32768 --text book.txt --limit 20 --batch 8 --dtype bfloat16
-  kvq passkey path/to/model --cache innerq:bits=2 --data passkey_examples.jsonl      (fields: input, target)
+  kvq passkey embedded --cache dense --cache kivi:bits=2 \\
+      --cache innerq:bits=2 --lengths 512,1024
+  kvq passkey path/to/model --cache kivi:bits=2 --lengths 4096,32768 \\
+      --text book.txt --limit 20 --batch 8 --dtype bfloat16
+  kvq passkey path/to/model --cache innerq:bits=2 \\
+      --data passkey_examples.jsonl      (with the fields input and target)
 
 {inputs.CACHE_GRAMMAR}"""
 

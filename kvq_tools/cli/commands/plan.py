@@ -1,4 +1,4 @@
-"""`kvq plan`: the best cache for a budget, from measurements on a text or from a calibration
+"""`kvq plan`: find the best cache for a budget, from measurements on a text or from a calibration
 alone."""
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from kvq_models.calibration.file import Calibration, predicted_divergence, resol
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, interruption, plan_speed
+from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
-from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning import figure, kept
 from kvq_tools.planning.measuring import (
     FACTOR,
@@ -35,34 +34,45 @@ from kvq_tools.planning.measuring import (
     PlanRequest,
 )
 
-SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the other lines of the table
+SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
 FEWEST_BITS, MOST_BITS = 1, 8
 _BITS = re.compile(r"(\d+(?:\.\d+)?) *bits?", re.IGNORECASE)
 
+_WIDTHS = ", ".join(f"{bits:g}" for bits in MEASURED)
+
 DESCRIPTION = f"""\
-Finds the cache with the least KL to full precision for a budget: bits of a stored element, or the memory of a whole cache at a
-context and a batch, its full-precision windows included. Prints the spec, which --cache takes, beside those of other budgets.
+Finds the cache with the least KL to full precision for a budget: bits per
+stored element, or the memory of a whole cache at a context and a batch,
+full-precision windows included. Prints the spec for --cache, beside those of
+other budgets. It needs a budget and, the first time for a model, a text.
 
-With --text, it measures. waterfill is calibrated on the first half of the text ({SAMPLES} x {LENGTH} tokens); then every side of
-every layer is read through the cache by itself, at {", ".join(f"{bits:g}" for bits in MEASURED)} bits, on windows of the second half.
-The widths of all layers follow from that, and the best caches of the budget, those of other methods too, are read as a whole: the one
-with the least KL is taken. Every number is kept at once: the same command goes on after Ctrl-C, and another budget of the same model
-and text measures only its last step.
+With --text, it measures. waterfill is calibrated on the first half of the text
+({SAMPLES} x {LENGTH} tokens). Then every side of every layer is read through the cache by
+itself, at {_WIDTHS} bits, on windows of the second half. This gives the
+widths of all layers. The best caches of the budget, also of other methods, are
+then read as a whole, and the one with the least KL wins. Every number is saved
+at once: after Ctrl-C the same command continues, and another budget for the
+same model and text measures only its last step.
 
-With --fast or without a text, nothing is measured: widths come from the energies of waterfill's calibration, which also predicts the KL, to
-second order, for tokens outside the windows. It ranks budgets. The calibration is --calibration, or what an earlier plan with a text kept;
+With --fast or without a text, nothing is measured: widths come from the
+energies of waterfill's calibration, which also predicts the KL, to second
+order, for tokens outside the windows. This prediction ranks budgets. The
+calibration is --calibration, or the one that an earlier plan with a text kept.
 --cache auto:bits=2.5 does the same in every command.
 
---device and --tokens-per-second turn a speed into a budget: what a device can read in a step, after the weights, at the peak rate
-of its memory. No device is that fast; a cache that does not fit even so is too large."""
+--device and --tokens-per-second turn a speed into a budget: the bytes that a
+device can read in a step, after the weights, at the peak rate of its memory. No
+device is that fast, so a cache that does not fit even then is too large."""
 
 EPILOG = """\
 examples:
   kvq plan smollm2 --text wiki.txt --budget 2.5bits --picture front.png
-  kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 --out plan.json
+  kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 \\
+      --out plan.json
   kvq generate smollm2 --prompt "It was" --cache plan.json
-  kvq plan smollm2 --budget 3bits                                  (fast, from what the first command kept)
-  kvq plan path/to/model --calibration w.safetensors --device h200 --tokens-per-second 2000 --context 32768 --batch 32"""
+  kvq plan smollm2 --budget 3bits       (fast, from what the first command kept)
+  kvq plan path/to/model --calibration w.safetensors --device h200 \\
+      --tokens-per-second 2000 --context 32768 --batch 32"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -72,24 +82,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="2.5bits|600MiB",
         type=budget,
-        help="bits of an element, or a cache's memory",
+        help="bits per element, or the memory of a cache",
     )
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and measure on")
     parser.add_argument(
-        "--text", metavar="FILE", help="a UTF-8 text to calibrate and to measure on"
-    )
-    parser.add_argument(
-        "--fast", action="store_true", help="with --text: only calibrate on it, and measure nothing"
+        "--fast",
+        action="store_true",
+        help=("with --text: only calibrate on it, and measure nothing"),
     )
     parser.add_argument(
         "--calibration",
         metavar="F",
-        help="what kvq calibrate wrote for waterfill, with any budget (default: see above)",
+        help=(
+            "a file that `kvq calibrate` wrote for waterfill, with any budget (default: see above)"
+        ),
     )
     parser.add_argument(
         "--context",
         metavar="S",
-        type=inputs.positive,
-        help="tokens of a sequence (default: the model's positions)",
+        type=inputs.token_count,
+        help="tokens per sequence, such as 4096 or 32K (default: the positions of the model)",
     )
     parser.add_argument(
         "--batch",
@@ -102,14 +114,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=inputs.DTYPES,
         default="bfloat16",
-        help="of full-precision rows (default: %(default)s)",
+        help="dtype of full-precision rows (default: %(default)s)",
     )
     plan_speed.add(parser)
     parser.add_argument(
         "--window",
         metavar="W",
         type=inputs.positive,
-        help=f"tokens of a measured window (default: at most {WINDOW})",
+        help=f"tokens per measured window (default: at most {WINDOW})",
     )
     parser.add_argument(
         "--windows",
@@ -121,20 +133,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work",
         metavar="DIR",
-        help="keep calibration and measurements here (default: in kvq's cache folder)",
+        help="keep calibration and measurements here (default: kvq's cache folder)",
     )
     parser.add_argument(
         "--out",
         metavar="F.json",
-        help="write the cache to a file that --cache takes, with its calibration's name",
+        help="write the cache, with the path of its calibration, to a file for --cache",
     )
-    parser.add_argument("--picture", metavar="F.png", help="draw KL over bits (needs matplotlib)")
+    parser.add_argument(
+        "--picture", metavar="F.png", help=("plot KL against bits (needs matplotlib)")
+    )
 
 
 def budget(text: str) -> float | int:
     """Parse --budget: bits as a float, bytes as an int."""
-    if found := _BITS.fullmatch(text.strip()):
-        return float(found[1])
+    if match := _BITS.fullmatch(text.strip()):
+        return float(match[1])
     try:
         return inputs.byte_size(text)
     except argparse.ArgumentTypeError:
@@ -145,6 +159,7 @@ def budget(text: str) -> float | int:
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
+    _check_needs(options)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
     if options.picture and (why := figure.missing()):
@@ -189,8 +204,27 @@ def run(options: argparse.Namespace) -> None:
     (
         print_json("plan", result | {"out": options.out, "picture": options.picture})
         if options.json
-        else _print(result, options)
+        else plan_table.print_plan(result, options)
     )
+
+
+def _check_needs(options: argparse.Namespace) -> None:
+    """If there is no budget, raise a UserError with everything that is missing."""
+    if all(part is None for part in (options.budget, options.device, options.tokens_per_second)):
+        budget = "a budget: --budget 2.5bits, --budget 600MiB, or --device with --tokens-per-second"
+        raise UserError(
+            f"kvq plan needs {'; and '.join(filter(None, [budget, _missing_text(options)]))}"
+        )
+
+
+def _missing_text(options: argparse.Namespace) -> str | None:
+    """Return the need for a text in words. None if there is one, or a calibration."""
+    if options.text is not None or options.calibration is not None:
+        return None
+    with input_errors():
+        if kept.calibration_file(options.model).is_file():
+            return None
+    return f"--text FILE to measure, or --calibration F: no plan of {options.model!r} was made yet"
 
 
 def _fast(
@@ -201,18 +235,15 @@ def _fast(
     if options.text is not None:
         file = _planner(options, config).file
     elif file is None:
-        with input_errors():
-            file = str(kept.calibration_file(options.model))
-        if not Path(file).is_file():
-            raise UserError(
-                f"no plan of {options.model!r} was made yet: give --text FILE to measure, or"
-                " --calibration F"
-            )
+        if missing := _missing_text(options):
+            raise UserError(f"kvq plan needs {missing}")
+        file = str(kept.calibration_file(options.model))
     with input_errors():
         calibration = check_calibration(kvq.parse(METHOD), config, file)
         assert calibration is not None, f"{METHOD} needs a calibration"
         caches = [
-            _predicted(own, calibration, config, context, options) for own in sorted({*SHOWN, bits})
+            _predicted(level, calibration, config, context, options)
+            for level in sorted({*SHOWN, bits})
         ]
     chosen = next(cache["name"] for cache in caches if cache["bits"] == bits)
     return {
@@ -230,16 +261,18 @@ def _measured(
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
     planner = _planner(options, config)
-    advice = f"the same command goes on from what is in {str(planner.work)!r}"
+    advice = f"the same command continues from {str(planner.work)!r}"
     with interruption.advised(advice), input_errors():
         costs = planner.costs()
         checked = planner.check(costs, bits)
-        others = {own: planner.planned(costs, own) for own in SHOWN if own != bits}
+        others = {level: planner.planned(costs, level) for level in SHOWN if level != bits}
     facts = {
-        own: described(str(spec), own, config, options.batch, context, options.dtype)
-        for own, (spec, _) in others.items()
+        level: described(str(spec), level, config, options.batch, context, options.dtype)
+        for level, (spec, _) in others.items()
     }
-    caches = [facts[own] | {"predicted_kl": others[own][1], "measured_kl": None} for own in others]
+    caches = [
+        facts[level] | {"predicted_kl": others[level][1], "measured_kl": None} for level in others
+    ]
     caches += [
         described(str(one.spec), bits, config, options.batch, context, options.dtype)
         | {
@@ -259,8 +292,8 @@ def _measured(
 
 
 def prediction(checked: list[Checked]) -> dict[str, Any]:
-    """Return the largest factor between a prediction and what was measured, and whether it is small
-    enough to be more than a rank."""
+    """Return the largest factor between a prediction and its measurement, and whether predictions
+    are only good for ranking."""
     factors = [
         max(one.kl / one.predicted, one.predicted / one.kl)
         for one in checked
@@ -272,8 +305,8 @@ def prediction(checked: list[Checked]) -> dict[str, Any]:
 
 def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
     """Check the request, load the model and calibrate."""
-    text = inputs.read_text(options.text)
-    ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
+    text = text_input.read_text(options.text)
+    ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     window = min(WINDOW, config.positions) if options.window is None else options.window
     request = PlanRequest(
         np.asarray(ids, np.int32), window, options.windows, SAMPLES, min(LENGTH, config.positions)
@@ -290,7 +323,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype="float32")
     with (
-        interruption.advised(f"the same command goes on from what is in {str(work)!r}"),
+        interruption.advised(f"the same command continues from {str(work)!r}"),
         input_errors(),
     ):
         return Planner(llama, request, work, options.calibration, Path(options.text).name, bar)
@@ -298,7 +331,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
 
 def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype: str) -> float:
     """Return the most bits whose cache fits so many bytes, to 1/16. Raises ValueError, in one line,
-    where not even the fewest do."""
+    if not even the fewest do."""
 
     def size(sixteenths: int) -> int:
         return kvq.nbytes(
@@ -318,7 +351,7 @@ def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype:
 def described(
     name: str, bits: float, config: LlamaConfig, batch: int, context: int, dtype: str
 ) -> dict[str, Any]:
-    """Return the facts about a cache that its layout tells."""
+    """Return the facts about a cache that follow from its layout."""
     return {
         "name": name,
         "bits": bits,
@@ -334,60 +367,7 @@ def _predicted(
     context: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the facts about waterfill with so many bits, as its calibration shares them out."""
+    """Return the facts about waterfill with so many bits, as its calibration distributes them."""
     spec = resolved(f"{METHOD}:bits={bits}", calibration)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
     return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}
-
-
-def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
-    rows = [
-        (
-            ">" if cache["name"] == result["chosen"] else "",
-            _short(cache["name"]),
-            f"{cache['body_bits_per_element']:.3f}",
-            format_bytes(cache["bytes"]),
-            f"{result['bf16_bytes'] / cache['bytes']:.2f}",
-            "" if cache["predicted_kl"] is None else f"{cache['predicted_kl']:.4f}",
-            "" if cache["measured_kl"] is None else f"{cache['measured_kl']:.4f}",
-        )
-        for cache in result["caches"]
-    ]
-    columns = (
-        "",
-        "cache",
-        "stored bits",
-        "bytes",
-        "smaller than bf16, times",
-        "predicted KL",
-        "measured KL",
-    )
-    print_table(
-        f"{result['model']}, {result['batch']} x {result['context']} tokens",
-        columns,
-        rows,
-        columns[2:],
-    )
-    told = result["prediction"]
-    if told is None:
-        print_line(
-            "KL in nats per token, to second order, of tokens outside the windows: it ranks"
-            " budgets; kvq eval measures one"
-        )
-    else:
-        kind = "it ranks only" if told["ranks_only"] else f"within a factor of {FACTOR:g}"
-        print_line(
-            "KL in nats per token. Predictions add up what sides cost; the worst is"
-            f" {told['factor']:.2f} times off: {kind}"
-        )
-    for path, what in ((options.out, "the cache"), (options.picture, "the picture")):
-        if path:
-            print_line(f"[{path}: {what}]")
-    given = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
-    cache = options.out or f"'{result['chosen']}'{given}"
-    print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
-
-
-def _short(name: str) -> str:
-    """Return a cache's name without the digits of its widths, which are in the last line."""
-    return METHOD if name.startswith(f"{METHOD}:k_widths") else name

@@ -1,5 +1,5 @@
-"""`kvq prefill`: read a prompt once, and write its cache to a file with which `kvq generate --from`
-goes on."""
+"""`kvq prefill`: read a prompt once and save its cache, from which `kvq generate --from`
+continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import handover, inputs
+from kvq_tools.cli import device_memory, handover, inputs
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -29,13 +29,15 @@ from kvq_tools.cli.tables import print_line
 ROOM = 256  # tokens
 
 DESCRIPTION = """\
-Reads a prompt with a Llama-family checkpoint and writes the cache SPEC that holds it to a file, as safetensors with a checksum.
-`kvq generate --from` goes on from there, in another process or on another machine with the same model, with the tokens that
-`kvq generate` with this prompt would give."""
+Reads a prompt with a Llama-family checkpoint and saves the cache SPEC that
+holds it as safetensors with a checksum. `kvq generate --from` continues from
+the file, in another process or on another machine with the same model, and
+gives the tokens that `kvq generate` with this prompt would give."""
 
 EPILOG = f"""\
 examples:
-  kvq prefill smollm2 --cache kivi:bits=4 --prompt-file report.txt --out report.safetensors
+  kvq prefill smollm2 --cache kivi:bits=4 --prompt-file report.txt \\
+      --out report.safetensors
   kvq generate smollm2 --from report.safetensors --max-new-tokens 100
 
 {inputs.CACHE_GRAMMAR}"""
@@ -45,13 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     add_prompt(parser, required=True)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        default="dense",
-        help="the cache (default: dense)",
-    )
+    inputs.add_cache(parser)
     inputs.add_calibration(parser)
     parser.add_argument(
         "--out", metavar="F", required=True, help="the file to write, such as prompt.safetensors"
@@ -61,19 +57,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=inputs.positive,
         help=(
-            "tokens that the cache can hold, those included that will be generated (default: the"
-            f" prompt and {ROOM} more)"
+            "tokens that the cache can hold, including those still to be generated (default: "
+            f"the prompt and {ROOM} more)"
         ),
     )
     inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="bfloat16 rows")
+    inputs.add_dtype(parser, rows="rows are bfloat16")
 
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
-    )
+    inputs.check_calibration_file(config, options.cache, options.calibration)
     _, prompt = read_prompt(options, config)
     out = Path(options.out)
     if out.is_dir() or not out.absolute().parent.is_dir():
@@ -87,25 +81,27 @@ def run(options: argparse.Namespace) -> None:
     if capacity < len(prompt):
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)
-    layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options))
-    inputs.check_memory(layout)
+    layout = kvq.layout(options.cache.spec, config, 1, capacity, inputs.rows_dtype(options))
+    device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
     model_fingerprint = kvq.fingerprint(llama)
     with input_errors():
-        llama = prepare(llama, options.cache, options.calibration, progress=bar)
-        cache = inputs.new_cache(options.cache, llama.config, capacity, inputs.rows_dtype(options))
+        llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
+        cache = device_memory.new_cache(
+            options.cache.spec, llama.config, capacity, inputs.rows_dtype(options)
+        )
     started = time.perf_counter()
     with progress("reading the prompt"):
         logits, cache = jax.block_until_ready(
             decoding.prefill(llama, cache, [prompt], implementation=options.implementation)
         )
     seconds = time.perf_counter() - started
-    check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [str(cache.spec)])
+    check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [options.cache.text])
     handover.save(out, llama, model_fingerprint, cache, prompt, logits)
-    told = {
+    result = {
         "model": options.model,
         "cache": str(cache.spec),
         "out": str(out),
@@ -120,10 +116,10 @@ def run(options: argparse.Namespace) -> None:
         "calibration": options.calibration,
     }
     if options.json:
-        print_json("prefill", told)
+        print_json("prefill", result)
         return
     print_line(
-        f"[{out}: {format_bytes(told['bytes'])}, the cache {told['cache']} of {len(prompt)} prompt"
-        f" tokens, {told['quantized_tokens']} of them quantized, with room for {capacity}; read in"
-        f" {seconds:.3f} s, compilation included]"
+        f"[{out}: {format_bytes(result['bytes'])}, the cache {options.cache.text} of"
+        f" {len(prompt)} prompt tokens, {result['quantized_tokens']} of them quantized, with room"
+        f" for {capacity}; read in {seconds:.3f} s, compilation included]"
     )

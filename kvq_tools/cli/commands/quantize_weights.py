@@ -1,4 +1,5 @@
-"""`kvq quantize-weights`: an ordinary checkpoint whose weights have few different values."""
+"""`kvq quantize-weights`: write an ordinary checkpoint whose weights take only a few distinct
+values."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import jax
 
 from kvq_models.calibration.weights import BITS, WeightCount, check_request, quantize_weights
 from kvq_models.llama import checkpoint
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line
 
@@ -20,40 +21,44 @@ SAMPLES, LENGTH = 16, 512
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 DESCRIPTION = """\
-Rounds the weights of a model's projections to 2^bits values for each output channel, chosen where the loss depends on them
-most (weighted k-means; the weights are squared gradients on a text), and writes an ordinary Hugging Face checkpoint.
+Rounds the weights of a model's projections to 2^bits values per output channel,
+placed where the loss depends on them most (k-means weighted by squared
+gradients on a text), and writes an ordinary Hugging Face checkpoint.
 
-The checkpoint is dequantized: it has the size, the dtype and the speed of MODEL. It shows what quantized weights do to
-the predictions, alone and together with a quantized cache: run every command of kvq on DIR. The embedding, the head, norms and
-biases stay as they are.
+The checkpoint is dequantized: it has the size, dtype and speed of MODEL. It
+shows what quantized weights do to the predictions, alone and together with a
+quantized cache: run every command of kvq on DIR. The embedding, the head, norms
+and biases stay unchanged.
 
---sparse 0.0045 leaves 0.45 % of each matrix as it is: the most sensitive weights and the largest ones. Without --text the
-gradients come from the short passage that ships with kvq: give a text like those that the model will read. Calibrations of
-MODEL do not serve DIR."""
+--sparse 0.0045 leaves 0.45 % of each matrix unchanged: the most sensitive
+weights and the largest ones. Without --text, the gradients come from the short
+passage that ships with kvq. Better give a text like those that the model will
+read. Calibrations of MODEL do not fit DIR."""
 
 EPILOG = """\
 examples:
   kvq quantize-weights smollm2 --bits 4 --text wiki.txt --out w4
-  kvq quantize-weights smollm2 --bits 3 --sparse 0.0045 --text wiki.txt --out w3s
+  kvq quantize-weights smollm2 --bits 3 --sparse 0.0045 --text wiki.txt \\
+      --out w3s
   kvq eval w3s --text notes.txt --cache dense --cache kivi:bits=4"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits of a weight")
+    parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits per weight")
     parser.add_argument(
         "--out",
         metavar="DIR",
         required=True,
-        help="the directory to write; it must be new or empty",
+        help="the directory to write, new or empty",
     )
     parser.add_argument(
         "--sparse",
         metavar="F",
         type=float,
         default=0.0,
-        help="fraction of the weights that stay (default: 0)",
+        help="fraction of the weights that stay unchanged (default: 0)",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="a UTF-8 text for the gradients (default: a short passage)"
@@ -63,19 +68,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=inputs.positive,
         default=SAMPLES,
-        help="random samples of it (default: %(default)s)",
+        help="random samples of the text (default: %(default)s)",
     )
     parser.add_argument(
         "--length",
         metavar="W",
         type=inputs.positive,
-        help=f"tokens of a sample (default: {LENGTH}, or the model's positions if those are less)",
+        help=f"tokens per sample (default: {LENGTH}, at most the positions of the model)",
     )
     parser.add_argument(
         "--seed",
         type=inputs.seed,
         default=0,
-        help="of the samples: the same seed gives the same weights (default: 0)",
+        help="seed of the samples: the same seed gives the same weights (default: 0)",
     )
 
 
@@ -83,13 +88,13 @@ def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
     inputs.output_directory(options.out, empty=True)
     text = (
-        inputs.read_text(options.text)
+        text_input.read_text(options.text)
         if options.text
         else (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text()
     )
     length = options.length or min(LENGTH, config.positions)
     inputs.warn_beyond(length, config, "samples of ")
-    ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
+    ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     with input_errors():
         check_request(config, ids, options.bits, options.sparse, options.samples, length)
     with progress(f"loading {options.model}"), input_errors():
@@ -120,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
 def report(
     options: argparse.Namespace, count: WeightCount, dtype: str, length: int, seconds: float
 ) -> dict[str, Any]:
-    """Return the facts about the checkpoint that was written."""
+    """Return the facts about the new checkpoint."""
     return {
         "model": options.model,
         "out": options.out,

@@ -1,4 +1,4 @@
-"""`kvq report`: write one self-contained page with pictures, from a model, a text and caches."""
+"""`kvq report`: write one self-contained page with plots, from a model, a text and caches."""
 
 from __future__ import annotations
 
@@ -29,27 +29,35 @@ from kvq_tools.report import maps, schema, times, write
 from kvq_tools.report.collect import ReportPlan, collect
 from kvq_tools.report.quality import advice, front_by, verdict
 
-CONTEXTS = (256, 1024, 4096, 16384)  # of the default, as far as the model's positions reach
+CONTEXTS = (256, 1024, 4096, 16384)  # by default, as far as the model's positions reach
 NO_CONTEXTS = "none"
-OWN = ("model", "text", "cache")  # what --from takes the place of
+SOURCES = ("model", "text", "cache")  # --from replaces these
 SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit", "contexts")
 
 DESCRIPTION = """\
-Writes DIR/index.html, one page that needs nothing else, with
-  quality against size     KL and perplexity against stored bits and bytes, and the caches on the Pareto front
-  by position              perplexity and KL along the window, and where in the text the likeliest token flips
+Writes DIR/index.html, a self-contained page with
+  quality against size     KL and perplexity against stored bits and bytes, and
+                           the caches on the Pareto front
+  by position              perplexity and KL along the window, and where in the
+                           text the likeliest token flips
   size                     bytes of each layer, part by part
-  speed                    decode steps of one token at several contexts, measured on this machine's first device
-  keys, values and errors  magnitudes token by channel, and what quantizing every token changes, layer by channel
+  speed                    decode steps of one token at several contexts,
+                           measured on this machine's first device
+  keys, values and errors  magnitudes token by channel, and the change when
+                           every token is quantized, layer by channel
   tables                   all numbers
-Beside it: report.json, from which page and pictures are made (fields: kvq_tools/report/schema.py), and a PNG of each picture.
-Text, windows and modes are those of `kvq eval`, and so are the numbers."""
+and beside it report.json, from which the page and its plots are made (fields:
+kvq_tools/report/schema.py), and a PNG of each plot. Text, windows and modes are
+those of `kvq eval`, and so are the numbers."""
 
 EPILOG = f"""\
 examples:
-  kvq report embedded --text notes.txt --cache dense --cache kivi:bits=2 --cache innerq:bits=2 --window 1024 --out report
-  kvq report path/to/model --text wiki.txt --cache kivi:bits=4 --limit 20000 --dtype bfloat16 --contexts 1024,8192,32768 --out report
-  kvq report --from report/report.json --out report       makes page and pictures again, without a model
+  kvq report embedded --text notes.txt --cache dense --cache kivi:bits=2 \\
+      --cache innerq:bits=2 --window 1024 --out report
+  kvq report path/to/model --text wiki.txt --cache kivi:bits=4 \\
+      --limit 20000 --dtype bfloat16 --contexts 1024,8192,32768 --out report
+  kvq report --from report/report.json --out report
+      (makes page and plots again, without a model)
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -74,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--from",
         metavar="JSON",
         dest="source",
-        help="a report.json in place of MODEL, --text and --cache",
+        help="a report.json instead of MODEL, --text and --cache",
     )
     text_evaluation.add_request(parser, required=False)
     parser.add_argument(
@@ -82,9 +90,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         type=contexts,
         help=(
-            f"tokens in the cache where decode steps are timed, or '{NO_CONTEXTS}' (default: those"
-            f" of {', '.join(map(str, CONTEXTS))} that the model was trained for, and its own"
-            " limit)"
+            f"tokens in the cache when decode steps are timed, or '{NO_CONTEXTS}' (default: "
+            f"{', '.join(map(str, CONTEXTS))} as far as the model was trained for them, and "
+            "the model's limit)"
         ),
     )
     parser.add_argument(
@@ -125,18 +133,18 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(options: argparse.Namespace) -> schema.CacheReport:
-    given = [name for name in (*OWN, *SETTINGS) if getattr(options, name) is not None]
-    if given:
+    conflicts = [name for name in (*SOURCES, *SETTINGS) if getattr(options, name) is not None]
+    if conflicts:
         raise UserError(
-            "--from makes a report again: leave out"
-            f" {' and '.join(_argument(name) for name in given)}"
+            "--from redraws a report: leave out"
+            f" {' and '.join(_argument(name) for name in conflicts)}"
         )
     with input_errors():
         return schema.read(options.source)
 
 
 def _made(options: argparse.Namespace) -> schema.CacheReport:
-    missing = [name for name in OWN if not getattr(options, name)]
+    missing = [name for name in SOURCES if not getattr(options, name)]
     if missing:
         raise UserError(
             f"kvq report needs {' and '.join(_argument(name) for name in missing)}, or --from a"
@@ -196,8 +204,7 @@ def _argument(name: str) -> str:
 
 
 def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, ...]) -> str:
-    """Return a command line that makes the same report, with the defaults that were chosen written
-    out."""
+    """Return a command line that makes the same report, with the chosen defaults written out."""
     parts: list[Any] = ["kvq", "report", options.model, "--text", options.text]
     for name, _ in options.cache:
         parts += ["--cache", name]
@@ -235,7 +242,7 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
 
 
 def summary(report: schema.CacheReport, written: list[Path]) -> dict[str, Any]:
-    """Return the written files and the main numbers of each cache, for --json; report.json has the
+    """Return the written files and the main numbers of each cache, for --json. report.json has the
     rest."""
     on_front = zip(front_by(report, "kl"), front_by(report, "perplexity"), strict=True)
     return {

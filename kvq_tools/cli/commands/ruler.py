@@ -11,19 +11,24 @@ from kvq_tools.evaluation.tasks import niah, ruler
 from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 DESCRIPTION = """\
-Asks for what no single place of a long text tells, with the prompts and the score of RULER, for every cache and by the
-text's length. RULER's needles are those of kvq niah.
+Asks for facts that are spread over a long text, with RULER's prompts and score,
+for every cache and by the text's length. RULER's needles are in kvq niah.
 
-task  the text                                                   asked for
-vt    VAR A = 12345, VAR B = VAR A, ... between dull sentences   the 5 variables that have the value
-cwe   a numbered list of words                                   the 10 that stand there most often
-fwe   made-up words with frequencies of a Zeta distribution      the 3 that stand there most often"""
+task  text                                          asked for
+vt    VAR A = 12345, VAR B = VAR A, ... between     the 5 variables with the
+      dull sentences                                value
+cwe   a numbered list of words                      the 10 most frequent
+fwe   made-up words with the frequencies of a       the 3 most frequent
+      Zeta distribution"""
 
 EPILOG = f"""\
 examples:
-  kvq ruler embedded --task fwe --cache dense --cache kivi:bits=2 --lengths 512,1024
-  kvq ruler path/to/model --task vt --cache innerq:bits=2 --lengths 4096,16384 --batch 8 --dtype bfloat16
-  kvq ruler path/to/model --cache kivi:bits=2 --data ruler_cwe.jsonl      (fields: input, outputs)
+  kvq ruler embedded --task fwe --cache dense --cache kivi:bits=2 \\
+      --lengths 512,1024
+  kvq ruler path/to/model --task vt --cache innerq:bits=2 \\
+      --lengths 4096,16384 --batch 8 --dtype bfloat16
+  kvq ruler path/to/model --cache kivi:bits=2 --data ruler_cwe.jsonl
+      (with the fields input and outputs)
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -35,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         None,
         "RULER's: " + ", ".join(f"{name} {new}" for name, new in ruler.MAX_NEW_TOKENS.items()),
     )
-    parser.add_argument("--task", choices=ruler.KINDS, help="what is asked (default: vt)")
+    parser.add_argument("--task", choices=ruler.KINDS, help="the task, see above (default: vt)")
     task_runs.add_generator_arguments(parser)
 
 

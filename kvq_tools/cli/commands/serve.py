@@ -1,4 +1,4 @@
-"""`kvq serve`: a model for many clients at a time, with OpenAI's API."""
+"""`kvq serve`: serve a model to many clients through OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ from kvq_models.inference.engine.budget import SLOTS, Budget
 from kvq_models.inference.engine.engine import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
-from kvq_tools.cli import engines, inputs, interruption, mesh
+from kvq_tools.cli import engines, inputs, interruption, mesh, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
 
 PREFIX_MEMORY, PREFIX_DISK = 512 << 20, 4 << 30
 
 DESCRIPTION = f"""\
-Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and beside them /health
-and /metrics (for Prometheus). Requests come and go in slots of one cache whose size never changes: {SLOTS} slots of the model's
-full length, or what fits --memory. What does not fit waits in a queue, and what does not fit there is refused at once.
-Ctrl-C or SIGTERM ends the server when the requests that it has accepted are answered."""
+Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions,
+/v1/completions and /v1/models, as well as /health and /metrics (for
+Prometheus). Requests share the slots of one cache of fixed size: {SLOTS} slots of
+the model's full length, or as many as fit into --memory. Requests that find no
+slot wait in a queue, and are refused at once if the queue is full. After Ctrl-C
+or SIGTERM the server answers the requests that it accepted, then stops."""
 
 EPILOG = f"""\
 examples:
   kvq serve smollm2 --cache kivi:bits=4
-  kvq serve path/to/Llama-3.2-1B-Instruct --cache kivi:bits=2 --memory 8GiB --host 0.0.0.0 --api-key "$KEY"
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
-      -d '{{"model": "smollm2", "messages": [{{"role": "user", "content": "Name three rivers."}}], "stream": true}}'
+  kvq serve path/to/Llama-3.2-1B-Instruct --cache kivi:bits=2 \\
+      --memory 8GiB --host 0.0.0.0 --api-key "$KEY"
+  curl http://127.0.0.1:8000/v1/chat/completions \\
+      -H 'content-type: application/json' -d '{{
+        "model": "smollm2", "stream": true,
+        "messages": [{{"role": "user", "content": "Name three rivers."}}]}}'
 
-Which fields of a request are served: docs/serving.md.
+docs/serving.md lists the supported fields of a request.
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -41,37 +46,31 @@ Which fields of a request are served: docs/serving.md.
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.cache_spec,
-        default="dense",
-        help="the cache (default: dense)",
-    )
+    inputs.add_cache(parser)
     inputs.add_calibration(parser)
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="the address to listen on (default: %(default)s, this machine alone)",
+        help="the address to listen on (default: %(default)s, this machine only)",
     )
     parser.add_argument(
         "--port",
         type=_port,
         default=8000,
-        help="the port; 0 takes a free one (default: %(default)s)",
+        help="the port, or 0 for a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what clients must send as bearer token (default: $KVQ_API_KEY, else none)",
+        help="the bearer token that clients must send (default: $KVQ_API_KEY, else none)",
     )
     parser.add_argument(
-        "--name", help="the model's name for clients (default: MODEL, of a path its last part)"
+        "--name", help=("the model's name for clients (default: MODEL, or the last part of a path)")
     )
     parser.add_argument(
         "--chat-template",
         metavar="F",
-        help="a file with a chat template in Jinja, in place of the tokenizer's own",
+        help="a file with a chat template in Jinja, instead of the tokenizer's",
     )
     engines.add_size(parser)
     parser.add_argument(
@@ -79,38 +78,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=inputs.positive,
         default=QUEUE_LIMIT,
-        help="requests that may wait (default: %(default)s)",
+        help="most requests that may wait (default: %(default)s)",
     )
     parser.add_argument(
         "--prefix-memory",
         metavar="BYTES",
         type=inputs.byte_size,
         help=(
-            "host memory for prompts that were read, so that requests that begin alike reuse them;"
-            " 0 keeps none (default: 512MiB; none with --mesh)"
+            "host memory for prompts that were already read, which requests with the same "
+            "beginning reuse; 0 keeps none (default: 512MiB; none with --mesh)"
         ),
     )
     parser.add_argument(
         "--prefix-dir",
         metavar="DIR",
-        help="where they are kept on disk too, for the next server of this model and cache",
+        help="also keep them on disk here, for the next server of this model and cache",
     )
     parser.add_argument(
         "--prefix-disk",
         metavar="BYTES",
         type=inputs.byte_size,
-        help="what they may take there, such as 20GiB (default: 4GiB)",
+        help="most bytes in --prefix-dir, such as 20GiB (default: 4GiB)",
     )
     parser.add_argument(
         "--max-body",
         metavar="BYTES",
         type=inputs.byte_size,
         default=8 << 20,
-        help="the largest request body, such as 8MiB (default: 8MiB)",
+        help="largest request body, such as 8MiB (default: 8MiB)",
     )
     mesh.add(parser)
     inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="bfloat16 rows")
+    inputs.add_dtype(parser, rows="rows are bfloat16")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -125,40 +124,27 @@ def run(options: argparse.Namespace) -> None:
             f"kvq serve needs the extra serve ({error}): pip install 'kvq-jax[serve]'"
         ) from error
     logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
-    api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
-    if api_key == "":
-        raise UserError(
-            "the API key is empty; leave --api-key and KVQ_API_KEY out to serve without one"
-        )
-    if options.prefix_disk is not None and options.prefix_dir is None:
-        raise UserError("--prefix-disk needs --prefix-dir, the folder that it is for")
-    if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
-        raise UserError(
-            "prefixes are kept for a cache on one device: leave --prefix-memory and --prefix-dir"
-            " out, or --mesh"
-        )
+    api_key = _checked_key(options)
     config = inputs.read_config(options.model, options.cache)
-    inputs.calibrations(
-        config, [options.cache], [options.calibration] if options.calibration else []
+    inputs.check_calibration_file(config, options.cache, options.calibration)
+    tokenizer = text_input.need_tokenizer(options.model, "serve text")
+    template = (
+        None if options.chat_template is None else text_input.read_text(options.chat_template)
     )
-    tokenizer = inputs.need_tokenizer(options.model, "serve text")
-    template = None if options.chat_template is None else inputs.read_text(options.chat_template)
     size = engines.size_of(options, config)
     placement = mesh.placement_of(
-        options.mesh, [options.cache], config, size.slots, size.capacity, inputs.rows_dtype(options)
+        options.mesh,
+        [options.cache.spec],
+        config,
+        size.slots,
+        size.capacity,
+        inputs.rows_dtype(options),
     )
-    if options.prefix_memory is None:
-        options.prefix_memory = PREFIX_MEMORY if placement is None else 0
     with input_errors():
         bound = bound_socket(options.host, options.port)
-        folder = (
-            None
-            if options.prefix_dir is None
-            else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
-        )
-    store = PrefixStore(options.prefix_memory, folder) if options.prefix_memory or folder else None
+        prefixes = _prefixes(options, one_device=placement is None)
     engine = engines.loaded(
-        options, size, options.queue, wait=False, prefixes=store, placement=placement
+        options, size, options.queue, wait=False, prefixes=prefixes, placement=placement
     )
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
@@ -172,21 +158,52 @@ def run(options: argparse.Namespace) -> None:
         chat_template=template,
         limits=Limits(body=options.max_body),
     )
-    told = _told(options, name, size, placement, bound)
+    server = _described(options, name, size, placement, bound)
     with interruption.spared():
-        serve(create_app(service, api_key), worker, bound, lambda: _tell(options, told))
-        if folder is not None:
-            folder.close()
+        serve(create_app(service, api_key), worker, bound, lambda: _print(options, server))
+        if prefixes is not None and prefixes.folder is not None:
+            prefixes.folder.close()
     if not options.json:
         print_line(
             f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers;"
             " stopped]"
         )
     if engine.compiling:
-        interruption.leave(0)  # an interpreter that is torn down beside a compiler crashes
+        interruption.leave(0)  # tearing an interpreter down while a compiler runs crashes
 
 
-def _told(
+def _checked_key(options: argparse.Namespace) -> str | None:
+    """Check the options that need no model, and return the API key."""
+    api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
+    if api_key == "":
+        raise UserError(
+            "the API key is empty; to serve without one, leave out --api-key and KVQ_API_KEY"
+        )
+    if options.prefix_disk is not None and options.prefix_dir is None:
+        raise UserError("--prefix-disk limits --prefix-dir: give that, too")
+    if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
+        raise UserError(
+            "prefixes are only kept for a cache on one device: leave out --prefix-memory and"
+            " --prefix-dir, or --mesh"
+        )
+    return api_key
+
+
+def _prefixes(options: argparse.Namespace, *, one_device: bool) -> PrefixStore | None:
+    """Return the store of prompts that were read, and set options.prefix_memory to its size."""
+    if options.prefix_memory is None:
+        options.prefix_memory = PREFIX_MEMORY if one_device else 0
+    folder = (
+        None
+        if options.prefix_dir is None
+        else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
+    )
+    if not options.prefix_memory and folder is None:
+        return None
+    return PrefixStore(options.prefix_memory, folder)
+
+
+def _described(
     options: argparse.Namespace,
     name: str,
     size: Budget,
@@ -198,7 +215,7 @@ def _told(
         "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
         "model": options.model,
         "name": name,
-        "cache": str(options.cache),
+        "cache": str(options.cache.spec),
         "slots": size.slots,
         "capacity": size.capacity,
         "cache_bytes": size.nbytes,
@@ -209,15 +226,15 @@ def _told(
     }
 
 
-def _tell(options: argparse.Namespace, told: dict[str, Any]) -> None:
+def _print(options: argparse.Namespace, server: dict[str, Any]) -> None:
     if options.json:
-        print_json("serve", told)
+        print_json("serve", server)
         return
+    split = f" on a mesh of {server['mesh']}" if server["mesh"] else ""
     print_line(
-        f"[serving {told['name']} at {told['url']}/v1: {told['slots']} slots of {told['capacity']}"
-        f" tokens with {told['cache']},"
-        f" {format_bytes(told['cache_bytes'])}{' on a mesh of ' + told['mesh'] if told['mesh'] else ''};"
-        f" up to {told['queue']} more wait]"
+        f"[serving {server['name']} at {server['url']}/v1: {server['slots']} slots of"
+        f" {server['capacity']} tokens with {options.cache.text},"
+        f" {format_bytes(server['cache_bytes'])}{split}; up to {server['queue']} more wait]"
     )
 
 

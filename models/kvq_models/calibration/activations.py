@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.codecs.base import Side, side_rows
+from kvq_jax.codecs.codec import Side, side_rows
 from kvq_jax.types.array_types import PositionsBT, RowsBKTH, ValidBT
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, causal_attention

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Shaped
 
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
@@ -121,7 +121,10 @@ def check_request(
 
 def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
     """Return the bias that is subtracted from keys before they are cached, fp32, or None."""
-    return codec.subtracted_bias(codec.from_weights(layer_weights(layer)), layer.config.head_dim)
+    learning = codec.learning
+    if learning.bias is None:
+        return None
+    return learning.bias(learning.from_weights(layer_weights(layer)), layer.config.head_dim)
 
 
 def _fitted(
@@ -133,7 +136,7 @@ def _fitted(
     if kept is not None and _agree(kept, need):
         return kept
     try:
-        parameters = need.codec.calibrate(*_rows(store, need, sink, rope, bias))
+        parameters = need.codec.learning.calibrate(*_rows(store, need, sink, rope, bias))
     except ValueError as error:
         raise ValueError(f"layer {need.layer}, {need.side}: {error}") from error
     assert _agree(parameters, need), (
@@ -163,7 +166,7 @@ def _rows(
     rows, gradients = (
         np.empty((samples, length - sink, heads, head_dim), np.float32) for _ in recorded
     )
-    rotates = need.side == "k" and not need.codec.before_rope
+    rotates = need.side == "k" and not need.codec.learning.before_rope
     for index in range(samples):
         row, gradient = (jnp.asarray(array[index]) for array in recorded)
         gradient = gradient.astype(jnp.float32) / length

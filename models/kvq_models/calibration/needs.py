@@ -13,7 +13,7 @@ import numpy as np
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.parameters import parameter_plans
 from kvq_jax.cache.spec import CacheSpec
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method
 from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import ArraySpec, ModelDims
@@ -47,10 +47,10 @@ def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
             ("v", spec.v, plan.v),
         )
         for side, method, codec in sides:
-            parameters = codec.parameters(dims.num_key_value_heads)
+            parameters = codec.learning.parameters(dims.num_key_value_heads)
             if parameters:
                 needed[f"layers.{layer}.{side}"] = Need(
-                    layer, side, codec, f"{method.name}:{codec.calibration_key()}", parameters
+                    layer, side, codec, f"{method.name}:{codec.learning.key}", parameters
                 )
     return needed
 

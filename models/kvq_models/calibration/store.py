@@ -36,7 +36,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Side
 from kvq_jax.files.checksum import NoChecksum, read_tensors, save_tensors, sha256_of
 from kvq_jax.files.whole import UNFINISHED, delete_directory, remove_unfinished, replacing
 from kvq_models.calibration.activations import Recorded, RowsTKH

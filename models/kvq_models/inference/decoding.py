@@ -154,9 +154,7 @@ def implementations(cache: Cache, implementation: Implementation = None) -> tupl
     """Return the implementation that reads each layer in a decode step of one token: "xla",
     "pallas" or "native". Raise ValueError if a named implementation cannot run."""
     heads = cache.dims.num_attention_heads
-    return tuple(
-        dispatch.name_of(dispatch.choose(implementation, plan, heads, 1)) for plan in cache.plans
-    )
+    return tuple(dispatch.choose(implementation, plan, heads, 1).name for plan in cache.plans)
 
 
 def obstacles(cache: Cache) -> tuple[str | None, ...]:

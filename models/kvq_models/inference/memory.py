@@ -34,7 +34,7 @@ def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
             if id(leaf) not in weight_ids
         }
         calibrated = [
-            codec.parameters(plan.heads) | codec.derived_parameters(plan.heads)
+            codec.learning.parameters(plan.heads) | codec.learning.derived(plan.heads)
             for codec in plan.codecs
         ]
         return kvq.nbytes([computed, *calibrated])

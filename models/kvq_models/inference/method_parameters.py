@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvq_jax.cache.cache import CacheDims, dims_of
 from kvq_jax.cache.parameters import parameter_plans, prepare_layer
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method
 from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import Tree
@@ -185,12 +185,9 @@ def _purpose(spec: CacheSpec, dims: CacheDims) -> Purpose:
     """Return the options that the parameters of a cache of `spec` depend on."""
 
     def side(method: Method, codec: Codec) -> str:
-        options = (
-            codec.calibration_key()
-            if codec.parameters(dims.num_key_value_heads)
-            else codec.weights_key()
-        )
-        return f"{method.name}:{options}" if options else ""
+        learning = codec.learning
+        needed = learning.parameters(dims.num_key_value_heads) or learning.weights
+        return f"{method.name}:{learning.key}" if needed else ""
 
     return tuple(
         (side(spec.k, plan.k), side(spec.v, plan.v)) for plan in parameter_plans(spec, dims)

@@ -147,8 +147,7 @@ def test_scales_are_those_of_all_heads_or_of_each():
         None, None, k, None, k, k, jnp.arange(3)[None], jnp.ones((1, 3), bool), None
     )
     found = {
-        scale: np.asarray(codec.prompt_statistics((), inputs)).ravel()
-        for scale, codec in cache.items()
+        scale: np.asarray(codec.statistics.of((), inputs)).ravel() for scale, codec in cache.items()
     }
     np.testing.assert_allclose(found["tensor"], 2 * 4 / 448 * np.ones(2), rtol=1e-6)
     np.testing.assert_allclose(found["head"], 2 * np.array([1, 4]) / 448, rtol=1e-6)

@@ -26,6 +26,7 @@ from tests.kvq_jax.layer_runs import (
     sequences,
 )
 from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
+from tests.kvq_jax.origins import PROMPT
 
 NAME = "polarquant_m4n4_g128"
 FORMAT = PolarFormat(4, 4, 64, 128, 128, cut="fixed", scale_dtype="float32")
@@ -157,7 +158,7 @@ def test_square_roots_on_the_global_grid_are_refused_and_no_kernel_reads_them():
     with pytest.raises(ValueError, match=r"radius_scale=sqrt is for grid=grouped"):
         kvq.init_cache("polarquant:grid=global,radius_scale=sqrt", dims, 1, 128)
     sqrt, linear = (
-        kvq.parse(f"polarquant:radius_scale={s}").layer(0, dims, 256, "bfloat16").k.kernel_reader()
+        kvq.parse(f"polarquant:radius_scale={s}").layer(0, dims, 256, "bfloat16").k.kernels.reader()
         for s in ("sqrt", "linear")
     )
     assert sqrt == "square roots of radii; kernels read radii"
@@ -214,7 +215,7 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
     codec = kvq.parse(spec).layer(0, CacheDims(1, 4, 2, 32, 64), 64, "float32").k
     assert isinstance(codec, PolarCodec)
     step = jnp.asarray(rng.uniform(0.1, 0.5, (2, 2, 1, 16)), jnp.float32)
-    body = codec.quantize((), step, jnp.asarray(rows), prefill=True)
+    body = codec.quantize((), step, jnp.asarray(rows), PROMPT)
 
     codes = np.asarray(unpack(body.words, body.format.layout)).reshape(2, 2, -1, 32, 16)
     angle, radius = (

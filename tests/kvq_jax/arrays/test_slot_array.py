@@ -129,10 +129,10 @@ def test_stored_bytes_are_those_that_the_paper_counts():
         stored = kvq.nbytes(getattr(slot, side).body(1, 2, 256))
         assert (
             stored
-            == getattr(planes, side).paper_bytes(elements)
+            == getattr(planes, side).facts.paper.bytes(elements)
             == elements * (2 + 1 + 0.5 + 1 / 32) / 8
         )
         assert stored < kvq.nbytes(getattr(planes, side).body(1, 2, 256))
-        assert getattr(slot, side).paper_bytes(elements) is None, (
+        assert getattr(slot, side).facts.paper.bytes is None, (
             "nothing else is counted where that is what is stored"
         )

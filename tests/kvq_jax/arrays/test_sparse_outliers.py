@@ -16,6 +16,7 @@ from kvq_jax.cache.accounting import OutlierTotals
 from kvq_jax.cache.cache import CacheDims
 from tests.kvq_jax.cache_runs import filled
 from tests.kvq_jax.layer_runs import parameters_of, sequences
+from tests.kvq_jax.origins import PROMPT
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 6, 8
 
@@ -164,7 +165,7 @@ def test_a_fraction_that_is_named_as_usable_is_usable():
 def test_where_a_fraction_is_less_than_one_entry_keys_share_slots_and_values_have_none():
     dims = CacheDims(1, 4, 2, 32, 128)  # 64 entries a token: one is 1.6 %
     cache = kvq.layout("kvquant", dims, 1, 64)
-    keys, values = (codec.outlier_slots(2) for codec in cache.plans[0].codecs)
+    keys, values = (codec.facts.outlier_slots(2) for codec in cache.plans[0].codecs)
     assert keys == pytest.approx(0.01 * 64 * 2.25, abs=1 / 32), (
         "keys: the fraction times `slots`, rounded up for a pool of 32 tokens"
     )
@@ -179,7 +180,7 @@ def test_where_a_fraction_is_less_than_one_entry_keys_share_slots_and_values_hav
         assert not kvq.unmet_options(kvq.layout(spec, dims, 1, 64)), f"{spec} has what it asks for"
     assert (
         sum(
-            c.outlier_slots(2)
+            c.facts.outlier_slots(2)
             for c in kvq.layout("kvquant:outliers=0", dims, 1, 64).plans[0].codecs
         )
         == 0
@@ -242,7 +243,7 @@ def test_a_method_without_its_calibration_says_so():
     with pytest.raises(
         ValueError, match=r"kvquant needs calibrated scale of k: kvq.prepare_layer or"
     ):
-        codec.quantize((), (), jnp.zeros((1, 2, 32, 32)), prefill=True)
+        codec.quantize((), (), jnp.zeros((1, 2, 32, 32)), PROMPT)
 
 
 def test_an_outlier_is_exact_and_its_neighbours_are_coded_without_it():
@@ -258,7 +259,7 @@ def test_an_outlier_is_exact_and_its_neighbours_are_coded_without_it():
     found = []
     for size in (4.0, 4e4):
         rows[0, 0, 7, 3] = size
-        body = plan.v.quantize((), (), jnp.asarray(rows), prefill=True)
+        body = plan.v.quantize((), (), jnp.asarray(rows), PROMPT)
         found.append(np.array(plan.v.dequantize((), (), body)))
         assert found[-1][0, 0, 7, 3] == pytest.approx(size, rel=1e-6)
     found[0][0, 0, 7, 3] = found[1][0, 0, 7, 3] = 0

@@ -14,6 +14,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch, fused
+from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_models import prefill as prefill_model
@@ -57,15 +58,17 @@ USUAL = (
 )
 USUAL += ("nf4", "polarquant", "waterfill:k_widths=65332210,v_widths=44331111")
 INTERPRETED = Launch(interpret=True)
+BY_KERNEL = Route("pallas", INTERPRETED)
+ON_A_GPU = Route("pallas", Launch(), only_on="cuda")
 
 prefill = jax.jit(
     prefill_layer,
     static_argnums=0,
-    static_argnames="implementation",
+    static_argnames="route",
     compiler_options=QUICK_COMPILE,
 )
 decode = jax.jit(
-    decode_layer, static_argnums=0, static_argnames="implementation", compiler_options=QUICK_COMPILE
+    decode_layer, static_argnums=0, static_argnames="route", compiler_options=QUICK_COMPILE
 )
 
 
@@ -129,8 +132,8 @@ def test_a_kernel_decodes_as_xla_does(spec):
         (),
     )
     new = tokens().window(LENGTHS, LENGTHS + 1, 1)
-    wanted, same, _ = decode(plan, parameters_of(plan), state, new, (), implementation="xla")
-    found, after, _ = decode(plan, parameters_of(plan), state, new, (), implementation=INTERPRETED)
+    wanted, same, _ = decode(plan, parameters_of(plan), state, new, (), route=XLA)
+    found, after, _ = decode(plan, parameters_of(plan), state, new, (), route=BY_KERNEL)
     assert row_errors(found, wanted).max() < 1e-2, (
         f"errors by row {row_errors(found, wanted).max(axis=(1, 2))}"
     )
@@ -148,10 +151,8 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
     plan, prompt = cache.plans[0], tokens().window(np.zeros_like(LENGTHS), LENGTHS, CAPACITY)
     states = {
-        launch: prefill(
-            plan, parameters_of(plan), cache.layers[0], prompt, (), implementation=launch
-        )[1]
-        for launch in ("xla", Launch(interpret=True))
+        route: prefill(plan, parameters_of(plan), cache.layers[0], prompt, (), route=route)[1]
+        for route in (XLA, BY_KERNEL)
     }
     bodies = [jax.tree.leaves(state.body) for state in states.values()]
     for one, other in zip(*bodies, strict=True):
@@ -202,7 +203,7 @@ def test_what_kernels_do_not_serve_has_a_reason(monkeypatch, spec, reason):
     found = dispatch.unsupported(plan, 4, 1)
     assert re.search(reason, str(found)), found
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert dispatch.choose(None, plan, 4, 1) is None
+    assert dispatch.choose(None, plan, 4, 1) == XLA
     with pytest.raises(ValueError, match=reason):
         dispatch.choose("pallas", plan, 4, 1)
     with pytest.raises(ValueError, match=reason):
@@ -252,11 +253,11 @@ def test_devices_that_run_no_kernels_have_a_reason(monkeypatch, backend, capabil
     monkeypatch.setattr(jax, "devices", lambda: [device])
     if reason is None:
         assert dispatch.no_device() is None
-        assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
+        assert dispatch.choose(None, plan_of("kivi"), 4, 1) == ON_A_GPU
         return
     assert re.search(reason, str(dispatch.no_device()))
     monkeypatch.setattr(dispatch, "unavailable", lambda: "not compiled")
-    assert dispatch.choose(None, plan_of("kivi"), 4, 1) is None
+    assert dispatch.choose(None, plan_of("kivi"), 4, 1) == XLA
     with pytest.raises(ValueError, match=reason):
         dispatch.choose("pallas", plan_of("kivi"), 4, 1)
 
@@ -266,9 +267,9 @@ def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
     if jax.default_backend() == "gpu":
         pytest.skip("this process has a GPU")
     plan = plan_of("kivi")
-    assert dispatch.choose(None, plan, 4, 1) is None
-    assert dispatch.choose("xla", plan, 4, 1) is None
-    assert dispatch.choose(INTERPRETED, plan, 4, 1) == INTERPRETED
+    assert dispatch.choose(None, plan, 4, 1) == XLA
+    assert dispatch.choose("xla", plan, 4, 1) == XLA
+    assert dispatch.choose(INTERPRETED, plan, 4, 1) == BY_KERNEL
     with pytest.raises(
         ValueError,
         match="implementation='pallas' cannot run: kernels need a GPU, this process runs on cpu",
@@ -280,10 +281,10 @@ def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
 
 def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
     on_a_gpu(monkeypatch)
-    assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
-    assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Launch()
-    assert dispatch.choose("xla", plan_of("kivi"), 4, 1) is None
-    assert dispatch.choose(None, plan_of("innerq:bits=8"), 4, 1) is None
+    assert dispatch.choose(None, plan_of("kivi"), 4, 1) == ON_A_GPU
+    assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Route("pallas", Launch())
+    assert dispatch.choose("xla", plan_of("kivi"), 4, 1) == XLA
+    assert dispatch.choose(None, plan_of("innerq:bits=8"), 4, 1) == XLA
 
 
 def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):

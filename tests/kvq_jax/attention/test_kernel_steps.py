@@ -14,7 +14,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.rope import rotate
@@ -51,14 +51,12 @@ STEPS = 40  # in which three blocks and more leave a window
 RESTING = 2  # this row takes no token in every third step
 
 
-def run(
-    spec: str, implementation: Implementation
-) -> tuple[list[jax.Array], LayerState, LayerPlan, np.ndarray]:
+def run(spec: str, route: Route) -> tuple[list[jax.Array], LayerState, LayerPlan, np.ndarray]:
     """Return the outputs of all steps, the state after them, the plan and the lengths."""
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
     plan, state, lengths = cache.plans[0], cache.layers[0], LENGTHS.copy()
     prompt = tokens().window(np.zeros_like(lengths), lengths, CAPACITY)
-    _, state, _ = prefill(plan, parameters_of(plan), state, prompt, (), implementation="xla")
+    _, state, _ = prefill(plan, parameters_of(plan), state, prompt, (), route=XLA)
     outputs = []
     for step in range(STEPS):
         after = np.minimum(lengths + 1, CAPACITY)
@@ -69,16 +67,16 @@ def run(
             state,
             tokens().window(lengths, after, 1),
             (),
-            implementation=implementation,
+            route=route,
         )
         outputs.append(jnp.where((after > lengths)[:, None, None, None], out, 0))
         lengths = after
     return outputs, state, plan, lengths
 
 
-def compare(spec: str, implementation: Implementation) -> None:
-    wanted, expected, plan, lengths = run(spec, "xla")
-    found, state, _, _ = run(spec, implementation)
+def compare(spec: str, route: Route) -> None:
+    wanted, expected, plan, lengths = run(spec, XLA)
+    found, state, _, _ = run(spec, route)
     body = plan.regions.body
     blocks = [
         (body(int(after)) - body(int(before))) // plan.regions.block
@@ -106,7 +104,7 @@ def compare(spec: str, implementation: Implementation) -> None:
     "spec", some(SPECS, (*SPECS[:4], "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS))
 )
 def test_steps_are_those_of_xla(spec):
-    compare(spec, Launch(interpret=True))
+    compare(spec, Route("pallas", Launch(interpret=True)))
 
 
 @pytest.mark.parametrize("spec", ["kivi:bits=4,pre_rope=true", "kvquant:bits=4"])
@@ -119,7 +117,7 @@ def test_a_step_with_keys_before_rope_is_divided_by_the_kernel_that_merges_and_n
     )
     new = tokens().window(LENGTHS, LENGTHS + 1, 1)
     step = functools.partial(
-        decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch()
+        decode_layer, plan, parameters_of(plan), carry=(), route=Route("pallas", Launch())
     )
     lowered = lower_for_cuda(lambda state, new: step(state, inputs=new), state, new)
     assert "finish_attention" in lowered, "XLA reads the windows, or divides"
@@ -143,7 +141,7 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
         )
         new = jax.eval_shape(lambda given: given, tokens().window(LENGTHS, LENGTHS + 1, 1))
         step = functools.partial(
-            decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch()
+            decode_layer, plan, parameters_of(plan), carry=(), route=Route("pallas", Launch())
         )
         programs[spec] = lower_for_cuda(
             lambda state, new, step=step: step(state, inputs=new), state, new
@@ -179,7 +177,7 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
 def test_steps_on_a_gpu_are_those_of_xla(spec, arithmetic):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
-    compare(spec, Launch(arithmetic))
+    compare(spec, Route("pallas", Launch(arithmetic)))
 
 
 def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest.MonkeyPatch):
@@ -201,7 +199,7 @@ def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest
         tokens().window(full, full + 1, 1), valid=jnp.zeros((len(full), 1), bool)
     )
     state = kvq.init_cache("kivi:bits=4", DIMS, len(full), capacity, "bfloat16").layers[0]
-    decode_layer(plan, parameters_of(plan), state, inputs, (), "xla")
+    decode_layer(plan, parameters_of(plan), state, inputs, (), XLA)
     np.testing.assert_array_equal(seen[0], plan.regions.body_capacity)
 
 
@@ -220,8 +218,8 @@ def test_a_codec_says_whether_stored_rows_are_vectors_or_lack_their_rotation_alo
             positions = jnp.arange(ring.shape[2], dtype=jnp.int32)[None]
             returned = codec.vectors(own, rows, positions, sequences().rope)
             said = f"{type(codec).__name__} of {plan.k}, {plan.v}"
-            assert (returned is rows) == codec.stores_vectors, said
+            assert (returned is rows) == (codec.facts.form == "vectors"), said
             turned = rows.shape == returned.shape and np.array_equal(
                 returned, rotate(rows, positions, sequences().rope)
             )
-            assert turned == codec.only_rotates, said
+            assert turned == (codec.facts.form == "before_rope"), said

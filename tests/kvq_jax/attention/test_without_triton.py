@@ -32,11 +32,11 @@ PROGRAM = """
     _, state, _ = prefill_layer(plan, (), cache.layers[0], tokens.window(none, none + 200, 200), ())
     new = tokens.window(none + 200, none + 201, 1)
     for implementation in (None, "xla"):
-        out, _, _ = decode_layer(plan, (), state, new, (), implementation=implementation)
+        out, _, _ = decode_layer(plan, (), state, new, (), dispatch.choose(implementation, plan, 4, 1))
         assert np.isfinite(np.asarray(out, np.float32)).all()
     for implementation in ("pallas", Launch(interpret=True)):
         try:
-            decode_layer(plan, (), state, new, (), implementation=implementation)
+            dispatch.choose(implementation, plan, 4, 1)
         except ValueError as error:
             print(error)
     print(dispatch.unsupported(plan, 4, 1))

@@ -14,12 +14,14 @@ from jaxtyping import Array, Float, Int
 import kvq_jax as kvq
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.cache.cache import CacheDims, plans
-from kvq_jax.codecs.base import Codec, OutlierCounts, Side, side_rows
+from kvq_jax.codecs.codec import Codec, Origin, Side, side_rows
+from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers
 from kvq_jax.codecs.grouped import GroupedCodec
-from kvq_jax.methods.base import Method, Windows, option
+from kvq_jax.methods.base import Method, Windows
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.types.array_types import Axis, RowsBKTH
 from kvq_jax.types.pytree import describe, pytree
+from tests.kvq_jax.origins import PROMPT
 from tests.kvq_models.checkpoints import tiny_config
 from tests.methods_table import MethodCase, cases
 
@@ -122,7 +124,7 @@ class SignsAndLargest:
 
 
 @dataclasses.dataclass(frozen=True)
-class UncountedCodec(Codec):
+class SignsCodec(Codec):
     side: Side
     channels: int
 
@@ -135,10 +137,11 @@ class UncountedCodec(Codec):
         signs = BodySpec((*axes, Axis("channels", self.channels)), "int8")
         return describe(SignsAndLargest, signs=signs, size=one, channel=channel, largest=one)
 
-    def outlier_slots(self, heads: int) -> int:
-        return heads
+    @property
+    def facts(self) -> Facts:
+        return Facts(outliers=Outliers(slots=lambda heads: heads, counts=_counts))
 
-    def quantize(self, params, stats, rows, *, prefill) -> SignsAndLargest:
+    def quantize(self, params, stats, rows, at: Origin) -> SignsAndLargest:
         channel = jnp.argmax(jnp.abs(rows), axis=-1)
         largest = jnp.take_along_axis(rows, channel[..., None], axis=-1)[..., 0]
         size = jnp.mean(jnp.abs(rows), axis=-1)
@@ -154,10 +157,9 @@ class UncountedCodec(Codec):
         return jnp.where(here, body.largest[..., None], body.signs * body.size[..., None])
 
 
-class CountedCodec(UncountedCodec):
-    def outlier_counts(self, body) -> OutlierCounts:
-        kept = jnp.sum(body.channel >= 0, axis=1, dtype=jnp.int32)
-        return OutlierCounts(kept, jnp.zeros_like(kept))
+def _counts(body: SignsAndLargest) -> OutlierCounts:
+    kept = jnp.sum(body.channel >= 0, axis=1, dtype=jnp.int32)
+    return OutlierCounts(kept, jnp.zeros_like(kept))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +168,11 @@ class Toy(Method):
     summary: ClassVar[str] = "signs"
     source: ClassVar[str] = "-"
 
-    counted: bool = option(True, "count outliers")
-
     def windows(self) -> Windows:
         return Windows(sink=1, recent=2, block=4)
 
     def codec(self, side, layer, dims, block, dtype) -> Codec:
-        return (CountedCodec if self.counted else UncountedCodec)(side, dims.head_dim)
+        return SignsCodec(side, dims.head_dim)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy
             (2, DIMS.num_key_value_heads, cache.plans[0].regions.body_capacity, DIMS.head_dim)
         )
         bodies.append(
-            cache.plans[0].codecs[side].quantize((), (), rows.at[:, 0, 5].set(0), prefill=True)
+            cache.plans[0].codecs[side].quantize((), (), rows.at[:, 0, 5].set(0), PROMPT)
         )  # a row without an outlier
     layers = tuple(dataclasses.replace(layer, body=tuple(bodies)) for layer in cache.layers)
     filled = dataclasses.replace(cache, layers=layers, lengths=jnp.asarray(lengths))
@@ -213,28 +213,14 @@ def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy
     )
 
 
-def test_slots_whose_contents_a_codec_does_not_count_are_refused_by_its_name(toy: None):
-    with pytest.raises(
-        NotImplementedError,
-        match="UncountedCodec has slots for outliers: define its outlier_counts",
-    ):
-        kvq.dropped_outliers(kvq.init_cache("toy:counted=false", DIMS, 1, 40))
-    assert kvq.dropped_outliers(kvq.init_cache("kivi", DIMS, 1, 40)) == (
-        0,
-        0,
-    ), "control: what has no slots needs no count"
-
-
-def test_a_codec_that_stores_its_own_arrays_says_how_many_outliers_they_hold():
-    with pytest.raises(
-        TypeError, match="GroupedAndMore defines body, so it must define outlier_slots too"
-    ):
+def test_a_codec_that_stores_its_own_arrays_states_its_own_facts():
+    with pytest.raises(TypeError, match="GroupedAndMore defines body, so it must define facts too"):
 
         class GroupedAndMore(GroupedCodec):
             def body(self, batch, heads, tokens):
                 return super().body(batch, heads, tokens), SignsAndLargest
 
-    with pytest.raises(TypeError, match="Silent defines body, so it must define outlier_slots too"):
+    with pytest.raises(TypeError, match="Silent defines body, so it must define facts too"):
 
         class Silent(Codec):
             def body(self, batch, heads, tokens):

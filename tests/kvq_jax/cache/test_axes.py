@@ -14,11 +14,12 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.types.array_types import ArraySpec, Axis, AxisName, LayerWeights
 from tests.kvq_jax import layer_runs
+from tests.kvq_jax.origins import PROMPT
 from tests.methods_table import MethodCase, cases
 
 DIMS = CacheDims(3, 4, 2, 32, 128)
@@ -130,7 +131,7 @@ def test_codecs_make_what_they_describe(case: MethodCase):
     )
     params = layer_runs.parameters_of(plan) or ((), ())
     for own, codec in zip(params, plan.codecs, strict=False):
-        heads, channels = codec.row_axes(plan.heads, plan.head_dim)
+        heads, channels = codec.facts.row_axes(plan.heads, plan.head_dim)
         assert jax.eval_shape(codec.rows, own, inputs).shape == (
             batch,
             heads.size,
@@ -138,12 +139,12 @@ def test_codecs_make_what_they_describe(case: MethodCase):
             channels.size,
         )
         stats = jax.eval_shape(
-            lambda own, inputs, codec=codec: codec.prompt_statistics(own, inputs), own, inputs
+            lambda own, inputs, codec=codec: codec.statistics.of(own, inputs), own, inputs
         )
-        specs = codec.statistics_spec(batch, plan.heads)
+        specs = codec.statistics.spec(batch, plan.heads)
         assert jax.tree.map(lambda spec: spec.struct, specs) == stats
         assert (
-            jax.eval_shape(lambda codec=codec: codec.initial_statistics(batch, plan.heads)) == stats
+            jax.eval_shape(lambda codec=codec: codec.statistics.initial(batch, plan.heads)) == stats
         )
         one, two = (
             coded(codec, own, stats, (batch, heads.size, n * plan.regions.block, channels.size))
@@ -153,19 +154,19 @@ def test_codecs_make_what_they_describe(case: MethodCase):
         for (path, spec), struct in zip(described(body).items(), jax.tree.leaves(one), strict=True):
             assert (spec.shape, spec.dtype) == (struct.shape, struct.dtype.name), path
         assert not misnamed(body, two, "tokens")
-        if isinstance(codec, CrossLayerCodec):
-            spec = codec.accumulator(batch, CAPACITY)
+        if cross := codec.facts.cross_layer:
+            spec = cross.accumulator(batch, CAPACITY)
             held = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
             rows = jax.ShapeDtypeStruct((batch, heads.size, CAPACITY, channels.size), jnp.float32)
-            assert jax.eval_shape(codec.expected, own, held).shape == rows.shape
-            assert jax.eval_shape(codec.accumulated, own, held, rows).shape == spec.shape
+            assert jax.eval_shape(cross.expected, own, held).shape == rows.shape
+            assert jax.eval_shape(cross.accumulated, own, held, rows).shape == spec.shape
 
 
 def coded(codec: Codec, params: Any, stats: Any, shape: tuple[int, ...]) -> Any:
     """Return the structs of the body that rows of this shape are quantized to."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.eval_shape(
-        lambda params, stats, rows: codec.quantize(params, stats, rows, prefill=True),
+        lambda params, stats, rows: codec.quantize(params, stats, rows, PROMPT),
         params,
         stats,
         rows,
@@ -178,7 +179,7 @@ def test_parameters_are_what_is_described(case: MethodCase):
     params = layer_runs.parameters_of(plan) or ((), ())
     from_weights = plan.from_weights(described_weights(plan))
     for own, made, codec in zip(params, from_weights, (plan.k, plan.v), strict=True):
-        promised = {**(made or {}), **codec.parameters(plan.heads)}
+        promised = {**(made or {}), **codec.learning.parameters(plan.heads)}
         assert jax.tree.structure(promised) == jax.tree.structure(own or {})
         for (path, spec), array in zip(
             described(promised).items(), jax.tree.leaves(own), strict=True

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.attention import streaming
+from kvq_jax.attention import dispatch, streaming
+from kvq_jax.attention.dispatch import XLA
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan
@@ -59,15 +60,21 @@ def temporary_bytes(
     cache = kvq.layout(spec, DIMS, 1, capacity, "bfloat16")
     bias = {"bias": jax.ShapeDtypeStruct((DIMS.num_key_value_heads * DIMS.head_dim,), jnp.bfloat16)}
     calibrated = (
-        {name: spec.struct for name, spec in codec.parameters(DIMS.num_key_value_heads).items()}
+        {
+            name: spec.struct
+            for name, spec in codec.learning.parameters(DIMS.num_key_value_heads).items()
+        }
         for codec in cache.plans[0].codecs
     )
     params = tuple(
-        own | (bias if codec.takes_weights else {})
+        own | (bias if codec.learning.weights else {})
         for own, codec in zip(calibrated, cache.plans[0].codecs, strict=True)
     )
+    plan = cache.plans[0]
+    heads = DIMS.num_attention_heads
+    route = dispatch.choose(None, plan, heads, 1 if layer_function is prefill_layer else tokens)
     compiled = jax.jit(
-        lambda s, p, i: layer_function(cache.plans[0], p, s, i, ())[:2], donate_argnums=0
+        lambda s, p, i: layer_function(plan, p, s, i, (), route)[:2], donate_argnums=0
     )
     memory = (
         compiled.lower(cache.layers[0], params, structs(tokens, "bfloat16"))
@@ -110,7 +117,7 @@ def test_chunks_read_follow_the_live_length():
         CountedCodec("k", 32, "float32"), plan.v, plan.regions, plan.heads, plan.head_dim
     )
     step = jax.jit(
-        functools.partial(decode_layer, implementation="xla"),
+        functools.partial(decode_layer, route=XLA),
         static_argnums=0,
         compiler_options=QUICK_COMPILE,
     )

@@ -10,12 +10,14 @@ import numpy as np
 from jax import lax
 
 import kvq_jax as kvq
+from kvq_jax.attention.dispatch import XLA
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from tests.compile_options import USUAL_COMPILE
 from tests.kvq_jax.cache_runs import LENGTHS, filled
 from tests.kvq_jax.layer_runs import (
     STEP,
+    automatic,
     beyond_rounding,
     decode,
     empty,
@@ -69,7 +71,9 @@ def test_a_donated_scan_carry_equals_single_steps(case: MethodCase):
 
     def steps(state, inputs):
         return lax.scan(
-            lambda s, i: decode_layer(plan, parameters_of(plan), s, i, ())[1::-1], state, inputs
+            lambda s, i: decode_layer(plan, parameters_of(plan), s, i, (), automatic(plan))[1::-1],
+            state,
+            inputs,
         )
 
     given = jax.tree.map(jnp.copy, state)
@@ -89,7 +93,9 @@ def test_eager_equals_jit(case: MethodCase):
     _, state = run(plan, state, sequences(), start, start)
     inputs = sequences(seed=4).window(start, start + 1, 1)
     out, after, _ = decode(plan, parameters_of(plan), state, inputs, ())
-    eager_out, eager_after, _ = decode_layer(plan, parameters_of(plan), state, inputs, ())
+    eager_out, eager_after, _ = decode_layer(
+        plan, parameters_of(plan), state, inputs, (), automatic(plan)
+    )
     assert_same_state(plan, eager_after, after, state, start + 1)
     assert row_errors(np.asarray(eager_out), np.asarray(out)).max() <= 1e-5
 
@@ -100,7 +106,7 @@ def test_a_step_compiled_as_for_users_equals_that_of_the_tests(case: MethodCase)
     start = np.array([0, 1, 12, 23, 27, 28, 60, 82], np.int32)
     _, state = run(plan, state, sequences(), start, start)
     inputs = sequences(seed=4).window(start, start + STEP, STEP)
-    step = functools.partial(decode_layer, implementation="xla")
+    step = functools.partial(decode_layer, route=XLA)
     optimized = jax.jit(with_small_chunks(step), static_argnums=0, compiler_options=USUAL_COMPILE)
     out, after, _ = optimized(plan, parameters_of(plan), state, inputs, ())
     quick_out, quick_after, _ = decode(plan, parameters_of(plan), state, inputs, ())
@@ -124,7 +130,9 @@ def test_vmap_over_caches_equals_each_cache():
     ]
     stack = functools.partial(jax.tree.map, lambda *a: jnp.stack(a))
     out, after, _ = quick_jit(
-        jax.vmap(functools.partial(decode_layer, plan, ()), in_axes=(0, 0, None))
+        jax.vmap(
+            functools.partial(decode_layer, plan, (), route=automatic(plan)), in_axes=(0, 0, None)
+        )
     )(stack(*states), stack(*inputs), ())
     for i, (one_out, one_after, _) in enumerate(single):
         assert_same_state(

@@ -23,6 +23,7 @@ from tests.kvq_jax.layer_runs import (
     row_errors,
     sequences,
 )
+from tests.kvq_jax.origins import PROMPT
 
 SPECS = (
     "int4:block=8",
@@ -64,15 +65,13 @@ def coded(spec: str, tokens: Sequences, added: np.ndarray):
     """Return (the key codec, its parameters, statistics and body, queries, positions) for the first
     tokens; `added` is part of the keys."""
     codec = empty(spec, batch=2)[0].k
-    params = codec.from_weights(
+    params = codec.learning.from_weights(
         layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH) + added.ravel())
     )
     length = np.full(2, TOKENS, np.int32)
     inputs = tokens.rows([0, 1]).window(0 * length, length, TOKENS)
-    stats = codec.prompt_statistics(params, inputs)
-    body = codec.quantize(
-        params, stats, codec.rows(params, inputs).astype(jnp.float32), prefill=True
-    )
+    stats = codec.statistics.of(params, inputs)
+    body = codec.quantize(params, stats, codec.rows(params, inputs).astype(jnp.float32), PROMPT)
     q = inputs.q_rot.reshape(2, HEADS, -1, WIDTH)
     return codec, params, stats, body, q, inputs.positions
 
@@ -195,7 +194,7 @@ def test_what_is_missing_is_named():
         codec.rows((), inputs)
     weights = layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH))
     with pytest.raises(ValueError, match=r"\Asubtract_bias=true needs the model's rope, [^\n]+\Z"):
-        codec.rows(codec.from_weights(weights), dataclasses.replace(inputs, rope=None))
+        codec.rows(codec.learning.from_weights(weights), dataclasses.replace(inputs, rope=None))
     with pytest.raises(ValueError, match=r"\Asubtract_bias=true: [^\n]+ has no bias; [^\n]+\Z"):
         check_bias(layer_weights(HEADS, WIDTH))
     with pytest.raises(ValueError, match=r"\Asubtract_bias=true: [^\n]+QK-norm[^\n]+\Z"):

@@ -98,11 +98,11 @@ def test_it_is_an_option_of_each_side_and_of_rows_that_are_quantized():
         "rotate": True
     }
     exact = kvq.layout("int4:rotate=true,skip_layers=0", DIMS, 1, 64).plans[0]
-    assert exact.k.exact, "rows in full precision are not rotated"
+    assert exact.k.facts.exact, "rows in full precision are not rotated"
     assert str(kvq.parse("int4:rotate=true,sink=3")) == "int4:rotate=true,sink=3"
     for method in kvq.METHODS.values():
         names = [option.name for option in method.options()]
-        assert ("rotate" in names) == method.can_rotate
+        assert ("rotate" in names) == ("rotate" not in method.declines)
         assert "rotate" not in names[:-1], f"{method.name} lists it among its own"
 
 
@@ -146,7 +146,7 @@ def test_a_calibration_is_that_of_rotated_rows():
         found, kvq.calibrate_layer(spec, DIMS, 0, given, ones)["k"]["scale"], rtol=0.1
     )
     keys_of = {
-        o: kvq.layout(f"{spec}{o}", DIMS, 1, 64).plans[0].k.calibration_key()
+        o: kvq.layout(f"{spec}{o}", DIMS, 1, 64).plans[0].k.learning.key
         for o in ("", ",rotate=true")
     }
     assert keys_of[",rotate=true"] == f"{keys_of['']},rotate=true"

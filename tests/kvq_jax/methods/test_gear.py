@@ -16,6 +16,7 @@ from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.sparse_outliers import Pool
 from kvq_jax.methods.gear.codec import GearCodec, start_matrix
 from tests.kvq_jax.methods.test_golden import compare_numbers, golden
+from tests.kvq_jax.origins import PROMPT
 
 TOKENS, CHANNELS = 128, 64
 HEADS = {
@@ -95,7 +96,7 @@ def test_outliers_are_those_of_the_public_code(side: str):
     found = product(x[first] - data[f"{side}_outlier_deq_b4"].astype(np.float32), data["p0_b4_r2"])
     np.testing.assert_allclose(found, data[f"{side}out_lowrank_b4_r2"], atol=1e-5)
 
-    body = own.quantize((), (), jnp.asarray(x), prefill=True)
+    body = own.quantize((), (), jnp.asarray(x), PROMPT)
     back = np.asarray(own.dequantize((), (), body))
     np.testing.assert_allclose(back[mask], x[mask], rtol=1e-3, atol=1e-3)
     ours, public = (rows - x[first] for rows in (back[first], theirs))
@@ -158,7 +159,7 @@ def test_a_fraction_of_the_tokens_and_not_of_the_width_are_outliers():
     plan = kvq.layout("gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024), 1, 256).plans[0]
     assert isinstance(plan.k, GearCodec)
     assert plan.k.per_side == 3, "of 64 tokens"
-    assert plan.v.outlier_slots(8) == 2 * 51, "of 1024 entries of a token"
+    assert plan.v.facts.outlier_slots(8) == 2 * 51, "of 1024 entries of a token"
     assert kvq.outlier_fraction(
         "gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)
     ) == pytest.approx(0.0967, abs=1e-3)
@@ -166,7 +167,7 @@ def test_a_fraction_of_the_tokens_and_not_of_the_width_are_outliers():
         (),
         (),
         jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 64, 128)), jnp.float32),
-        prefill=True,
+        PROMPT,
     )
     kept, dropped = sparse_outliers.counts(body.outliers)
     assert (int(kept[0, 0]), int(dropped[0, 0])) == (2 * 3 * 8 * 128, 0)

@@ -13,9 +13,10 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.codec import Side
 from kvq_jax.methods.kvquant.codec import Datatype, KVQuantCodec
 from tests.kvq_jax.methods.test_golden import compare_numbers, golden
+from tests.kvq_jax.origins import PROMPT
 
 WIDTH = 128
 UNCAPPED = 128  # a slot for every entry
@@ -62,7 +63,7 @@ def decoded(side: Side, bits: int, slots: int, **options) -> tuple[np.ndarray, n
     )  # of all tokens, not of the slice
     params = parameters(bits, lower, upper)
     codec = codec_of(side, bits, slots, **options)
-    body = codec.quantize(params, (), jnp.asarray(data[side.upper()])[None, None], prefill=True)
+    body = codec.quantize(params, (), jnp.asarray(data[side.upper()])[None, None], PROMPT)
     sparse = body.outliers
     dropped = np.zeros(1) if sparse is None else np.asarray(sparse_outliers.counts(sparse)[1])[0]
     return np.asarray(codec.dequantize(params, (), body))[0, 0], dropped

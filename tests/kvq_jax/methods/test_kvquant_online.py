@@ -16,6 +16,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.methods.kvquant.codec import RANGES
 from tests.kvq_jax.layer_runs import DIMS, empty, parameters_of, sequences
+from tests.kvq_jax.origins import PROMPT
 
 SPEC = "kvquant:outliers=0.1,sink=3,block=16,channel_ranges=prompt"
 LENGTHS = np.asarray([60, 33, 1, 0], np.int32)
@@ -32,7 +33,7 @@ def statistics(
     for token, number in spoil:
         keys[:, :, token] = number
     return keys, np.asarray(
-        codec.prompt_statistics((), dataclasses.replace(prompts, k_pre=jnp.asarray(keys)))
+        codec.statistics.of((), dataclasses.replace(prompts, k_pre=jnp.asarray(keys)))
     )
 
 
@@ -71,11 +72,11 @@ def test_ranges_of_a_prompt_replace_those_of_the_calibration_and_stand_back_wher
         plan.k.dequantize(
             params,
             jnp.asarray(stats),
-            plan.k.quantize(params, jnp.asarray(stats), rows, prefill=True),
+            plan.k.quantize(params, jnp.asarray(stats), rows, PROMPT),
         )
     )
     other = np.asarray(
-        calibrated.dequantize(params, (), calibrated.quantize(params, (), rows, prefill=True))
+        calibrated.dequantize(params, (), calibrated.quantize(params, (), rows, PROMPT))
     )
     np.testing.assert_array_equal(read[1:], other[1:], err_msg="rows without a prompt")
     levels = np.asarray(params["levels"]) * 2 + 0.5
@@ -99,10 +100,10 @@ def test_what_cannot_be_is_refused_or_has_a_reason():
         kvq.layout(f"kvquant:outliers=0.04,channel_ranges={r}", dims, 1, 64).plans[0]
         for r in ("prompt", "calibrated")
     )
-    assert "own ranges of channels" in str(online.k.kernel_reader())
-    assert not isinstance(other.k.kernel_reader(), str)
-    assert not isinstance(online.v.kernel_reader(), str), "values have ranges of tokens"
-    assert jax.tree.leaves(online.v.statistics_spec(1, 2)) == []
+    assert "own ranges of channels" in str(online.k.kernels.reader())
+    assert not isinstance(other.k.kernels.reader(), str)
+    assert not isinstance(online.v.kernels.reader(), str), "values have ranges of tokens"
+    assert jax.tree.leaves(online.v.statistics.spec(1, 2)) == []
     assert kvq.has_prompt_statistics("kvquant:channel_ranges=prompt", dims)
     assert not kvq.has_prompt_statistics("kvquant", dims)
-    assert online.k.calibration_key() == other.k.calibration_key(), "one calibration serves both"
+    assert online.k.learning.key == other.k.learning.key, "one calibration serves both"

@@ -31,6 +31,7 @@ from tests.kvq_jax.layer_runs import (
     run,
     sequences,
 )
+from tests.kvq_jax.origins import PROMPT
 
 SPEC = "squat:rank=3,lam=0.01,recent=4,block=16"
 KIVI = "kivi:recent=4,block=16"
@@ -46,7 +47,7 @@ def key_codec(spec: str, dims: CacheDims = DIMS) -> SquatCodec:
 
 def statistics(spec: str, tokens: Sequences, lengths: np.ndarray = FULL) -> np.ndarray:
     """[B, K, H - g, last] of these prompts."""
-    return np.asarray(key_codec(spec).prompt_statistics((), tokens.window(ZERO, lengths, CAPACITY)))
+    return np.asarray(key_codec(spec).statistics.of((), tokens.window(ZERO, lengths, CAPACITY)))
 
 
 def with_queries(tokens: Sequences, q: np.ndarray) -> Sequences:
@@ -185,7 +186,7 @@ class TestSubspace:
         def codes(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
             as_jax = (jnp.asarray(a[None, None], jnp.float32) for a in (values, vectors))
             body = codec.quantize(
-                (), subspace.updates(*as_jax, 0.01, 32), jnp.asarray(keys), prefill=True
+                (), subspace.updates(*as_jax, 0.01, 32), jnp.asarray(keys), PROMPT
             )
             return np.asarray(grouped_array.codes(body))
 
@@ -235,10 +236,10 @@ class TestSubspace:
         rolled = dataclasses.replace(inputs, q_pre=jnp.roll(inputs.q_pre, 1, axis=-1))
         for options, changed in (("", False), (",queries=before_rope", True)):
             codec = key_codec(f"squat_pre:rank=3,lam=0.01{options}")
-            one, other = (np.asarray(codec.prompt_statistics((), i)) for i in (inputs, rolled))
+            one, other = (np.asarray(codec.statistics.of((), i)) for i in (inputs, rolled))
             assert (np.abs(one - other).max() > 1e-2) == changed
         with pytest.raises(ValueError, match="q_pre"):
-            key_codec("squat_pre:queries=before_rope").prompt_statistics(
+            key_codec("squat_pre:queries=before_rope").statistics.of(
                 (), dataclasses.replace(inputs, q_pre=None)
             )
 
@@ -270,13 +271,13 @@ class TestSubspace:
 
         spec = "squat:rank=32,lam=0.01"
         plain, turned = (
-            np.asarray(key_codec(f"{spec}{o}").prompt_statistics((), inputs))
+            np.asarray(key_codec(f"{spec}{o}").statistics.of((), inputs))
             for o in ("", f",ahead={ahead}")
         )
         assert np.abs(plain - turned).max() > 1e-2
         for missing in ("q_pre", "rope"):
             with pytest.raises(ValueError, match=r"ahead=20 needs q_pre and the model's rope"):
-                key_codec(f"{spec},ahead={ahead}").prompt_statistics(
+                key_codec(f"{spec},ahead={ahead}").statistics.of(
                     (), dataclasses.replace(inputs, **{missing: None})
                 )
 
@@ -334,7 +335,7 @@ def test_a_key_entry_that_is_not_finite_corrects_nothing(entry: float):
     found, whole = (
         np.asarray(
             codec.dequantize(
-                (), stats, codec.quantize((), stats, jnp.asarray(k[:, :, :80]), prefill=True)
+                (), stats, codec.quantize((), stats, jnp.asarray(k[:, :, :80]), PROMPT)
             )
         )
         for k in (broken, tokens.k_rot)
@@ -350,12 +351,12 @@ def test_kernels_read_it_as_kivi_and_none_quantizes_it():
     dims = CacheDims(1, 8, 2, 128, 1024)
     for spec, plain in (("squat", "kivi"), ("squat_pre:bits=4", "kivi:bits=4,pre_rope=true")):
         ours, kivi = (kvq.parse(s).layer(0, dims, 1024, "bfloat16") for s in (spec, plain))
-        assert not isinstance(ours.k.kernel_reader(), str)
-        assert ours.k.kernel_reader() == kivi.k.kernel_reader()
+        assert not isinstance(ours.k.kernels.reader(), str)
+        assert ours.k.kernels.reader() == kivi.k.kernels.reader()
         assert ours.v == kivi.v
-        assert ours.k.kernel_job((), prefill=True) is None
+        assert ours.k.kernels.writer((), (), True) is None
         body = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kivi.k.body(1, 2, 64))
-        assert len(ours.k.kernel_arrays((), body)) == len(kivi.k.kernel_arrays((), body))
+        assert len(ours.k.kernels.arrays((), body)) == len(kivi.k.kernels.arrays((), body))
 
 
 def test_roundtrip_asks_for_the_queries():

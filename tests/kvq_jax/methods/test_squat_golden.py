@@ -17,6 +17,7 @@ from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.types.array_types import LayerInputs
 from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
+from tests.kvq_jax.origins import PROMPT
 
 CODEC = SquatCodec(
     "k",
@@ -35,13 +36,13 @@ def statistics(codec: SquatCodec = CODEC):
     queries = jnp.asarray(data()["Q_triangular"])
     keys = jnp.zeros_like(queries)
     positions = jnp.arange(queries.shape[2], dtype=jnp.int32)[None]
-    return codec.prompt_statistics(
+    return codec.statistics.of(
         (), LayerInputs(None, None, queries, None, keys, keys, positions, positions >= 0, None)
     )
 
 
 def coded(matrices) -> tuple[np.ndarray, np.ndarray, grouped_array.GroupedArray]:
-    body = CODEC.quantize((), jnp.asarray(matrices), jnp.asarray(data()["K"]), prefill=True)
+    body = CODEC.quantize((), jnp.asarray(matrices), jnp.asarray(data()["K"]), PROMPT)
     return np.asarray(grouped_array.codes(body)), np.asarray(CODEC.dequantize((), (), body)), body
 
 

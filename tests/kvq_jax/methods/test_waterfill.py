@@ -15,6 +15,7 @@ from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.methods.waterfill import fit
 from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
+from tests.kvq_jax.origins import PROMPT
 
 HEADS, WIDTH, TOKENS, BLOCK = 2, 16, 64, 32
 WIDTHS = (6, 3, 1, 0)
@@ -63,7 +64,7 @@ def stored_rows(
 ) -> np.ndarray:
     """Return the rows [TOKENS, K, H] that the codec's body gives back."""
     given = {name: jnp.asarray(array) for name, array in params.items()}
-    body = codec.quantize(given, (), jnp.asarray(np.moveaxis(rows, 0, 1))[None], prefill=True)
+    body = codec.quantize(given, (), jnp.asarray(np.moveaxis(rows, 0, 1))[None], PROMPT)
     return np.moveaxis(np.asarray(codec.dequantize(given, (), body))[0], 0, 1)
 
 
@@ -136,7 +137,7 @@ def test_rows_without_a_calibration_are_refused_by_the_method_s_name(codec: KeyC
     with pytest.raises(
         ValueError, match=r"waterfill needs calibrated channels: kvq.prepare_layer or"
     ):
-        codec.quantize((), (), jnp.zeros((1, HEADS, BLOCK, WIDTH)), prefill=True)
+        codec.quantize((), (), jnp.zeros((1, HEADS, BLOCK, WIDTH)), PROMPT)
 
 
 def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():

@@ -160,14 +160,14 @@ class Calls(NamedTuple):
 @pytest.fixture
 def given(monkeypatch):
     """Return the arguments of the codecs' `calibrate`, side by side in the order of the layers."""
-    calls, original = Calls([], []), KVQuantCodec.calibrate
+    calls, original = Calls([], []), KVQuantCodec._calibrate
 
     def calibrate(self, rows, gradients):
         calls.rows.append(rows)
         calls.gradients.append(gradients)
         return original(self, rows, gradients)
 
-    monkeypatch.setattr(KVQuantCodec, "calibrate", calibrate)
+    monkeypatch.setattr(KVQuantCodec, "_calibrate", calibrate)
     return calls
 
 

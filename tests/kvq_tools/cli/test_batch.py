@@ -1,5 +1,5 @@
-"""`kvq generate --prompts`: a line for each answer, what one prompt gets alone, and a cut run goes
-on where it stopped."""
+"""`kvq generate --prompts`: each prompt gets the answer that it gets alone, and an interrupted run
+continues where it stopped."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_run_that_was_cut_goes_on(
     monkeypatch.setattr(batch, "answered", interrupted)
     code, _, errors = run(*command, out, *OPTIONS)
     assert code == 130
-    assert errors.endswith("kvq: interrupted: run the same command again to go on\n")
+    assert errors.endswith("kvq: interrupted: run the same command again to continue\n")
     with out.open("ab") as file:
         file.write(b'{"id": "dog", "key": "a line that was cu')
     first = list(answers_of_whole_lines(out))
@@ -187,8 +187,11 @@ def test_answers_of_other_settings_and_other_files_are_not_touched(
     ("options", "message"),
     [
         (("--prompts", "p.jsonl"), "--prompts needs --out"),
-        (("--prompts", "p.jsonl", "--out", "o", "--stream"), "--stream is for one prompt"),
-        (("--prompt", "x", "--slots", "2"), "--slots is for many prompts"),
+        (
+            ("--prompts", "p.jsonl", "--out", "o", "--stream"),
+            "--stream is for one prompt or a saved prompt: leave out --prompts",
+        ),
+        (("--prompt", "x", "--slots", "2"), "--slots is for many prompts: give --prompts"),
         (("--prompt", "x", "--out", "o"), "--out is for many prompts"),
     ],
 )

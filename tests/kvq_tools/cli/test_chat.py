@@ -1,4 +1,4 @@
-"""`kvq chat`: one cache that always holds the conversation, token for token, however turns end."""
+"""`kvq chat`: one cache always holds the conversation token for token, however turns end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, Sampling, decode_step, load_llama, prefill
-from kvq_tools.cli import inputs
+from kvq_tools.cli import text_input
 from kvq_tools.cli.commands import chat
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
@@ -25,7 +25,7 @@ from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 CACHES = ("dense", "kivi:bits=2,recent=8,block=8", "innerq:bits=2,sink=4,recent=8,block=8")
 CACHE = CACHES[1]
 NEW = 12  # tokens of an answer: one segment, and a part of another
-WIDTH = 128  # tokens of every prefill of a replay; those of `kvq chat` are as wide as they must be
+WIDTH = 128  # tokens of every prefill of a replay; `kvq chat` pads no further than it must
 STEP, TRIM = jax.jit(decode_step), jax.jit(kvq.trim)
 SAID = ("the cat is", "the dog", "the key of the key is seven")
 TEMPLATE = (
@@ -39,7 +39,7 @@ REWRITING = TEMPLATE.replace(
 
 @pytest.fixture(scope="module")
 def endless(model, tmp_path_factory):
-    """The model without an end-of-sequence token: its answers end where a test wants them to."""
+    """The model without an end-of-sequence token. Tests decide where its answers end."""
     directory = tmp_path_factory.mktemp("endless") / "model"
     shutil.copytree(model, directory)
     fields = json.loads((model / "config.json").read_text())
@@ -63,14 +63,14 @@ def conversation(
     system=None,
     llama=None,
 ):
-    own, tokenizer = loaded
-    own = llama or own
+    model, tokenizer = loaded
+    model = llama or model
     tokenizer.chat_template = template.replace("END", end)
     settings = AnswerSettings(new, Sampling(), 0, None)
     return Conversation(
-        own,
+        model,
         tokenizer,
-        lambda: kvq.init_cache(spec, own.config, 1, capacity, "float32"),
+        lambda: kvq.init_cache(spec, model.config, 1, capacity, "float32"),
         settings,
         system,
     )
@@ -84,8 +84,8 @@ def said(talk, message, **options):
 
 
 def replayed(llama, spec, steps, capacity=256):
-    """A fresh cache that is fed with the same steps: what a turn keeps, its tokens in one prefill,
-    the answer token by token."""
+    """Return a fresh cache fed with the same steps: the tokens that a turn keeps, its new tokens in
+    one prefill, the answer token by token."""
     cache = kvq.init_cache(spec, llama.config, 1, capacity, "float32")
     for turn, answer in steps:
         if turn.kept < int(cache.lengths[0]):
@@ -103,8 +103,7 @@ def next_logits(llama, cache):
 
 
 def assert_holds(talk, llama, spec, steps):
-    """The cache holds the tokens of the conversation, and reads as a fresh one that was fed with
-    them."""
+    """The cache holds the tokens of the conversation and reads like a fresh one fed with them."""
     assert int(talk.cache.lengths[0]) == len(talk.ids)
     kept = []
     for turn, answer in steps:
@@ -130,7 +129,7 @@ def test_turns_add_their_own_tokens_to_one_cache(loaded, spec):
     ]
     assert all(len(answer) == NEW for _, answer in steps)
     assert_holds(talk, llama, spec, steps)
-    rendered = inputs.render_chat(tokenizer, list(talk.messages))
+    rendered = text_input.render_chat(tokenizer, list(talk.messages))
     assert rendered.startswith(tokenizer.decode(talk.ids)), (
         "the template goes on from what is in the cache"
     )
@@ -201,16 +200,16 @@ def test_a_full_cache_takes_no_more_and_loses_nothing(loaded):
     said(talk, SAID[0])
     assert talk.finish == "full"
     assert int(talk.cache.lengths[0]) == 64
-    held, messages = list(talk.ids), talk.messages
+    ids, messages = list(talk.ids), talk.messages
     with pytest.raises(
         CacheFull, match=r"the cache has 64 tokens, of which 64 are in use, .*/reset"
     ):
         talk.turn(SAID[1])
-    assert (talk.ids, talk.messages, int(talk.cache.lengths[0])) == (held, messages, 64)
+    assert (talk.ids, talk.messages, int(talk.cache.lengths[0])) == (ids, messages, 64)
     talk.reset()
     assert (talk.ids, talk.messages, int(talk.cache.lengths[0])) == ([], (), 0)
     _, again = said(talk, SAID[0])
-    assert again == held[-len(again) :], "a new conversation knows nothing of the old one"
+    assert again == ids[-len(again) :], "a new conversation knows nothing of the old one"
 
 
 def test_a_system_message_opens_every_conversation(loaded):
@@ -225,11 +224,10 @@ def test_a_system_message_opens_every_conversation(loaded):
 
 
 # --- the command
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 class Typed(io.StringIO):
-    """What is typed in a terminal."""
+    """Input typed in a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -237,7 +235,7 @@ class Typed(io.StringIO):
 
 @pytest.fixture
 def talking(endless, tmp_path, run, monkeypatch):
-    """talk(text, *arguments): `kvq chat` with that text on its stdin, from a pipe or, for Typed, a
+    """talk(text, *arguments): run `kvq chat` with that text on stdin, from a pipe or, for Typed, a
     terminal."""
     directory = tmp_path / "talking"
     shutil.copytree(endless, directory)
@@ -276,22 +274,24 @@ def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talkin
     llama, _ = loaded
     before = 0
     for turn, (tokens, exact, quantized, ratio) in zip(turns, lines, strict=True):
-        held = turn["holds"]
+        contents = turn["holds"]
         assert (
-            held["tokens"] == before + turn["prefilled_tokens"] + turn["new_tokens"] == int(tokens)
+            contents["tokens"]
+            == before + turn["prefilled_tokens"] + turn["new_tokens"]
+            == int(tokens)
         )
         assert (
-            held["full_precision_tokens"] + held["quantized_tokens"]
-            == held["tokens"]
+            contents["full_precision_tokens"] + contents["quantized_tokens"]
+            == contents["tokens"]
             == int(exact) + int(quantized)
         )
-        assert held["bytes"] == kvq.nbytes(
-            kvq.init_cache(CACHE, llama.config, 1, held["tokens"], "float32")
+        assert contents["bytes"] == kvq.nbytes(
+            kvq.init_cache(CACHE, llama.config, 1, contents["tokens"], "float32")
         )
-        assert held["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, held["tokens"])
-        assert float(ratio) == pytest.approx(held["bf16_bytes"] / held["bytes"], abs=0.01)
+        assert contents["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, contents["tokens"])
+        assert float(ratio) == pytest.approx(contents["bf16_bytes"] / contents["bytes"], abs=0.01)
         assert turn["finish"] == "max-new-tokens"
-        before = held["tokens"]
+        before = contents["tokens"]
     assert before > 16, "windows are small: some tokens are quantized"
     assert turns[1]["holds"]["quantized_tokens"] > 0
 
@@ -301,7 +301,7 @@ def test_in_a_terminal_mistakes_are_lines_and_the_conversation_goes_on(talking):
         Typed(f"/what\n/help\n{SAID[0]}\n/reset\n{SAID[0]}\n/quit\n{SAID[1]}\n")
     )
     assert code == 0
-    assert "kvq: /what is no command; /help lists them" in err
+    assert "kvq: /what is not a command; /help lists them" in err
     assert "Ctrl-C" in err
     first, second = re.findall(r"^\[cache .*$", out, re.MULTILINE)
     assert first == second, (
@@ -340,7 +340,7 @@ def test_a_full_cache_is_one_line_in_a_terminal_and_an_error_in_a_pipe(talking):
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     evil = "a\x1b]0;title\x07b\x9b31m\rc\n\td\x00\x7f"
     ids = tokenizer(evil, add_special_tokens=False).input_ids
     stream = Continuation(tokenizer, [1])
@@ -352,19 +352,19 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
 
 
 def test_a_chat_template_that_takes_too_long_is_stopped(model, monkeypatch):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     tokenizer.chat_template = (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
     messages, handler = [{"role": "user", "content": SAID[0]}], signal.getsignal(signal.SIGALRM)
-    monkeypatch.setattr(inputs, "TEMPLATE_SECONDS", 1)
+    monkeypatch.setattr(text_input, "TEMPLATE_SECONDS", 1)
     with pytest.raises(UserError, match=r"\Athe tokenizer's chat template takes longer than 1 s\Z"):
-        inputs.render_chat(tokenizer, messages)
+        text_input.render_chat(tokenizer, messages)
     assert signal.getsignal(signal.SIGALRM) == handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "the alarm would ring later"
     tokenizer.chat_template = TEMPLATE
-    monkeypatch.setattr(inputs, "TEMPLATE_SECONDS", 60)
-    assert inputs.render_chat(tokenizer, messages) == "<user>the cat is|<assistant>"
+    monkeypatch.setattr(text_input, "TEMPLATE_SECONDS", 60)
+    assert text_input.render_chat(tokenizer, messages) == "<user>the cat is|<assistant>"
 
 
 BAD = {

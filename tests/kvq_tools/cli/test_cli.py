@@ -1,5 +1,5 @@
-"""kvq: what each command prints equals what the library does, and what a user gets wrong is one
-line and exit code 2."""
+"""kvq: each command prints what the library computes, and user errors are one line and exit code
+2."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvq_jax.attention import dispatch
 from kvq_models import EMBEDDED, generate, load_llama, right_padded, save_llama
 from kvq_models.llama.checkpoint import read_config
 from kvq_models.llama.hf_directory import HfDirectory
-from kvq_tools.cli import console, inputs, main
-from kvq_tools.cli.commands import doctor, memory
+from kvq_tools.cli import console, doctor_facts, inputs, main, one_generation, text_input
+from kvq_tools.cli.commands import memory
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import UNFINISHED, Continuation
 from tests.kvq_models.checkpoints import PROMPT, STORIES, random_llama, tiny_config
 
 CACHE = "kivi:bits=2,recent=8,block=8"
-HERE = "native" if dispatch.no_device("native") is None else "xla"  # what reads it on this machine
+HERE = "native" if dispatch.no_device("native") is None else "xla"  # the reader on this machine
 NEW = 24
 
 
@@ -70,7 +70,6 @@ def test_commands_do_not_import_each_other():
 
 
 # --- generate
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_help_does_not_wait_for_jax():
@@ -137,13 +136,13 @@ def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_
             "compilation",
             f"implementation {HERE}",
             "layers skipped: none",
-            expected["cache"],
+            f"[cache {CACHE}: ",
         ):
             assert part in footer, f"{name} footer lacks {part!r}"
 
 
 def test_generate_without_a_tokenizer_takes_ids_and_prints_ids(model, bare, run):
-    ids = inputs.load_tokenizer(str(model))(PROMPT).input_ids
+    ids = text_input.load_tokenizer(str(model))(PROMPT).input_ids
     arguments = (
         "generate",
         bare,
@@ -160,9 +159,7 @@ def test_generate_without_a_tokenizer_takes_ids_and_prints_ids(model, bare, run)
 def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_json(
     model, run, monkeypatch
 ):
-    from kvq_tools.cli.commands import generate as command
-
-    monkeypatch.setattr(command, "load_llama", stop_before_weights)
+    monkeypatch.setattr(one_generation, "load_llama", stop_before_weights)
     code, out, err = run("generate", model, "--prompt", PROMPT, "--max-new-tokens", 300, "--json")
     assert (code, json.loads(out)["error"]) == (2, "weights were read"), "an error is JSON too"
     assert "kvq: warning:" in err
@@ -175,21 +172,21 @@ def stop_before_weights(*_, **__):
 
 def test_a_chat_template_wraps_the_prompt_as_the_users_turn(model):
     pytest.importorskip("jinja2", reason="chat templates need jinja2")
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if"
         " add_generation_prompt %}<bot>{% endif %}"
     )
-    ids = inputs.encode(tokenizer, "hi", chat=True)
+    ids = text_input.encode(tokenizer, "hi", chat=True)
     assert tokenizer.decode(ids) == "<user>hi<bot>"
     tokenizer.chat_template = "{{ nothing.there.at_all }}"
     with pytest.raises(console.UserError, match="chat template fails"):
-        inputs.encode(tokenizer, "hi", chat=True)
+        text_input.encode(tokenizer, "hi", chat=True)
 
 
 @pytest.mark.parametrize("text", ["plain words", "né à l'été", "smile 😀 日本語"])
 def test_a_stream_never_shows_a_part_of_a_character_and_adds_up_to_the_text(model, text):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     prompt = tokenizer(PROMPT).input_ids
     ids = tokenizer(text, add_special_tokens=False).input_ids
     stream = Continuation(tokenizer, prompt)
@@ -222,7 +219,6 @@ def test_stories260k_continues_fluently_through_a_quantized_cache(run_json):
 
 
 # --- memory
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +274,6 @@ def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
 
 
 # --- methods, doctor
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_methods_lists_every_method_with_its_declared_options(run, run_json):
@@ -298,10 +293,10 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
 
 
 def save_qwen2(directory, peak):
-    """Return a two-layer Qwen2 whose first layer's key bias has one channel of `peak`."""
+    """Save a two-layer Qwen2 with one channel of `peak` in the key bias of its first layer."""
     save_llama(random_llama(tiny_config("qwen2")), directory)
     tensors = load_file(directory / "model.safetensors")
-    tensors[doctor.BIAS_NAME.format(0)][3] = peak
+    tensors[doctor_facts.BIAS_NAME.format(0)][3] = peak
     save_file(tensors, directory / "model.safetensors")
 
 
@@ -320,7 +315,7 @@ def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_rea
     ]
     assert not [w for w in hit["warnings"] if w.startswith("layer 1")], "layer 1 has a small bias"
     assert hit["layers"][0]["k_proj_bias"]["largest"] == 90.0
-    assert set(names) == {doctor.BIAS_NAME.format(layer) for layer in (0, 1)}
+    assert set(names) == {doctor_facts.BIAS_NAME.format(layer) for layer in (0, 1)}
     spared = run_json("doctor", tmp_path, "--cache", "kivi:recent=8,block=8")
     assert not [w for w in spared["warnings"] if "k_proj bias" in w], (
         "per-channel keys give each channel its own range"
@@ -377,7 +372,6 @@ def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
 
 
 # --- demo
-# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
@@ -411,7 +405,6 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
 
 
 # --- the command itself
-# -------------------------------------------------------------------------------------------------------------------
 
 
 WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan", "quantize-weights")
@@ -423,9 +416,9 @@ def test_help_of_every_command_has_a_sentence_an_example_and_the_grammar(command
         main.main([command, "--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
-    grammar = () if command in WITHOUT_A_CACHE else ("SPEC, what stands after --cache",)
-    own = () if command in main.PASSED_ON else ("--json",)
-    for part in ("example", f"kvq {command}", *own, *grammar):
+    grammar = () if command in WITHOUT_A_CACHE else ("SPEC, the argument of --cache",)
+    json_option = () if command in main.PASSED_ON else ("--json",)
+    for part in ("example", f"kvq {command}", *json_option, *grammar):
         assert part in text, f"kvq {command} --help lacks {part!r}"
 
 

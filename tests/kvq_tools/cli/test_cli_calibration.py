@@ -1,4 +1,4 @@
-"""kvq calibrate and --calibration: the file is the library's, commands use it, and what is wrong
+"""kvq calibrate and --calibration: the file is the library's, commands use it, and anything wrong
 with it is one line."""
 
 from __future__ import annotations
@@ -79,18 +79,15 @@ def assert_one_line_error(result, message):
     assert "Traceback" not in err
 
 
-def no_weights(monkeypatch, *commands):
+def no_weights(monkeypatch, *modules):
     def stop(*_, **__):
         raise ValueError("weights were read")
 
-    for command in commands:
-        monkeypatch.setattr(
-            importlib.import_module(f"kvq_tools.cli.commands.{command}"), "load_llama", stop
-        )
+    for module in modules:
+        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{module}"), "load_llama", stop)
 
 
 # --- calibrate
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(
@@ -100,8 +97,10 @@ def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(
     found = run_json(*request(model, out))
     llama, tokenizer = load_llama(model, dtype="float32")
     ids = tokenizer(TEXT).input_ids
-    made = calibrate(llama, ids, SPEC, samples=2, length=32, work=tmp_path / "w", text="text.txt")
-    save_calibration(made, tmp_path / "library")
+    expected = calibrate(
+        llama, ids, SPEC, samples=2, length=32, work=tmp_path / "w", text="text.txt"
+    )
+    save_calibration(expected, tmp_path / "library")
     assert out.read_bytes() == (tmp_path / "library").read_bytes()
     assert (found["bytes"], found["samples"], found["length"], found["text_tokens"]) == (
         out.stat().st_size,
@@ -110,9 +109,9 @@ def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(
         len(ids),
     )
     assert found["layers"] == [
-        {"layer": 0, "k": made.keys["layers.0.k"], "v": made.keys["layers.0.v"]}
+        {"layer": 0, "k": expected.keys["layers.0.k"], "v": expected.keys["layers.0.v"]}
     ]
-    assert found["loss"] == made.origin.loss
+    assert found["loss"] == expected.origin.loss
     assert found["seconds"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "f.safetensors",
@@ -141,16 +140,16 @@ def test_calibrate_prints_a_table_a_summary_and_how_to_go_on(model, tmp_path, ru
     assert "kvq: fitting, 1 ..." in err
 
 
-def test_the_default_fraction_of_outliers_serves_a_model_where_it_is_less_than_one_value_and_that_is_said(
+def test_a_fraction_of_outliers_below_one_value_works_with_a_warning(
     model, tmp_path, run, run_json
 ):
-    spec, out, told = (
+    spec, out, sentence = (
         "kvquant:bits=2,block=8",
         tmp_path / "f",
         "values have no outliers in full precision: outliers=0.01 is less than one",
     )
     code, _, err = run(*request(model, out, spec=spec))
-    assert (code, told in err) == (0, True), err
+    assert (code, sentence in err) == (0, True), err
     found = run_json(
         "generate",
         model,
@@ -165,10 +164,10 @@ def test_the_default_fraction_of_outliers_serves_a_model_where_it_is_less_than_o
     )
     assert found["quantized_tokens"] > 0
     (warning,) = run_json("doctor", model, "--cache", spec, "--calibration", out)["warnings"][-1:]
-    assert told in warning, warning
+    assert sentence in warning, warning
     enough = warning.rsplit("outliers=", 1)[1].split()[0]
     code, _, err = run("doctor", model, "--cache", f"{spec},outliers={enough}")
-    assert (code, told in err) == (0, False), "the remedy that is named is one"
+    assert (code, sentence in err) == (0, False), "the remedy that is named is one"
 
 
 def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(
@@ -200,10 +199,7 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file
         patch.setattr(fit, "record", interrupt)
         code, text, err = run(*request(model, out))
     assert (code, text) == (130, "")
-    assert (
-        err.splitlines()[-1]
-        == f"kvq: interrupted: the same command goes on from what is in '{out}.work'"
-    )
+    assert err.splitlines()[-1] == f"kvq: interrupted: the same command continues from '{out}.work'"
     assert not out.exists()
     code, _, err = run(*request(model, out))
     assert code == 0, err
@@ -230,13 +226,15 @@ BEFORE_WEIGHTS = {
 
 @pytest.mark.parametrize("case", BEFORE_WEIGHTS)
 def test_a_bad_request_is_one_line_before_weights_are_read(case, model, tmp_path, run, monkeypatch):
-    no_weights(monkeypatch, "calibrate")
+    no_weights(monkeypatch, "commands.calibrate")
     (tmp_path / "short").write_text("too short")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     options, message = BEFORE_WEIGHTS[case]
+    spec, options = (options[1], ()) if options[0] == "--cache" else (SPEC, options)
     before = sorted(tmp_path.iterdir())
     assert_one_line_error(
-        run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options))), message
+        run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options), spec=spec)),
+        message,
     )
     assert sorted(tmp_path.iterdir()) == before
 
@@ -267,7 +265,6 @@ def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(
 
 
 # --- commands that run a cache
-# ------------------------------------------------------------------------------------------------------------
 
 
 def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_json):
@@ -302,7 +299,7 @@ def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_
 def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(
     model, file, run, monkeypatch
 ):
-    no_weights(monkeypatch, "generate", "demo")
+    no_weights(monkeypatch, "one_generation", "commands.demo")
     generate = ("generate", model, "--prompt", "a", "--cache")
     demo = (
         "demo",
@@ -409,7 +406,7 @@ def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(model,
     used = str(load_calibration(out, load_llama(model)[0], spec).spec)
     assert "k_widths=" in used
     assert f"--cache '{used}'" in printed
-    for cache, told in ((spec, True), (used, False)):
+    for cache, warned in ((spec, True), (used, False)):
         code, _, err = run(
             "generate",
             model,
@@ -423,7 +420,7 @@ def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(model,
             2,
         )
         assert code == 0, err
-        assert (f"--cache '{used}' uses it" in err) == told
+        assert (f"--cache '{used}' uses it" in err) == warned
 
 
 def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(
@@ -444,12 +441,12 @@ def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(
     assert len(set(predicted)) == len(predicted)
     size = caches[3.0]["bytes"]
     assert kvq.nbytes(kvq.layout(by_bits["chosen"], llama.config, 2, 256)) == size
-    for given, allowed in ((size, size), (size - 1, size - 1)):
-        found = run_json("plan", model, "--calibration", out, "--budget", given, *sizes)
-        own = {cache["name"]: cache for cache in found["caches"]}[found["chosen"]]
-        assert own["bytes"] <= allowed
-        assert (own["body_bits_per_element"] >= caches[3.0]["body_bits_per_element"]) == (
-            given == size
+    for budget, allowed in ((size, size), (size - 1, size - 1)):
+        found = run_json("plan", model, "--calibration", out, "--budget", budget, *sizes)
+        chosen = {cache["name"]: cache for cache in found["caches"]}[found["chosen"]]
+        assert chosen["bytes"] <= allowed
+        assert (chosen["body_bits_per_element"] >= caches[3.0]["body_bits_per_element"]) == (
+            budget == size
         )
     _, text, _ = run("plan", model, "--calibration", out, "--budget", "3bits", *sizes)
     assert f"--cache '{by_bits['chosen']}'" in text

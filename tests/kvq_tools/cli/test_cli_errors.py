@@ -1,5 +1,5 @@
-"""What a user gets wrong is one line and exit code 2, found before weights are read; a bug keeps
-its traceback."""
+"""User errors are one line and exit code 2, found before weights are read. A bug keeps its
+traceback."""
 
 from __future__ import annotations
 
@@ -116,8 +116,46 @@ BEFORE_WEIGHTS = {
         ("demo", "--model", "{model}", "--new-tokens", "500"),
         "more than the 128 tokens",
     ),
-    "unknown command": (("generat",), "invalid choice"),
-    "no command": ((), "COMMAND"),
+    "unknown command": (("generat",), "no command 'generat'. Did you mean generate?"),
+    "command like no other": (("xyzzy",), "no command 'xyzzy'. `kvq --help` lists all"),
+    "misspelt option beside a missing one": (
+        ("eval", "{model}", "--txt", "f"),
+        "kvq eval has no option --txt. Did you mean --text?",
+    ),
+    "misspelt option with its value": (
+        ("generate", "{model}", "--cahce=kivi"),
+        "has no option --cahce. Did you mean --cache?",
+    ),
+    "option like no other": (
+        ("generate", "{model}", "--xyzzy"),
+        "kvq generate has no option --xyzzy. See kvq generate --help",
+    ),
+    "misspelt method": (("memory", "{model}", "--cache", "kivy"), "Did you mean kivi?"),
+    "misspelt method of one side": (
+        ("memory", "{model}", "--cache", "k=inerq+v=kivi"),
+        "Did you mean innerq?",
+    ),
+    "misspelt option of a method": (
+        ("memory", "{model}", "--cache", "kivi:grup_size=16"),
+        "Did you mean group_size?",
+    ),
+    "misspelt method to list": (("methods", "xquant", "kivy"), "Did you mean kivi?"),
+    "empty prompt file": (
+        ("generate", "{model}", "--prompt-file", "{tmp}/empty"),
+        "prompt is empty",
+    ),
+    "empty prompt in a chat template": (
+        ("generate", "{model}", "--chat", "--prompt", ""),
+        "prompt is empty",
+    ),
+    "empty prompt to save": (
+        ("prefill", "{model}", "--prompt", "", "--out", "{tmp}/f"),
+        "prompt is empty",
+    ),
+    "empty prompt of many": (
+        ("generate", "{model}", "--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out"),
+        "line 2: the prompt is empty; give at least one character",
+    ),
 }
 
 
@@ -125,14 +163,16 @@ BEFORE_WEIGHTS = {
 def test_bad_input_is_one_line_and_found_before_weights_are_read(
     case, model, bare, tmp_path, run, monkeypatch
 ):
-    for name in ("generate", "demo"):
+    for name in ("one_generation", "commands.demo"):
         monkeypatch.setattr(
-            importlib.import_module(f"kvq_tools.cli.commands.{name}"),
+            importlib.import_module(f"kvq_tools.cli.{name}"),
             "load_llama",
             stop_before_weights,
         )
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "prompts.jsonl").write_text('"a"\n""\n')
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     arguments, message = BEFORE_WEIGHTS[case]

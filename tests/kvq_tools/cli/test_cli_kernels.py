@@ -1,5 +1,5 @@
-"""What `kvq generate` says of kernels is what ran: on a process that believes in a GPU, with
-kernels interpreted."""
+"""`kvq generate` reports the kernels that ran, in a process that believes it has a GPU and
+interprets kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEW = 6
 
 
 def saved(layers: int, directory):
-    """Write random layers of a head dim that kernels serve, without a tokenizer."""
+    """Save a random model with a head_dim that kernels serve, without a tokenizer."""
     save_llama(
         random_llama(
             tiny_config(head_dim=64, num_hidden_layers=layers, max_position_embeddings=256)
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def launched(monkeypatch) -> list[Launch]:
-    """Return the launches of kernels that read caches, on what seems to be a GPU."""
+    """Return the launches of kernels that read caches, on an apparent GPU."""
     jax.clear_caches()  # layers that were traced before would launch nothing
     found, attention = [], fused.decode_attention
     monkeypatch.setattr(dispatch, "no_device", lambda kernels="pallas": None)

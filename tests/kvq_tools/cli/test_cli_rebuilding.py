@@ -1,5 +1,5 @@
-"""What `kvq memory` and `kvq doctor` say of caches that rebuild keys and values: the roofline, what
-stands beside the cache, its layers."""
+"""`kvq memory` and `kvq doctor` on caches that rebuild keys and values: the roofline, memory beside
+the cache, the layers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ D, HEADS, LAYERS = 4096, 32, 4
 
 @pytest.fixture
 def shapes(tmp_path):
-    """shapes(sizes) -> a directory with nothing but the config.json of a model of that width, four
-    layers deep."""
+    """shapes(sizes) -> a directory with only the config.json of a model of that width and four
+    layers."""
 
     def write(sizes):
         fields = dict(
@@ -72,14 +72,14 @@ def test_the_papers_lengths_are_printed_for_its_models(
 def test_without_a_name_the_device_is_the_papers_and_peaks_may_be_given(shapes, run_json):
     directory = shapes(LLAMA_2_7B)
     arguments = ("memory", directory, "--cache", "xquant:bits=2", "--roofline")
-    default, given, slower = (
+    default, peaks, slower = (
         run_json(*arguments, *more) for more in ((), ("756e12:2e12",), ("756e11:2e12",))
     )
     assert default["device"]["name"] == "h100-pcie"
-    assert default["caches"] == given["caches"]
+    assert default["caches"] == peaks["caches"]
     assert (
         slower["caches"][0]["roofline"]["hidden_tokens"]
-        < given["caches"][0]["roofline"]["hidden_tokens"] / 9
+        < peaks["caches"][0]["roofline"]["hidden_tokens"] / 9
     )
     assert run_json(*arguments[:-1])["caches"][0]["roofline"] is None
 
@@ -92,13 +92,15 @@ def test_here_keys_are_rebuilt_and_stored_bytes_are_read(sizes, width, shapes, r
     kv_width = sizes["num_key_value_heads"] * 128
     bodies = 1 if width == D else 2
     weights = 2 * (2 * D * D + 2 * D * kv_width + 3 * D * sizes["intermediate_size"])
-    made = 0 if width == D else 2 * 2 * (D * width + width * kv_width)  # U and S B^T of both sides
+    factors = (
+        0 if width == D else 2 * 2 * (D * width + width * kv_width)
+    )  # U and S B^T of both sides
     for layer in cache["roofline"]["layers"]:
         assert layer["here"]["flops_per_token"] == 2 * width * kv_width + 2 * HEADS * width
         assert layer["here"]["cache_bytes_per_token"] == bodies * width * 2.25 / 8, (
             "2 bits, scale and zero of groups of 128"
         )
-        assert layer["here"]["weight_bytes"] == weights + made
+        assert layer["here"]["weight_bytes"] == weights + factors
     here = cache["roofline"]["layers"][0]["here"]
     ridge = 378
     expected = (
@@ -144,13 +146,13 @@ def test_flops_are_those_of_the_compiled_attention(kv_heads):
     rope = describe(kvq.Rope, inverse_frequencies=frequencies, attention_factor=factor)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
-    def counted(read, codec, own, rows):
+    def counted(read, codec, parameters, rows):
         body = jax.tree.map(
             lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)),
             codec.body(1, kv_heads, tokens),
         )
         lowered = jax.jit(lambda *arrays: read(codec)(arrays[0], (), *arrays[1:])).lower(
-            own, rows, body, positions, rope
+            parameters, rows, body, positions, rope
         )
         return lowered.compile().cost_analysis()["flops"] / tokens
 
@@ -201,11 +203,13 @@ def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, r
         "memory", tmp_path, *caches, "--context", "512", "--batch", "3", "--dtype", "float32"
     )["caches"]
     llama = random_llama(config)
-    own = {id(leaf) for leaf in jax.tree.leaves(llama)}
+    model_leaves = {id(leaf) for leaf in jax.tree.leaves(llama)}
     for spec, cache in zip(specs, found, strict=True):
         parameters = jax.tree.leaves(prepare(llama, kvq.parse(spec)).cache_parameters)
-        made = {id(leaf): leaf for leaf in parameters if id(leaf) not in own and leaf.ndim}
-        assert cache["parameter_bytes"] == kvq.nbytes(list(made.values())), spec
+        added = {
+            id(leaf): leaf for leaf in parameters if id(leaf) not in model_leaves and leaf.ndim
+        }
+        assert cache["parameter_bytes"] == kvq.nbytes(list(added.values())), spec
     working = [cache["working_bytes"] for cache in found]
     body = kvq.parse("xquant_cl:bits=2").regions(512).body_capacity
     assert working == [0, 3 * body * 64 * 4, 0], "an accumulator [B, S, D] in fp32"

@@ -1,5 +1,5 @@
-"""Compiled programs are kept between runs of the command: where, how long, and not where the user
-says otherwise."""
+"""Compiled programs are kept between runs: where, how long, and not if the user decides
+otherwise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = (
 
 @pytest.fixture
 def no_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A process that keeps no programs yet, and the user's cache folder."""
+    """A process that keeps no programs yet. Returns the user's cache folder."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
     jax_cache.reset_cache()
@@ -49,9 +49,9 @@ def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(
         compilation_cache.described()
     )
     jax.jit(lambda x: jnp.sin(x) * 3.25)(jnp.ones(7)).block_until_ready()
-    count, told = int(compilation_cache.described().split()[0]), compilation_cache.described()
+    count, line = int(compilation_cache.described().split()[0]), compilation_cache.described()
     assert count >= 1, "the program was not kept"
-    assert f"of at most 1024 MiB, in {compilation_cache.folder()}" in told, told
+    assert f"of at most 1024 MiB, in {compilation_cache.folder()}" in line, line
 
 
 def test_a_cache_that_the_user_chose_stays(no_cache: pathlib.Path):
@@ -77,16 +77,19 @@ def test_the_command_keeps_programs_unless_told_otherwise(
     assert ("every run compiles anew" in printed) != kept, printed
 
 
-# Runs the command, and says on stderr what compiling was: programs that the cache held and that it
-# did not, and seconds.
+# Runs the command and counts JAX's compilation events on stderr: cache hits, misses and seconds.
 COUNTED = """
 import collections, json, sys
 import jax
 from kvq_tools.cli.main import main
 
 counts = collections.Counter()
-jax.monitoring.register_event_listener(lambda event, **_: counts.update({event.rpartition("/")[2]: 1}))
-jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: counts.update({event.rpartition("/")[2]: seconds}))
+
+def count(event, amount=1, **_):
+    counts.update({event.rpartition("/")[2]: amount})
+
+jax.monitoring.register_event_listener(count)
+jax.monitoring.register_event_duration_secs_listener(count)
 code = main(sys.argv[1:])
 print(json.dumps(counts), file=sys.stderr)
 sys.exit(code)
@@ -96,7 +99,7 @@ sys.exit(code)
 def test_the_second_generate_compiles_nothing_that_takes_long(
     bare: pathlib.Path, tmp_path: pathlib.Path
 ):
-    """In processes of their own, and compiled as for users. Without a tokenizer, whose import takes
+    """Each run is a process that compiles as for users. It uses no tokenizer, whose import takes
     longer than the model."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))

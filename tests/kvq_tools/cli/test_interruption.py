@@ -1,7 +1,7 @@
-"""Ctrl-C in a real terminal: the command ends within a second with one line and status 130, also
+"""Ctrl-C in a real terminal ends the command within a second with one line and status 130, even
 while XLA compiles.
 
-KVQ_INTERRUPTIONS=20 presses that many times in each of COMMANDS, at other moments.
+KVQ_INTERRUPTIONS=20 presses that many times in each of COMMANDS, at different moments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMANDS = {
 }
 TIMES = int(os.environ.get("KVQ_INTERRUPTIONS", "1"))
 DELAYS = (0.6, 1.5, 0.1, 2.4, 3.5)  # seconds after the message, while the command compiles
-MOST_SECONDS = 1.5  # to leave on a core of its own: one, and a margin
+MOST_SECONDS = 1.5  # to leave on a free core: one second and a margin
 
 
 # A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one. A
@@ -49,7 +49,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 class Terminal:
-    """`kvq` in a pseudo-terminal; `text` is what it has written."""
+    """`kvq` in a pseudo-terminal. `text` is its output so far."""
 
     def __init__(self, arguments):
         self._file, side = pty.openpty()
@@ -68,7 +68,7 @@ class Terminal:
         self.text = ""
 
     def read(self, seconds, until=None):
-        """Read for some time, or until the text holds `until`; return False where the command has
+        """Read for some time, or until the text contains `until`. Return False if the command has
         ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and (until is None or until not in self.text):
@@ -84,19 +84,19 @@ class Terminal:
 
     def status(self):
         """Return the exit code, negative for a signal. The command has closed its terminal, so it
-        is ending."""
+        is about to end."""
         return self._process.wait()
 
     def end(self):
-        """Kill a command that a failed test left."""
+        """Kill a command that a failed test left running."""
         self._process.kill()
         self._process.wait()
         os.close(self._file)
 
 
 def waiting() -> float:
-    """Return how many times longer than its own CPU time a process takes at this moment, because
-    others run: 1 on a free core."""
+    """Return how many times longer than its CPU time a process takes now because others run: 1 on a
+    free core."""
     start, used = time.monotonic(), time.process_time()
     while time.process_time() - used < 0.3:
         pass

@@ -1,5 +1,5 @@
-"""Every --json object names its format and version, is described in docs/json.md, and an error is
-one too.
+"""Every --json object names its format and version and is described in docs/json.md. Errors are
+objects, too.
 
 The fixture `run_json` compares the keys of every object that it reads with the page.
 """
@@ -27,9 +27,9 @@ def test_an_object_names_its_format(arguments, run_json):
 
 
 def test_the_page_has_a_section_for_every_command():
-    own = {"passkey": "task", "niah": "task", "ruler": "task"}
+    shared = {"passkey": "task", "niah": "task", "ruler": "task"}
     assert {
-        f"kvq.{own.get(command, command)}"
+        f"kvq.{shared.get(command, command)}"
         for command in main.COMMANDS
         if command not in main.PASSED_ON
     } <= set(sections())
@@ -57,7 +57,7 @@ def test_an_interruption_is_an_object_too(run, monkeypatch):
 
 
 def test_control_characters_in_an_object_are_escapes(capsys):
-    """A terminal obeys none of them, and a reader gets back what was written."""
+    """A terminal obeys none of them, and a reader gets the original text back."""
     text = (
         "".join(
             map(

@@ -1,4 +1,4 @@
-"""`kvq lm-eval`: the command line goes to lm-evaluation-harness as it is, and kvq is one of its
+"""`kvq lm-eval` passes its command line on unchanged, and kvq is one of lm-evaluation-harness's
 models."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvq memory --mesh`: what each device would hold, from config.json alone."""
+"""`kvq memory --mesh`: the share of each device, from config.json alone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def eight_billion(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(
     run_json, eight_billion: pathlib.Path
 ):
-    """KVQuant's claim of 10M tokens on eight GPUs, for an 8B model with 8 KV heads on eight
-    H200s."""
+    """KVQuant claims 10M tokens on eight GPUs. Here: an 8B model with 8 KV heads on eight H200s."""
     caches = [
         part for name in ("kivi:bits=2", "kvquant:bits=3", "dense") for part in ("--cache", name)
     ]
@@ -90,7 +89,7 @@ def test_a_batch_is_shared_out_where_that_is_faster(run_json, eight_billion: pat
         (("--mesh", "columns=2"), "write rows=R,heads=H,tokens=T"),
         (("--mesh", "tokens=16", "--devices", "8"), "needs 16 devices, and there are 8"),
         (("--context", "10G"), "must be an integer of at least 1"),
-        (("--devices", "8"), "--devices counts those of a mesh: give --mesh auto"),
+        (("--devices", "8"), "--devices is the size of a mesh: give --mesh auto"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(

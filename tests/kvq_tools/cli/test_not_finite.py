@@ -1,5 +1,5 @@
-"""A model that computes what is not finite says so at every command: in one line, and with an exit
-status of its own."""
+"""If a model computes nan or inf, every command says so in one line and ends with a distinct exit
+status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def overflowing(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Return the directory of a model whose weights are finite, and whose logits are not."""
+    """Return the directory of a model with finite weights whose logits are not finite."""
     directory = tmp_path_factory.mktemp("overflowing")
     llama, tokenizer = load_llama(model, dtype="float32")
     for projection in (llama.layers[0].v_proj, llama.layers[0].o_proj):

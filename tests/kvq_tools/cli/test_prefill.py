@@ -1,5 +1,5 @@
-"""`kvq prefill` and `kvq generate --from`: one process reads, another goes on, and the tokens are
-those of one that does both."""
+"""`kvq prefill` and `kvq generate --from`: one process reads, another continues, and the tokens are
+the same as in one process."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def handed(
     run_json, model: pathlib.Path, prompt: pathlib.Path, tmp_path: pathlib.Path
 ) -> pathlib.Path:
     out = tmp_path / "prompt.safetensors"
-    told = run_json(
+    result = run_json(
         "prefill", model, "--cache", CACHE, "--prompt-file", prompt, "--out", out, "--capacity", 128
     )
-    assert (told["format"], told["cache"], told["bytes"], told["capacity"]) == (
+    assert (result["format"], result["cache"], result["bytes"], result["capacity"]) == (
         "kvq.prefill",
         CACHE,
         out.stat().st_size,
         128,
     )
-    assert told["quantized_tokens"] > 0
+    assert result["quantized_tokens"] > 0
     return out
 
 
@@ -86,11 +86,16 @@ def test_the_tokens_are_those_of_one_process(
     ("options", "message"),
     [
         (("--prompt", "the key of the dog"), "another prompt: .* they differ from token [1-9]"),
-        (("--cache", "kivi:bits=2"), "holds the cache 'innerq:.*, and --cache is 'kivi'"),
-        (("--capacity", 256), "--from takes the capacity of the file"),
+        (("--cache", "kivi:bits=2"), "holds the cache 'innerq:.*, but --cache is 'kivi:bits=2'"),
+        (
+            ("--capacity", 256),
+            "--capacity is for one prompt or many prompts: kvq prefill has already made",
+        ),
         (("--max-new-tokens", 500), "has room for 128"),
-        (("--prompts", "x.jsonl"), "--from is for one prompt"),
-        (("--chat",), "--chat is for a prompt"),
+        (("--prompts", "x.jsonl"), "--from continues one saved prompt: leave out --prompts"),
+        (("--chat",), "--chat needs --prompt or --prompt-file"),
+        (("--mesh", "heads=2"), "--mesh is for one prompt: kvq prefill"),
+        (("--slots", 2), "--slots is for many prompts: kvq prefill"),
     ],
 )
 def test_what_does_not_fit_the_file_is_one_line(

@@ -1,4 +1,4 @@
-"""kvq quantize-weights: an ordinary checkpoint with few different weights, or one line and nothing
+"""kvq quantize-weights: an ordinary checkpoint with few distinct weights, or one line and nothing
 written."""
 
 from __future__ import annotations

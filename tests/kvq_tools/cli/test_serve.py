@@ -1,4 +1,4 @@
-"""`kvq serve` as a process: it says where it listens, and SIGTERM ends it when what it accepted is
+"""`kvq serve` as a process: it prints its address, and SIGTERM ends it once accepted requests are
 answered."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import pytest
 
 @pytest.fixture
 def serving(model: pathlib.Path, tmp_path: pathlib.Path):
-    """Return a process of `kvq serve` with a random model, and what it told when it was ready."""
+    """Return a process of `kvq serve` with a random model, and the facts that it printed when it
+    was ready."""
     size = ("--slots", "2", "--capacity", "192")
     arguments = [
         "serve",
@@ -53,16 +54,16 @@ def serving(model: pathlib.Path, tmp_path: pathlib.Path):
 
 
 def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: pathlib.Path):
-    process, told = serving
-    assert told["format"] == "kvq.serve", process.communicate()[1]
-    assert (told["name"], told["slots"], told["capacity"], told["cache"]) == (
+    process, facts = serving
+    assert facts["format"] == "kvq.serve", process.communicate()[1]
+    assert (facts["name"], facts["slots"], facts["capacity"], facts["cache"]) == (
         "tiny",
         2,
         192,
         "kivi",
     )
-    assert told["cache_bytes"] > 0
-    port = int(told["url"].rpartition(":")[2])
+    assert facts["cache_bytes"] > 0
+    port = int(facts["url"].rpartition(":")[2])
     connections = []
     for n in range(6):  # four of them wait in the queue
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -108,10 +109,10 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: path
         (("--port", "99999"), "'99999' must be a port"),
         (("--host", "256.1.1.1"), "not known|resolve|getaddrinfo|service"),
         (("--api-key", ""), "the API key is empty"),
-        (("--prefix-disk", "1GiB"), "--prefix-disk needs --prefix-dir"),
+        (("--prefix-disk", "1GiB"), "--prefix-disk limits --prefix-dir"),
         (
             ("--mesh", "heads=2", "--prefix-memory", "1MiB"),
-            "leave --prefix-memory and --prefix-dir out, or --mesh",
+            "leave out --prefix-memory and --prefix-dir, or --mesh",
         ),
         (("--chat-template", "nowhere.jinja"), "nowhere.jinja"),
         (("--cache", "kvquant:outliers=0"), "needs a calibration"),

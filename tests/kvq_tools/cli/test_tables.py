@@ -1,4 +1,4 @@
-"""Tables in terminals of 60, 80 and 120 columns: no line is longer, and no number is broken."""
+"""Tables in terminals of 60, 80 and 120 columns: no line is too long, and no number is broken."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_table_that_fits_is_one_table(monkeypatch, capsys):
 
 
 def result():
-    """Return what `kvq eval --json` prints, with numbers as wide as they get."""
+    """Return a result of `kvq eval --json` with numbers as wide as they get."""
     positions = [{"first": 256 * i, "last": 256 * i + 255, "tokens": 12345} for i in range(8)]
     by = {"nats": [12.3456] * 8, "kl": [1.23456] * 8, "flips": [1234] * 8}
     cache = {
@@ -148,7 +148,7 @@ def test_eval_fits_any_terminal(terminal, capsys):
 )
 def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
     seen = []
-    own = tables.print_table
+    print_table = tables.print_table
 
     def watched(title, columns, rows, numeric=()):
         seen.extend(
@@ -157,7 +157,7 @@ def test_commands_fit_any_terminal(command, terminal, run, monkeypatch):
             for cell in row
             if re.fullmatch(r"[\d.]+( [KMG]iB)?", str(cell))
         )
-        own(title, columns, rows, numeric)
+        print_table(title, columns, rows, numeric)
 
     for module in ("memory", "doctor"):
         monkeypatch.setattr(f"kvq_tools.cli.commands.{module}.print_table", watched, raising=False)

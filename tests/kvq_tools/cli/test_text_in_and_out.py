@@ -1,5 +1,5 @@
-"""What people expect of prompts and texts: where they end, where they come from, how tokens are
-drawn, and in which dtype."""
+"""Prompts and texts: where they end, where they come from, how tokens are sampled, and in which
+dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from kvq_models.inference.sampling import Sampling
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, sampling_options, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
 from tests.kvq_models.checkpoints import PROMPT, tiny_config
@@ -23,20 +23,20 @@ NEW = 12
 
 
 def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
-    """An end token that the tokenizer does not count as special: of what the model says, the fourth
-    token becomes one."""
+    """The fourth token of the model's answer becomes an end token that the tokenizer does not count
+    as special."""
     arguments = ("--prompt", PROMPT, "--max-new-tokens", NEW, "--dtype", "float32")
     whole = run_json("generate", model, *arguments)
     end = whole["tokens"][3]
     shutil.copytree(model, tmp_path / "ending")
     (tmp_path / "ending" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     ended = run_json("generate", tmp_path / "ending", *arguments)
-    told = whole["tokens"].index(end)
-    assert ended["tokens"] == whole["tokens"][: told + 1], "the end token is one of the tokens"
-    prompt = inputs.load_tokenizer(str(model))(PROMPT).input_ids
-    continuation = Continuation(inputs.load_tokenizer(str(model)), prompt)
-    assert ended["text"] == continuation.text(whole["tokens"][:told])
-    assert ended["text"] != continuation.text(whole["tokens"][: told + 1]), (
+    position = whole["tokens"].index(end)
+    assert ended["tokens"] == whole["tokens"][: position + 1], "the end token is one of the tokens"
+    prompt = text_input.load_tokenizer(str(model))(PROMPT).input_ids
+    continuation = Continuation(text_input.load_tokenizer(str(model)), prompt)
+    assert ended["text"] == continuation.text(whole["tokens"][:position])
+    assert ended["text"] != continuation.text(whole["tokens"][: position + 1]), (
         "the end token spells nothing: the test shows nothing"
     )
     assert (whole["finish"], ended["finish"]) == ("max-new-tokens", "ended")
@@ -46,13 +46,13 @@ def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
     text, footer = out.removesuffix("\n").rsplit("\n", 1)
     assert text == "".join(c for c in ended["text"] if c.isprintable() or c in "\n\t")
     assert (
-        f"{told + 1} new tokens, the last one the end token; greedy; weights float32,"
+        f"{position + 1} new tokens, the last one the end token; greedy; weights float32,"
         " full-precision rows float32" in footer
     )
 
 
 def test_a_stream_shows_no_end_token(model):
-    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer = text_input.load_tokenizer(str(model))
     ids = tokenizer("plain words", add_special_tokens=False).input_ids
     for tokens, shown in ((ids, "plain words"), (None, " ".join(map(str, ids)))):
         stream = Continuation(tokenizer if tokens else None, [1], (ids[0] + 1000, 7))
@@ -62,7 +62,7 @@ def test_a_stream_shows_no_end_token(model):
 
 def options_of_sampling(*arguments):
     parser = argparse.ArgumentParser()
-    inputs.add_sampling(parser, max_new_tokens=8)
+    sampling_options.add_sampling(parser, max_new_tokens=8)
     return parser.parse_args(arguments)
 
 
@@ -78,14 +78,14 @@ def options_of_sampling(*arguments):
     ],
 )
 def test_an_option_of_sampling_samples(arguments, sampling, words):
-    assert inputs.checked_sampling(options_of_sampling(*arguments)) == sampling
-    assert inputs.sampling_in_words(sampling) == words
+    assert sampling_options.checked_sampling(options_of_sampling(*arguments)) == sampling
+    assert sampling_options.sampling_in_words(sampling) == words
 
 
 @pytest.mark.parametrize("option", [("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1")])
 def test_an_option_of_sampling_beside_a_greedy_temperature_is_an_error(option):
     with pytest.raises(UserError, match=f"{option[0]} has no effect at --temperature 0"):
-        inputs.checked_sampling(options_of_sampling("--temperature", "0", *option))
+        sampling_options.checked_sampling(options_of_sampling("--temperature", "0", *option))
 
 
 BOM = b"\xef\xbb\xbf"
@@ -95,10 +95,14 @@ def test_a_prompt_can_come_from_stdin_and_a_byte_order_mark_is_no_part_of_it(tmp
     for content, text in ((BOM + "né\n".encode(), "né\n"), (b"a\r\nb", "a\nb"), (b"", "")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         (tmp_path / "prompt.txt").write_bytes(content)
-        assert inputs.read_prompt("-") == inputs.read_prompt(str(tmp_path / "prompt.txt")) == text
+        assert (
+            text_input.read_prompt("-")
+            == text_input.read_prompt(str(tmp_path / "prompt.txt"))
+            == text
+        )
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    with pytest.raises(UserError, match="what came on stdin is not UTF-8 text"):
-        inputs.read_prompt("-")
+    with pytest.raises(UserError, match="stdin is not UTF-8 text"):
+        text_input.read_prompt("-")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
@@ -126,15 +130,15 @@ def test_out_is_checked_before_work(command, model, tmp_path, run, monkeypatch):
         )
     (tmp_path / "file").write_text("")
     (tmp_path / "text").write_text("the cat sat on the mat " * 40)
-    own = {
+    required = {
         "stress": ("--key-bias", "1"),
         "report": ("--text", tmp_path / "text", "--cache", "dense"),
     }[command]
     assert_one_line_error(
-        run(command, model, *own, "--out", tmp_path / "file" / "below"), "cannot be written"
+        run(command, model, *required, "--out", tmp_path / "file" / "below"), "cannot be written"
     )
     assert_one_line_error(
-        run(command, model, *own, "--out", tmp_path / "new" / "below"), "weights were read"
+        run(command, model, *required, "--out", tmp_path / "new" / "below"), "weights were read"
     )
 
 

@@ -32,8 +32,8 @@ class KeysStoredAsValues(GroupedCodec):
 class ScaleOfTheNextGroup(GroupedCodec):
     """The groups of one channel of one head have their neighbours' scale."""
 
-    def quantize(self, params, stats, rows, *, prefill):
-        body = super().quantize(params, stats, rows, prefill=prefill)
+    def quantize(self, params, stats, rows, at):
+        body = super().quantize(params, stats, rows, at)
         return dataclasses.replace(
             body, scale=body.scale.at[:, 0, :, 0].set(body.scale[:, 0, :, 1])
         )

@@ -65,10 +65,10 @@ BAD_REQUESTS = {
         ("passkey", "--lengths", "400"),
         "and the model was trained for 256 positions: take a shorter one",
     ),
-    "too short": (("passkey", "--lengths", "20"), "would do, or fewer --max-new-tokens"),
+    "too short": (("passkey", "--lengths", "20"), "try fewer --max-new-tokens or --lengths "),
     "too few positions": (
         ("niah",),
-        "and the model was trained for 256 positions; --max-new-tokens, now 128, is a part of them",
+        "and the model was trained for 256 positions, which include --max-new-tokens (now 128)",
     ),
     "negative seed": (
         ("passkey", "--lengths", "200", "--seed", "-1"),

@@ -206,7 +206,7 @@ def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(
         (("memory", "--cache", "auto:bits=2"), "no plan of"),
         (("memory", "--cache", "nowhere.json"), "nowhere.json"),
         (("plan", "--budget", "2bits"), "no plan of"),
-        (("plan",), "a budget is missing"),
+        (("plan",), "kvq plan needs a budget: --budget 2.5bits"),
         (("plan", "--device", "h200"), "belong together"),
         (("plan", "--device", "h200", "--tokens-per-second", "1e12"), "out of reach"),
         (("plan", "--device", "abacus", "--tokens-per-second", "10"), "device 'abacus' is unknown"),

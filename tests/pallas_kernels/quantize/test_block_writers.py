@@ -13,7 +13,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import by_side
 from kvq_jax.types.array_types import ArraySpec, Tree
 from pallas_kernels.launch import Launch
@@ -22,6 +22,7 @@ from pallas_kernels.quantize.outlier_slots import Slots
 from pallas_kernels.quantize.table import TableBlocks
 from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import parameters_of
+from tests.kvq_jax.origins import GENERATED
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 INTERPRETED = Launch(interpret=True)
@@ -114,7 +115,7 @@ def append(
 @functools.partial(jax.jit, static_argnames=("case",))
 def quantized(case: WriterCase, rows: jax.Array) -> list[jax.Array]:
     codec, params, _ = case.layer
-    return jax.tree.leaves(codec.quantize(params, (), rows, prefill=False))
+    return jax.tree.leaves(codec.quantize(params, (), rows, GENERATED))
 
 
 def specs_of(case: WriterCase) -> list[ArraySpec]:
@@ -204,11 +205,11 @@ def test_some_pools_have_more_outliers_than_slots_and_equal_ones():
     dropped = {}
     for case in CASES:
         codec, params, _ = case.layer
-        if codec.outlier_slots(HEADS):
+        if codec.facts.outlier_slots(HEADS):
             dropped[case.id] = int(
                 jnp.sum(
-                    codec.outlier_counts(
-                        codec.quantize(params, (), rows_of(case, 1), prefill=False)
+                    codec.facts.outliers.counts(
+                        codec.quantize(params, (), rows_of(case, 1), GENERATED)
                     ).dropped
                 )
             )
@@ -219,7 +220,7 @@ def test_some_pools_have_more_outliers_than_slots_and_equal_ones():
 
 
 def test_formats_that_it_cannot_write_are_refused():
-    layout, ring = CASES[6].layer[0].code_layout, jnp.zeros((1, 2, 64, 64))
+    layout, ring = CASES[6].layer[0].facts.code_layout, jnp.zeros((1, 2, 64, 64))
     with pytest.raises(ValueError, match="rows of 128 channels do not fill 4 chunks of 16"):
         TableBlocks(layout, 64).check(jnp.zeros((1, 2, 64, 128)), 32)
     with pytest.raises(ValueError, match="48 tokens that share slots must be a multiple of 32"):

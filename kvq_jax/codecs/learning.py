@@ -1,0 +1,88 @@
+"""The parameters of a codec: which arrays it needs beside the codes, and where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from kvq_jax.types.array_types import ArraySpec, LayerWeights, Tree
+
+Fit = Callable[
+    [Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]],
+    dict[str, Shaped[np.ndarray, "..."]],
+]
+FOR_KERNELS = "kernel_"  # begins the name of a parameter in the dtype that GPU kernels compute with
+
+
+def _none(heads: int) -> dict[str, ArraySpec]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """Where the parameters of a codec come from: a calibration, the layer's weights, both, or
+    nowhere.
+
+    parameters: K -> the calibrated arrays, by name.
+    fit: (rows, gradients of the mean loss with respect to them) -> these arrays, in NumPy. It
+        raises ValueError, in one line, if the rows do not determine them.
+    before_rope: the rows that `fit` takes are keys before RoPE.
+    bias: (params, H) -> the constant [K, H] fp32 that is subtracted from keys before they are
+        cached, or None.
+    narrowed: names of parameters that GPU kernels read in another dtype, and that dtype. Cast once,
+        when the parameters are attached to a model, they save a step the launches.
+    weights: the layer's weights -> parameters that follow from them alone, made once when a model
+        is loaded; None if the codec takes none. From descriptions it makes descriptions, and
+        weights that are used as they are come back as the same objects.
+    key: the options that the parameters depend on, as text. Parameters of one key serve every codec
+        with that key.
+    """
+
+    parameters: Callable[[int], dict[str, ArraySpec]] = _none
+    fit: Fit | None = None
+    before_rope: bool = False
+    bias: Callable[[Tree, int], Float[Array, "K H"]] | None = None
+    narrowed: tuple[tuple[str, str], ...] = ()
+    weights: Callable[[LayerWeights], Tree] | None = None
+    key: str = ""
+
+    def calibrate(
+        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        """Return the calibrated arrays. Raises ValueError, in one line, if the rows do not
+        determine them, and NotImplementedError if there is nothing to calibrate."""
+        if self.fit is None:
+            raise NotImplementedError("this codec takes no calibration")
+        return self.fit(rows, gradients)
+
+    def from_weights(self, weights: LayerWeights) -> Tree:
+        """Return the parameters that follow from the layer's weights, `()` if none do."""
+        return () if self.weights is None else self.weights(weights)
+
+    def derived(self, heads: int) -> dict[str, ArraySpec]:
+        """Describe what `derive` returns for K KV heads."""
+        described = self.parameters(heads)
+        return {
+            FOR_KERNELS + name: dataclasses.replace(described[name], dtype=dtype)
+            for name, dtype in self.narrowed
+        }
+
+    def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
+        """Return calibrated parameters in the dtypes that GPU kernels read. `params` may have them
+        beside the others, or not."""
+        return {FOR_KERNELS + name: calibrated[name].astype(dtype) for name, dtype in self.narrowed}
+
+
+def for_kernels(params: Tree) -> Tree:
+    """Return the parameters, each in the dtype that GPU kernels read if it was derived."""
+    if not isinstance(params, dict):
+        return params
+    narrow = {
+        name.removeprefix(FOR_KERNELS): array
+        for name, array in params.items()
+        if name.startswith(FOR_KERNELS)
+    }
+    return params | narrow

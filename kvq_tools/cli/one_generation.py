@@ -1,0 +1,222 @@
+"""Continue one prompt through a cache: a prompt of the command line, or one that `kvq prefill`
+saved with its cache."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import Cache
+from kvq_models.inference import decoding
+from kvq_models.inference.generation import STREAM_STEPS
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama
+from kvq_tools.cli import (
+    device_memory,
+    generation_report,
+    handover,
+    inputs,
+    mesh,
+    one_prompt,
+    sampling_options,
+    text_input,
+)
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    check_finite,
+    input_errors,
+    print_json,
+    progress,
+)
+from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.handover import SavedPrompt
+from kvq_tools.cli.planned import NamedCache
+from kvq_tools.cli.tables import print_line
+from kvq_tools.cli.timed import TimedGeneration
+
+CAPACITY_STEP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRequest:
+    """A checked request. Of the user's input, only the weights can still be wrong.
+
+    `saved` is the file of --from, or None if the prompt is read here.
+    """
+
+    cache: NamedCache
+    config: LlamaConfig
+    tokenizer: Any
+    prompt: list[int]
+    capacity: int
+    sampling: Sampling
+    saved: SavedPrompt | None
+    placement: kvq.Placement | None
+
+
+def run(options: argparse.Namespace) -> None:
+    """Continue the prompt, print the text, and report what was done."""
+    request = _checked(options)
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(
+            options.model, dtype=inputs.model_dtype(options), mesh=request.placement
+        )
+    llama, cache, logits = _cache(options, request, llama)
+    with progress("compiling"):
+        generation = TimedGeneration(
+            llama,
+            cache,
+            request.prompt,
+            max_new_tokens=options.max_new_tokens,
+            sampling=request.sampling,
+            eos_ids=llama.config.eos_token_ids,
+            seed=options.seed,
+            implementation=options.implementation,
+            logits=logits,
+            drafts=options.draft or 0,
+        )
+    continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
+    streams = options.stream and not options.json
+    ids, cache, finite = _generated(
+        generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams
+    )
+    facts = generation_report.report(
+        generation, cache, request.config, request.prompt, ids, options.implementation
+    ) | {
+        "model": options.model,
+        "dtype": inputs.model_dtype(options),
+        "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
+        "calibration": options.calibration,
+        "drafts": options.draft,
+        "steps": generation.steps,
+        "mesh": None if request.placement is None else str(request.placement),
+    }
+    if options.json:
+        text = None if request.tokenizer is None else continuation.text(ids)
+        print_json("generate", facts | {"text": text, "prompt_ids": request.prompt, "tokens": ids})
+    else:
+        print(continuation.push(ids, last=True))
+        print_line(generation_report.footer(facts, request.cache.text))
+    check_finite([] if finite else [request.cache.text])
+
+
+def _checked(options: argparse.Namespace) -> GenerationRequest:
+    """Check everything that needs no weights."""
+    sampling = sampling_options.checked_sampling(options)
+    if options.draft is not None and sampling.temperature:
+        raise UserError(
+            "--draft is for greedy decoding: leave out --temperature, --top-k, --top-p and --min-p"
+        )
+    if options.draft is not None and options.mesh is not None:
+        raise UserError("--draft is for a cache on one device: leave out --mesh")
+    config, cache, saved = _model_and_cache(options)
+    inputs.check_calibration_file(config, cache, options.calibration)
+    tokenizer, prompt, capacity = _prompt(options, config, saved)
+    rows = inputs.rows_dtype(options)
+    placement = mesh.placement_of(options.mesh, [cache.spec], config, 1, capacity, rows)
+    layout = saved.layout if saved else kvq.layout(cache.spec, config, 1, capacity, rows, placement)
+    device_memory.check_memory(layout)
+    with input_errors():
+        decoding.implementations(layout, options.implementation)
+    return GenerationRequest(cache, config, tokenizer, prompt, capacity, sampling, saved, placement)
+
+
+def _model_and_cache(
+    options: argparse.Namespace,
+) -> tuple[LlamaConfig, NamedCache, SavedPrompt | None]:
+    """Return the configuration, the cache, and the file of --from if there is one."""
+    if options.saved is None:
+        cache = options.cache or inputs.DENSE
+        return inputs.read_config(options.model, cache), cache, None
+    config = inputs.read_config(options.model, *([options.cache] if options.cache else []))
+    saved = handover.described(options.saved, config)
+    spec = saved.layout.spec
+    cache = options.cache or NamedCache(str(spec), spec)
+    if cache.spec != spec:
+        raise UserError(
+            f"{options.saved!r} holds the cache {str(spec)!r}, but --cache is {cache.text!r}"
+        )
+    return config, cache, saved
+
+
+def _prompt(
+    options: argparse.Namespace, config: LlamaConfig, saved: SavedPrompt | None
+) -> tuple[Any, list[int], int]:
+    """Return (tokenizer, prompt, capacity)."""
+    if saved is not None and not one_prompt.has_prompt(options):
+        if options.chat:
+            raise UserError(one_prompt.CHAT_NEEDS_TEXT)
+        tokenizer, prompt = text_input.load_tokenizer(options.model), saved.prompt
+    else:
+        tokenizer, prompt = one_prompt.read_prompt(options, config)
+    if saved is None:
+        return tokenizer, prompt, _capacity(options, config, len(prompt))
+    handover.check_same(saved, prompt)
+    need = len(prompt) + options.max_new_tokens
+    if need > saved.layout.capacity:
+        raise UserError(
+            f"{len(prompt)} prompt + {options.max_new_tokens} new tokens are {need}, and the cache"
+            f" in {options.saved!r} has room for {saved.layout.capacity}: give kvq prefill a"
+            " --capacity, or --max-new-tokens here"
+        )
+    return tokenizer, prompt, saved.layout.capacity
+
+
+def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> int:
+    need = prompt + options.max_new_tokens
+    if options.capacity is not None and options.capacity < need:
+        raise UserError(
+            f"{prompt} prompt + {options.max_new_tokens} new tokens are {need}, over --capacity"
+            f" {options.capacity}"
+        )
+    inputs.warn_beyond(need, config)
+    if options.capacity is None:
+        return min(inputs.round_up(need, CAPACITY_STEP), config.sliding_window or sys.maxsize)
+    with input_errors():
+        config.check_window(options.capacity)
+    return options.capacity
+
+
+def _cache(
+    options: argparse.Namespace, request: GenerationRequest, llama: Llama
+) -> tuple[Llama, Cache, jax.Array | None]:
+    """Return (the model with the parameters that the cache needs, the cache, and the logits after
+    the prompt if the cache holds it)."""
+    saved = request.saved
+    model_fingerprint = "" if saved is None else kvq.fingerprint(llama)
+    with input_errors():
+        llama = prepare(llama, request.cache.spec, options.calibration, progress=bar)
+        if saved is None:
+            rows = inputs.rows_dtype(options)
+            cache = device_memory.new_cache(
+                request.cache.spec, llama.config, request.capacity, rows, request.placement
+            )
+            return llama, cache, None
+    cache = handover.load(saved, llama, model_fingerprint, request.config)
+    return llama, cache, jax.device_put(saved.logits)
+
+
+def _generated(
+    generation: TimedGeneration, continuation: Continuation, steps: int, show: bool
+) -> tuple[list[int], Cache, bool]:
+    """Return (new token ids, the cache after them, whether all logits were finite). With `show`,
+    print text as it comes."""
+    ids: list[int] = []
+    cache, finite = None, True
+    for so_far in generation.segments(steps):
+        ids, cache = np.asarray(so_far.tokens)[0, : int(so_far.lengths[0])].tolist(), so_far.cache
+        finite = bool(so_far.finite[0])
+        if show:
+            print(continuation.push(ids), end="", flush=True)
+    assert cache is not None, "max_new_tokens is at least 1"
+    return ids, cache, finite

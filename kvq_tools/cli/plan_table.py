@@ -1,0 +1,64 @@
+"""Print the table of `kvq plan`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvq_tools.cli.console import format_bytes
+from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.planning.measuring import FACTOR, METHOD
+
+
+def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print the caches of a plan, how far predictions were off, and how to use the chosen cache."""
+    rows = [
+        (
+            ">" if cache["name"] == result["chosen"] else "",
+            _short(cache["name"]),
+            f"{cache['body_bits_per_element']:.3f}",
+            format_bytes(cache["bytes"]),
+            f"{result['bf16_bytes'] / cache['bytes']:.2f}",
+            "" if cache["predicted_kl"] is None else f"{cache['predicted_kl']:.4f}",
+            "" if cache["measured_kl"] is None else f"{cache['measured_kl']:.4f}",
+        )
+        for cache in result["caches"]
+    ]
+    columns = (
+        "",
+        "cache",
+        "stored bits",
+        "bytes",
+        "smaller than bf16, times",
+        "predicted KL",
+        "measured KL",
+    )
+    print_table(
+        f"{result['model']}, {result['batch']} x {result['context']} tokens",
+        columns,
+        rows,
+        columns[2:],
+    )
+    error = result["prediction"]
+    if error is None:
+        print_line(
+            "KL in nats per token, to second order, of tokens outside the windows: this ranks"
+            " budgets; kvq eval measures one"
+        )
+    else:
+        kind = "they only rank caches" if error["ranks_only"] else f"within a factor of {FACTOR:g}"
+        print_line(
+            "KL in nats per token. Predictions add up the costs of the sides; the worst is"
+            f" {error['factor']:.2f} times off: {kind}"
+        )
+    for path, written in ((options.out, "the cache"), (options.picture, "the picture")):
+        if path:
+            print_line(f"[{path}: {written}]")
+    calibration = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
+    cache = options.out or f"'{result['chosen']}'{calibration}"
+    print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
+
+
+def _short(name: str) -> str:
+    """Return a cache's name without the digits of its widths. The last line has them."""
+    return METHOD if name.startswith(f"{METHOD}:k_widths") else name

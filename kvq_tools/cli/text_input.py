@@ -1,0 +1,135 @@
+"""Read texts and prompts, and turn them into tokens."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvq_models.llama import checkpoint
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.chat_template import rendered
+from kvq_tools.cli.console import UserError, input_errors
+
+TEMPLATE_SECONDS = 10  # a chat template takes milliseconds
+
+
+def read_text(path: str) -> str:
+    """Read a UTF-8 text without the byte-order mark that some editors write."""
+    with input_errors():
+        try:
+            return Path(path).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path!r} is not UTF-8 text: {error}") from error
+
+
+def read_prompt(path: str) -> str:
+    """Read a prompt from a file, or from stdin if the path is `-`."""
+    if path != "-":
+        return read_text(path)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin is not UTF-8 text: {error}") from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """Load the tokenizer alone. None if the checkpoint has none."""
+    with input_errors():
+        return checkpoint.open_checkpoint(model, "tokenizer").tokenizer()
+
+
+def need_tokenizer(model: str, use: str) -> Any:
+    """Load the tokenizer. If the checkpoint has none, raise a UserError that says what it is needed
+    for."""
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
+    """Return the token ids of a prompt. With `chat`, the prompt is the user's turn in the chat
+    template."""
+    if chat:
+        return encode_rendered(
+            tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}])
+        )
+    check_text(text)
+    return list(tokenizer(text, verbose=False).input_ids)  # not verbose: lengths are checked here
+
+
+def check_not_empty(prompt: str) -> None:
+    """Raise UserError for an empty prompt, even if the tokenizer would put a token before it."""
+    if not prompt:
+        raise UserError("the prompt is empty; give at least one character")
+
+
+def check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return a conversation in the tokenizer's chat template, up to the start of the model's next
+    answer."""
+    for message in messages:
+        check_text(message["content"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "this model's tokenizer has no chat template; `kvq generate` continues a text"
+            " without one"
+        )
+    try:
+        with _time_limit(TEMPLATE_SECONDS):
+            return rendered(tokenizer, messages)
+    except TimeoutError as error:
+        raise UserError(
+            f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s"
+        ) from error
+    except ValueError as error:
+        raise UserError(error) from error
+
+
+@contextmanager
+def _time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after this time, if the system has such an alarm and this is the main
+    thread, which receives it."""
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of text from a chat template, which writes special tokens itself."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def check_tokens(ids: list[int], config: LlamaConfig) -> None:
+    if not ids:
+        raise UserError("the prompt is empty; give at least one token")
+    outside = [i for i in ids if not 0 <= i < config.vocab_size]
+    if outside:
+        raise UserError(
+            f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
+        )

@@ -1,0 +1,182 @@
+"""Laws that every codec of the table obeys: wrappers forward, degenerate entries stay in their
+token, and what happens to rows that are quantized again is a declared fact."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.wrapped import MEMBERS, Wrapped
+from kvq_jax.layer.plan import LayerPlan, by_side
+from tests.kvq_jax.codecs.test_codec_facts import described
+from tests.kvq_jax.layer_runs import empty, parameters_of, quick_jit, sequences
+from tests.methods_table import MethodCase, cases
+
+TOKENS, STEPS = 60, 4
+BATCH = 2
+TOKEN, CHANNEL = 5, 3  # of the entry that is made degenerate
+
+
+class Identity(Wrapped):
+    """A wrapper that changes nothing."""
+
+
+class Halving(Wrapped):
+    """Control: a wrapper that changes what is stored."""
+
+    def quantize(self, params: Any, stats: Any, rows: Any, at: Origin) -> Any:
+        return self.inner.quantize(params, stats, rows / 2, at)
+
+
+class Elsewhere(Wrapped):
+    """Control: a wrapper that loses the positions."""
+
+    def quantize(self, params: Any, stats: Any, rows: Any, at: Origin) -> Any:
+        lost = at._replace(positions=at.positions + 1000)
+        return self.inner.quantize(params, stats, rows, lost)
+
+
+def wrapped(plan: LayerPlan, wrap: Callable[[Codec], Codec]) -> LayerPlan:
+    return dataclasses.replace(plan, k=wrap(plan.k), v=wrap(plan.v))
+
+
+@functools.partial(quick_jit, static_argnums=0)
+def run(plan: LayerPlan, params: Any, prompt: Any, after: Any, carry: Any) -> Any:
+    """Return the attention of a prompt and of tokens after it, and the state that they leave."""
+    state = plan.init(BATCH, "float32")
+    first, state, _ = prefill_layer(plan, params, state, prompt, carry)
+    second, state, _ = decode_layer(plan, params, state, after, carry)
+    return first, second, state
+
+
+def outputs(plan: LayerPlan, wrap: Callable[[Codec], Codec] | None = None) -> list[np.ndarray]:
+    text, params = sequences(BATCH), parameters_of(plan)
+    start, middle, end = (np.full(BATCH, n, np.int32) for n in (0, TOKENS, TOKENS + STEPS))
+    inputs = text.window(start, middle, TOKENS), text.window(middle, end, STEPS)
+    asked = plan if wrap is None else wrapped(plan, wrap)
+    return [np.asarray(a) for a in jax.tree.leaves(run(asked, params, *inputs, text.below(plan)))]
+
+
+@cases(every=True)
+def test_a_wrapper_that_changes_nothing_changes_nothing(case: MethodCase):
+    plan, _ = empty(case.spec, batch=BATCH)
+    same = wrapped(plan, Identity)
+    assert same.layout(BATCH, "float32") == plan.layout(BATCH, "float32")
+    assert (same.joint, same.names) == (plan.joint, plan.names)
+    for one, other in zip(same.codecs, plan.codecs, strict=True):
+        facts, plain = described(one.facts), described(other.facts)
+        for cross in (facts.pop("cross_layer"), plain.pop("cross_layer")):
+            assert (cross is None) == (plan.cross_layer is None)
+        assert facts == plain
+        assert one.learning.key == other.learning.key
+        assert one.learning.parameters(2) == other.learning.parameters(2)
+    for actual, expected in zip(outputs(plan, Identity), outputs(plan), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "control"),
+    [
+        ("kivi:recent=8,block=16", Halving),
+        ("zipcache:recent=8,block=16", Halving),
+        ("zipcache:probes=4,recent=8,block=16", Elsewhere),
+    ],
+)
+def test_a_wrapper_that_changes_something_is_seen(spec: str, control: type[Wrapped]):
+    plan, _ = empty(spec, batch=BATCH)
+    pairs = zip(outputs(plan, control), outputs(plan), strict=True)
+    assert any(not np.array_equal(actual, expected) for actual, expected in pairs)
+
+
+def test_a_wrapper_forwards_every_member_of_the_interface():
+    assert len(MEMBERS) <= 14
+    assert set(MEMBERS) <= set(vars(Wrapped))
+    assert not Identity.__abstractmethods__
+
+
+@functools.partial(quick_jit, static_argnums=(0, 1))
+def decoded(plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> Any:
+    stats = codec.statistics.of(params, inputs)
+    at = Origin(inputs.positions[:, : rows.shape[2]], prefill=True)
+    return codec.dequantize(params, stats, codec.quantize(params, stats, rows, at))
+
+
+def quantizing_codecs(case: MethodCase) -> list[tuple[LayerPlan, Codec, Any, Any, Any]]:
+    """Return (plan, codec, parameters, inputs, rows in whole blocks) of sides that store codes."""
+    plan, _ = empty(case.spec, batch=BATCH)
+    block = plan.regions.block
+    whole = np.zeros(BATCH, np.int32), np.full(BATCH, 64, np.int32)
+    inputs = sequences(BATCH).window(*whole, 64)
+    return [
+        (plan, codec, params, inputs, codec.rows(params, inputs)[:, :, : 64 // block * block])
+        for codec, params in zip(plan.codecs, by_side(parameters_of(plan)), strict=False)
+        if not codec.facts.exact
+    ]
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@cases(every=True)
+def test_degenerate_entries_decode_to_finite_rows_and_stay_in_their_token(case: MethodCase):
+    """Infinities and NaN change no other block, and no other token of their own by more than a
+    tenth of its error. 3e38 is finite, so it may widen the range of the tokens that share its
+    group."""
+    for plan, codec, params, inputs, rows in quantizing_codecs(case):
+        block = plan.regions.block
+        first = TOKEN // block * block
+        mates = [t for t in range(first, first + block) if t != TOKEN]
+        others = [t for t in range(rows.shape[2]) if t not in (TOKEN, *mates)]
+        exact = np.asarray(rows, np.float32)
+        clean = np.asarray(decoded(plan, codec, params, inputs, rows), np.float32)
+        usual = error(clean[0, :, mates], exact[0, :, mates])
+        for entry in (np.inf, -np.inf, np.nan, 3e38, -3e38):
+            spoiled = rows.at[0, 0, TOKEN, CHANNEL].set(entry)
+            read = np.asarray(decoded(plan, codec, params, inputs, spoiled), np.float32)
+            assert np.isfinite(read).all(), f"{entry} decodes to something that is not finite"
+            np.testing.assert_array_equal(read[:, :, others], clean[:, :, others])
+            if not np.isfinite(entry):
+                assert error(read[0, :, mates], exact[0, :, mates]) <= 1.1 * usual + 1e-6, entry
+
+
+class Naive(Wrapped):
+    """Control: 8-bit codes with a scale for each token and head, without a thought of infinities."""
+
+    def quantize(self, params: Any, stats: Any, rows: Any, at: Origin) -> Any:
+        scale = jnp.max(jnp.abs(rows), axis=(2, 3), keepdims=True) / 127
+        return jnp.round(rows / scale).astype(jnp.int8), scale
+
+    def dequantize(self, params: Any, stats: Any, body: Any) -> Any:
+        return body[0].astype(jnp.float32) * body[1]
+
+
+def test_a_codec_that_divides_by_an_infinite_range_is_caught(monkeypatch: pytest.MonkeyPatch):
+    case = MethodCase("control", "kivi:recent=8,block=16", 0, 0)
+    broken = [(p, Naive(codec), *rest) for p, codec, *rest in quantizing_codecs(case)]
+    monkeypatch.setitem(globals(), "quantizing_codecs", lambda _: broken)
+    law = test_degenerate_entries_decode_to_finite_rows_and_stay_in_their_token
+    with pytest.raises(AssertionError, match="not finite"):
+        getattr(law, "hypothesis", law)(case)
+
+
+@cases(every=True)
+def test_requantizing_decoded_rows_is_exact_or_declared_to_drift(case: MethodCase):
+    for plan, codec, params, inputs, rows in quantizing_codecs(case):
+        once = decoded(plan, codec, params, inputs, rows)
+        twice = decoded(plan, codec, params, inputs, once.astype(rows.dtype))
+        drift = error(np.asarray(twice, np.float32), np.asarray(once, np.float32))
+        if codec.facts.requantizes == "exact":
+            assert drift < 2e-3, f"{drift:.2e}: declare that it drifts"
+        else:
+            assert drift > 2e-3, f"{drift:.2e}: it does not drift"

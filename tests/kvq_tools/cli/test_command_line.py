@@ -1,0 +1,177 @@
+"""The command line itself: its help, and output that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import kvq_jax as kvq
+from kvq_tools.cli import main
+from kvq_tools.cli.commands import generate
+
+MEMORY = ("memory", "embedded", "--cache", "kivi:bits=2")
+SOON_GONE = "stress"  # moves out of the product
+
+
+def help_of(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        main.main([*arguments, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["", *(c for c in main.COMMANDS if c != SOON_GONE)])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    text = help_of(command.split(), capsys, monkeypatch)
+    wide = [line for line in text.splitlines() if len(line) > 80]
+    assert not wide, "\n".join(wide)
+
+
+def test_kvq_alone_shows_its_help(run, capsys, monkeypatch):
+    text = help_of([], capsys, monkeypatch)
+    assert run() == (0, text, "")
+    assert "start here:" in text
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ("generate", "embedded", "--prompt", "a"),
+        ("generate", "embedded", "--prompts", "f", "--out", "o"),
+        ("prefill", "embedded", "--prompt", "a", "--out", "o"),
+        ("chat", "embedded"),
+        ("serve", "embedded"),
+        ("doctor", "embedded"),
+        ("calibrate", "embedded", "--text", "f", "--out", "o"),
+    ],
+    ids=lambda request_: request_[0],
+)
+def test_a_second_cache_is_refused_if_only_one_can_run(request_, run):
+    for caches in (("kivi", "dense"), ("dense", "dense"), ("kivi", "plan.json")):
+        code, out, err = run(*request_, *(part for c in caches for part in ("--cache", c)))
+        assert (code, out) == (2, "")
+        assert err == (
+            f"kvq: error: kvq {request_[0]} takes one --cache; to compare several, use kvq demo or"
+            " kvq eval\n"
+        )
+
+
+def test_output_names_a_cache_as_it_was_typed(model, run):
+    typed = "kivi:bits=2,sink=0"
+    assert str(kvq.parse(typed)) == "kivi", "the test shows nothing: no default is typed"
+    prompt = ("--prompt", "the cat", "--max-new-tokens", 2, "--cache", typed)
+    assert f"[cache {typed}: " in run("generate", model, *prompt)[1]
+    assert f"{typed} at 256 tokens" in run("doctor", model, "--cache", typed)[1]
+
+
+def test_methods_shows_the_named_ones_alone(run, run_json):
+    assert [m["name"] for m in run_json("methods", "xquant", "kivi")["methods"]] == [
+        "xquant",
+        "kivi",
+    ]
+    code, out, _ = run("methods", "kivi")
+    assert code == 0
+    assert out.startswith(f"kivi: {kvq.METHODS['kivi'].summary}")
+    assert "\ninnerq: " not in out
+    assert "\ninnerq: " in run("methods")[1]
+
+
+def test_a_context_is_written_alike_everywhere(run_json, tmp_path, model):
+    assert run_json("doctor", "embedded", "--context", "1K")["context"] == 1024
+    assert run_json("memory", "embedded", "--cache", "dense", "--context", "1K")["context"] == 1024
+
+
+def test_plan_says_in_one_line_what_it_needs(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVQ_CACHE", str(tmp_path))
+    assert run("plan", "embedded", "--context", "32K")[2].splitlines()[-1] == (
+        "kvq: error: kvq plan needs a budget: --budget 2.5bits, --budget 600MiB, or --device with"
+        " --tokens-per-second; and --text FILE to measure, or --calibration F: no plan of"
+        " 'embedded' was made yet"
+    )
+
+
+def process(*arguments, redirect="", unbuffered="1"):
+    """Run `kvq` in a shell with a redirection and return (exit code, stdout, stderr)."""
+    script = f'exec "$@" {redirect}'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "kvq_tools", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path), "PYTHONUNBUFFERED": unbuffered},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def assert_one_line(result, message):
+    code, out, err = result
+    assert (code, out) == (1, ""), err
+    lines = [line for line in err.splitlines() if not line.startswith("kvq: counting")]
+    assert lines == [message], err
+
+
+FULL = "kvq: error: stdout cannot be written: No space left on device"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "arguments", [MEMORY, ("--help",), ("methods", "--json")], ids=lambda a: a[0]
+)
+def test_a_full_device_is_one_line(arguments, unbuffered):
+    assert_one_line(process(*arguments, redirect=">/dev/full", unbuffered=unbuffered), FULL)
+
+
+def test_a_closed_stdout_is_one_line_before_any_work():
+    assert_one_line(
+        process(*MEMORY, redirect=">&-"),
+        "kvq: error: stdout is closed; redirect it to a file or /dev/null",
+    )
+
+
+def test_a_closed_stderr_is_no_error():
+    code, out, _ = process(*MEMORY, redirect="2>&-")
+    assert code == 0
+    assert "kivi:bits=2" in out
+    assert process("memory", "nowhere", "--cache", "dense", redirect="2>&-") == (2, "", "")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    assert process("methods", redirect="| head -1")[2] == ""
+
+
+def test_errors_of_other_files_keep_their_traceback(monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvq_tools.cli.commands.methods.run", full)
+    with pytest.raises(OSError, match="No space left"):
+        main.main(["methods"])
+
+
+CHOOSES = {
+    generate.ONE: ("--prompt", "a"),
+    generate.SAVED: ("--from", "f"),
+    generate.MANY: ("--prompts", "f"),
+}
+VALUES = {"stream": (), "out": ("o",), "mesh": ("heads=2",)}
+
+
+@pytest.mark.parametrize("mode", CHOOSES, ids=lambda mode: mode.name)
+def test_generate_refuses_the_options_of_its_other_modes(mode, run):
+    others = set().union(*(each.takes for each in generate.MODES)) - mode.takes
+    assert len(others) >= 3
+    for name in others:
+        request = ("generate", "nowhere", *CHOOSES[mode], f"--{name}", *VALUES.get(name, ("2",)))
+        code, out, err = run(*request)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"kvq: error: --{name} is for "), err
+        assert err.endswith(f": {mode.why_not}\n")
+    for name in mode.takes - {"out"}:
+        request = ("generate", "nowhere", *CHOOSES[mode], f"--{name}", *VALUES.get(name, ("2",)))
+        more = ("--out", "o") if mode is generate.MANY else ()
+        assert "'nowhere' does not exist" in run(*request, *more)[2], name
