@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.cache.cache import dims_of
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_jax.types.rope import rotate
 from kvq_models import forward, save_calibration
 from kvq_models.calibration import activations, fit, samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.needs import needs
+from kvq_models.calibration.store import Identity, Store
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import causal_attention
 from kvq_models.llama.rope import rope_for
@@ -333,3 +335,21 @@ def test_windows_of_a_seed_are_the_same_and_reach_both_ends_of_the_text():
     assert (np.diff(windows, axis=1) == 1).all(), "windows are stretches of the text"
     assert (windows.min(), windows.max()) == (0, 49)
     assert not np.array_equal(windows, samples.draw(text, 400, 10, 1))
+
+
+def test_a_store_reads_what_was_written(tmp_path):
+    llama = model()
+    identity = Identity("", "", 2, LENGTH, 0, "float32")
+    windows = random_tokens((2, LENGTH + 1))
+    with Store(tmp_path / "w", identity, dims_of(llama.config)) as store:
+        for window in windows:
+            with store.sample() as writer:
+                writer.loss = record(llama, np.asarray(window), writer)
+        found = [recorded(llama, window)[1] for window in windows]
+        for layer in range(2):
+            for side in ("k", "v"):
+                for what, array in zip(("rows", "gradients"), store.read(layer, side), strict=True):
+                    np.testing.assert_array_equal(
+                        array, np.stack([one[layer, side, what] for one in found])
+                    )
+                    assert not np.array_equal(array[0], array[1])

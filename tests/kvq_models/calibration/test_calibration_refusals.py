@@ -8,16 +8,13 @@ import shutil
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from kvq_jax.cache.cache import dims_of
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
-from kvq_models.calibration.activations import record
-from kvq_models.calibration.store import Identity, Store
+from kvq_models.calibration.store import Identity
 from kvq_models.llama import hf_names
 from tests.kvq_models.calibration_runs import LENGTH, SPEC, TEXT, model, one_line, run
-from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
+from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "short text": (
@@ -132,23 +129,5 @@ def test_what_a_codec_refuses_names_its_layer_and_side(work, monkeypatch):
     def refuse(self, rows, gradients):
         raise ValueError("no two rows differ")
 
-    monkeypatch.setattr(KVQuantCodec, "calibrate", refuse)
+    monkeypatch.setattr(KVQuantCodec, "_calibrate", refuse)
     one_line("layer 0, k: no two rows differ", run, work, SPEC.replace("bits=2", "bits=4"))
-
-
-def test_a_store_reads_what_was_written(tmp_path):
-    llama = model()
-    identity = Identity("", "", 2, LENGTH, 0, "float32")
-    windows = random_tokens((2, LENGTH + 1))
-    with Store(tmp_path / "w", identity, dims_of(llama.config)) as store:
-        for window in windows:
-            with store.sample() as writer:
-                writer.loss = record(llama, np.asarray(window), writer)
-        found = [recorded(llama, window)[1] for window in windows]
-        for layer in range(2):
-            for side in ("k", "v"):
-                for what, array in zip(("rows", "gradients"), store.read(layer, side), strict=True):
-                    np.testing.assert_array_equal(
-                        array, np.stack([one[layer, side, what] for one in found])
-                    )
-                    assert not np.array_equal(array[0], array[1])

@@ -16,6 +16,8 @@ from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensor
 
 
 def test_a_sentencepiece_tokenizer_without_its_reader_names_the_extra(saved, monkeypatch):
+    import transformers  # noqa: F401  its import looks for packages, too
+
     (saved / "tokenizer.model").write_bytes(b"a sentencepiece model")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'kvq-jax[sentencepiece]'" in refusal(saved)

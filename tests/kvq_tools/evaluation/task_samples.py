@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 
 from kvq_models import EMBEDDED
 from kvq_tools.evaluation.tasks import niah, passkey
 from kvq_tools.evaluation.tasks.sample import TaskPrompts
 
 TEXT = " ".join(f"Sentence {i} of the text says little, and says it slowly." for i in range(400))
-
-
 DEPTHS = (0.0, 0.3, 1.0)
 
 
@@ -40,3 +39,10 @@ def needles(kind, **changes):
 
 def prompt_text(sample):
     return embedded_prompts().decode(list(sample.prompt))
+
+
+def lines(path, *rows):
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
+    )
+    return path

@@ -14,6 +14,7 @@ from tests.kvq_models.checkpoints import tiny_config
 from tests.kvq_tools.evaluation.task_samples import (
     TEXT,
     embedded_prompts,
+    lines,
 )
 
 

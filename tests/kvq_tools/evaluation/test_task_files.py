@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -14,15 +13,9 @@ from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 from tests.kvq_models.checkpoints import tiny_config
 from tests.kvq_tools.evaluation.task_samples import (
     embedded_prompts,
+    lines,
     prompt_text,
 )
-
-
-def lines(path, *rows):
-    path.write_text(
-        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
-    )
-    return path
 
 
 def test_ready_made_samples_are_asked_as_they_are(tmp_path):

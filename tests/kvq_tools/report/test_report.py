@@ -26,6 +26,7 @@ from tests.kvq_tools.report.small_report import (
     STEPS,
     STRIDE,
     WINDOW,
+    expect_error,
 )
 
 

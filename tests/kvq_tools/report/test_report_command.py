@@ -17,17 +17,8 @@ from tests.kvq_tools.report.small_report import (
     STEPS,
     TEXT,
     WINDOW,
+    expect_error,
 )
-
-
-def expect_error(result, message):
-    code, out, err = result
-    assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
-    lines = err.splitlines()
-    assert len(lines) == 1, err
-    assert lines[0].startswith("kvq: error: ")
-    assert message in lines[0]
-
 
 BAD = {
     "nothing asked": ((), "needs MODEL and --text and --cache, or --from"),
