@@ -12,13 +12,17 @@ EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.vers
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
-.PHONY: demo test aot lint bench docs wheel clean
+.PHONY: demo test lab aot lint bench docs wheel clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
 
 test: $(VENV)/.kvq-test
 	$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# the laboratory's own tests, which neither `make test` nor CI runs
+lab: $(VENV)/.kvq-test
+	$(RUN) -m pytest -n 2 --dist worksteal laboratory/tests $(ARGS)
 
 # the GPU kernels, compiled for GPUs that are not there
 aot: $(VENV)/.kvq-aot
@@ -31,7 +35,8 @@ lint: $(VENV)/.kvq-test
 
 bench: $(VENV)/.kvq-test
 	$(RUN) -m benchmarks.cpu.attention --json benchmarks/results/attention_cpu.json
-	$(RUN) -m benchmarks.cpu.decode_step --json benchmarks/results/decode_step_cpu.json
+	$(RUN) -m benchmarks.cpu.decode_step --model smollm2 --tokens 1024 4096 16384 --batch 1 --rounds 9 \
+		--cache dense kivi:bits=4 kivi:bits=2 innerq:bits=2 --json benchmarks/results/decode_step_smollm2_cpu.json
 	$(RUN) -m benchmarks.results_page
 
 # the documentation site, in site/: pages, and a reference made of docstrings; kvq itself is not installed for it

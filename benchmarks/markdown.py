@@ -16,29 +16,32 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
-    """Render a page's title, and the paragraph that tells what made its numbers and where they
-    lie."""
+    """Render a page's title, and the paragraph that tells what made its numbers and in which file
+    they lie."""
     versions = [
         f"JAX {report.jax_version}",
         *([f"Python {report.python_version}"] if report.python_version else []),
     ]
-    versions += [f"commit {report.commit}"] if report.commit else []
-    made = (
+    changed = " with changes that are in no commit" if report.commit.endswith("+") else ""
+    versions += [f"commit {report.commit.rstrip('+')}{changed}"] if report.commit else []
+    origin = (
         f"`{report.command}` on {report.date}{report.device and f', device {report.device}'};"
         f" {', '.join(versions)}."
     )
     return [
         f"# {report.title}",
-        " ".join([made, *said, f"Raw numbers: [{file.name}]({file.name})."]),
+        " ".join([origin, *said, f"Raw numbers: [{file.name}]({file.name})."]),
     ]
 
 
 def bracket(interval: tuple[float, float], format: str) -> str:
-    """Render an interval after its mean; nothing where there is none."""
+    """Render an interval after its mean, or nothing if there is none."""
     low, high = interval
+    sign, rest = (format[:1], format[1:]) if format.startswith("+") else ("", format)
+    format = f"{sign}z{rest}"  # no -0
     return "" if math.isnan(low) else f" [{low:{format}}, {high:{format}}]"
 
 
 def with_interval(value: float, interval: tuple[float, float], format: str) -> str:
-    """Render a number and its interval; the number alone where there is none."""
+    """Render a number and its interval, or the number alone if there is none."""
     return f"{value:{format}}{bracket(interval, format)}"

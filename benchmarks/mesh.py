@@ -41,9 +41,8 @@ class Row:
     """A step through one cache on one mesh ("" for a single device). Times are in ms: the median,
     and all samples of a step.
 
-    error: of the logits, relative to those of one device. collectives: of a step; their bytes are
-    those of the
-    results on each device, all taken for fp32.
+    error: error of the logits, relative to a single device's.
+    collectives: collectives of a step. Bytes count the results on each device, all as fp32.
     """
 
     cache: str
@@ -68,7 +67,7 @@ class MeshReport(Report):
 
 def collective_sizes(program: jax.stages.Compiled) -> list[int]:
     """Return how many numbers each collective of a compiled step gives."""
-    found = []
+    sizes = []
     for line in (program.as_text() or "").splitlines():
         match = re.search(
             r"= (.*?)"
@@ -77,8 +76,8 @@ def collective_sizes(program: jax.stages.Compiled) -> list[int]:
         )
         if match:
             shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
-            found.append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
-    return found
+            sizes.append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
+    return sizes
 
 
 def timed(call: Callable[[], object], rounds: int) -> tuple[float, ...]:
@@ -127,12 +126,12 @@ def measured(spec: str, tokens: int, meshes: Sequence[str], rounds: int) -> list
     for mesh in ("", *meshes):
         placement = parse(mesh) if mesh else None
         filled = random_cache(plain, spec, shape, tokens + rounds + 2)
-        held = [filled if placement is None else kvq.move(filled, placement)]
+        current_cache = [filled if placement is None else kvq.move(filled, placement)]
         llama = plain if placement is None else shard_llama(plain, placement)
-        sizes = collective_sizes(step.lower(llama, held[0], token).compile())
+        sizes = collective_sizes(step.lower(llama, current_cache[0], token).compile())
 
-        def one(held: list[kvq.Cache] = held, llama: Llama = llama) -> jax.Array:
-            logits, held[0] = step(llama, held[0], token)
+        def one(current_cache: list[kvq.Cache] = current_cache, llama: Llama = llama) -> jax.Array:
+            logits, current_cache[0] = step(llama, current_cache[0], token)
             return logits
 
         logits = np.asarray(one())

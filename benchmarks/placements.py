@@ -1,8 +1,7 @@
-"""The table of docs/scale.md: what each of eight H200s holds and reads of a Llama 8B and 70B, as
-`kvq memory --mesh auto` counts it.
+"""Make the table of docs/scale.md: bytes and times of each of eight H200s for a Llama 8B and 70B.
 
-Nothing runs and nothing is measured: bytes are those of arrays that are described, times those of
-the formula in memory_mesh.py.
+It counts as `kvq memory --mesh auto` does. Nothing runs and nothing is measured: bytes are counted
+from described arrays, times follow from the formula in memory_mesh.py.
 """
 
 from __future__ import annotations
@@ -42,39 +41,39 @@ CACHES = (
 )
 PAGE = pathlib.Path(__file__).parents[1] / "docs/scale.md"
 HEAD = (
-    "model", "context x batch", "cache", "placement", "weights", "cache", "other", "total", "fits", "read in a step", "collectives",
-    "predicted ms",
-)  # fmt: skip
+    *("model", "context x batch", "cache", "placement", "weights", "cache", "other", "total"),
+    *("fits", "read in a step", "collectives", "predicted ms"),
+)
 
 
 def row(model: str, size: tuple[int, str, int], cache: str) -> tuple[str, ...]:
-    """Return a row of the table; GB are 10^9 bytes."""
+    """Return a row of the table. GB are 10^9 bytes."""
     count, unit, batch = size
     context = count << {"K": 10, "M": 20}[unit]
     sizes = batch, context, "bfloat16", memory_mesh.AUTO, DEVICES
-    found = memory_mesh.Share(
+    share = memory_mesh.DeviceShare(
         **memory_mesh.describe(kvq.parse(cache), MODELS[model], *sizes, DEVICE)
     )
-    held = (
-        found.weight_bytes,
-        found.body_bytes + found.window_bytes,
-        found.parameter_bytes + found.working_bytes,
-        found.total_bytes,
+    parts = (
+        share.weight_bytes,
+        share.body_bytes + share.window_bytes,
+        share.parameter_bytes + share.working_bytes,
+        share.total_bytes,
     )
     fits, step = (
-        "yes" if found.fits else "no",
+        "yes" if share.fits else "no",
         (
-            f"{found.read_bytes / 1e9:.1f}",
-            str(found.collectives),
-            f"{found.milliseconds:.1f}",
+            f"{share.read_bytes / 1e9:.1f}",
+            str(share.collectives),
+            f"{share.milliseconds:.1f}",
         ),
     )
     return (
         model,
         f"{count}{unit} x {batch}",
         f"`{cache}`",
-        found.placement,
-        *(f"{size / 1e9:.1f}" for size in held),
+        share.placement,
+        *(f"{size / 1e9:.1f}" for size in parts),
         fits,
         *step,
     )

@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 import types
@@ -46,16 +47,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
 
 
+def clean(commit: str) -> bool:
+    """Return True if this names a commit, without changes on top of it."""
+    return re.fullmatch("[0-9a-f]{7,40}", commit) is not None
+
+
 COMMIT = _commit()  # of the sources as they are when they are read, not when a report is written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The header of every report. Files that were made before a benchmark recorded its device,
-    Python version or commit have "" there.
+    """The header of every report.
 
-    commit: of the project's sources, with "+" where files differed from it; "" outside a
-    repository.
+    device, python_version, commit: "" in files that are older than these fields.
+    commit: of the project's sources, with "+" if files differed from it, or "" outside a
+        repository.
     """
 
     title: str = ""
@@ -71,14 +77,16 @@ class Report:
         return dataclasses.asdict(self)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all. Numbers of no clean commit are warned of."""
+        if not clean(self.commit):
+            _warn(self.commit)
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         whole.write(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that this class wrote. TypeError where its fields are not those of the
-        class."""
+        """Read a file that this class wrote. Raises TypeError if the fields differ from the
+        class's."""
         return from_json(cls, json.loads(pathlib.Path(path).read_text(encoding="utf-8")))
 
 
@@ -94,7 +102,7 @@ class Header(TypedDict):
 
 
 def header(command: Sequence[str]) -> Header:
-    """Return the header's fields for this process; `command` is what follows `python -m`."""
+    """Return the header's fields for this process. `command` is the part after `python -m`."""
     return {
         "command": " ".join(["python -m", *command]),
         "date": now(),
@@ -103,6 +111,19 @@ def header(command: Sequence[str]) -> Header:
         "python_version": platform.python_version(),
         "commit": COMMIT,
     }
+
+
+@functools.cache
+def _warn(commit: str) -> None:
+    state = (
+        f"commit {commit.removesuffix('+')} with changes on top of it" if commit else "no commit"
+    )
+    print(
+        f"WARNING: these numbers are of {state}: a test refuses their page among the results;"
+        " commit the changes, and measure again.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def now() -> str:
@@ -117,23 +138,23 @@ def arguments(argv: Sequence[str] | None) -> Sequence[str]:
 _kinds = functools.cache(typing.get_type_hints)
 
 
-def from_json(kind: Any, given: Any) -> Any:
-    """Build a value of an annotated type (a report, a row) from what JSON made of it. TypeError
-    where the fields differ."""
+def from_json(kind: Any, value: Any) -> Any:
+    """Build a value of an annotated type (a report, a row) from what JSON made of it. Raises
+    TypeError if the fields differ."""
     if dataclasses.is_dataclass(kind):
         kinds = _kinds(kind)
         return typing.cast(Any, kind)(
             **{
-                name: from_json(kinds.get(name), found)
-                for name, found in given.items()
+                name: from_json(kinds.get(name), field)
+                for name, field in value.items()
                 if name != DERIVED
             }
         )
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, list):
-        return origin(from_json(parts[0], item) for item in given)
+        return origin(from_json(parts[0], item) for item in value)
     if origin is dict:
-        return {name: from_json(parts[1], item) for name, item in given.items()}
-    if origin in (types.UnionType, typing.Union) and given is not None:
-        return from_json(next(part for part in parts if part is not type(None)), given)
-    return given
+        return {name: from_json(parts[1], item) for name, item in value.items()}
+    if origin in (types.UnionType, typing.Union) and value is not None:
+        return from_json(next(part for part in parts if part is not type(None)), value)
+    return value

@@ -1,7 +1,7 @@
-"""Makes the pages of benchmarks/results from the JSON files there: one for each, and README.md,
-their index.
+"""Make the pages of benchmarks/results from the JSON files there, README.md, their index, and the
+table of caches in the project's README.
 
-Run it after a benchmark; never edit its output by hand.
+Run it after a benchmark. Never edit its output by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import drafts, mesh, overview, serving, serving_soak, serving_start, soak
+from benchmarks import mesh, readme_table, serving_report, serving_start
 from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
@@ -21,15 +21,6 @@ from benchmarks.gpu.report import GpuReport
 from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
-from benchmarks.overview import OverviewReport
-from benchmarks.quality import (
-    joint_weights,
-    key_bias,
-    layer_similarity,
-    long_context_report,
-    outlier_channels,
-    squat_subspace_report,
-)
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
@@ -39,16 +30,18 @@ INDEX = "README.md"
 INTRODUCTION = """\
 # Results
 
-A page for each JSON file of this folder, made by `python -m benchmarks.results_page`; the files hold every sample. A page begins with the
-command that measured it."""
+A page for each JSON file of this folder, made by `python -m benchmarks.results_page`; the files
+hold every sample. A page begins with the command that measured it. Studies of single papers:
+[laboratory](../../laboratory/results/README.md)."""
 NO_GPU = """\
-**No kernel was run on a GPU yet.** What is said of kernels here is counted in machine code that was compiled without one. Times are of
-CPUs."""
+**No kernel was run on a GPU yet.** What is said of kernels here is counted in machine code that was
+compiled without one. Times are of CPUs."""
+HEAD = ("page", "measures", "command", "numbers", "made")
 
 
 class Kind(NamedTuple):
-    """The files whose stem matches a pattern: how they are read and rendered, and what they
-    measure."""
+    """A reader and a renderer for the files whose stem matches a pattern, and the subject of their
+    measurements."""
 
     stems: str
     report: type[Report]
@@ -56,185 +49,124 @@ class Kind(NamedTuple):
     subject: Callable[[Any], str]
 
 
-def _always(subject: str) -> Callable[[Any], str]:
+def always(subject: str) -> Callable[[Any], str]:
     return lambda report: subject
 
 
 KINDS = (
     Kind(
-        "overview",
-        OverviewReport,
-        overview.page,
-        _always("bytes of an 8B model's cache, KL to full precision on the model that it names"),
-    ),
-    Kind(
         "instructions*",
         machine_code.Instructions,
         machine_code.page,
-        _always("machine instructions for each cached element"),
+        always("machine instructions for each cached element"),
     ),
     Kind(
         "launches*",
         launches.LaunchReport,
         launches.page,
-        _always("what a layer of a decode step launches on a GPU, with estimated times"),
+        always("what a layer of a decode step launches on a GPU, with estimated times"),
     ),
     Kind(
         "quality_*",
         QualityReport,
         quality_page.page,
-        _always("perplexity, KL and size of caches, read through the real cache"),
-    ),
-    Kind(
-        "joint_weights*",
-        joint_weights.JointReport,
-        joint_weights.page,
-        _always("perplexity with quantized weights, caches, and both"),
-    ),
-    Kind(
-        "key_bias*",
-        key_bias.BiasReport,
-        key_bias.page,
-        _always("KL of caches of a model with a large key bias, and without the bias"),
-    ),
-    Kind(
-        "long_context*",
-        long_context_report.LongContextReport,
-        long_context_report.page,
-        _always("accuracy of answers about long texts, read through the real cache"),
-    ),
-    Kind(
-        "squat_subspace*",
-        squat_subspace_report.SubspaceReport,
-        squat_subspace_report.page,
-        _always("how well a prompt's queries tell where later ones lie"),
-    ),
-    Kind(
-        "layer_similarity*",
-        layer_similarity.SimilarityReport,
-        layer_similarity.page,
-        _always("how alike successive layers' inputs, keys and values are"),
-    ),
-    Kind(
-        "outlier_channels*",
-        outlier_channels.OutlierChannelsReport,
-        outlier_channels.page,
-        _always("how often weights alone name the channel of key outliers"),
+        always("perplexity, KL and size of caches, decoded through the cache after a prompt"),
     ),
     Kind(
         "kernels_*",
         GpuReport,
         gpu_page.kernels_page,
-        _always("time, bandwidth and error of kernels, the papers' tables"),
+        always("time, bandwidth and error of kernels, the papers' tables"),
     ),
     Kind(
-        "step_*", GpuReport, gpu_page.step_page, _always("time and bandwidth of whole decode steps")
+        "step_*", GpuReport, gpu_page.step_page, always("time and bandwidth of whole decode steps")
     ),
     Kind(
         "parity_*",
         GpuReport,
         gpu_page.parity_page,
-        _always("errors of kernels and of many small steps on a GPU"),
-    ),
-    Kind(
-        "soak*",
-        soak.SoakReport,
-        soak.page,
-        _always("memory, and results against a new cache's, over very many decode steps"),
-    ),
-    Kind(
-        "serving_soak*",
-        serving_soak.ServingSoakReport,
-        serving_soak.page,
-        _always(
-            "memory, compilations, and answers against those given alone, over very many requests"
-        ),
+        always("errors of kernels and of many small steps on a GPU"),
     ),
     Kind(
         "serving_start*",
         serving_start.StartReport,
         serving_start.page,
-        _always("seconds from an empty machine to the first streamed token"),
+        always("seconds from an empty machine to the first streamed token"),
     ),
     Kind(
         "serving*",
-        serving.ServingReport,
-        serving.page,
-        _always(
+        serving_report.ServingReport,
+        serving_report.page,
+        always(
             "requests a second and time to first token through slots, sequences in equal memory,"
             " prefixes that come back"
         ),
     ),
     Kind(
-        "drafts*",
-        drafts.DraftReport,
-        drafts.page,
-        _always("greedy decoding with drafts looked up in the text, and without"),
-    ),
-    Kind(
         "mesh*",
         mesh.MeshReport,
         mesh.page,
-        _always("decode steps on virtual devices, and what their collectives cost"),
+        always("decode steps on virtual devices, and what their collectives cost"),
     ),
     Kind(
         "roofline*",
         roofline.RooflineReport,
         roofline.page,
-        _always("the CPU kernel's time beside memory's and arithmetic's, instructions"),
+        always("the CPU kernel's time beside memory's and arithmetic's, instructions"),
     ),
     Kind(
         "generation*",
         generation.GenerationReport,
         generation.page,
-        _always("tokens a second with kvq's caches and with transformers'"),
+        always("tokens a second with kvq's caches and with transformers'"),
     ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )
 
 
+Entry = tuple[pathlib.Path, Kind, Report]
+
+
+def read_reports(folder: pathlib.Path, kinds: Sequence[Kind]) -> list[Entry]:
+    """Return each JSON file of a kind, sorted by name, with its kind and its content."""
+    matched = (
+        (file, next((kind for kind in kinds if fnmatch.fnmatch(file.stem, kind.stems)), None))
+        for file in sorted(folder.glob("*.json"))
+    )
+    return [(file, kind, kind.report.read(file)) for file, kind in matched if kind]
+
+
 def render(folder: pathlib.Path) -> dict[str, str]:
-    """Return the text of each page by its file's name. ValueError where the folder has no
+    """Return the text of each page by its file's name. Raises ValueError if there are no
     reports."""
-    files = sorted(folder.glob("*.json"))
-    if not files:
+    reports = read_reports(folder, KINDS)
+    if not reports:
         raise ValueError(
             f"no results in {folder}: run `python -m benchmarks.cpu.attention --json"
             f" {folder}/attention.json` first"
         )
-    reports = [(file, kind, kind.report.read(file)) for file in files for kind in [kind_of(file)]]
     pages = {f"{file.stem}.md": kind.page(report, file) for file, kind, report in reports}
     index = [
         INTRODUCTION,
         *([] if any(kind.stems == "kernels_*" for _, kind, _ in reports) else [NO_GPU]),
     ]
-    for report in (report for _, _, report in reports if isinstance(report, OverviewReport)):
-        index += [
-            overview.headline(report),
-            overview.readme_table(report),
-            overview.verdict(report),
-        ]
+    if all((folder / f"{name}.json").exists() for name in readme_table.FILES):
+        index.append(readme_table.section(readme_table.read(folder), ""))
     index += [
         "## Pages",
-        table(
-            ("page", "measures", "command", "numbers", "made"), (_line(*entry) for entry in reports)
-        ),
+        table(HEAD, (index_line(*entry) for entry in reports)),
     ]
     return {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
 
 
-def kind_of(file: pathlib.Path) -> Kind:
-    return next(kind for kind in KINDS if fnmatch.fnmatch(file.stem, kind.stems))
-
-
-def _line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...]:
-    made = f"{report.date}{report.device and f', {report.device}'}"
+def index_line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...]:
+    origin = f"{report.date}{report.device and f', {report.device}'}"
     return (
         f"[{report.title}]({file.stem}.md)",
         kind.subject(report),
         f"`{report.command}`",
         f"[{file.name}]({file.name})",
-        made,
+        origin,
     )
 
 
@@ -256,6 +188,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, text in pages.items():
         whole.write(args.folder / name, text)
         print(args.folder / name)
+    if args.folder == RESULTS:
+        table_of_caches = readme_table.section(readme_table.read(), "benchmarks/results/")
+        page = readme_table.README.read_text(encoding="utf-8")
+        whole.write(readme_table.README, readme_table.replaced(page, table_of_caches))
+        print(readme_table.README)
 
 
 if __name__ == "__main__":

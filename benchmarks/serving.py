@@ -1,20 +1,19 @@
-"""Many requests on one engine against one at a time: requests per second and time to first token at
-1 to 8 slots; how many sequences an equal memory holds with dense and quantized caches, counted from
-their layout; and what a prefix that was read before saves.
+"""Compare many requests on one engine with one request at a time, and count what fits a memory.
 
     python -m benchmarks.serving --model smollm2 --json serving.json
 
-All requests come at once, each with a prompt and a length of its own, greedy and without an end
-token, so that every way generates the same number of tokens. One at a time is `generate`, prompt
-after prompt; its time to first token is that of a request that waits for those before it. Programs
-are compiled before the clock runs. A prefix comes back from the host's memory, and from the files
-of another store.
+Rows are requests per second and time to first token at 1 to 8 slots, the sequences that an equal
+memory holds with dense and quantized caches, counted from their layout, and the time that a prefix
+saves if it was read before. All requests come at once, each with a prompt and a length of its own,
+greedy and without an end token, so that every way generates the same number of tokens. One at a
+time is `generate`, prompt after prompt. Its time to first token includes the wait for the requests
+before. Programs are compiled before the clock runs. A prefix comes back from the host's memory, and
+from the files of another store.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 import tempfile
 import time
@@ -25,8 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from benchmarks.markdown import head, table
-from benchmarks.report_file import Report, arguments, cores, header
+from benchmarks.report_file import arguments, cores, header
+from benchmarks.serving_report import (
+    ALONE,
+    PrefixRow,
+    RoomRow,
+    ServingReport,
+    ServingRow,
+    lines_of,
+)
 from kvq_models import load_llama, prepare
 from kvq_models.inference import generation
 from kvq_models.inference.engine.budget import plan
@@ -38,67 +44,8 @@ from kvq_models.inference.padding import bucket
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 
-ALONE = 0  # slots of the row that tells of one request at a time
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2")
 PREFIX_LIMIT = 8 << 30  # bytes that pieces of the prefix may take
-
-
-@dataclasses.dataclass(frozen=True)
-class ServingRow:
-    """All requests through `slots` slots; slots 0 is one at a time by `generate`. Seconds from the
-    start on, of each request."""
-
-    cache: str
-    slots: int
-    requests: int
-    new_tokens: int
-    seconds: float
-    first_token: tuple[float, ...]
-    cache_bytes: int
-
-    @property
-    def requests_per_second(self) -> float:
-        return self.requests / self.seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class RoomRow:
-    """How many sequences of `capacity` tokens fit `memory` bytes, the row in which prompts are read
-    counted. Exact."""
-
-    cache: str
-    capacity: int
-    memory: int
-    sequences: int
-    sequence_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixRow:
-    """Seconds from a prompt of `tokens` tokens to its first token: read by the model, found in
-    memory, and found in files."""
-
-    cache: str
-    tokens: int
-    read: float
-    memory: float
-    disk: float
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingReport(Report):
-    """model: as it was named; prompt and new: the least and the most tokens of a request. cores: of
-    the machine."""
-
-    model: str
-    cores: int
-    capacity: int
-    prompt: tuple[int, ...]
-    new: tuple[int, ...]
-    rows: tuple[ServingRow, ...]
-    room: tuple[RoomRow, ...]
-    prefixes: tuple[PrefixRow, ...]
 
 
 def requests_of(
@@ -144,7 +91,7 @@ def through_slots(
 def one_at_a_time(
     llama: Llama, cache: str, capacity: int, requests: Sequence[Request]
 ) -> ServingRow:
-    """Generate for one request after another; every prompt and the loop run once before, so that
+    """Generate for one request after another. Every prompt and the loop run once before, so that
     they are compiled."""
     size = kvq.nbytes(kvq.layout(cache, llama.config, 1, capacity))
 
@@ -215,121 +162,6 @@ def _seconds(engine: Engine, request: Request) -> float:
     while not engine.idle:
         engine.advance()
     return time.perf_counter() - started
-
-
-def lines_of(report: ServingReport) -> list[str]:
-    """Return the report as lines of text."""
-    found = [
-        f"{'cache':<14} {'slots':>8} {'requests/s':>11} {'tokens/s':>9} {'first token, median':>20}"
-        f" {'most':>8} {'times one':>10}"
-    ]
-    for row in report.rows:
-        alone = next(
-            (one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None
-        )
-        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
-        median, most = np.median(row.first_token), max(row.first_token)
-        slots = "generate" if row.slots == ALONE else str(row.slots)
-        found.append(
-            f"{row.cache:<14} {slots:>8} {row.requests_per_second:>11.3f}"
-            f" {row.new_tokens / row.seconds:>9.1f} {median:>18.2f} s {most:>6.2f} s {times:>10}"
-        )
-    found += [
-        "",
-        (
-            f"{'cache':<14} {'sequences':>10} of {report.capacity} tokens in"
-            f" {report.room[0].memory / 2**30:g} GiB, bfloat16 rows"
-        ),
-    ]
-    found += [
-        f"{row.cache:<14} {row.sequences:>10}   {row.sequence_bytes} bytes each"
-        for row in report.room
-    ]
-    for row in report.prefixes:
-        found += [
-            f"{row.cache:<14} a prefix of {row.tokens} tokens: read {row.read:.2f} s, from memory"
-            f" {row.memory:.3f} s ({row.read / row.memory:.0f} times), from disk {row.disk:.3f} s"
-            f" ({row.read / row.disk:.0f} times)"
-        ]
-    return found
-
-
-def page(report: ServingReport, file: pathlib.Path) -> str:
-    """Render the three tables."""
-    said = (
-        f"{report.cores} cores. Requests of {report.model} come all at once, with"
-        f" {report.prompt[0]} to {report.prompt[1]} tokens of a prompt and {report.new[0]} to"
-        f" {report.new[1]} new ones, greedy; caches hold {report.capacity} tokens a sequence. One"
-        " at a time is `generate`; first tokens are counted from the start, so they wait for the"
-        " requests before."
-    )
-    parts = head(report, file, said)
-    lines = []
-    for row in report.rows:
-        alone = next(
-            (one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None
-        )
-        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
-        slots = "one at a time" if row.slots == ALONE else str(row.slots)
-        rates = f"{row.requests_per_second:.3f}", f"{row.new_tokens / row.seconds:.1f}", times
-        waits = f"{np.median(row.first_token):.2f} s", f"{max(row.first_token):.2f} s"
-        lines.append((f"`{row.cache}`", slots, *rates, *waits, f"{row.cache_bytes / 1e6:.1f}"))
-    names = (
-        "cache",
-        "slots",
-        "requests/s",
-        "tokens/s",
-        "times one at a time",
-        "first token, median",
-        "last",
-        "cache MB",
-    )
-    parts.append(table(names, lines))
-    for memory in dict.fromkeys(row.memory for row in report.room):
-        parts.append(
-            f"## Sequences of {report.capacity} tokens in {memory / 2**30:g} GiB\n\nCounted from"
-            " the layout, bfloat16 rows."
-        )
-        held = [
-            (f"`{row.cache}`", f"{row.sequences:,}", f"{row.sequence_bytes:,}")
-            for row in report.room
-            if row.memory == memory
-        ]
-        parts.append(table(("cache", "sequences", "bytes each"), held))
-    if report.prefixes:
-        parts.append(
-            "## Prefixes\n\nSeconds to the first token of a prompt that was read before, beside"
-            " reading it."
-        )
-        times = [
-            (
-                f"`{row.cache}`",
-                f"{row.tokens:,}",
-                f"{row.read:.2f} s",
-                *_saved(row.read, row.memory),
-                *_saved(row.read, row.disk),
-            )
-            for row in report.prefixes
-        ]
-        parts.append(
-            table(
-                (
-                    "cache",
-                    "tokens",
-                    "read",
-                    "from memory",
-                    "times faster",
-                    "from disk",
-                    "times faster",
-                ),
-                times,
-            )
-        )
-    return "\n\n".join(parts)
-
-
-def _saved(read: float, found: float) -> tuple[str, str]:
-    return f"{found:.3f} s", f"{read / found:.0f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

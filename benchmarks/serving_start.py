@@ -36,9 +36,9 @@ WAIT = 600  # seconds for anything
 
 @dataclasses.dataclass(frozen=True)
 class StartRow:
-    """One start. Seconds, one after the other: to fetch the model (0 where there is nothing to
-    fetch), until the server says that it listens, and from a client's request to the first text of
-    its stream."""
+    """One start. Seconds, one after the other: to fetch the model (0 if there is nothing to fetch),
+    until the server says that it listens, and from a client's request to the first text of its
+    stream."""
 
     start: str
     fetched: float
@@ -63,8 +63,8 @@ class StartReport(Report):
 def started(
     model: str, cache: str, start: str, environment: dict[str, str], size: Sequence[str] = ()
 ) -> StartRow:
-    """Fetch the model where it has a name, serve it, and ask. size: options of `kvq serve`.
-    RuntimeError where a command fails."""
+    """Fetch the model if it has a name, serve it, and ask. size: options of `kvq serve`. Raises
+    RuntimeError if a command fails."""
     began = time.perf_counter()
     if model in PUBLISHED:
         _finished([sys.executable, "-m", "kvq_tools", "fetch", model], environment)
@@ -89,12 +89,12 @@ def started(
             lines.append(line)
             if line == "}\n":
                 break
-        listening, told = time.perf_counter(), json.loads("".join(lines) or "{}")
-        if "url" not in told:
+        listening, server = time.perf_counter(), json.loads("".join(lines) or "{}")
+        if "url" not in server:
             process.wait(WAIT)
             errors.seek(0)
             raise RuntimeError(f"kvq serve ended before it listened: {errors.read().strip()}")
-        _first_text(told["url"], told["name"])
+        _first_text(server["url"], server["name"])
         first = time.perf_counter()
     return StartRow(start, fetched - began, listening - fetched, first - listening)
 
@@ -122,8 +122,8 @@ def _process(
 
 
 def _first_text(url: str, name: str) -> None:
-    """Return when the first text of a stream is there. RuntimeError where the server refuses, or
-    sends none."""
+    """Return when the first text of a stream is there. Raises RuntimeError if the server refuses,
+    or sends none."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=WAIT)
     with contextlib.closing(connection):
         asked = {

@@ -36,6 +36,7 @@ from kvq_jax.cache.serialization import (
     save_cache,
     saved_layout,
 )
+from kvq_jax.cache.size import Size, size
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.methods.registry import METHODS
@@ -59,6 +60,7 @@ __all__ = [
     "Overflow",
     "Placement",
     "Rope",
+    "Size",
     "Step",
     "__version__",
     "append_and_attend",
@@ -95,6 +97,7 @@ __all__ = [
     "save_cache",
     "saved_layout",
     "select_rows",
+    "size",
     "trim",
     "unmet_options",
     "unpark",

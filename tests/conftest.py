@@ -41,7 +41,6 @@ LONGEST = (
     "tests/kvq_tools/cli/test_cli_calibration.py",
     "tests/kvq_tools/evaluation/test_lm_eval_model.py",
     "tests/kvq_tools/report/test_report.py",
-    "tests/benchmarks/quality/test_key_bias.py",
     "tests/test_own_model.py",
 )
 

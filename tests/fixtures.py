@@ -55,8 +55,8 @@ def model(tmp_path_factory):
     """Return a directory with a random one-layer model and a byte-level tokenizer, whose tokens
     often are parts of characters."""
     from kvq_models import save_llama
+    from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
     from tests.kvq_models.checkpoints import PROMPT, random_llama, tiny_config
-    from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
     directory = tmp_path_factory.mktemp("model")
     fields = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256}

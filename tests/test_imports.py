@@ -1,4 +1,4 @@
-"""Imports run one way: benchmarks, tests, tools -> kvq_tools -> kvq_models -> kvq_jax ->
+"""Imports run one way: tests, laboratory, benchmarks, tools -> kvq_tools -> kvq_models -> kvq_jax ->
 pallas_kernels and cpu_kernels -> jax."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ ORDER = (
     "kvq_tools",
     "tools",
     "benchmarks",
+    "laboratory",
     "tests",
 )  # each may import those before it
 FOLDERS = {"kvq_models": "models/kvq_models"}  # of packages that do not lie at the top
@@ -61,6 +62,8 @@ def imported(source: str, package: tuple[str, ...]) -> set[str]:
 
 
 def package_of(path: pathlib.Path) -> str:
+    if path.is_relative_to("laboratory/tests"):
+        return "tests"
     return next(
         (name for name, folder in FOLDERS.items() if path.is_relative_to(folder)), path.parts[0]
     )
@@ -132,7 +135,8 @@ def test_imports_run_one_way():
             "kvq_tools/report/collect.py",
             "from kvq_tools.cli.commands.memory import parameter_bytes",
         ),
-        ("kvq_tools/report/collect.py", "from tools.embedded_model import corpus"),
+        ("kvq_tools/report/collect.py", "from laboratory.embedded_model import corpus"),
+        ("benchmarks/results_page.py", "from laboratory.quality import key_bias"),
         ("kvq_jax/methods/kivi/method.py", "import torch"),
     ],
 )
@@ -149,6 +153,7 @@ def test_a_wrong_import_is_found(path: str, source: str):
         ("models/kvq_models/llama/model.py", "from kvq_jax.cache.cache import Cache"),
         ("kvq_tools/cli/commands/eval.py", "from kvq_tools.cli import inputs"),
         ("benchmarks/gpu/kernels.py", "from pallas_kernels import launch"),
+        ("laboratory/soak.py", "from benchmarks.report_file import Report"),
     ],
 )
 def test_a_right_import_passes(path: str, source: str):

@@ -21,7 +21,14 @@ OURS = {"cpu_kernels", "kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
 
 COMPILERS = ("c++", "g++", "clang++")
-LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors", "filelock"}  # all that kvq_jax needs
+LIBRARY = {
+    "jax",
+    "jaxtyping",
+    "numpy",
+    "scipy",
+    "safetensors",
+    "filelock",
+}  # all that kvq_jax needs; scipy because jax imports it
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ parse."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overview
-from benchmarks.overview import OverviewReport
+from benchmarks import readme_table
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.main import COMMANDS, build_parser
 
@@ -51,27 +49,10 @@ def test_readme_can_be_read_in_a_minute():
     assert max(map(len, lines)) <= 160
 
 
-def test_the_table_of_caches_is_that_of_the_overview():
-    report = OverviewReport.read(ROOT / "benchmarks" / "results" / "overview.json")
-    wanted = overview.readme_table(report)
-    assert wanted in README, f"the numbers of `python -m benchmarks.overview` are\n\n{wanted}"
-
-
-def test_the_sentence_below_the_table_says_which_caches_the_overview_puts_on_the_front():
-    report = OverviewReport.read(ROOT / "benchmarks" / "results" / "overview.json")
-    wanted, below = (
-        overview.verdict(report),
-        re.sub(r"\s+", " ", README.partition(overview.readme_table(report))[2]),
-    )
-    assert below.strip().startswith(wanted), f"the sentence is\n\n{wanted}"
-    best = next(row for row in report.rows if f"take `{row.cache}`" in wanted)
-    worse = dataclasses.replace(best, measured=dataclasses.replace(best.measured, kl=1.0))
-    other = overview.verdict(
-        dataclasses.replace(
-            report, rows=tuple(worse if row is best else row for row in report.rows)
-        )
-    )
-    assert other != wanted, "the sentence follows the numbers"
+def test_the_table_of_caches_is_the_generator_s():
+    made = readme_table.section(readme_table.read(), "benchmarks/results/")
+    page = readme_table.replaced(README, made)
+    assert page == README, "python -m benchmarks.results_page writes the table"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

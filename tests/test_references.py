@@ -29,11 +29,13 @@ FOLDERS = (
     "kvq_tools",
     "tools",
     "benchmarks",
+    "laboratory",
     "tests",
     "docs",
 )
 HEADS = (  # of dotted names, past ones included
-    "kvq|cpu_kernels|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks|tests"
+    "kvq|cpu_kernels|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks"
+    "|laboratory|tests"
 )
 NOT_OURS = {
     "jax",
@@ -67,6 +69,7 @@ SUFFIXES = (
 )  # a file in backticks: looked for as a file
 QUOTES_HISTORY = (
     "benchmarks/results/",
+    "laboratory/results/",
     "docs/report/",
     "laboratory/notes/",
 )  # generated, or dated: their names are those of their day
@@ -77,7 +80,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
 DOTTED = re.compile(rf"(?<![\w./-])(?:{HEADS})(?:\.[A-Za-z_]\w*)+(?![\w/])")
 IMPORT = re.compile(r"\bfrom ((?:kvq|pallas)_[\w.]+) import (\w+(?:, \w+)*)")
 QUOTED = re.compile(r"`{1,2}([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\([^`]*\))?`")
-RUN = re.compile(r"(?:python|\$\(RUN\)) -m\s+((?:benchmarks|tools|kvq_\w+)[\w.]*\w)")
+RUN = re.compile(r"(?:python|\$\(RUN\)) -m\s+((?:benchmarks|laboratory|tools|kvq_\w+)[\w.]*\w)")
 MAKE = re.compile(r"(?:`|^)make ([a-z]+)", re.MULTILINE)
 COMMAND = re.compile(r"(?:`|^|\$ )kvq ([a-z][\w-]*)", re.MULTILINE)
 FORMATS = "docs/json.md"  # names formats as kvq and a dot and the command

@@ -1,11 +1,11 @@
-"""Decode attention of one layer: one new token of each sequence against a cache, on this machine's
-first JAX device.
+"""Time decode attention of one layer: one new token per sequence against a cache.
 
-The baselines are dense and as good as we know how to write them: the query heads of a KV head are
-the rows of one dot product and K and V are read where they lie, never repeated, sliced or copied.
-They do not even add the new token to a cache; the caches do. A program runs several layers, each
-with a cache of its own and the queries that the layer before returned, as a decode step does:
-calling a program from Python takes a tenth of a millisecond, as long as short layers. See
+It runs on this machine's first JAX device. The baselines are dense and as good as we know how to
+write them: the query heads of a KV head are the rows of one dot product, and K and V are read in
+place, never repeated, sliced or copied. They do not even add the new token to a cache, but the
+caches do. A program runs several layers, each with its own cache and the queries that the layer
+before returned, as a decode step does, because calling a program from Python takes a tenth of a
+millisecond, as long as short layers. See
 docs/decisions/streaming_attention.md.
 """
 
@@ -79,8 +79,8 @@ BASELINES: tuple[tuple[str, Callable, str], ...] = (
 
 
 def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
-    """Return the dense baselines, then the caches, as they run on this machine and, where kernels
-    read them, on XLA."""
+    """Return the dense baselines, then the caches: as they run on this machine, and on XLA if
+    kernels read them."""
     chosen = [_baseline(shape, *baseline) for baseline in BASELINES]
     for spec in caches:
         plan = _plan(shape, spec)
@@ -136,8 +136,8 @@ def _plan(shape: Shape, spec: str) -> LayerPlan:
 
 
 def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
-    """Return layers of a cache that holds `tokens` tokens of each sequence; a step appends one to
-    each and attends to all, in place."""
+    """Return layers of a cache that holds `tokens` tokens of each sequence. A step appends one
+    token to each and attends to all, in place."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(
@@ -145,8 +145,8 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
     ) -> tuple[list[Array], list[LayerState]]:
         outputs, after = [inputs.q_rot], []
         for state in states:
-            own = dataclasses.replace(inputs, q_rot=outputs[-1])
-            out, state, _ = decode_layer(plan, params, state, own, (), route)
+            layer_inputs = dataclasses.replace(inputs, q_rot=outputs[-1])
+            out, state, _ = decode_layer(plan, params, state, layer_inputs, (), route)
             outputs.append(out)
             after.append(state)
         return outputs[1:], after
@@ -159,12 +159,13 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
     memory = decode.lower(states[:1], inputs).compile().memory_analysis()
     program = decode.lower(states, inputs).compile()
     outputs, states = program(states, inputs)
-    state, own = first_row((states[0], dataclasses.replace(inputs, rope=None)))
-    error = relative_error(outputs[0][:1], _reference(plan, params, state, own, inputs.rope))
-    held = [states]
+    state, row_inputs = first_row((states[0], dataclasses.replace(inputs, rope=None)))
+    wanted = _reference(plan, params, state, row_inputs, inputs.rope)
+    error = relative_error(outputs[0][:1], wanted)
+    current_states = [states]
 
     def step() -> None:
-        outputs, held[0] = program(held[0], inputs)
+        outputs, current_states[0] = program(current_states[0], inputs)
         wait(outputs)
 
     return Candidate(name, "float32", step, error, kvq.nbytes(states[0]), memory, len(states))
@@ -208,7 +209,7 @@ def _inputs(shape: Shape) -> kvq.LayerInputs:
 
 
 def _parameters(plan: LayerPlan) -> Tree:
-    """Return what methods are calibrated for, from random rows; () where no side needs any."""
+    """Return what methods are calibrated for, from random rows, or () if no side needs any."""
     rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
     sides = [
         codec.learning.calibrate(*rows) if codec.learning.parameters(plan.heads) else ()

@@ -1,9 +1,9 @@
-"""One whole decode step of a random Llama through each cache, on this machine's first JAX device: a
-small one, or one of a public model's shapes (--model).
+"""Time one whole decode step of a random Llama through each cache.
 
-Caches start full of random codes and grow by one token with every step, so the steps that quantize
-an aged block are among the samples. The baseline is the dense cache. The error compares logits with
-those of a dense cache that holds the rows which the quantized cache stands for.
+It runs on this machine's first JAX device, with a small model or the shapes of a public one
+(--model). Caches start full of random codes and grow by one token with every step, so the samples
+include steps that quantize an aged block. The baseline is the dense cache. The error compares
+logits with the logits of a dense cache that holds the dequantized rows of the quantized cache.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def small_config(layers: int, head_dim: int, group: int) -> LlamaConfig:
 
 @functools.cache
 def random_llama(config: LlamaConfig) -> Llama:
-    """Return a random Llama of these shapes; fp32."""
+    """Return a random Llama of these shapes, in fp32."""
     return Llama(config, rngs=nnx.Rngs(0))
 
 
@@ -103,11 +103,13 @@ def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
     dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
     parameters = parameters_for(llama, cache.spec)
     layers, carry = [], ()
-    for plan, own, state, empty in zip(
+    for plan, layer_parameters, state, empty in zip(
         cache.plans, parameters, cache.layers, dense.layers, strict=True
     ):
-        rows = reference.decode_vectors(plan, own, state, cache.lengths, rope, carry)
-        carry = cross_layer.advance(plan, own, state, plan.regions.body(cache.lengths), carry)
+        rows = reference.decode_vectors(plan, layer_parameters, state, cache.lengths, rope, carry)
+        carry = cross_layer.advance(
+            plan, layer_parameters, state, plan.regions.body(cache.lengths), carry
+        )
         layers.append(dataclasses.replace(empty, body=rows))
     return dataclasses.replace(dense, layers=tuple(layers), lengths=cache.lengths)
 
@@ -138,11 +140,11 @@ def _candidate(
     program: jax.stages.Compiled,
     expected: Array,
 ) -> Candidate:
-    held = [cache]
+    current_cache = [cache]
     size = kvq.nbytes(cache)
 
     def step() -> Array:
-        logits, held[0] = program(llama, held[0], token)
+        logits, current_cache[0] = program(llama, current_cache[0], token)
         wait(logits)
         return logits
 

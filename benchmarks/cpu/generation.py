@@ -1,12 +1,11 @@
-"""Decode steps of one checkpoint by kvq, transformers and llama.cpp, each with its caches, greedy
-and one sequence.
+"""Time decode steps of one checkpoint by kvq, transformers and llama.cpp, each with its caches.
 
     python -m benchmarks.cpu.generation --model smollm2 --json generation_cpu.json
 
-All read the same prompt, then take turns, a step each, and go on with their own tokens. Weights are
-fp32 in all of them; all use all cores. Quantized caches of transformers need the packages
-optimum-quanto and hqq, llama.cpp needs llama-cpp-python and a model that is a GGUF file; what is
-not installed is left out, and said so.
+Decoding is greedy, of one sequence. All read the same prompt, then take turns, a step each, and go
+on with their own tokens. All use fp32 weights and all cores. Quantized caches of transformers need
+the packages optimum-quanto and hqq. llama.cpp needs llama-cpp-python and a GGUF file. If a package
+is missing, its rows are left out and the output says so.
 """
 
 from __future__ import annotations
@@ -77,11 +76,11 @@ def ours(llama: Llama, spec: str, prompt: np.ndarray, steps: int) -> Step:
     cache = kvq.init_cache(spec, llama.config, 1, len(prompt) + steps + 1, "float32")
     logits, cache = prefill(model, cache, prompt[None])
     program = jax.jit(_greedy, donate_argnums=1)
-    held: list[Any] = [jnp.argmax(logits, axis=-1).astype(jnp.int32), cache]
+    token_and_cache: list[Any] = [jnp.argmax(logits, axis=-1).astype(jnp.int32), cache]
 
     def step() -> object:
-        held[:] = program(model, held[1], held[0])
-        return jax.block_until_ready(held[0])
+        token_and_cache[:] = program(model, token_and_cache[1], token_and_cache[0])
+        return jax.block_until_ready(token_and_cache[0])
 
     return step
 
@@ -110,7 +109,7 @@ def theirs(directory: pathlib.Path, prompt: np.ndarray) -> Iterator[tuple[str, S
     for name, make in caches.items():
         with torch.inference_mode():
             cache = make()
-            held = [
+            last_token = [
                 model(
                     torch.tensor(prompt[None].astype(np.int64)),
                     past_key_values=cache,
@@ -118,10 +117,10 @@ def theirs(directory: pathlib.Path, prompt: np.ndarray) -> Iterator[tuple[str, S
                 ).logits.argmax(-1)
             ]
 
-        def step(cache: Any = cache, held: list[Any] = held) -> object:
+        def step(cache: Any = cache, last_token: list[Any] = last_token) -> object:
             with torch.inference_mode():
-                held[0] = model(held[0], past_key_values=cache).logits.argmax(-1)
-            return held[0]
+                last_token[0] = model(last_token[0], past_key_values=cache).logits.argmax(-1)
+            return last_token[0]
 
         yield name, step
 
@@ -134,7 +133,7 @@ def installed(backend: str) -> bool:
 
 
 def _for_llama_cpp(model: str | os.PathLike[str], directory: pathlib.Path) -> pathlib.Path | None:
-    """Return a file with fp32 weights that llama.cpp reads; None where it is not installed, or the
+    """Return a file with fp32 weights that llama.cpp reads, or None if it is not installed, or the
     model is no GGUF file."""
     source = pathlib.Path(model)
     if llama_cpp_steps.version() is None or source.suffix != ".gguf":
@@ -144,7 +143,7 @@ def _for_llama_cpp(model: str | os.PathLike[str], directory: pathlib.Path) -> pa
 
 
 def timed(ways: dict[str, Step], prompt: int, steps: int) -> Iterator[GenerationRow]:
-    """Yield the times of `steps` steps of each way; they take turns, and the first step of each
+    """Yield the times of `steps` steps of each way. They take turns, and the first step of each
     does not count."""
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for step in ways.values():

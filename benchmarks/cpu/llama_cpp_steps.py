@@ -1,5 +1,4 @@
-"""Decode steps of llama.cpp for `benchmarks.cpu.generation`, with weights in fp32 like those of the
-other ways."""
+"""Decode steps of llama.cpp for `benchmarks.cpu.generation`, with weights in fp32 as there."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ CACHES = {"f16": gguf.GGMLQuantizationType.F16, "q4_0": gguf.GGMLQuantizationTyp
 
 
 def version() -> str | None:
-    """Return the version of the package that brings llama.cpp; None where it is not installed."""
+    """Return the version of the package that brings llama.cpp, or None if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:

@@ -1,10 +1,9 @@
-"""The attention kernel for CPUs beside what bounds it: bytes over the bandwidth of memory,
-multiplications over their rate.
+"""Compare the CPU attention kernel with its bounds: memory bandwidth and the rate of multiplying.
 
     python -m benchmarks.cpu.roofline --json roofline_cpu.json
 
-The kernel runs alone on one thread, without XLA. Instructions are counted by valgrind where it is
-installed, in the variant for AVX2 (it knows no AVX-512). It needs a C++ compiler.
+The kernel runs alone on one thread, without XLA. It needs a C++ compiler. If valgrind is installed,
+it counts instructions, in the variant for AVX2 because it knows no AVX-512.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ COUNTED = 1024  # tokens of a run whose instructions are counted
 @dataclasses.dataclass(frozen=True)
 class RooflineRow:
     """One cache: bytes that the kernel reads, nanoseconds, and instructions (AVX2), each for an
-    element of K or V; 0 where not counted."""
+    element of K or V, or 0 if not counted."""
 
     cache: str
     head_dim: int
@@ -79,7 +78,7 @@ class RooflineReport(Report):
 
 
 def bodies(spec: str, head_dim: int, tokens: int) -> tuple[Body, Body]:
-    """Return how the kernel takes keys and values of this cache. Raises ValueError where it cannot
+    """Return how the kernel takes keys and values of this cache. Raises ValueError if it cannot
     read them."""
     plan = kvq.parse(spec).layer(0, CacheDims(1, 4, 1, head_dim, 4 * head_dim), tokens, "float32")
     described = [codec.kernels.native() for codec in plan.codecs]
@@ -92,14 +91,14 @@ def bodies(spec: str, head_dim: int, tokens: int) -> tuple[Body, Body]:
 
 def compiler() -> str:
     """Return the path of a C++ compiler. Raises ValueError without one."""
-    if found := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
-        return found
+    if path := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+        return path
     raise ValueError("no C++ compiler (c++, g++ or clang++) is on the PATH")
 
 
 def build(kernel: str, folder: pathlib.Path) -> pathlib.Path:
     """Compile the program with the kernel for these instructions alone. Raises ValueError without a
-    compiler, or where it fails."""
+    compiler, or if it fails."""
     flags = ("-std=c++17", "-O3", "-pthread", f"-I{SOURCES}", *FLAGS.get(kernel, ()))
     parts = [
         SOURCES / f"attention_{kernel if kernel in FLAGS else 'baseline'}.cc",
@@ -112,16 +111,16 @@ def build(kernel: str, folder: pathlib.Path) -> pathlib.Path:
         for name in ("baseline", "avx2", "avx512")
         if kernel in FLAGS and name != kernel
     ]
-    made = folder / f"roofline_{kernel}"
+    program = folder / f"roofline_{kernel}"
     done = subprocess.run(
-        [compiler(), *flags, *aliases, *map(str, parts), "-o", str(made)],
+        [compiler(), *flags, *aliases, *map(str, parts), "-o", str(program)],
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
         raise ValueError(f"the benchmark was not compiled: {done.stderr[:2000]}")
-    return made
+    return program
 
 
 def run(program: pathlib.Path, *words: object) -> list[float]:
@@ -156,7 +155,7 @@ def measure(
     program: pathlib.Path,
     counter: pathlib.Path | None,
 ) -> RooflineRow:
-    """Time one cache, and count its instructions where there is a program to count those of."""
+    """Time one cache, and count its instructions if there is a program for that."""
     fields = [",".join(map(str, body.fields())) for body in bodies(spec, head_dim, tokens)]
     seconds, read = run(program, "attend", rounds, rows, tokens, *fields)
     elements = 2 * head_dim * tokens

@@ -80,8 +80,7 @@ class Row:
 class CpuReport(Report):
     """Rows, and the conditions they were measured under. load: the machine's load average of one
     minute when a shape was begun, and at the end. read_bandwidth: bytes a second at which XLA sums
-    an array that no cache holds, the best of several; 0 where it was not measured.
-    """
+    an array that no cache holds, the best of several, or 0 if it was not measured."""
 
     baseline: str
     cpu: str
@@ -139,7 +138,7 @@ def run(
     candidates: Callable[[Shape], list[Candidate]],
     rounds: int,
 ) -> CpuReport:
-    """Time the candidates of every shape, and says where it is."""
+    """Time the candidates of every shape, and print the progress."""
     rows, load = [], []
     for i, shape in enumerate(shapes):
         load.append(round(os.getloadavg()[0], 2))
@@ -150,7 +149,7 @@ def run(
         chosen = candidates(shape)
         _progress(f"[{i + 1}/{len(shapes)}] timing {len(chosen)} implementations, {rounds} rounds")
         measured = timed(chosen, shape, rounds)
-        del chosen  # its arrays, before those of the next shape are made
+        del chosen  # its arrays, before the next shape's are made
         for row in measured:
             _progress(f"    {row.implementation:40s} {row.median_ms:9.2f} ms {row.ratio:6.2f}x")
         rows += measured

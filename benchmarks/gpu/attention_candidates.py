@@ -42,7 +42,7 @@ PROCESSORS = 132  # of an H200: so many programs, at least, occupy it
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A candidate by name; `make` raises ValueError where it cannot serve the shape."""
+    """A candidate by name. `make` raises ValueError if it cannot serve the shape."""
 
     section: str
     candidate: str
@@ -53,13 +53,18 @@ class Planned:
 class Task:
     """A candidate at one shape, before it is compiled. All functions are traced.
 
-    start: makes the loop's x. copy: makes the arrays of one copy from a seed. calls: (arithmetic,
-    call(x, copy)). feed: the next x, from x and a result. idle: x with nothing live, or None.
-    check: (found, wanted) of a result, on a part of it, or None where there is nothing to compare
-    with. bf16: keys and values are exact. remark: what a reader of the row must know. Bytes: moved
-    by a call at least, of a copy, and of what a call writes beside. At least: arrays of a copy are
-    read once; of the products, weights are read and scores written too; attention's queries and
-    result are not counted.
+    bf16: keys and values are exact.
+    moved_bytes: a call moves at least so many. Arrays of a copy are read once. Of products, weights
+        are read and scores written too. Attention's queries and result do not count.
+    copy_bytes: bytes of a copy.
+    temp_bytes: bytes that a call writes beside its result.
+    start: makes the loop's x.
+    copy: makes the arrays of one copy from a seed.
+    calls: pairs of (arithmetic, call(x, copy)).
+    feed: makes the next x from x and a result.
+    check: returns (output, wanted) of a part of a result, or is None if there is no reference.
+    idle: returns x with nothing live, or is None.
+    remark: tells readers of the row about a limitation.
     """
 
     bf16: bool
@@ -131,8 +136,8 @@ def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) ->
 
 
 def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
-    """Return (output, wanted) of the checked part; rows, of keys and of values, are cut to it
-    already."""
+    """Return (output, wanted) of the checked part. The rows of keys and of values are already cut
+    to it."""
     k, v = rows
     q, output = checked_part((q, out))
     with jax.default_matmul_precision("highest"):

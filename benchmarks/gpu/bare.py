@@ -1,16 +1,15 @@
-"""Run a benchmark where nothing but JAX is installed: `python -m benchmarks.gpu.bare MODULE
-[ARGUMENT ...]`.
+"""Run a benchmark with nothing but JAX: `python -m benchmarks.gpu.bare MODULE [ARGUMENT ...]`.
 
-The cache, the kernels and the model import four more packages. Each that is missing is replaced by
-what the benchmarks need of it:
+The cache, the kernels and the model import four more packages. Each missing one is replaced by the
+parts that the benchmarks need:
 
     jaxtyping    annotations that check nothing
-    flax         `nnx.Module` and what belongs to it, as plain pytrees
+    flax         `nnx.Module` and its relatives, as plain pytrees
     filelock     a lock by flock
     safetensors  names alone: no benchmark reads or writes a checkpoint
 
-KVQ_BARE=1 takes the replacements of packages that are installed too, so that a machine where
-nothing is missing shows that they suffice.
+KVQ_BARE=1 also replaces packages that are installed, to show on any machine that the replacements
+suffice.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import jax
 
 
 def install() -> list[str]:
-    """Put replacements of missing packages where imports find them; return their names."""
+    """Install replacements of missing packages as modules, and return their names."""
     replaced = []
     for name, make in {
         "jaxtyping": _jaxtyping,
@@ -76,9 +75,9 @@ class Param:
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> Param:
-        made = object.__new__(cls)
-        made.value = children[0]
-        return made
+        param = object.__new__(cls)
+        param.value = children[0]
+        return param
 
 
 class List(list):
@@ -97,7 +96,7 @@ class _Data:
 
 class Module:
     """A pytree of the attributes that are modules, parameters or lists of them, or were set as
-    `data(...)`; all others are static."""
+    `data(...)`. All others are static."""
 
     _dynamic: set[str]
 
@@ -122,11 +121,11 @@ class Module:
     @classmethod
     def _unflatten(cls, static: Any, children: Any) -> Module:
         names, others = static
-        made = object.__new__(cls)
-        made.__dict__.update(
+        module = object.__new__(cls)
+        module.__dict__.update(
             _dynamic=set(names), **dict(zip(names, children, strict=True)), **dict(others)
         )
-        return made
+        return module
 
 
 class Rngs:

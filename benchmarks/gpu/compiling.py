@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 THREADS = max(
     1, min(12, (os.cpu_count() or 1) - 2)
-)  # programs compiled at a time; the process that times them keeps a core
+)  # programs compiled at a time, beside a core for the process that times them
 
 
 def as_compiled(
@@ -24,11 +24,10 @@ def as_compiled(
     threads: int,
     until: float = float("inf"),
 ) -> Iterator[tuple[Item, Result]]:
-    """Yield (item, compile(item)) of the first item that is ready, again and again; with one
-    thread, in their order.
+    """Yield (item, compile(item)) of the first item that is ready, again and again.
 
-    Ends at `until`, on the clock of time.monotonic: what is not begun is dropped, what is being
-    compiled is left behind (`leave`).
+    With one thread, items keep their order. Ends at `until`, on the clock of time.monotonic:
+    compilations that have not begun are dropped, and running ones are left behind (`leave`).
     """
     if threads == 1:
         for item in items:

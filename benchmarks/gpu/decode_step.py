@@ -1,18 +1,17 @@
-"""Whole decode steps of a Llama-3.1-8B-shaped model on a GPU: milliseconds and tokens per second,
-through each cache, by kernels and XLA.
+"""Time whole decode steps of a model like Llama-3.1-8B on a GPU, through each cache.
 
-Weights and cache contents are random and made on the device. A sample is a loop of a few steps in
-one program, each waiting for the logits of the one before; caches are updated in place and grow.
-Kernels are timed at all shapes first, then XLA, which may take a hundred times as long and whose
-logits theirs are compared with. What does not fit the device's memory is left out by name. One
-program is traced: its microseconds by kernel name go into the file too.
+Rows are milliseconds and tokens per second, by kernels and by XLA. Weights and cache contents are
+random and made on the device. A sample is a loop of a few steps in one program, each waiting for
+the logits of the one before. Caches are updated in place and grow. Kernels are timed at all shapes
+first, then XLA, which may take a hundred times as long and is the reference for the kernels'
+logits. Programs that do not fit the device's memory are left out by name. One program is traced,
+and its microseconds by kernel name go into the file too.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,14 +27,13 @@ import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.gpu.compiling import THREADS, as_compiled, leave
-from benchmarks.gpu.device_timing import SHORT, Timing, memory_limit, sampled_ms, uniform
+from benchmarks.gpu.device_timing import SHORT, Timing, memory_limit, sampled_ms
 from benchmarks.gpu.kernels import measure_bandwidth, progress, said_wrong, summary
-from benchmarks.gpu.random_bodies import random_body
+from benchmarks.gpu.random_model import TINY, random_cache, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow, Trace, is_fatal, one_line
 from benchmarks.gpu.trace import traced
 from benchmarks.report_file import arguments
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.layer.plan import LayerState
 from kvq_models import Llama, LlamaConfig
 from kvq_models.inference import decoding
 from kvq_models.llama.model import abstract_llama
@@ -46,71 +44,14 @@ CACHES = ("dense", "kivi:bits=4", "innerq:bits=2", "kivi:bits=2")
 IMPLEMENTATIONS = ("jnp", "asm", "xla", "default", "interpreted")
 POINTS = ((32768, 16), (4096, 16), (32768, 64), (4096, 64), (32768, 1), (4096, 1))  # tokens, batch
 TRACED = "kivi:bits=4"  # the cache whose first program is traced
-STEPS, WARM_UPS = 4, 4  # steps of a sample; runs that are not samples, the traced one among them
+STEPS, WARM_UPS = 4, 4  # steps of a sample, and runs that are no samples (one is traced)
 LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
-TINY = LlamaConfig(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=64,
-    max_position_embeddings=4096,
-)
 
 
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
-    """Return the kernels in assembly, where they show most in array operations too (one of the two
-    is `decode_step`'s default), and XLA where it takes least."""
+    """Return the implementations at a point: kernels in assembly, at the first point also in array
+    operations, at the last also XLA."""
     return {POINTS[0]: ("asm", "jnp"), POINTS[-1]: ("asm", "xla")}.get((tokens, batch), ("asm",))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _uniform(shape: tuple[int, ...], dtype: str, seed: Array, low: Array, high: Array) -> Array:
-    return (uniform(shape, seed, 0.0, 1.0) * (high - low) + low).astype(dtype)
-
-
-def random_llama(config: LlamaConfig) -> Llama:
-    """Return a model with random bf16 weights of usual sizes."""
-
-    def weight(seed: int, struct: jax.ShapeDtypeStruct) -> Array:
-        low, high = (0.9, 1.1) if len(struct.shape) == 1 else (-0.035, 0.035)
-        return _uniform(
-            struct.shape, "bfloat16", jnp.uint32(seed), jnp.float32(low), jnp.float32(high)
-        )
-
-    structs, tree = jax.tree.flatten(abstract_llama(config, "bfloat16"))
-    return jax.tree.unflatten(tree, [weight(i, struct) for i, struct in enumerate(structs)])
-
-
-def random_cache(
-    spec: str, config: LlamaConfig, batch: int, tokens: int, capacity: int
-) -> kvq.Cache:
-    """Return a random cache of `tokens` tokens in each batch row."""
-    empty = kvq.layout(spec, config, batch, capacity, "bfloat16")
-
-    @functools.cache
-    def maker(plan: Any) -> Callable[[Array], LayerState]:
-        def make(seed: Array) -> LayerState:
-            layout = plan.layout(batch, "bfloat16")
-            body = tuple(
-                random_body(
-                    codec.body(batch, plan.heads, plan.regions.body_capacity),
-                    seed * 2 + jnp.uint32(i),
-                )
-                for i, codec in enumerate(plan.codecs)
-            )
-            sink, ring = jax.tree.map(
-                lambda s: uniform(s.shape, seed + jnp.uint32(99), -1.0, 1.0, s.dtype),
-                (layout.sink, layout.ring),
-            )
-            return LayerState(sink, ring, body, plan.init(batch, "bfloat16").stats)
-
-        return jax.jit(make)
-
-    layers = tuple(maker(plan)(jnp.uint32(i)) for i, plan in enumerate(empty.plans))
-    return dataclasses.replace(empty, layers=layers, lengths=jnp.full((batch,), tokens, jnp.int32))
 
 
 def steps_program(
@@ -193,11 +134,11 @@ def timed(
         read = kvq.nbytes(llama) - kvq.nbytes(llama.embed) + kvq.nbytes(cache.layers)
         row = dataclasses.replace(row, moved_bytes=read, copies=1, cold=True)
         token = jnp.arange(row.shape.batch, dtype=jnp.int32)
-        held = [jax.block_until_ready(cache)]
+        current_cache = [jax.block_until_ready(cache)]
         del cache
 
         def step() -> Array:
-            stepped, held[0] = run(llama, held[0], token)
+            stepped, current_cache[0] = run(llama, current_cache[0], token)
             return stepped
 
         start = time.perf_counter()
@@ -264,12 +205,12 @@ def run(
         tracing = not report.traces and row.candidate == TRACED and row.arithmetic != "xla"
         report.running[:] = [row]
         report.write(path)
-        row, own, trace = timed(program, llama, timing.samples, tracing)
+        row, row_logits, trace = timed(program, llama, timing.samples, tracing)
         report.running.clear()
         report.rows.append(row)
         report.traces.extend([trace] if trace else [])
-        if own is not None:
-            logits[row.shape, row.candidate, row.arithmetic] = own
+        if row_logits is not None:
+            logits[row.shape, row.candidate, row.arithmetic] = row_logits
             report.rows[:] = [with_error(other, logits) for other in report.rows]
         report.write(path)
         progress(
@@ -283,19 +224,19 @@ def run(
 
 
 def with_error(row: KernelRow, logits: dict[tuple[Shape, str, str], np.ndarray]) -> KernelRow:
-    """Return the row, with the error of its logits against XLA's where both are known."""
-    own, expected = (
+    """Return the row with the error of its logits against XLA's, if both are known."""
+    row_logits, expected = (
         logits.get((row.shape, row.candidate, name)) for name in (row.arithmetic, "xla")
     )
     if (
         row.section != "step"
         or row.arithmetic == "xla"
         or row.error is not None
-        or own is None
+        or row_logits is None
         or expected is None
     ):
         return row
-    return dataclasses.replace(row, error=relative_error(own, expected))
+    return dataclasses.replace(row, error=relative_error(row_logits, expected))
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -352,8 +293,10 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this
-    form."""
+    """Return (tokens, batch) of each TOKENS:BATCH.
+
+    Raises ValueError for another form.
+    """
     points = []
     for text in texts:
         numbers = text.split(":")

@@ -1,16 +1,15 @@
-"""The time of a function on a device: many calls in one compiled loop, on contents that the GPU's
-cache does not hold.
+"""Time a function on a device: many calls in one compiled loop, on contents outside the GPU's
+cache.
 
     x <- feed(x, call(x, copy))      for every copy in turn, `steps` times over
 
-A sample is the host's clock around the loop, over the number of calls. Python, and the wait for the
-device, are spread over all calls, but a call is several launches, and where the device is done
-sooner than the next launch comes, it is launches that are timed.
+A sample is the host's clock around the loop, divided by the number of calls. So Python and the wait
+for the device are spread over all calls. But a call is several launches, and if the device finishes
+before the next launch comes, the time is the launches'.
 
-Each call has an input that depends on the result of the call before, so none is hoisted out of the
-loop, joined with another or left out; nor is the rearrangement of an array that a call reads.
-Copies have equal shapes and different contents; together they take more than the L2 cache wherever
-that can be had.
+Each call has an input that depends on the result of the call before, so XLA cannot hoist, join or
+drop calls, or the rearrangement of an array that a call reads. Copies have equal shapes and
+different contents. Together they exceed the L2 cache if memory allows.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Timing:
         return max(1, min(self.most_copies, math.ceil(2 * self.cache_bytes / size)))
 
     def is_cold(self, size: int) -> bool:
-        """Return True where the copies exceed the L2 twofold."""
+        """Return True if the copies exceed the L2 twofold."""
         return self.copies(size) * size >= 2 * self.cache_bytes
 
     def steps(self, moved: int, copies: int) -> int:
@@ -66,8 +65,8 @@ SHORT = Timing(
 
 @functools.cache
 def memory_limit() -> float:
-    """Return the bytes that this process may use of its device's memory; of a device that does not
-    say, no limit."""
+    """Return the bytes that this process may use of its device's memory, or no limit if the device
+    does not say."""
     return float((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")))
 
 
@@ -117,8 +116,8 @@ def nudged(x: Array, out: Any) -> Array:
 
 
 def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float, ...]:
-    """Return the milliseconds of one call by the host's clock, from runs of `calls` calls each; two
-    runs before them warm up."""
+    """Return the milliseconds of one call by the host's clock, from runs of `calls` calls each,
+    after two runs to warm up."""
     for _ in range(2):
         jax.block_until_ready(run())
     times = []
@@ -130,8 +129,8 @@ def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float,
 
 
 def scattered(shape: tuple[int, ...], seed: Array) -> Array:
-    """Return uint32 numbers without a pattern, made where they lie: Murmur's finalizer of each
-    index. They are the same on every device."""
+    """Return uint32 numbers without a pattern, made in place: Murmur's finalizer of each index.
+    They are the same on every device."""
     index = jnp.broadcast_to(seed.astype(jnp.uint32) * np.uint32(0x9E3779B9), shape)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -159,7 +158,7 @@ def random_words(shape: tuple[int, ...], seed: Array) -> Array:
 
 def bandwidth_samples(timing: Timing) -> dict[str, tuple[int, tuple[float, ...]]]:
     """Return (bytes moved, milliseconds) of "copy", x + 1 into another array, and "read", the sum
-    of x; x int32 in device memory."""
+    of x, for int32 x in device memory."""
     x = lax.bitcast_convert_type(
         jax.jit(scattered, static_argnums=0)((timing.copy_bytes // 4,), jnp.uint32(7)), jnp.int32
     )

@@ -1,16 +1,15 @@
-"""The result pages of the GPU benchmarks: kernels with the papers' tables, and whole decode
-steps."""
+"""The result pages of the GPU benchmarks: kernels, and whole decode steps."""
 
 from __future__ import annotations
 
 import itertools
 import pathlib
 
-from benchmarks.gpu import paper_tables
 from benchmarks.gpu.report import GpuReport, KernelRow, Trace
 from benchmarks.markdown import head, table
 from pallas_kernels.launch import DEFAULT_ARITHMETIC
 
+SECTIONS = {"attention": "", "quantize": "Quantizing: "}  # of tables, and how their titles begin
 KERNEL_HEADER = (
     "candidate",
     "median us",
@@ -38,7 +37,7 @@ STEP_HEADER = (
 
 
 def kernels_page(report: GpuReport, file: pathlib.Path) -> str:
-    """Render times of kernels: a table for each shape, then the papers' tables."""
+    """Render times of kernels: a table for each section and shape."""
     parts = [
         *_head(report, file),
         (
@@ -53,11 +52,11 @@ def kernels_page(report: GpuReport, file: pathlib.Path) -> str:
             " and so does quantizing. An error of - was not measured."
         ),
     ]
-    for place, rows in _by_shape(report, "attention"):
-        parts += [f"## {place}", table(KERNEL_HEADER, (kernel_line(report, row) for row in rows))]
-    for paper in paper_tables.tables(report):
-        parts += [f"## {paper.title}", paper.note, table(paper.header, paper.lines)]
-    others = (row for row in report.rows if row.failure and row.section != "attention")
+    for section, title in SECTIONS.items():
+        for place, rows in _by_shape(report, section):
+            lines = (kernel_line(report, row) for row in rows)
+            parts += [f"## {title}{place}", table(KERNEL_HEADER, lines)]
+    others = (row for row in report.rows if row.failure and row.section not in SECTIONS)
     if failures := [
         f"- {row.section}, {row.model}, {row.shape.tokens} tokens, {row.name}: {row.failure}"
         for row in others
@@ -160,8 +159,8 @@ def _by_shape(report: GpuReport, section: str) -> list[tuple[str, list[KernelRow
     chosen = (row for row in report.rows if row.section == section)
     ordered = sorted(chosen, key=lambda row: (row.model, row.shape.batch, row.shape.tokens))
     return [
-        (f"{model}, batch {shape.batch}, {shape.tokens} tokens", list(own))
-        for (model, shape), own in itertools.groupby(
+        (f"{model}, batch {shape.batch}, {shape.tokens} tokens", list(rows))
+        for (model, shape), rows in itertools.groupby(
             ordered, key=lambda row: (row.model, row.shape)
         )
     ]

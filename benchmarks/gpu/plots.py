@@ -1,5 +1,6 @@
-"""Draws kernels_*.json: time against context, and the share of the copy bandwidth; a PNG and an SVG
-for each model beside the file."""
+"""Draw kernels_*.json: time against context, and the share of the copy bandwidth, a PNG and an SVG
+for each model.
+"""
 
 from __future__ import annotations
 

@@ -174,8 +174,8 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
 
 
 def _sorted_channels(specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:
-    """Return waterfill's parameters: pairs of keys in a random order; values in a random basis,
-    which kernels do not divide by."""
+    """Return waterfill's parameters: pairs of keys in a random order, and values in a random basis,
+    by which kernels do not divide."""
     edge = specs["mean"].shape[-1] ** -0.5
     ranges = {
         "mean": (-0.1, 0.1),
@@ -216,9 +216,10 @@ def plan_of(spec: str, shape: Shape) -> LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """Keys or values of a layer whose body holds all tokens, the first of them at position 0. A
-    copy is (parameters, stored arrays); prompt statistics are those of a sequence without a
-    prompt."""
+    """Keys or values of a layer whose body holds all tokens, the first at position 0.
+
+    A copy is (parameters, stored arrays). Prompt statistics are as after no prompt.
+    """
 
     codec: Codec
     shape: Shape
@@ -230,13 +231,13 @@ class Body:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the stored arrays; parameters do not grow with tokens and are not
-        counted."""
+        """Count the bytes of the stored arrays. Parameters do not grow with tokens and do not
+        count."""
         return kvq.nbytes(self.leaves)
 
     @functools.cached_property
     def reader(self) -> Reader:
-        """Return the reader of its arrays. Raises ValueError where kernels cannot read them."""
+        """Return the reader of its arrays. Raises ValueError if kernels cannot read them."""
         reader = self.codec.kernels.reader()
         if isinstance(reader, str):
             raise ValueError(reader)
@@ -265,8 +266,8 @@ class Body:
         return self.codec.vectors(params, rows, positions, rope_of(self.shape.head_dim))
 
     def checked_rows(self, copy: tuple[Any, Any]) -> Float[Array, "1 C S H"]:
-        """Return `rows` of the first sequence, CHECKED_HEADS heads. Others are dequantized only
-        where heads share arrays."""
+        """Return `rows` of the first sequence and CHECKED_HEADS heads. Other heads are dequantized
+        only if heads share arrays."""
         params, stored = copy
         apart = not params and all(
             "kv_heads" in spec.names and spec["kv_heads"].per == 1
@@ -282,8 +283,8 @@ def checked_part(stored: Any) -> Any:
 
 
 def bodies_of(spec: str, shape: Shape) -> tuple[Body, Body]:
-    """Return the keys and values of a cache that kernels attend to. Raise ValueError with the
-    dispatcher's reason where they do not."""
+    """Return the keys and values of a cache that kernels attend to. Raises ValueError with the
+    dispatcher's reason if they do not."""
     plan = plan_of(spec, shape)
     if reason := unsupported(plan, shape.kv_heads * shape.group, 1):
         raise ValueError(reason)

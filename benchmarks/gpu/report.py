@@ -14,7 +14,7 @@ from benchmarks.gpu.trace import KernelTime
 from benchmarks.report_file import DERIVED, Report, header, now
 
 INEXACT_MERGE = "jax.nn rounds the sums' logarithms to bf16: merged inexactly"
-# of packed rows: fp16 queries, weights and rows err by 2e-3 at most where they were interpreted
+# of packed rows: fp16 queries, weights and rows err by 2e-3 at most if they are interpreted
 # (docs/kernels.md)
 MOST_ERROR = 5e-3
 MOST_ERROR_BF16 = 2e-2  # of bfloat16 rows, whose weights are rounded to bfloat16
@@ -25,17 +25,21 @@ MOST_ERROR_OF_CODES = 1e-2  # of quantized rows: single codes may differ at ties
 
 @dataclasses.dataclass(frozen=True)
 class KernelRow:
-    """One candidate at one shape; times are of one call (device_timing.py), or of one decode step.
+    """One candidate at one shape. Times are of one call (device_timing.py), or of one decode step.
 
-    section: attention, scores (q . K^T), values (p . V), quantize, kvquant keys, kvquant values,
-    polarquant keys, bandwidth, step or parity (of many small steps). model: whose shape it is.
-    arithmetic: of our kernels, "" for other code. bf16: keys and values are not quantized.
-    moved_bytes: that a call must move at least. cold: the copies that calls take in turn exceed the
-    L2 twofold. idle_ms: median of the same program over no live token: launches and the merge; None
-    where a program has no such input. error: largest relative error of an output row against the
-    reference on the same codes; None where it was not measured. remark: what a reader must know of
-    the time or the error. failure: one line, where there is no time or no error that should be
-    there.
+    section: attention, quantize, bandwidth, step or parity (of many small steps), in the laboratory
+        also scores (q . K^T), values (p . V), kvquant keys, kvquant values, polarquant keys.
+    model: the model that has this shape.
+    arithmetic: arithmetic of our kernels, "" for other code.
+    bf16: keys and values are not quantized.
+    moved_bytes: a call must move at least so many.
+    cold: the copies that calls take in turn exceed the L2 twofold.
+    idle_ms: median of the same program over no live token (launches and the merge), or None if a
+        program has no such input.
+    error: largest relative error of an output row against the reference on the same codes, or None
+        if it was not measured.
+    remark: tells readers about a limitation of the time or the error.
+    failure: one line, if a time or an error that should be there is missing.
     """
 
     section: str
@@ -56,7 +60,7 @@ class KernelRow:
 
     @property
     def mostly_launches(self) -> bool:
-        """Return True where the same launches without any token take more than half of the time."""
+        """Return True if the same launches without any token take more than half of the time."""
         return (
             self.idle_ms is not None
             and bool(self.samples_ms)
@@ -80,8 +84,11 @@ class KernelRow:
 
     @property
     def wrong(self) -> str:
-        """Say in one line what is wrong with a row: an error that rounding does not explain, or a
-        kernel of ours that failed. "" if nothing is; what is left out has no error."""
+        """Say in one line what is wrong with a row, or "" if nothing is.
+
+        Wrong is an error that rounding does not explain, or a kernel of ours that failed. A row
+        that was left out has no error.
+        """
         if self.error is not None and not self.error <= self.most_error:
             return f"error {self.error:.1e}, at most {self.most_error:.0e} is rounding"
         return self.failure if self.arithmetic or self.section == "parity" else ""
@@ -141,7 +148,7 @@ class GpuReport(Report):
         return cls(title=title, **header(command))
 
     def resumed(self, earlier: GpuReport) -> GpuReport:
-        """Return the earlier report, to go on with here. Raise ValueError where it was begun on
+        """Return the earlier report, to go on with here. Raises ValueError if it was begun on
         another device or version."""
         for name in ("title", "device", "jax_version"):
             if getattr(self, name) != getattr(earlier, name):
@@ -184,7 +191,7 @@ class GpuReport(Report):
         return min(candidates, key=lambda other: other.median_ms, default=None)
 
     def ratio(self, row: KernelRow) -> float | None:
-        """Return the median time over that of the best bf16 candidate. They were timed one after
+        """Return the median time divided by the best bf16 candidate's. They were timed one after
         the other, not in turn."""
         best = self.best_bf16(row)
         return row.median_ms / best.median_ms if best and row.samples_ms else None
@@ -212,8 +219,8 @@ def one_line(error: BaseException) -> str:
 
 
 def is_fatal(failure: str) -> bool:
-    """Return True where an error leaves the process's GPU unusable, so that only a new process can
-    go on."""
+    """Return True if an error leaves the process's GPU unusable, so that only a new process can go
+    on."""
     return "RESOURCE_EXHAUSTED" not in failure and any(
         text in failure for text in ("CUDA_ERROR", "illegal memory", "ILLEGAL_ADDRESS")
     )

@@ -1,9 +1,9 @@
-"""Many small decode steps through the kernels, held against XLA: windows fill, blocks leave them,
-rows rest and fill up, all in one batch.
+"""Compare many small decode steps through the kernels with XLA.
 
-Each step's logits are compared with XLA's for the same tokens; at the end so is the first layer's
-cache, whose rows two programs round alike but for last bits: codes may differ where an element lies
-midway between two levels. An error that rounding does not explain ends the run with exit status 1.
+Windows fill, blocks leave them, rows rest and fill up, all in one batch. Each step's logits are
+compared with XLA's for the same tokens. At the end so is the first layer's cache. Two programs
+round its rows alike but for last bits, so codes may differ if an element lies midway between two
+levels. If rounding does not explain an error, the run ends with exit status 1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from jaxtyping import Array
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.compiling import THREADS, as_compiled, leave
-from benchmarks.gpu.decode_step import implementation_of, random_cache, random_llama
+from benchmarks.gpu.decode_step import implementation_of
 from benchmarks.gpu.kernels import progress, said_wrong
+from benchmarks.gpu.random_model import random_cache, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow, one_line
 from benchmarks.report_file import arguments
 from kvq_jax.arrays.stored import load_body
@@ -38,10 +39,10 @@ STARTS = (
     127,
     95,
     260,
-)  # tokens of each row before the first step: none; before, at and behind a block's end
+)  # tokens of each row before the first step: none, and before, at and behind a block's end
 RESTING = 2  # this row takes no token in every third step
-# what rounding may change: the share of words of codes, the relative error of floats; a wrong block
-# is a tenth
+# what rounding may change: the share of words of codes, and the relative error of floats. A wrong
+# block is a tenth.
 OTHER_STORED = 1e-2
 MODEL = "a small Llama"
 
@@ -76,15 +77,15 @@ def steps_program(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The logits [N, B, V] of each step with 0 where a row took no token, and the first layer's
-    arrays after them."""
+    """The logits [N, B, V] of each step with 0 if a row took no token, and the first layer's arrays
+    after them."""
 
     logits: np.ndarray
     stored: list[np.ndarray]
 
 
 def histories(steps: int, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens before the first step [B], tokens [N, B], which rows take one [N, B]); the
+    """Return (tokens before the first step [B], tokens [N, B], which rows take one [N, B]). The
     last row is full before the end."""
     starts = np.array([*STARTS, capacity - steps + 3], np.int32)
     tokens = np.random.default_rng(0).integers(0, 256, (steps, len(starts)), np.int32)
@@ -102,7 +103,7 @@ def filled(spec: str, config: LlamaConfig, starts: np.ndarray, capacity: int) ->
 
 
 def stored_of(cache: kvq.Cache) -> list[np.ndarray]:
-    """Return the first layer's windows and bodies; floats in fp32."""
+    """Return the first layer's windows and bodies, floats in fp32."""
     plan, state = cache.plans[0], cache.layers[0]
     bodies = [
         load_body(codec.body(1, 1, plan.regions.block), body)
@@ -115,15 +116,17 @@ def stored_of(cache: kvq.Cache) -> list[np.ndarray]:
     ]
 
 
-def compared(found: Run, wanted: Run) -> tuple[float, str]:
+def compared(kernel_run: Run, wanted: Run) -> tuple[float, str]:
     """Return (the largest relative error of a step's logits, what is wrong with the cache or "").
-    The error is NaN where one has NaN and the other has not."""
-    if not np.array_equal(np.isnan(found.logits), np.isnan(wanted.logits)):
+
+    The error is NaN if one side has NaN and the other has not.
+    """
+    if not np.array_equal(np.isnan(kernel_run.logits), np.isnan(wanted.logits)):
         return float("nan"), ""
-    one, other = (np.nan_to_num(run.logits.astype(np.float64)) for run in (found, wanted))
+    one, other = (np.nan_to_num(run.logits.astype(np.float64)) for run in (kernel_run, wanted))
     size = np.linalg.norm(other, axis=-1)
     error = float(np.max(np.linalg.norm(one - other, axis=-1)[size > 0] / size[size > 0]))
-    for i, (mine, theirs) in enumerate(zip(found.stored, wanted.stored, strict=True)):
+    for i, (mine, theirs) in enumerate(zip(kernel_run.stored, wanted.stored, strict=True)):
         if np.issubdtype(mine.dtype, np.floating):
             share = float(np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-30))
         else:
@@ -203,14 +206,14 @@ def _ran(
         return one_line(error)
 
 
-def _row(shape: Shape, spec: str, name: str, found: Run | str, wanted: Run | str) -> KernelRow:
+def _row(shape: Shape, spec: str, name: str, kernel_run: Run | str, wanted: Run | str) -> KernelRow:
     row = KernelRow("parity", MODEL, shape, spec, name)
-    for run in (found, wanted):
+    for run in (kernel_run, wanted):
         if isinstance(run, str):
             return dataclasses.replace(row, failure=run)
-    assert isinstance(found, Run)
+    assert isinstance(kernel_run, Run)
     assert isinstance(wanted, Run)
-    error, wrong = compared(found, wanted)
+    error, wrong = compared(kernel_run, wanted)
     return dataclasses.replace(row, error=error, failure=wrong)
 
 

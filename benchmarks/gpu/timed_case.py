@@ -53,8 +53,10 @@ class Compiled:
 
 
 def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
-    """Compile all that a task needs; its variants name what failed. Raise ValueError where the
-    candidate cannot serve its shape."""
+    """Compile the programs of a task. Its variants name what failed.
+
+    Raises ValueError if the candidate cannot serve its shape.
+    """
     task = make()
     copies = timing.copies(task.copy_bytes)
     needed = copies * task.copy_bytes + task.temp_bytes
@@ -99,7 +101,7 @@ def entries_of(model: str, shape: Shape, tasks: Sequence[Planned]) -> list[Entry
         blank = KernelRow(planned.section, model, shape, planned.candidate)
         try:
             task = planned.make()
-        except Exception:  # it is made again where it becomes a row that says why there is none
+        except Exception:  # made again later, for a row that says why it failed
             entries.append(Entry(blank, planned.make))
             continue
         for arithmetic, call in task.calls:
@@ -123,10 +125,10 @@ def run_entries(
     timing: Timing,
     threads: int,
     until: float = float("inf"),
-    told: Callable[[Sequence[KernelRow]], None] = lambda rows: None,
+    show: Callable[[Sequence[KernelRow]], None] = lambda rows: None,
 ) -> list[KernelRow]:
     """Add rows for each candidate to the report, save it and tell of them. Return the empty rows of
-    those that were not compiled by `until`, on the clock of time.monotonic. Raise FatalError where
+    those that were not compiled by `until`, on the clock of time.monotonic. Raises FatalError if
     only a new process can go on."""
     waiting = {entry.blank.case: entry.blank for entry in entries}
     compiling: dict[object, KernelRow] = {}
@@ -150,7 +152,7 @@ def run_entries(
             else [item(entry.blank)]
         )
         report.rows.extend(rows)
-        told(rows)
+        show(rows)
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:
             running()
             raise FatalError(fatal[0])
@@ -175,7 +177,7 @@ def _compiled_or_failure(
 
 
 def timed_rows(item: Compiled, blank: KernelRow, timing: Timing) -> list[KernelRow]:
-    """Time a task's variants and return their rows; its arrays live only here."""
+    """Time a task's variants and return their rows. Its arrays live only during this call."""
     task = item.task
     cold = timing.is_cold(task.copy_bytes)
     row = dataclasses.replace(

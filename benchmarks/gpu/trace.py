@@ -13,17 +13,12 @@ from typing import Any
 
 import jax
 
-DEVICE, STREAM = (
-    "/device:GPU",
-    "Stream",
-)  # of planes, and of the lines in them that hold what ran; other lines sum them up again
-HOST, CLIENT = (
-    "/host:CPU",
-    re.compile("tf_XLA.*Client|tf_XLAEigen"),
-)  # where a CPU's events are, which a dry run reads instead
+# names of planes, and of the lines in them that hold events. Other lines sum these up again.
+DEVICE, STREAM = "/device:GPU", "Stream"
+HOST, CLIENT = "/host:CPU", re.compile("tf_XLA.*Client|tf_XLAEigen")  # for a dry run on a CPU
 NOT_WORK = re.compile(
-    r"end:"
-    r" |ThreadpoolListener|\$|Thunk|ThunkExecutor|Execut|Wait|Tfrt|PjRt|CollectGarbage|ParseArguments"
+    r"end: |ThreadpoolListener|\$|Thunk|ThunkExecutor|Execut|Wait|Tfrt|PjRt|CollectGarbage"
+    r"|ParseArguments"
 )
 
 
@@ -48,8 +43,8 @@ def traced(call: Callable[[], Any]) -> tuple[KernelTime, ...]:
 
 
 def kernel_times(planes: Iterable[Any]) -> tuple[KernelTime, ...]:
-    """Add up the events of each kernel's name over the streams of all GPUs; where there is no GPU,
-    over the CPU's threads."""
+    """Add up the events of each kernel's name over the streams of all GPUs, or over the CPU's
+    threads if there is no GPU."""
     planes = list(planes)
     on_device = [
         line
@@ -72,10 +67,10 @@ def kernel_times(planes: Iterable[Any]) -> tuple[KernelTime, ...]:
                 name = without_number(event.name)
                 runs[name] += 1
                 nanoseconds[name] += event.duration_ns
-    found = (
+    kernels = (
         KernelTime(name, runs[name], round(total / 1e3, 3)) for name, total in nanoseconds.items()
     )
-    return tuple(sorted(found, key=lambda kernel: (-kernel.us, kernel.name)))
+    return tuple(sorted(kernels, key=lambda kernel: (-kernel.us, kernel.name)))
 
 
 def without_number(name: str) -> str:

@@ -25,7 +25,7 @@ WATCHED = (*CASES, *OTHER_CASES)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table; end with status 1 where a case breaks its limits, 2 where nothing can be
+    """Print the table. The exit status is 1 if a case breaks its limits, 2 if nothing can be
     compiled."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.machine_code",

@@ -30,7 +30,7 @@ from jax.sharding import (
 from benchmarks.machine_code.target import Target
 from benchmarks.machine_code.tools import cuda_plugin
 
-# JAX's plugin would refuse to load without cuDNN and a driver; it compiles without them
+# JAX's plugin refuses to load without cuDNN and a driver, but compiles without them
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 _OPTIONS: dict[str, Any] = {
@@ -45,8 +45,11 @@ _LAUNCH = re.compile(r"(\S+) grid: \[[^\]]*\] threads: \[[^\]]*\]\s+shared_memor
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel before ptxas. threads: of a block; shared_bytes: asked for at the launch, beside
-    what the code declares."""
+    """A kernel before ptxas.
+
+    threads: threads of a block.
+    shared_bytes: bytes asked for at the launch, beside the code's own.
+    """
 
     name: str
     ptx: str
@@ -56,9 +59,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled jitted function. compiled: has `memory_analysis()` and, as `as_text()`, the
-    optimized HLO; cannot be run. thunks: XLA's list of what the program launches, one line for
-    each. captured: the same with command buffers, which launch what is inside of them.
+    """A compiled jitted function.
+
+    compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO. It cannot be run.
+    thunks: XLA's list of launches, one line for each.
+    captured: the same with command buffers, which launch their contents.
     """
 
     compiled: jax.stages.Compiled
@@ -67,8 +72,8 @@ class Program:
     captured: str
 
     def kernel(self, pattern: str) -> Kernel:
-        """Return the one kernel whose whole name matches the regular expression. Raise ValueError
-        where there is none or more than one."""
+        """Return the one kernel whose whole name matches the regular expression. Raises ValueError
+        if there is none or more than one."""
         matching = [
             kernel for name, kernel in sorted(self.kernels.items()) if re.fullmatch(pattern, name)
         ]
@@ -90,12 +95,16 @@ def mesh_of(target: Target, sizes: dict[str, int]) -> Mesh:
 def compile_for(
     target: Target, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Program:
-    """Return the program of `function` on a `target`, for arguments given as trees of
-    jax.ShapeDtypeStruct. Nothing is run.
+    """Return the program of `function` on a `target`. Nothing is run.
 
-    Where any of them lie on a mesh (`mesh_of`), all must; else they go to one device.
-    function: plain, or jitted (its donations and static arguments are kept).
-    Raise RuntimeError where JAX's CUDA plugin is missing, or where XLA wrote no PTX.
+    If any argument lies on a mesh (`mesh_of`), all must. Otherwise they go to one device.
+
+    Args:
+        target: the GPU.
+        function: plain, or jitted (its donations and static arguments are kept).
+        arguments: trees of jax.ShapeDtypeStruct.
+
+    Raises RuntimeError if JAX's CUDA plugin is missing or XLA wrote no PTX.
     """
     if all(getattr(x, "sharding", None) is None for x in jax.tree.leaves(arguments)):
         sharding = NamedSharding(mesh_of(target, {"device": 1}), PartitionSpec())

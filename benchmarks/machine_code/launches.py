@@ -1,14 +1,13 @@
-"""What a layer of a decode step launches on a GPU: compiled for one that this machine does not
-have, read from XLA's list of thunks.
+"""Count the launches of a layer of a decode step, compiled for a GPU that need not be here.
 
     python -m benchmarks.machine_code.launches --json benchmarks/results/launches_jax_0_10.json
-    python -m benchmarks.machine_code.launches --case kivi --points 32768:16       a few of the cases, on the terminal
+    python -m benchmarks.machine_code.launches --case kivi --points 32768:16
 
-A layer ends with its attention kernel, with the last one where heads come in groups. Loops count as
-often as their bodies run, a branch as its longer side. Times are estimates: NODE_US for each
-launch, and the bytes of the cache at the bandwidth that a copy reaches. Rows that the file has of
-the same commit are kept, so a run that was cut short goes on, and one of some cases adds to
-another's. Needs the extra `aot`.
+The counts are read from XLA's list of thunks. A layer ends with its attention kernel, or with the
+last one if heads come in groups. Loops count as often as their bodies run, a branch as its longer
+side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that
+a copy reaches. Rows in the file from the same commit are kept, so a run that was cut short goes on,
+and a run of some cases adds to another's. Needs the extra `aot`.
 """
 
 from __future__ import annotations
@@ -75,8 +74,10 @@ class Thunk:
     inside: dict[str, list[Thunk]] = dataclasses.field(default_factory=dict)
 
     def launches(self, trips: int) -> Iterator[str]:
-        """Yield the name of each launch; a loop runs `trips` times. ValueError for a kind that is
-        neither a launch nor holds others."""
+        """Yield the name of each launch. A loop runs `trips` times.
+
+        Raises ValueError for a kind that is no launch and holds no others.
+        """
         if self.kind == "kWhile":
             for _ in range(trips):
                 yield from (
@@ -105,12 +106,12 @@ class Thunk:
 
 
 def thunks(text: str) -> list[Thunk]:
-    """Return the list of a dump. Raise ValueError for a line of another form."""
+    """Return the list of a dump. Raises ValueError for a line of another form."""
     top: list[Thunk] = []
     lists, latest = (
         {0: top},
         dict[int, Thunk](),
-    )  # by indentation: where a thunk belongs, and the last one
+    )  # by indentation: the list of a thunk, and the last one
     opened: tuple[int, list[Thunk]] | None = None  # a section whose first thunk is still to come
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -132,9 +133,12 @@ def thunks(text: str) -> list[Thunk]:
 
 
 def of_a_layer(top: list[Thunk]) -> list[Thunk]:
-    """Return the thunks after the attention kernels of the last but one layer up to those of the
-    last, of which each layer has equally many: one for each group of heads. Raise ValueError where
-    it has not."""
+    """Return the thunks after the attention kernels of the last but one layer, up to and with the
+    last one's.
+
+    Every layer must have equally many attention kernels, one for each group of heads. Raises
+    ValueError otherwise.
+    """
     places = [i for i, thunk in enumerate(top) if thunk.name.startswith(KERNEL)]
     each, rest = divmod(len(places), LAYERS)
     if not each or rest:
@@ -146,7 +150,7 @@ def of_a_layer(top: list[Thunk]) -> list[Thunk]:
 
 def captured(text: str) -> tuple[int, int]:
     """Return (command buffers, launches in none) of the list in which XLA has put launches into
-    command buffers. Raise ValueError where it is empty."""
+    command buffers. Raises ValueError if it is empty."""
     kinds = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
     if not kinds:
         raise ValueError("XLA wrote no list of thunks with command buffers")
@@ -167,10 +171,14 @@ def limit_us(spec: str, batch: int, tokens: int, target: Target = H200) -> float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """The launches of a layer. launches: their number by name; loops, branches: thunks of these
-    kinds, which some versions of XLA capture in no command buffer; limit_us: the bytes of the
-    layer's cache at the target's copy bandwidth; graphs: command buffers of the whole step;
-    outside: its launches in none."""
+    """The launches of a layer.
+
+    launches: their number by name.
+    loops, branches: thunks of these kinds, which some versions of XLA capture in no command buffer.
+    limit_us: the bytes of the layer's cache at the target's copy bandwidth.
+    graphs: command buffers of the whole step.
+    outside: its launches in no command buffer.
+    """
 
     spec: str
     target: str
@@ -195,7 +203,8 @@ class Row:
 
     @property
     def over_limit(self) -> float:
-        """Return the estimated time of what is not a projection, over that of the cache's bytes."""
+        """Return the estimated time of all launches but projections, divided by the time of reading
+        the cache."""
         return over_limit(self.beside, self.limit_us)
 
     @property
@@ -298,14 +307,8 @@ def page(report: LaunchReport, file: pathlib.Path) -> str:
         + ", ".join(_counted(row.launches))
         for row in report.rows
     ]
-    return "\n\n".join(
-        [
-            *head(report, file, said),
-            table(HEADER, map(line, report.rows)),
-            "## What they are",
-            *names,
-        ]
-    )
+    rows = table(HEADER, map(line, report.rows))
+    return "\n\n".join([*head(report, file, said), rows, "## What they are", *names])
 
 
 def _counted(launches: dict[str, int]) -> Iterator[str]:
@@ -313,8 +316,10 @@ def _counted(launches: dict[str, int]) -> Iterator[str]:
 
 
 def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this
-    form."""
+    """Return (tokens, batch) of each TOKENS:BATCH.
+
+    Raises ValueError for another form.
+    """
     if wrong := next(
         (text for text in texts if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text)), None
     ):

@@ -1,9 +1,9 @@
-"""More kernels whose machine code is watched: keys in polar form or in long groups, the fused
-quantizer where groups run over channels.
+"""More kernels whose machine code is watched: polar or long groups of keys, the fused quantizer.
 
-Where they run over tokens the quantizer passes over a group two times, or three where entries are
-not finite, in loops of a few tokens: no one loop is the kernel, and which of them run is in the
-data. tests/aot/test_other_kernels.py caps its registers.
+The quantizer is watched if its groups run over channels. If they run over tokens, it passes over a
+group two times, or three if entries are not finite, in loops of a few tokens. Then no single loop
+is the kernel, and the data decides which loops run. tests/aot/test_other_kernels.py caps its
+registers.
 """
 
 from __future__ import annotations
@@ -17,24 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.machine_code.cases import (
-    BATCH,
-    GROUP,
-    KV_HEADS,
-    OUTER,
-    TOKENS,
-    Case,
-    Limits,
-    attention_case,
-)
+from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
+from benchmarks.machine_code.cases import OUTER, attention_case
 from benchmarks.machine_code.compile import compile_for
+from benchmarks.machine_code.limits import Limits
 from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.sass import Function, Loop, loops
 from benchmarks.machine_code.target import Target
 from kvq_jax.arrays import grouped_array, polar_array
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
 from kvq_jax.arrays.polar_array import PolarFormat
-from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
 from kvq_jax.codecs.kernel_readers import polar as polar_reader
 from pallas_kernels.decode_attention.kernel import decode_attention
@@ -55,8 +47,11 @@ def _polar(
     value_bits: int | None = None,
     **limits: Any,
 ) -> Case:
-    """Return attention to keys in polar form, tuned as it runs. size: tokens of a group.
-    value_bits: KIVI's; None: full precision."""
+    """Return attention to keys in polar form, tuned as it runs.
+
+    size: tokens of a group.
+    value_bits: bits of KIVI's values, or None for full precision.
+    """
     format = PolarFormat(angle, radius, channels, size, size)
     keys = polar_reader(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
     if value_bits is None:
@@ -66,7 +61,7 @@ def _polar(
         )
     else:
         v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
-        values = grouped(GroupedCodec("v", v_format))
+        values = grouped(v_format)
         v_stored = [
             leaf.struct
             for leaf in jax.tree.leaves(grouped_array.specs(v_format, BATCH, KV_HEADS, TOKENS))
@@ -108,13 +103,16 @@ def _polar(
 
 @dataclasses.dataclass(frozen=True)
 class WholeKernel(Case):
-    """A kernel without a loop. Counted is the shortest way through it, which is that of finite
-    entries: others take longer branches. elements_per_iteration: elements that a block reads."""
+    """A kernel without a loop.
+
+    Its count is the shortest way through it, the way of finite entries: others take longer
+    branches. elements_per_iteration: elements that a block reads.
+    """
 
     mma_columns: int | None = None
 
     def measure(self, target: Target) -> KernelReport:
-        """Compile and measure the kernel. Raise ValueError where it has a loop."""
+        """Compile and measure the kernel. Raises ValueError if it has a loop."""
         function, arguments = self.build()
         kernel = compile_for(target, function, arguments).kernel(self.kernel)
         elements, bits = self.elements_per_iteration, self.stored_bits
@@ -129,7 +127,7 @@ class WholeKernel(Case):
 
 
 def straight(function: Function) -> Loop:
-    """Return the shortest way through a kernel. Raise ValueError where it has a loop."""
+    """Return the shortest way through a kernel. Raises ValueError if it has a loop."""
     if inside := loops(function):
         raise ValueError(
             f"{function.name} has {len(inside)} loops: an instruction may run more than once"
@@ -165,7 +163,7 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
     those moved: element read, code written."""
     channels, tokens = 128, 1024
     format = GroupFormat(bits, scheme, "channels", 32, channels, SPAN)
-    reader = grouped(GroupedCodec("k", format))
+    reader = grouped(format)
     assert isinstance(reader, GroupedReader), reader
     rows = jax.ShapeDtypeStruct((2, KV_HEADS, tokens, channels), jnp.bfloat16)
     moved = 16 + format.code_bits + (2 if format.stores_zero else 1) * 16 / 32
@@ -211,7 +209,7 @@ def _limits(instructions: float, alu: float, share: float, spill_bytes: int = 64
     }
 
 
-# Caps are 8 % above what was counted, as those of cases.py.
+# Caps are 8 % above the counts, as in cases.py.
 OTHER_CASES: tuple[Case, ...] = (
     _polar(4, 4, 128, "asm", **_limits(4.18, 1.05, 1.0)),
     _polar(4, 4, 128, "jnp", **_limits(10.68, 1.7, 0.81)),

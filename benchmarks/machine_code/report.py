@@ -134,11 +134,11 @@ class KernelReport:
 
 
 def named_by_spec(name: str) -> str:
-    """Return the name of a kernel with the spec of its cache in place of the bits of a code; the
-    name itself where no spec asks for it.
+    """Return the name of a kernel with the spec of its cache instead of the bits of a code, or the
+    name itself if no spec asks for this kernel.
 
     Codes of InnerQ's symmetric and hybrid groups hold a sign that `bits` leaves out: 2-bit
-    symmetric codes are those of bits=1.
+    symmetric codes belong to bits=1.
     """
     named = _CACHE.search(name)
     if named is None:
@@ -156,7 +156,8 @@ def named_by_spec(name: str) -> str:
         kvq.parse(spec)
     except ValueError:
         return name
-    return f"{name[: named.start()]}{'quantize, ' if kind == 'quantize' else ''}`{spec}`{name[named.end() :]}"
+    kind = "quantize, " if kind == "quantize" else ""
+    return f"{name[: named.start()]}{kind}`{spec}`{name[named.end() :]}"
 
 
 _CACHE = re.compile(

@@ -25,8 +25,8 @@ _TARGET = re.compile(r"`\((\.L\w+)\)")
 _MMA_SHAPE = re.compile(r"(?:HMMA|IMMA|BMMA|DMMA)(?:\.SP)?\.(8|16)(8)(4|8|16|32|64)(?:\.|$)")
 _WGMMA_SHAPE = re.compile(r"[HIQB]GMMA(?:\.SP)?\.(\d+)x(\d+)x(\d+)")
 
-# Classes by opcode without its modifiers; an opcode of the uniform datapath (UIADD3) belongs where
-# its twin does (IADD3).
+# Classes by opcode without its modifiers. An opcode of the uniform datapath (UIADD3) belongs to the
+# class of its twin (IADD3).
 _OPCODES = {
     "int": (
         "LOP LOP3 SHF SHL SHR PRMT BFE BFI SGXT BMSK LEA IADD IADD3 IADD32I IMAD IMAD32I IMUL IDP"
@@ -76,13 +76,13 @@ class Instruction:
 
     @property
     def is_plain_load(self) -> bool:
-        """Return True for a load of global memory into a register, which something waits for;
+        """Return True for a load of global memory into a register, for which something waits.
         LDGSTS goes to shared memory on its own."""
         return self.base in ("LDG", "LD")
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one warp, for a matrix instruction; else 0."""
+        """Return the multiply-adds of one warp for a matrix instruction, 0 for others."""
         if match := _MMA_SHAPE.match(self.opcode):
             m, n, k = map(int, match.groups())
             return m * n * k
@@ -101,7 +101,7 @@ class Function:
     labels: dict[str, int]
 
     def successors(self, index: int) -> tuple[int, ...]:
-        """Return the places where control can go after an instruction of this index."""
+        """Return the places to which control can go after an instruction of this index."""
         instruction, following = self.instructions[index], index + 1
         nexts = [following] if following < len(self.instructions) else []
         conditional = _PREDICATE.match(instruction.text) is not None
@@ -140,8 +140,11 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """The result of ptxas for a kernel. spill_bytes: stores and loads together; shared_bytes: what
-    the code itself declares."""
+    """The result of ptxas for a kernel.
+
+    spill_bytes: stores and loads together.
+    shared_bytes: bytes that the code itself declares.
+    """
 
     registers: int
     spill_bytes: int
@@ -150,8 +153,8 @@ class Assembly:
 
 
 def assemble(ptx: str, name: str, architecture: str) -> Assembly:
-    """Assemble the kernel `name` of a PTX text and disassemble the result. Raise RuntimeError where
-    a tool is missing or fails."""
+    """Assemble the kernel `name` of a PTX text and disassemble the result. Raises RuntimeError if a
+    tool is missing or fails."""
     with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
         source, binary = pathlib.Path(folder) / "kernel.ptx", pathlib.Path(folder) / "kernel.cubin"
         source.write_text(ptx, encoding="utf-8")
@@ -202,7 +205,7 @@ def functions(listing: str) -> dict[str, Function]:
 
 
 def loops(function: Function) -> tuple[Loop, ...]:
-    """Return the loops that can be reached, by address; those of one header are one loop."""
+    """Return the loops that can be reached, by address. Loops with the same header are one loop."""
     blocks, edges = _blocks(function)
     dominators = _dominators(edges)
     sources: dict[int, set[int]] = collections.defaultdict(set)
@@ -223,12 +226,13 @@ def loops(function: Function) -> tuple[Loop, ...]:
 
 
 def main_loop(function: Function) -> Loop:
-    """Return the loop where a kernel spends its time: of the innermost loops with matrix
-    instructions the one that computes most, and of equals the shortest (a loop's copy that masks
-    its last tokens is longer). Without matrix instructions it is the longest of the innermost
-    loops.
+    """Return the loop in which a kernel spends its time.
 
-    Raise ValueError for a kernel without a loop.
+    Of the innermost loops with matrix instructions, it is the one that computes most, and of equals
+    the shortest (a loop's copy that masks its last tokens is longer). Without matrix instructions
+    it is the longest of the innermost loops.
+
+    Raises ValueError for a kernel without a loop.
     """
     candidates = loops(function)
     if not candidates:
@@ -251,8 +255,8 @@ def unknown_opcodes(instructions: Iterable[Instruction]) -> dict[str, int]:
 
 
 def _blocks(function: Function) -> tuple[dict[int, range], dict[int, set[int]]]:
-    """Return the basic blocks reachable from the first instruction, and the edges between them; a
-    block is named by its first index."""
+    """Return the basic blocks reachable from the first instruction, named by their first index, and
+    the edges between them."""
     size = len(function.instructions)
     starts = {0} | {index for index in function.labels.values() if index < size}
     starts |= {index + 1 for index in range(size - 1) if function.successors(index) != (index + 1,)}

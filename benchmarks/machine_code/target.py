@@ -17,10 +17,11 @@ SHARED_BYTES_OF_A_BLOCK = 1024  # what the system keeps in shared memory for eac
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One GPU. Clocks in GHz, memory in bytes, bandwidths in bytes/s.
+    """One GPU. Clocks are in GHz, memory in bytes, bandwidths in bytes/s.
 
-    sustained_clock: under load, for the budget; boost_clock: what the driver reports, for XLA.
-    copy_bandwidth: what a copy reaches, the limit that a kernel is held against.
+    sustained_clock: clock under load, for the budget.
+    boost_clock: clock that the driver reports, for XLA.
+    copy_bandwidth: bandwidth that a copy reaches, the limit for kernels.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Find the packages of the extra `aot`; one error names what is missing."""
+"""Find the packages of the extra `aot`. One error names all missing ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTALL = 'pip install "kvq-jax[aot]" (the extra `aot`)'
 
 def find_tool(name: str) -> pathlib.Path:
     """Find `ptxas` or `nvdisasm`: in NVIDIA's Python packages, whose versions are known, or else on
-    PATH. Raise RuntimeError if absent."""
+    PATH. Raises RuntimeError if absent."""
     nvidia = _spec("nvidia")
     for folder in (nvidia.submodule_search_locations or ()) if nvidia else ():
         if place := sorted(pathlib.Path(folder).glob(f"*/bin/{name}")):
@@ -26,8 +26,8 @@ def find_tool(name: str) -> pathlib.Path:
 
 
 def cuda_plugin() -> str:
-    """Return the module of JAX's CUDA plugin, which compiles without a GPU too. Raise RuntimeError
-    where there is none."""
+    """Return the module of JAX's CUDA plugin, which compiles without a GPU too. Raises RuntimeError
+    if there is none."""
     for name in CUDA_PLUGINS:
         if _spec(name):
             return name
@@ -35,7 +35,7 @@ def cuda_plugin() -> str:
 
 
 def missing() -> str:
-    """Name what this package needs and is not installed; empty where nothing is missing."""
+    """Name what this package needs and is not installed, or empty if nothing is missing."""
     try:
         cuda_plugin()
         for name in ("ptxas", "nvdisasm"):
@@ -46,7 +46,7 @@ def missing() -> str:
 
 
 def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a tool to its end. Raise RuntimeError with its output where it fails."""
+    """Run a tool to its end. Raises RuntimeError with its output if it fails."""
     done = subprocess.run([str(find_tool(name)), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(

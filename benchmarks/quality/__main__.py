@@ -1,31 +1,35 @@
-"""Measure a model's predictions through the real cache: the papers' tables and others, on one text.
+"""Measure a model's predictions through the real cache: all methods at equal bits, on one text.
 
-Every cache that needs a calibration gets one, from samples of another text. With --stressed,
-papers' tables run on two more variants of the model as well, with the same full-precision outputs
-and outliers in keys or in values. A run that is stopped goes on where it was when the same command
-is given again. Numbers in benchmarks/results come from the JSON.
+Caches that learn are calibrated on samples of another text. If a run is stopped, the same command
+continues it. Papers' own tables: `python -m laboratory.quality`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.quality.bench import add_arguments, run
+from benchmarks.quality.comparison import Suite
 from benchmarks.quality.suites import SUITES
 
+Suites = Mapping[str, Callable[[], Suite]]
 
-def argument_parser() -> argparse.ArgumentParser:
+
+def argument_parser(
+    suites: Suites = SUITES,
+    module: str = "benchmarks.quality",
+    documentation: str | None = __doc__,
+) -> argparse.ArgumentParser:
+    """Return the parser of `python -m MODULE SUITE`."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality",
-        description=(__doc__ or "").partition("\n")[0],
+        prog=f"python -m {module}",
+        description=(documentation or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("suite", choices=tuple(SUITES), help="the comparisons")
+    parser.set_defaults(module=module, stressed=False)
+    parser.add_argument("suite", choices=tuple(suites), help="the comparisons")
     add_arguments(parser)
-    parser.add_argument(
-        "--stressed", action="store_true", help="measure the variants with outliers as well"
-    )
     parser.add_argument(
         "--no-fake", action="store_true", help="leave out what papers simulate in one pass"
     )
@@ -33,14 +37,18 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser()
+def run_suite(parser: argparse.ArgumentParser, suites: Suites, argv: Sequence[str] | None) -> None:
+    """Measure the suite that the command names. Errors of the input are one line, exit code 2."""
     options = parser.parse_args(argv)
     try:
-        run(SUITES[options.suite](), options)
+        run(suites[options.suite](), options)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     print(options.json)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_suite(argument_parser(), SUITES, argv)
 
 
 if __name__ == "__main__":

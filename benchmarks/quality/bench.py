@@ -1,5 +1,7 @@
-"""Run the comparisons of a suite: every cache read as a model that decodes reads it, calibrated
-where it must be, on every variant."""
+"""Run the comparisons of a suite: every cache is read as a decoding model reads it.
+
+Caches that learn are calibrated, on every variant of the model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,9 +21,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.comparison import PLAIN, VARIANTS, Comparison, Entry, Suite
+from benchmarks.quality.comparison import PLAIN, Comparison, Entry, Suite
+from benchmarks.quality.model_names import add_model, model_words, shown
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
-from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory
@@ -30,7 +32,6 @@ from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_tools.evaluation import RowQuality, measure_rows
 from kvq_tools.evaluation.journal import Journal
-from kvq_tools.evaluation.stress import stressed
 
 TEXTS = "text", "calibration_text", "other_calibration_text"
 SIZES = "windows", "window", "prompt", "samples", "length"
@@ -94,12 +95,17 @@ class Wanted(NamedTuple):
 
 
 class Bench:
-    """The model, its variants and texts, and what was calibrated and measured so far; neither is
-    done again."""
+    """The model, its variants and texts, and the calibrations and measurements so far. None is made
+    twice."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        variants: Mapping[str, Callable[[Llama], Llama]] | None = None,
+    ):
         plain, self.tokenizer = load_llama(options.model, dtype="float32")
-        self.variants: dict[str, Llama] = {PLAIN: plain}
+        self.models: dict[str, Llama] = {PLAIN: plain}
+        self.variants = variants or {}
         self.name = f"{shown(options.model)}, {_heads(plain)}"
         self.options = options
         self.work = options.work or options.json.with_name(f"{options.json.stem}.unfinished")
@@ -137,11 +143,9 @@ class Bench:
         )
 
     def model(self, variant: str) -> Llama:
-        if variant not in self.variants:
-            stress = VARIANTS[variant]
-            assert stress is not None
-            self.variants[variant] = stressed(self.variants[PLAIN], stress)
-        return self.variants[variant]
+        if variant not in self.models:
+            self.models[variant] = self.variants[variant](self.models[PLAIN])
+        return self.models[variant]
 
     def prepared(self, wanted: Wanted) -> tuple[Llama, str]:
         """Return the variant with the parameters that the cache needs, and the cache with what its
@@ -177,12 +181,12 @@ class Bench:
                 self._measure_together(remaining[at : at + TOGETHER])
 
     def _measure_together(self, wanted: Sequence[Wanted]) -> None:
-        """Measure caches of one variant that are run alike, beside one full-precision model; their
+        """Measure caches of one variant that are run alike, beside one full-precision model. Their
         rows go into the journal."""
         candidates = [self.prepared(one) for one in wanted]
         mode = "fake" if wanted[0].fake else "decode"
-        found = measure_rows(candidates, self.rows, prompt=self.options.prompt, mode=mode)
-        for (model, cache), one, quality in zip(candidates, wanted, found, strict=True):
+        qualities = measure_rows(candidates, self.rows, prompt=self.options.prompt, mode=mode)
+        for (model, cache), one, quality in zip(candidates, wanted, qualities, strict=True):
             measured = _measured(cache, model, quality, self.options.window)
             self.journal.add(one.key, dataclasses.asdict(measured))
             print(_progress(one, measured), file=sys.stderr, flush=True)
@@ -208,11 +212,12 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
         raise ValueError(
             "a table of this suite compares calibration texts: give --other-calibration-text"
         )
-    bench = Bench(options)
+    variants = suite.variants if options.stressed else {}
+    bench = Bench(options, variants)
     places = [
         place
         for comparison in chosen
-        for place in _places(comparison, options.stressed, not options.no_fake)
+        for place in _places(comparison, (PLAIN, *variants), not options.no_fake)
     ]
     bench.measure(w for _, _, w in places)
     rows = []
@@ -240,10 +245,10 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
 
 
 def _places(
-    comparison: Comparison, with_variants: bool, with_fakes: bool
+    comparison: Comparison, variants: Sequence[str], with_fakes: bool
 ) -> Iterator[tuple[Comparison, Entry, Wanted]]:
     """Yield what has to be measured for each entry of a table."""
-    for variant in VARIANTS if comparison.stressed and with_variants else (PLAIN,):
+    for variant in variants if comparison.stressed else (PLAIN,):
         for entry, fake in itertools.product(
             comparison.entries, (False, True) if comparison.fake and with_fakes else (False,)
         ):
@@ -254,8 +259,8 @@ def _places(
             )
 
 
-def _run_alike(wanted: Wanted) -> tuple[int, bool]:
-    return list(VARIANTS).index(wanted.variant), wanted.fake
+def _run_alike(wanted: Wanted) -> tuple[bool, str, bool]:
+    return wanted.variant != PLAIN, wanted.variant, wanted.fake
 
 
 def _measured(cache: str, llama: Llama, quality: RowQuality, window: int) -> Measured:
@@ -293,14 +298,14 @@ def _heads(llama: Llama) -> str:
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """Return the command's words for the arguments of `add_arguments`; files by their names, which
-    tell nothing of a machine."""
-    given = {name.replace("_", "-"): getattr(options, name) for name in (*TEXTS, *SIZES, "json")}
+    """Return the command's words for the arguments of `add_arguments`. Files have their names,
+    without a machine's folders."""
+    values = {name.replace("_", "-"): getattr(options, name) for name in (*TEXTS, *SIZES, "json")}
     return [
         *model_words(options.model),
         *(
             f"--{name} {getattr(value, 'name', value)}"
-            for name, value in given.items()
+            for name, value in values.items()
             if value is not None
         ),
     ]
@@ -311,4 +316,4 @@ def _command(options: argparse.Namespace) -> list[str]:
     chosen = [
         f"--{name.replace('_', '-')}" for name in ("stressed", "no_fake") if getattr(options, name)
     ]
-    return ["benchmarks.quality", options.suite, *words_of(options), *chosen, *only]
+    return [options.module, options.suite, *words_of(options), *chosen, *only]

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from kvq_tools.evaluation.stress import Outliers, Stress
+from kvq_models import Llama
 
-PLAIN = "as it is"
-OUTLIERS = Outliers(
-    channels=4, factor=12
-)  # no power of two: scales would take that up, and codes stay as they are
-VARIANTS = {  # of a model, with the same outputs as long as the cache is exact
-    PLAIN: None,
-    "key outliers": Stress(key_outliers=OUTLIERS),
-    "value outliers": Stress(value_outliers=OUTLIERS),
-}
+PLAIN = "as it is"  # the variant that is the model itself
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One cache. cells name its line, as the paper does; column is where in the line it stands, in
-    grids of two settings; other_text: it is calibrated on the other calibration text."""
+    """One cache of a table.
+
+    cells: name the line, as the paper does.
+    column: place in the line, in a grid of two settings.
+    other_text: calibrate on the other calibration text.
+    """
 
     cells: tuple[str, ...]
     cache: str
@@ -31,10 +27,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A table. heads name the cells. against: the cells of the line that the others are compared
-    with, or (). With `stressed` it is run on all variants of the model where a run asks for them,
-    else on the model as it is. With `fake` every token is quantized in one pass as well (`kvq eval
-    --mode fake`), as the paper's own simulation does."""
+    """A table.
+
+    heads: name the cells.
+    against: cells of the line that the others are compared with, or ().
+    stressed: measure on all variants of the suite if the run asks for them.
+    fake: also quantize every token in one pass (`kvq eval --mode fake`), as papers simulate.
+    """
 
     title: str
     heads: tuple[str, ...]
@@ -46,10 +45,14 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Comparisons that one command runs."""
+    """Comparisons that one command runs.
+
+    variants: make other models with the same outputs as long as the cache is exact.
+    """
 
     title: str
     comparisons: tuple[Comparison, ...]
+    variants: Mapping[str, Callable[[Llama], Llama]] = dataclasses.field(default_factory=dict)
 
 
 def listed(
@@ -60,8 +63,10 @@ def listed(
     stressed: bool = False,
     fake: bool = False,
 ) -> Comparison:
-    """Return a table whose lines are named by one cell; a line that is given again is left out.
-    against: the name of the line that the others are compared with."""
+    """Return a table whose lines are named by one cell. Repeated lines are dropped.
+
+    against: name of the line that the others are compared with.
+    """
     entries = tuple(Entry((name,), cache) for name, cache in dict.fromkeys(named))
     return Comparison(title, ("cache",), entries, (against,) if against else (), stressed, fake)
 
@@ -69,7 +74,7 @@ def listed(
 def swept(
     title: str, head: str, lines: Iterable[tuple[str, Iterable[tuple[str, str]]]]
 ) -> Comparison:
-    """Return a grid: for each line, (column, cache) pairs. On all variants."""
+    """Return a grid with (column, cache) pairs for each line, measured on all variants."""
 
     def entries() -> Iterator[Entry]:
         for name, cells in lines:

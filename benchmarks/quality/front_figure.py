@@ -1,5 +1,8 @@
-"""Draws a report of the suite `waterfill`: KL over stored bits, a line for each method, with
-intervals; a PNG beside the JSON file."""
+"""Draw a report of the suite `waterfill`: KL over stored bits, a line for each method, with
+intervals.
+
+The PNG lies beside the JSON file.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ WIDTH, HEIGHT = 10, 6.5  # inches
 
 
 def draw(report: QualityReport) -> Any:
-    """A figure: stored bits of a body element to the right, KL upwards; whiskers are 95 %
-    intervals."""
+    """Draw a figure with stored bits of a body element to the right and KL upwards. Whiskers are 95
+    % intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")

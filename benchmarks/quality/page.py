@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+import kvq_jax as kvq
 from benchmarks.markdown import bracket, head, table, with_interval
-from benchmarks.quality.comparison import PLAIN, VARIANTS
+from benchmarks.quality.comparison import PLAIN
 from benchmarks.quality.report import QualityReport, QualityRow
 
 NO_ERROR = 1e-6  # a KL below this is rounding
 SIZES = ("spec", "stored bits", "cache KiB")
 
 
-def page(report: QualityReport, file: pathlib.Path) -> str:
-    """Render the page of a suite. A picture of the same name is shown where there is one."""
-    parts = head(report, file, *_said(report))
+def page(
+    report: QualityReport, file: pathlib.Path, variants: Mapping[str, str] | None = None
+) -> str:
+    """Render the page of a suite, with the picture of the same name if there is one.
+
+    variants: describes each variant of the model.
+    """
+    parts = head(report, file, *_said(report, variants or {}))
     picture = file.with_suffix(".png")
     if picture.exists():
         parts.append(f"![{report.title}]({picture.name})")
@@ -25,7 +31,7 @@ def page(report: QualityReport, file: pathlib.Path) -> str:
     return "\n\n".join(parts)
 
 
-def _said(report: QualityReport) -> list[str]:
+def _said(report: QualityReport, variants: Mapping[str, str]) -> list[str]:
     said = [
         f"Model: {report.model}. Windows of {report.window} tokens of {report.text.name} are scored"
         f" through the cache, {report.rows[0].tokens} tokens in all."
@@ -39,8 +45,15 @@ def _said(report: QualityReport) -> list[str]:
     )
     if report.rows[0].window_kl:
         said.append(
-            f"Brackets hold 95 % intervals: bootstrap over the {len(report.rows[0].window_kl)}"
-            " windows, the ratios of two caches with the same draws."
+            f"Brackets hold 95 % intervals over the {len(report.rows[0].window_kl)} windows: t"
+            " intervals of the logs of their KL and of their perplexities. A ratio of two caches is"
+            " the geometric mean of the ratios on the same windows, with its paired t interval."
+        )
+    if any(kvq.parse(row.cache).recent == 0 and row.kl > NO_ERROR for row in report.rows):
+        said.append(
+            "Rows with `recent=0` quantize the newest tokens as well and do not recompute to their"
+            " digits on another commit or processor: means move by a few percent, single windows by"
+            " up to 8."
         )
     if any(row.fake for row in report.rows):
         said.append(
@@ -50,11 +63,13 @@ def _said(report: QualityReport) -> list[str]:
     if commits := report.commits():
         said.append(f"Code: {', '.join(commits)}.")
     if stresses := [
-        f"{v}: {s}" for v, s in _stresses().items() if any(row.variant == v for row in report.rows)
+        f"{v}: {words}"
+        for v, words in variants.items()
+        if any(row.variant == v for row in report.rows)
     ]:
         said.append(
-            "Beside the model as it is stand variants with the same exact outputs, made as `kvq"
-            f" stress` makes them: {'; '.join(stresses)}. Their cells, and those of grids, are"
+            "Beside the model as it is stand variants with the same exact outputs, made by"
+            f" laboratory/stress.py: {'; '.join(stresses)}. Their cells, and those of grids, are"
             " perplexity (KL to exact)."
         )
     other = report.other_calibration_text
@@ -65,25 +80,6 @@ def _said(report: QualityReport) -> list[str]:
             f"{'' if other is None else f'; the other text is {other.name}'}."
         )
     return said
-
-
-def _stresses() -> dict[str, str]:
-    found = {}
-    for name, stress in VARIANTS.items():
-        kinds = (
-            ()
-            if stress is None
-            else (
-                ("key", "RoPE pairs", stress.key_outliers),
-                ("value", "channels", stress.value_outliers),
-            )
-        )
-        for kind, what, outliers in kinds:
-            if outliers is not None:
-                found[name] = (
-                    f"{outliers.channels} {what} of each head's {kind}s times {outliers.factor:g}"
-                )
-    return found
 
 
 def _tables(report: QualityReport, title: str) -> list[str]:
@@ -140,27 +136,27 @@ def _fake(row: QualityRow | None) -> str:
 
 
 def _ratio(row: QualityRow, against: QualityRow) -> str:
-    """Render this KL over another cache's, with its interval; nothing for that cache itself and for
-    caches without an error."""
-    interval = row.kl_ratio(against)
-    if row.cells == against.cells or math.isnan(interval.low) or row.kl < NO_ERROR:
+    """Render the ratio of this KL to another cache's, with its interval; nothing for that cache
+    itself and for caches without an error."""
+    ratio = row.kl_ratio(against)
+    if row.cells == against.cells or math.isnan(ratio.interval.low) or row.kl < NO_ERROR:
         return ""
-    return with_interval(row.kl / against.kl, interval, ".2f")
+    return with_interval(*ratio, ".2f")
 
 
 def _side_by_side(rows: list[QualityRow], variants: list[str]) -> Iterable[tuple[str, ...]]:
-    found = {(row.cells, row.variant): row for row in rows}
+    row_of = {(row.cells, row.variant): row for row in rows}
     for cells in dict.fromkeys(row.cells for row in rows):
-        first = found[cells, variants[0]]
+        first = row_of[cells, variants[0]]
         sizes = f"`{first.cache}`", f"{first.stored_bits:.2f}", f"{first.cache_bytes / 1024:.0f}"
-        yield (*cells, *sizes, *(_cell(found[cells, variant]) for variant in variants))
+        yield (*cells, *sizes, *(_cell(row_of[cells, variant]) for variant in variants))
 
 
 def _grid(heads: tuple[str, ...], rows: list[QualityRow], variant: str) -> str:
     columns = list(dict.fromkeys(row.column for row in rows))
-    found = {(row.cells, row.column): row for row in rows}
+    row_of = {(row.cells, row.column): row for row in rows}
     lines = (
-        (*cells, *(_cell(found[cells, column]) for column in columns))
+        (*cells, *(_cell(row_of[cells, column]) for column in columns))
         for cells in dict.fromkeys(row.cells for row in rows)
     )
     return table((f"{variant}: {', '.join(heads)}", *columns), lines)

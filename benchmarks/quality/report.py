@@ -5,18 +5,29 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.quality.comparison import PLAIN
-from benchmarks.quality.intervals import Interval, mean_interval, ratio_interval
+from benchmarks.quality.intervals import (
+    Estimate,
+    Interval,
+    kl_interval,
+    mean_interval,
+    paired_ratio,
+)
 from benchmarks.report_file import Report
 from kvq_tools.evaluation.results import exp
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The numbers of one cache on one variant of the model. Bits are of a body element: as stored,
-    and by the KVQuant paper's rule (None where it says nothing). cache_bytes are those of one
-    window, full-precision tokens included. dropped: the share of each side's outliers without a
-    slot, empty where there are none. window_nats, window_kl: the means of each window, in the
-    text's order; nats and kl are theirs. commit: the state of the code that measured it."""
+    """The numbers of one cache on one variant of the model. Bits are of a body element.
+
+    stored_bits: bits as stored.
+    paper_bits: bits by the KVQuant paper's rule, or None if it has none for this cache.
+    cache_bytes: bytes of one window, full-precision tokens included.
+    nats, kl: means over the windows.
+    dropped: share of each side's outliers without a slot, empty if there are none.
+    window_nats, window_kl: mean of each window, in the text's order.
+    commit: state of the code that measured it.
+    """
 
     stored_bits: float
     paper_bits: float | None
@@ -37,15 +48,15 @@ class Measured:
 
     @property
     def kl_interval(self) -> Interval:
-        return mean_interval(self.window_kl)
+        return kl_interval(self.window_kl)
 
     @property
     def perplexity_interval(self) -> Interval:
         return Interval(*map(exp, mean_interval(self.window_nats)))
 
-    def kl_ratio(self, other: Measured) -> Interval:
-        """Return the interval of this KL over another cache's on the same windows."""
-        return ratio_interval(self.window_kl, other.window_kl)
+    def kl_ratio(self, other: Measured) -> Estimate:
+        """Return the mean ratio of this KL to another cache's on the same windows."""
+        return paired_ratio(self.window_kl, other.window_kl)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +84,11 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QualityReport(Report):
-    """Rows and what they were measured on. heads name the cells of each table's lines; against: the
-    cells of the line that the others of a table are compared with."""
+    """Rows and what they were measured on.
+
+    heads: name the cells of each table's lines.
+    against: cells of the line that the others of a table are compared with.
+    """
 
     model: str
     windows: int = 0

@@ -8,7 +8,7 @@ own = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated)  
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -134,13 +134,10 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
     for codec, own in zip((plan.k, plan.v), by_side(params), strict=True):
         derived = codec.learning.derived(plan.heads)
         found = (
-            {
-                **(codec.learning.from_weights(_described_weights(dims, bias, norm)) or {}),
-                **codec.learning.parameters(plan.heads),
-                **more,
-            }
-            for bias, norm, more in itertools.product((False, True), (False, True), (derived, {}))
-            if _can_take(codec, dims, bias, norm)
+            {**(made or {}), **codec.learning.parameters(plan.heads), **more}
+            for (_, made), more in itertools.product(
+                described_from_weights(codec, dims), (derived, {})
+            )
         )
         matching = [
             axes for axes in found if jax.tree.structure(axes) == jax.tree.structure(own or {})
@@ -154,28 +151,34 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
     return tuple(described)
 
 
-def _can_take(codec: Codec, dims: CacheDims, bias: bool, norm: bool) -> bool:
-    try:
-        codec.learning.from_weights(_described_weights(dims, bias, norm))
-    except ValueError:  # the codec needs a bias, or cannot have a norm
-        return False
-    return True
+def described_from_weights(
+    codec: Codec, dims: CacheDims, dtype: str = "float32"
+) -> Iterator[tuple[LayerWeights, Tree]]:
+    """Yield the descriptions of each kind of weights that the codec takes (with biases or not, with
+    QK-norm or not), and of the parameters that follow from them. Weights that are used unchanged
+    are the same objects in both."""
+    for bias, norm in itertools.product((False, True), repeat=2):
+        weights = _described_weights(dims, dtype, bias, norm)
+        try:
+            yield weights, codec.learning.from_weights(weights)
+        except ValueError:  # the codec needs a bias, or cannot have a norm
+            continue
 
 
-def _described_weights(dims: CacheDims, bias: bool, norm: bool) -> LayerWeights:
+def _described_weights(dims: CacheDims, dtype: str, bias: bool, norm: bool) -> LayerWeights:
     model, out = (
         Axis("model", dims.hidden_size),
         Axis("kv_heads", dims.num_key_value_heads, each=dims.head_dim),
     )
-    kernel, vector = ArraySpec((model, out), "float32"), ArraySpec((out,), "float32")
+    kernel, vector = ArraySpec((model, out), dtype), ArraySpec((out,), dtype)
     return LayerWeights(
         k_kernel=kernel,
         v_kernel=kernel,
-        input_norm=ArraySpec((model,), "float32"),
+        input_norm=ArraySpec((model,), dtype),
         norm_eps=ArraySpec((), "float32"),
         k_bias=vector if bias else None,
         v_bias=vector if bias else None,
-        k_norm=ArraySpec((Axis("channels", dims.head_dim),), "float32") if norm else None,
+        k_norm=ArraySpec((Axis("channels", dims.head_dim),), dtype) if norm else None,
     )
 
 

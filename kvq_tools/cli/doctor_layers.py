@@ -6,7 +6,7 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan
 
 

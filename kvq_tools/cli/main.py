@@ -49,7 +49,6 @@ COMMANDS = {
     "calibrate": "fit the parameters that some caches need, on a text",
     "plan": "find the best cache for a budget of bits, bytes or speed",
     "quantize-weights": "write a checkpoint whose weights take only a few distinct values",
-    "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
     "doctor": "explain layer by layer what a cache does to a model, and warn of problems",
 }

@@ -19,10 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvq_jax as kvq
+from kvq_jax.cache.size import accumulators, parameter_bytes
 from kvq_jax.methods.xquant import roofline
 from kvq_jax.methods.xquant.roofline import Device
 from kvq_jax.placement.allowed import mesh_of, parse
-from kvq_models.inference.memory import accumulators, parameter_bytes
 from kvq_models.llama import sharding
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
@@ -148,11 +148,7 @@ def share(
     windows = placement.shard_nbytes(
         [(layer.sink, layer.ring, layer.stats) for layer in cache.layers]
     ) + kvq.nbytes(cache.lengths)
-    parameters = (
-        sum(parameter_bytes(cache, config, dtype))
-        if any(c.learning.weights or c.learning.parameters(1) for c in _codecs(cache))
-        else 0
-    )
+    parameters = sum(parameter_bytes(cache))
     working = max((placement.shard_nbytes(one) for one in accumulators(cache)), default=0)
     weights, embedding = _weights(config, dtype, placement)
     total = weights + body + windows + parameters + working
@@ -188,10 +184,6 @@ def collectives(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> in
         ]
         of_layer += 2 + len(gathered_together(widths, jnp.dtype(dtype).itemsize, placement))
     return ("embed" in split) + config.num_hidden_layers * of_layer
-
-
-def _codecs(cache: Any) -> list[Any]:
-    return [codec for plan in cache.plans for codec in plan.codecs]
 
 
 def _weights(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvq_tools.cli import resident
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.planning.measuring import FACTOR, METHOD
@@ -19,6 +20,7 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
             f"{cache['body_bits_per_element']:.3f}",
             format_bytes(cache["bytes"]),
             f"{result['bf16_bytes'] / cache['bytes']:.2f}",
+            *resident.cells(cache),
             "" if cache["predicted_kl"] is None else f"{cache['predicted_kl']:.4f}",
             "" if cache["measured_kl"] is None else f"{cache['measured_kl']:.4f}",
         )
@@ -30,6 +32,7 @@ def print_plan(result: dict[str, Any], options: argparse.Namespace) -> None:
         "stored bits",
         "bytes",
         "smaller than bf16, times",
+        *resident.columns(result["caches"]),
         "predicted KL",
         "measured KL",
     )

@@ -17,7 +17,7 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, text_input
+from kvq_tools.cli import inputs, resident, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -359,4 +359,5 @@ def _sizes(
         "cache_bytes": kvq.nbytes(layout),
         "ratio": kvq.dense_nbytes(config, 1, longest) / kvq.nbytes(layout),
         "bits_per_element": bits,
+        "resident_by_batch": resident.by_batch(spec, config, longest, CACHE_DTYPE),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, resident
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_table
 
@@ -28,6 +28,7 @@ def print_scores(result: dict[str, Any]) -> None:
             format_bytes(c["cache_bytes"]),
             f"{c['ratio']:.2f}",
             f"{c['bits_per_element']:.2f}",
+            *resident.cells(c),
         )
         for c in result["caches"]
     ]
@@ -38,6 +39,7 @@ def print_scores(result: dict[str, Any]) -> None:
         "cache bytes",
         "ratio to bf16",
         "bits/element",
+        *resident.columns(result["caches"]),
     )
     print_table(title, columns, rows, numeric=columns[1:])
     for label, parts in first["by"].items():

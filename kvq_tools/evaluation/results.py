@@ -117,6 +117,14 @@ class Evaluation:
         return _mean(self.kl)
 
     @property
+    def window_kl(self) -> list[float]:
+        """Return the mean KL of each window, in the order of the text, without a window that scores
+        less than half as many tokens as the fullest one: it would count as much as that one."""
+        windows, counts = np.unique(self.index - self.position, return_counts=True)
+        full = windows[2 * counts >= counts.max()] if windows.size else windows
+        return [_mean(self.kl[self.index - self.position == first]) for first in full]
+
+    @property
     def agreement(self) -> float:
         return _mean(self.agrees)
 

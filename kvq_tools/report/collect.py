@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import kvq_jax as kvq
 from kvq_jax.cache.accounting import layer_components
 from kvq_models.calibration.progress import Progress
-from kvq_models.inference.memory import CACHE_DTYPE, parameter_bytes, working_bytes
+from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Bucket, Evaluation, finite
@@ -138,7 +138,7 @@ def _cache(
 ) -> schema.CacheNumbers:
     spec, capacity = evaluation.spec, evaluation.window
     layout = kvq.layout(spec, config, 1, capacity, CACHE_DTYPE)
-    size = kvq.nbytes(layout)
+    size = kvq.size(spec, config, 1, capacity, CACHE_DTYPE)
     return schema.CacheNumbers(
         name=name,
         spec=str(spec),
@@ -146,16 +146,17 @@ def _cache(
         bits_per_byte=finite(evaluation.bits_per_byte),
         kl=finite(evaluation.mean_kl),
         agreement=evaluation.agreement,
-        bytes=size,
-        ratio=kvq.dense_nbytes(config, 1, capacity) / size,
-        bits_per_element=kvq.bits_per_element(spec, config, capacity, CACHE_DTYPE),
+        bytes=size.cache,
+        ratio=kvq.dense_nbytes(config, 1, capacity) / size.cache,
+        bits_per_element=size.stored_bits,
         body_bits_per_element=kvq.body_bits_per_element(spec, config),
-        parameter_bytes=sum(parameter_bytes(layout, config, CACHE_DTYPE)),
-        working_bytes=working_bytes(layout),
+        parameter_bytes=size.parameters,
+        working_bytes=size.working,
         sink=spec.sink,
         recent=spec.recent,
         block=spec.block,
         quantized_tokens=settings.quantized_tokens(layout),
+        window_kl=tuple(map(finite, evaluation.window_kl)),
         nats=tuple(finite(p.nats) for p in parts),
         kl_by_position=tuple(finite(p.kl) for p in parts),
         flips_by_position=tuple(p.flips for p in parts),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.report import cost, heat, quality
 from kvq_tools.report.drawing import DARK, LIGHT, PagePicture
 from kvq_tools.report.schema import CacheReport, Speed
@@ -90,6 +91,7 @@ def numbers(report: CacheReport) -> PageTable:
         "body bits per element",
         "parameter bytes",
         "working bytes",
+        *(f"resident bytes, batch {batch}" for batch in COMPARED_BATCHES),
         "sink, recent, block",
         "tokens read quantized",
     ]
@@ -124,13 +126,14 @@ def numbers(report: CacheReport) -> PageTable:
                 f"{c.body_bits_per_element:.2f}",
                 str(c.parameter_bytes),
                 str(c.working_bytes),
+                *(str(c.resident_bytes(batch)) for batch in COMPARED_BATCHES),
                 f"{c.sink}, {c.recent}, {c.block}",
                 str(c.quantized_tokens or "NONE"),
             )
         )
     note = (
-        "bf16 rows stand for the model without a cache; parameters and working memory come beside"
-        " the cache"
+        "bf16 rows stand for the model without a cache; resident bytes are the cache, its"
+        " parameters (once for all sequences) and working memory"
     )
     return PageTable("All numbers", tuple(columns), tuple(rows), note)
 

@@ -22,7 +22,7 @@ from kvq_tools.report.drawing import (
     size_unit,
 )
 from kvq_tools.report.schema import CacheReport
-from kvq_tools.report.verdict import LEAST_KL, Choice, front, sentence
+from kvq_tools.report.verdict import LEAST_KL, Choice, Windows, front, sentence
 
 EXACT = "model without a cache"
 FLIP_COLUMNS = 160
@@ -35,13 +35,16 @@ def front_by(report: CacheReport, loss: str) -> tuple[bool, ...]:
 
 
 def verdict(report: CacheReport) -> str:
-    """Return a sentence that recommends caches."""
+    """Return a sentence that recommends caches, if the windows of the text can tell."""
     return sentence(
         [
             Choice(
-                c.bits_per_element,
-                c.kl,
-                f"{c.name} (KL {c.kl or 0:.2g}, {c.agreement:.0%} of likeliest tokens kept)",
+                name=c.name,
+                bits=c.bits_per_element,
+                kl=c.kl,
+                numbers=f"KL {c.kl or 0:.2g}, {c.agreement:.0%} of likeliest tokens kept",
+                windows=Windows(c.sink, c.recent, c.quantized_tokens / report.request.capacity),
+                window_kl=c.window_kl,
             )
             for c in report.caches
         ]

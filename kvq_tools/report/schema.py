@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-FORMAT = "kvq report 2"
+FORMAT = "kvq report 3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +136,8 @@ class CacheNumbers:
                               besides the cache: made once for the model, and for a step
     quantized_tokens          number of quantized tokens when a window is read for the last time;
                               0: the cache was full precision in all but name
+    window_kl                 means of the text's windows, the same for every cache; empty in
+                              reports that were made before they were kept
     nats, kl_by_position, flips_by_position
                               by position
     flips                     places in the text at which the likeliest token is not the
@@ -160,12 +162,17 @@ class CacheNumbers:
     recent: int
     block: int
     quantized_tokens: int
+    window_kl: tuple[float | None, ...]
     nats: tuple[float | None, ...]
     kl_by_position: tuple[float | None, ...]
     flips_by_position: tuple[int, ...]
     flips: tuple[int, ...]
     sizes: tuple[tuple[ArrayBytes, ...], ...]
     errors: tuple[LayerErrors, ...]
+
+    def resident_bytes(self, batch: int) -> int:
+        """Return the bytes that so many sequences add to those of the model."""
+        return batch * (self.bytes + self.working_bytes) + self.parameter_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +334,7 @@ def _check_lengths(report: CacheReport) -> None:
     for i, cache in enumerate(report.caches):
         for name in ("nats", "kl_by_position", "flips_by_position"):
             equal(f"caches[{i}].{name}", len(getattr(cache, name)), positions)
+        equal(f"caches[{i}].window_kl", len(cache.window_kl), len(report.caches[0].window_kl))
         equal(f"caches[{i}].sizes", len(cache.sizes), layers)
         equal(f"caches[{i}].errors", len(cache.errors), layers)
         for layer, errors in enumerate(cache.errors):

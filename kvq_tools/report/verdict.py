@@ -1,25 +1,66 @@
-"""Say which of several caches to take: a sentence computed from the front of KL against stored
-bits."""
+"""Say which of several caches to take: a sentence computed from stored bits and KL.
+
+A cache is named only among caches that keep as many tokens exact, since windows move the KL as much
+as a method does, and only if the paired interval of its KL over that of every smaller named cache
+leaves out 1.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvq_tools.evaluation.intervals import Interval, paired_ratio
+
 LEAST_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
 BF16_BITS = 16
+SAME_SHARE = 0.02  # of the body, which depends on the block a little where windows are equal
+
+
+class Windows(NamedTuple):
+    """The exact tokens of a cache, and the share of the tokens in it that are read quantized."""
+
+    sink: int
+    recent: int
+    body_share: float
+
+    def equal(self, other: Windows) -> bool:
+        return self[:2] == other[:2] and abs(self.body_share - other.body_share) <= SAME_SHARE
 
 
 class Choice(NamedTuple):
-    """A cache to choose from. told: its name and its numbers, as the sentence has them."""
+    """A cache to choose from. numbers: what the sentence says of it. window_kl: the means of the
+    windows of a text, the same windows for every choice."""
 
+    name: str
     bits: float
     kl: float | None
-    told: str
+    numbers: str
+    windows: Windows
+    window_kl: tuple[float | None, ...]
 
     @property
     def changes_predictions(self) -> bool:
         return (self.kl or 0) > LEAST_KL
+
+    def over(self, other: Choice) -> Interval:
+        """Return the interval of this KL over another cache's; (nan, nan) if it has none."""
+        return paired_ratio(_numbers(self.window_kl), _numbers(other.window_kl)).interval
+
+
+class Verdict(NamedTuple):
+    """The outcome of a comparison.
+
+    Args:
+        named: the caches to take, the smallest first.
+        further: no smaller than a named one, and further from full precision.
+        untold: the others, each with the named one that it is not told apart from.
+    """
+
+    named: list[Choice]
+    further: list[Choice]
+    untold: list[tuple[Choice, Choice]]
 
 
 def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
@@ -41,33 +82,67 @@ def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
     )
 
 
+def compared(choices: Sequence[Choice]) -> Verdict:
+    """Compare caches with equal windows, from the smallest to the largest."""
+    named: list[Choice] = []
+    further: list[Choice] = []
+    untold: list[tuple[Choice, Choice]] = []
+    for choice in sorted(choices, key=lambda choice: (choice.bits, choice.kl)):
+        intervals = [choice.over(other) for other in named]
+        if any(interval.low > 1 for interval in intervals):
+            further.append(choice)
+        elif all(interval.high < 1 for interval in intervals):
+            named.append(choice)
+        else:
+            pairs = zip(named, intervals, strict=True)
+            rival = [other for other, interval in pairs if not interval.high < 1][-1]
+            untold.append((choice, rival))
+    return Verdict(named, further, untold)
+
+
 def sentence(choices: Sequence[Choice]) -> str:
-    """Return the sentence: the choices on the front, the largest first, without those that are full
-    precision in all but name."""
-    on_front = front([(choice.bits, choice.kl) for choice in choices])
-    lossy = [
-        (choice, on)
-        for choice, on in zip(choices, on_front, strict=True)
-        if choice.changes_predictions
-    ]
-    best = sorted(
-        (choice for choice, on in lossy if on and choice.bits < BF16_BITS),
-        key=lambda choice: -choice.bits,
-    )
-    if not best:
+    """Return the sentence: the named caches, the largest first, and what becomes of the others.
+    Caches that are full precision in all but name are left out."""
+    lossy = [choice for choice in choices if choice.changes_predictions and choice.bits < BF16_BITS]
+    if not lossy:
         return (
             "None of these caches is smaller than bfloat16 and changes what the model predicts;"
             " nothing is to be chosen."
         )
+    if not all(choice.windows.equal(lossy[0].windows) for choice in lossy):
+        shares = [choice.windows.body_share for choice in lossy]
+        return (
+            "No cache is named, because they keep different tokens exact"
+            f" ({min(shares):.0%} to {max(shares):.0%} of the tokens are read quantized), which"
+            " moves the KL as much as a method does: give all of them the same `sink`, `recent` and"
+            " `block`."
+        )
+    return _told(compared(lossy))
+
+
+def _told(verdict: Verdict) -> str:
+    best = verdict.named[::-1]
     digits = 1 if len({f"{choice.bits:.1f}" for choice in best}) == len(best) else 2
-    first, *others = (
-        f"{'at' if i else 'At'} {choice.bits:.{digits}f} bits take {choice.told}"
+    clauses = [
+        f"{'at' if i else 'At'} {choice.bits:.{digits}f} bits take {choice.name} ({choice.numbers})"
         for i, choice in enumerate(best)
-    )
-    left = len(lossy) - len(best)
-    rest = (
-        f"; the other {left} {'is' if left == 1 else 'are'} larger or further from full precision"
-        if left
-        else ""
-    )
-    return ", ".join([first, *others]) + rest + "."
+    ]
+    parts = [", ".join(clauses)]
+    for rival in best:
+        names = [choice.name for choice, other in verdict.untold if other is rival]
+        if names:
+            parts.append(f"{_listed(names)} not told apart from {rival.name}")
+    if verdict.further:
+        names = [choice.name for choice in verdict.further]
+        parts.append(f"{_listed(names)} no smaller and further from full precision")
+    return "; ".join(parts) + "."
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} is"
+    return f"{', '.join(names[:-1])} and {names[-1]} are"
+
+
+def _numbers(window_kl: Sequence[float | None]) -> list[float]:
+    return [math.nan if kl is None else kl for kl in window_kl]

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks.machine_code import __main__
 from benchmarks.machine_code.__main__ import WATCHED
-from benchmarks.machine_code.cases import A100_LIMITS, NEWER_LIMITS, Case
+from benchmarks.machine_code.case import Case
 from benchmarks.machine_code.compile import compile_for
+from benchmarks.machine_code.limits import A100_LIMITS, NEWER_LIMITS
 from benchmarks.machine_code.report import HEADER, Instructions, measure
 from benchmarks.machine_code.target import H200, TARGETS
 from benchmarks.machine_code.tools import missing

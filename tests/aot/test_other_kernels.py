@@ -14,7 +14,6 @@ from benchmarks.machine_code.sass import assemble, loops
 from benchmarks.machine_code.target import A100, H200, Target
 from benchmarks.machine_code.tools import missing
 from kvq_jax.arrays.grouped_array import GroupFormat
-from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.decode_attention import outlier_values
 from pallas_kernels.decode_attention.merge import finished
@@ -52,7 +51,7 @@ on_both_gpus = pytest.mark.parametrize("target", [H200, A100], ids=lambda target
 def test_the_quantizer_compiles_within_its_registers(
     scheme, bits, axis, most_spills, arithmetic, target
 ):
-    reader = grouped(GroupedCodec("k", GroupFormat(bits, scheme, axis, 32, 128, 32)))
+    reader = grouped(GroupFormat(bits, scheme, axis, 32, 128, 32))
     assert isinstance(reader, GroupedReader)
     rows = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
     program = compile_for(

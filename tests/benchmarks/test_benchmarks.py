@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -10,13 +11,21 @@ import re
 import pytest
 
 import kvq_jax as kvq
-from benchmarks import results_page
+from benchmarks import report_file, results_page
 from benchmarks.cpu import attention, decode_step
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.machine_code.report import Instructions, named_by_spec
-from benchmarks.report_file import RESULTS
+from benchmarks.report_file import RESULTS, clean
 from kvq_jax.attention import dispatch
 
+TO_BE_MEASURED_AGAIN = {  # of a dirty tree; a name goes when its page is of a clean commit
+    "attention_one_core_cpu",
+    "attention_waterfill_cpu",
+    "decode_step_llama_3_2_1b_cpu",
+    "decode_step_smollm2_cpu",
+    "generation_cpu",
+    "launches_jax_0_12",
+}
 CACHES = ("kivi:bits=4", "innerq")
 NATIVE = dispatch.no_device("native") is None
 ATTENDED = (*CACHES, "waterfill")  # which is calibrated
@@ -127,6 +136,35 @@ def test_the_commands_of_the_committed_results_exist():
     for file in RESULTS.glob("*.json"):
         module = json.loads(file.read_text(encoding="utf-8"))["command"].split()[2]
         assert importlib.util.find_spec(module), f"{file.name}: {module}"
+
+
+def test_every_committed_page_names_a_clean_commit():
+    commits = {
+        file.stem: json.loads(file.read_text(encoding="utf-8")).get("commit", "")
+        for file in RESULTS.glob("*.json")
+    }
+    unclean = {stem for stem, commit in commits.items() if not clean(commit)}
+    assert unclean == TO_BE_MEASURED_AGAIN, (
+        "measure pages of a clean commit, and take those that are from TO_BE_MEASURED_AGAIN"
+    )
+
+
+@pytest.mark.parametrize(
+    ("commit", "accepted"),
+    [("92fd7c724c", True), ("92fd7c724c+", False), ("", False), ("main", False)],
+)
+def test_numbers_of_no_clean_commit_are_warned_of(
+    results: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    commit: str,
+    accepted: bool,
+):
+    report_file._warn.cache_clear()
+    report = CpuReport.read(results / "attention.json")
+    dataclasses.replace(report, commit=commit).write(tmp_path / "again.json")
+    assert clean(commit) == accepted
+    assert ("WARNING: these numbers are of" in capsys.readouterr().err) != accepted
 
 
 def test_specs_that_name_kernels_store_the_bits_of_their_rows():

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from benchmarks import serving, serving_start
+from benchmarks import serving, serving_report, serving_start
 from benchmarks.report_file import RESULTS
 from kvq_models.inference.engine.budget import plan
 from tests.kvq_models.checkpoints import tiny_config
@@ -38,7 +38,7 @@ def test_a_report_tells_every_request(
     ]
     caches = ["--cache", "dense", CACHE, "--timed", CACHE]
     serving.main(["--model", str(model), *caches, "--slots", "2", *sizes, "--json", str(file)])
-    report = serving.ServingReport.read(file)
+    report = serving_report.ServingReport.read(file)
     new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12), (3, 6), 300))
     assert [(row.slots, row.requests, row.new_tokens) for row in report.rows] == [
         (0, 5, new),
@@ -54,12 +54,12 @@ def test_a_report_tells_every_request(
     alone, two = (row.cache_bytes for row in report.rows)
     assert two == 3 * alone
     text = capsys.readouterr().out
-    assert text.splitlines() == serving.lines_of(report)
+    assert text.splitlines() == serving_report.lines_of(report)
     assert f"{report.rows[1].requests_per_second:.3f}" in text
     (prefix,) = report.prefixes
     assert (prefix.cache, prefix.tokens) == (CACHE, 64)
     assert min(prefix.read, prefix.memory, prefix.disk, prefix.bytes) > 0
-    shown = serving.page(report, file)
+    shown = serving_report.page(report, file)
     assert f"| `{CACHE}` | one at a time | {report.rows[0].requests_per_second:.3f} |" in shown
     assert f"| `{CACHE}` | 64 | {prefix.read:.2f} s |" in shown
 
@@ -102,12 +102,12 @@ def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
 def test_the_numbers_of_the_page_are_those_of_the_results():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     report, start = (
-        serving.ServingReport.read(RESULTS / "serving.json"),
+        serving_report.ServingReport.read(RESULTS / "serving.json"),
         serving_start.StartReport.read(RESULTS / "serving_start.json"),
     )
     alone, slots = (
         next(row for row in report.rows if row.slots == n and row.cache == "kivi:bits=4")
-        for n in (serving.ALONE, 8)
+        for n in (serving_report.ALONE, 8)
     )
     prefix = next(row for row in report.prefixes if row.cache == "kivi:bits=4")
     first, again = start.rows

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.cache.size import parameter_bytes
 from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama, score
 from kvq_models.inference.checked_input import checked_tokens
-from kvq_models.inference.memory import parameter_bytes
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.llama.config import MOST_LAYERS
 from kvq_models.llama.stored_tensor import CheckpointError
@@ -177,7 +177,7 @@ def test_more_layers_than_the_files_hold_are_missed_before_they_are_made(tmp_pat
     ):
         load_llama(directory)
     config = read_config(directory)
-    assert len(parameter_bytes(kvq.layout("kivi", config, 1, 32), config, "float32")) == MOST_LAYERS
+    assert len(parameter_bytes(kvq.layout("kivi", config, 1, 32))) == MOST_LAYERS
 
 
 @pytest.mark.parametrize(

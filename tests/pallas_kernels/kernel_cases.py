@@ -13,7 +13,6 @@ import pytest
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.packing import pack, unpack
-from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
@@ -122,7 +121,7 @@ def reader_of(format: GroupFormat | None, head_dim: int) -> Reader:
         reader = dense(head_dim, "bfloat16")
         assert isinstance(reader, Reader), reader
         return reader
-    reader = grouped(GroupedCodec("k", dataclasses.replace(format, scale_dtype="float16")))
+    reader = grouped(dataclasses.replace(format, scale_dtype="float16"))
     assert isinstance(reader, GroupedReader), reader
     return dataclasses.replace(reader, scale_dtype=format.scale_dtype)
 

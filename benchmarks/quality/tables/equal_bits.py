@@ -8,7 +8,7 @@ WINDOW, WIDE = "sink=32,recent=96,block=32", "sink=32,recent=96,block=64"
 
 
 def equal_bits() -> Suite:
-    """Return a table for about 3, 3.5, 4 and 5 stored bits of an element; scales, zero points and
+    """Return a table for about 3, 3.5, 4 and 5 stored bits of an element. Scales, zero points and
     outliers count."""
     budgets = {
         "3": (

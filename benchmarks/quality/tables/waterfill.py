@@ -1,5 +1,6 @@
-"""Waterfill beside every other method of the registry, from 1.5 to 5 stored bits, with the same
-windows; and plans beside the nearest."""
+"""Compare waterfill with every other method from 1.5 to 5 stored bits, with the same windows, and
+plans with the nearest.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +65,10 @@ def waterfill() -> Suite:
 
 def plans() -> Suite:
     """Return one table: waterfill with the widths that `kvq plan` finds for SmolLM2 at each budget,
-    and the nearest other caches, one of which is the plan where it has less KL."""
+    and the nearest other caches, one of which is the plan if it has less KL."""
     file = pathlib.Path(__file__).with_name("plans_smollm2.json")
-    found = json.loads(file.read_text(encoding="utf-8"))["plans"]
-    ours = [(f"plan, {bits} bits", f"{spec},{WINDOW}") for bits, spec in found.items()]
+    spec_of_bits = json.loads(file.read_text(encoding="utf-8"))["plans"]
+    ours = [(f"plan, {bits} bits", f"{spec},{WINDOW}") for bits, spec in spec_of_bits.items()]
     others = (
         f"xquant:bits=4,{WIDEST}",
         f"turboquant:bits=4,{WINDOW}",

@@ -4,8 +4,9 @@ rebuilt from them, chunk by chunk.
 Another codec, `stored`, stores the rows: in uniform groups, or in full precision where the method
 runs without its quantization. The parameters of a layer, by name:
 
-    k, v        `projections.Projection` of each side; `kernel` takes cached rows, [C, K * H]
-    basis       U [D, C], in the latent form
+    k, v        `projections.Projection` of each side; `kernel` takes cached rows, [C, K * H], and
+                those of XQuant's latents times `singular` [C]; `input_kernel` is the model's own
+    basis       U [D, C], in the latent form of XQuant-CL
     input_norm  [D], and input_eps [], for readings of the residual stream
 """
 
@@ -28,11 +29,13 @@ from kvq_jax.codecs.learning import Learning
 from kvq_jax.methods.xquant.projections import (
     Projection,
     factored,
+    latents,
     normalized,
     own_parameters,
     project,
     projection,
     rotated_keys,
+    turn,
     weighted_values,
 )
 from kvq_jax.types.array_types import Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
@@ -90,8 +93,7 @@ class _XRows(Codec):
     latent: bool
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        x = self.input_of(inputs)
-        return (x @ own_parameters(params)["basis"] if self.latent else x)[:, None]
+        return self.input_of(inputs)[:, None]
 
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
         return _given(inputs.x, "x")
@@ -164,8 +166,14 @@ class XCodec(_XRows):
         if not self.latent:
             return {"k": projection(weights, "k"), "v": projection(weights, "v")}
         own = projection(weights, self.side)
-        basis, (kernel,) = factored(own["kernel"])
-        return {"basis": basis, self.side: own | {"kernel": kernel}}
+        kernel, singular = turn(own["kernel"])
+        factors = {"input_kernel": own["kernel"], "kernel": kernel, "singular": singular}
+        return {self.side: own | factors}
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
+        if not self.latent:
+            return super().rows(params, inputs)
+        return latents(own_parameters(params)[self.side], self.input_of(inputs))
 
     def vectors(
         self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
@@ -250,11 +258,12 @@ class XCrossLayerCodec(_XRows):
         return parameters
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        if self.reading != "unit_norm":
-            return super().rows(params, inputs)
-        own, residual = own_parameters(params), _given(inputs.residual, "residual")
-        x = normalized(residual, None, own["input_eps"]).astype(residual.dtype)
-        return (x @ own["basis"] if self.latent else x)[:, None]
+        if self.reading == "unit_norm":
+            residual, eps = _given(inputs.residual, "residual"), own_parameters(params)["input_eps"]
+            x = normalized(residual, None, eps).astype(residual.dtype)
+        else:
+            x = self.input_of(inputs)
+        return (x @ own_parameters(params)["basis"] if self.latent else x)[:, None]
 
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
         return (

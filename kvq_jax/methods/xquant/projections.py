@@ -2,11 +2,12 @@
 layer's weights.
 
     x form        K = x W_k + b_k,               V = x W_v + b_v               the model's own matrices
-    latent form   K = (x U_k) (S_k B_k^T) + b_k,  W_k = U_k S_k B_k^T (thin SVD), W_v likewise
+    latent form   K = (x U_k) S_k B_k^T + b_k,   W_k = U_k S_k B_k^T (thin SVD), W_v likewise
 
-K is then normalized per head where the model has QK-norm, and rotated. The latent form is exact up
-to rounding: the orthonormal columns of U span those of W, so U U^T W = W. Source: Tomar et al.,
-XQuant, sections 3.1 and 3.3.
+K is then normalized per head if the model has QK-norm, and rotated. The latent form is exact up to
+rounding: the orthonormal columns of U span those of W, so U U^T W = W. U is as large as W and is
+not kept for a side by itself, since x U = (x W) B / S follows from the model's own projection.
+Source: Tomar et al., XQuant, sections 3.1 and 3.3.
 """
 
 from __future__ import annotations
@@ -68,23 +69,40 @@ def factored(
     if isinstance(kernels[0], ArraySpec):
         return _factor_specs(*(kernel for kernel in kernels if isinstance(kernel, ArraySpec)))
     if isinstance(kernels[0], jax.ShapeDtypeStruct):
-        specs = (
-            ArraySpec(
-                (Axis("none", kernel.shape[0]), Axis("none", kernel.shape[1])),
-                jnp.dtype(dtype).name,
-            )
-            for kernel in kernels
-        )
-        return jax.tree.map(lambda spec: spec.struct, _factor_specs(*specs))
+        return jax.tree.map(lambda spec: spec.struct, _factor_specs(*map(_described, kernels)))
     matrix = np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1)
     if gains is not None:
         matrix *= np.asarray(gains, np.float32)[:, None]
+    u, s, bt = _thin_svd(matrix)
+    fused = np.split(s[:, None] * bt, np.cumsum(widths)[:-1], axis=1)
+    return jnp.asarray(u, dtype), tuple(jnp.asarray(part, dtype) for part in fused)
+
+
+def turn(kernel: Float[ArrayOrSpec, "D E"]) -> tuple[ArrayOrSpec, ArrayOrSpec]:
+    """Return (B^T [R, E], S [R]) of the thin SVD W = U S B^T, R = min(D, E): B^T in the kernel's
+    dtype, S in fp32, with the signs of `factored`. A struct or a description of the kernel gives
+    structs or descriptions."""
+    if isinstance(kernel, ArraySpec):
+        rank = Axis("none", min(kernel.shape))
+        return ArraySpec((rank, kernel.axes[1]), kernel.dtype), ArraySpec((rank,), "float32")
+    if isinstance(kernel, jax.ShapeDtypeStruct):
+        return jax.tree.map(lambda spec: spec.struct, turn(_described(kernel)))
+    _, s, bt = _thin_svd(np.asarray(kernel, np.float32))
+    return jnp.asarray(bt, kernel.dtype), jnp.asarray(s)
+
+
+def _thin_svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return U, S and B^T; the largest entry of each column of U is positive."""
     u, s, bt = np.linalg.svd(matrix, full_matrices=False)
     signs = np.where(u[np.abs(u).argmax(axis=0), np.arange(u.shape[1])] < 0, -1, 1).astype(
         np.float32
     )
-    fused = np.split((s * signs)[:, None] * bt, np.cumsum(widths)[:-1], axis=1)
-    return jnp.asarray(u * signs, dtype), tuple(jnp.asarray(part, dtype) for part in fused)
+    return u * signs, s, signs[:, None] * bt
+
+
+def _described(kernel: ArrayOrSpec) -> ArraySpec:
+    depth, width = kernel.shape
+    return ArraySpec((Axis("none", depth), Axis("none", width)), jnp.dtype(kernel.dtype).name)
 
 
 def _factor_specs(*kernels: ArraySpec) -> tuple[ArraySpec, tuple[ArraySpec, ...]]:
@@ -110,12 +128,29 @@ def normalized(
     )
 
 
+def latents(own: Projection, x: Float[Array, "B T D"]) -> Float[Array, "B 1 T R"]:
+    """Return x U = (x W) B / S, in the dtype of x; 0 for the channels whose singular value is 0,
+    which keys and values do not depend on. Operands of the products have W's dtype."""
+    kernel, turned, singular = own["input_kernel"], own["kernel"], own["singular"]
+    flat = jnp.einsum(
+        "btd,de->bte", x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32
+    )
+    scaled = jnp.einsum(
+        "bte,re->btr", flat.astype(turned.dtype), turned, preferred_element_type=jnp.float32
+    )
+    inverse = jnp.where(singular > 0, 1 / jnp.where(singular > 0, singular, 1), 0)
+    return (scaled * inverse[None, None]).astype(x.dtype)[:, None]
+
+
 def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float[Array, "B K T H"]:
-    """Return keys before RoPE, or values, fp32: rows W + b, then QK-norm where there is one.
-    Operands of the product have W's dtype."""
+    """Return keys before RoPE, or values, fp32: rows W + b (of latents, rows S B^T + b), then
+    QK-norm if there is one. Operands of the product have W's dtype."""
     kernel = own["kernel"]
     flat = jnp.einsum(
-        "btc,ce->bte", rows[:, 0].astype(kernel.dtype), kernel, preferred_element_type=jnp.float32
+        "btc,ce->bte",
+        _scaled(own, rows[:, 0]).astype(kernel.dtype),
+        kernel,
+        preferred_element_type=jnp.float32,
     )
     if "bias" in own:
         flat = flat + own["bias"].astype(jnp.float32)[None, None]
@@ -164,7 +199,7 @@ def weighted_values(
     sums = jnp.einsum(
         "bnt,btc->bnc", flat, rows[:, 0].astype(jnp.float32), preferred_element_type=jnp.float32
     )
-    sums = sums.reshape(batch, heads, queries, -1).astype(kernel.dtype)
+    sums = _scaled(own, sums).reshape(batch, heads, queries, -1).astype(kernel.dtype)
     out = jnp.einsum(
         "bkrc,ckh->bkrh",
         sums,
@@ -176,3 +211,10 @@ def weighted_values(
             jnp.float32
         ).reshape(1, heads, 1, head_dim)
     return out
+
+
+def _scaled(own: Projection, rows: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    """Return rows S, fp32, for latents; other rows as they are."""
+    if "singular" not in own:
+        return rows
+    return rows.astype(jnp.float32) * own["singular"][None, None]

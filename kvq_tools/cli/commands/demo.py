@@ -24,7 +24,7 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
-from kvq_tools.cli import inputs, text_input
+from kvq_tools.cli import inputs, resident, text_input
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
@@ -52,7 +52,8 @@ second half token by token, reading what it stored, which gives the perplexity.
 Bytes are those of the whole cache at the text's length, windows included,
 beside a dense bf16 cache of the same capacity. tokens/s is decoding alone,
 without compilation. Without arguments: the embedded model, the opening of Pride
-and Prejudice, and {", ".join(CACHES)}."""
+and Prejudice, and {", ".join(CACHES)}. Resident bytes also count what a method
+adds to the model and its working memory."""
 
 EPILOG = f"""\
 examples:
@@ -217,6 +218,9 @@ class DemoRun:
             "cache_bytes": stored,
             "ratio": dense / stored,
             "bits_per_element": 8 * stored / (dense / 2),
+            "resident_by_batch": resident.by_batch(
+                self.spec, self.llama.config, task.capacity, CACHE_DTYPE
+            ),
             "quantized_tokens": kvq.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
@@ -273,6 +277,7 @@ def _print(result: dict[str, Any]) -> None:
             format_bytes(row["cache_bytes"]),
             f"{row['ratio']:.2f}",
             f"{row['bits_per_element']:.2f}",
+            *resident.cells(row),
             f"{row['tokens_per_second']:.0f}",
             row["implementation"],
         )
@@ -286,6 +291,7 @@ def _print(result: dict[str, Any]) -> None:
         "cache bytes",
         "ratio to bf16",
         "bits/element",
+        *resident.columns(result["caches"]),
         "tokens/s",
         "read by",
     )

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvq_jax as kvq
+from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, mesh, text_evaluation
+from kvq_tools.cli import inputs, mesh, resident, text_evaluation
 from kvq_tools.cli.console import (
     bar,
     check_finite,
@@ -188,6 +189,7 @@ def _cache_report(
         "cache_bytes": size,
         "ratio": bf16 / size,
         "bits_per_element": kvq.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
+        "resident_by_batch": resident.by_batch(spec, config, evaluation.window, CACHE_DTYPE),
         "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
         "prompt_statistics": kvq.has_prompt_statistics(spec, config),
         "by_position": {
@@ -210,6 +212,7 @@ def _print(result: dict[str, Any]) -> None:
         "cache bytes",
         "ratio to bf16",
         "bits/element",
+        *resident.columns(result["caches"]),
     )
     exact = result["exact"]
     rows = [
@@ -223,6 +226,7 @@ def _print(result: dict[str, Any]) -> None:
             format_bytes(result["bf16_bytes"]),
             "1.00",
             "16.00",
+            *(format_bytes(batch * result["bf16_bytes"]) for batch in COMPARED_BATCHES),
         )
     ]
     for c in result["caches"]:
@@ -237,6 +241,7 @@ def _print(result: dict[str, Any]) -> None:
                 format_bytes(c["cache_bytes"]),
                 f"{c['ratio']:.2f}",
                 f"{c['bits_per_element']:.2f}",
+                *resident.cells(c),
             )
         )
     title = (

@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.paper_bits import paper_bits
+from kvq_jax.cache.size import parameter_bytes
 from kvq_jax.methods.xquant.roofline import Device
-from kvq_models.inference.memory import parameter_bytes, working_bytes
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, memory_mesh, memory_roofline
+from kvq_tools.cli import inputs, memory_mesh, memory_roofline, resident
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
 Exact bytes of a cache by component, average bits per element, the ratio to a
-bf16 cache, and the largest context whose cache fits a memory budget. Reads
-config.json only: no weights are loaded or downloaded. The budget is for the
-cache alone. Weights come on top, and so do the listed parameters (made once
-from weights or a calibration) and working memory (of a decode step). With
---roofline, for caches that rebuild keys and values: the longest context before
-that takes longer than reading weights and cache (section 3.4 of the XQuant
-paper)."""
+bf16 cache, resident bytes, and the largest context whose cache fits a memory
+budget. Reads config.json only: no weights are loaded or downloaded. Resident
+bytes are the cache, its parameters (made once from weights or a calibration)
+and the working memory of a decode step, always shown for 1 and 16 sequences.
+The budget is for the cache alone. With --roofline, for caches that rebuild keys
+and values: the longest context before that takes longer than reading weights
+and cache (section 3.4 of the XQuant paper)."""
 
 EPILOG = f"""\
 examples:
@@ -143,17 +143,19 @@ def describe(
     """Return the numbers of one cache, all counted from its layout. `roofline` is there only with a
     device."""
     layout = kvq.layout(spec, config, batch, context, dtype)
-    size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
+    size = kvq.size(spec, config, batch, context, dtype)
     return {
         "cache": str(spec),
-        "cache_bytes": size,
-        "ratio": kvq.dense_nbytes(config, batch, context) / size,
+        "cache_bytes": size.cache,
+        "ratio": kvq.dense_nbytes(config, batch, context) / size.cache,
         "bits_per_element": kvq.bits_per_element(spec, config, context, dtype),
         "quantized_tokens": kvq.quantized_tokens(layout, context),
         "body_bits_per_element": kvq.body_bits_per_element(spec, config),
         "components": [dataclasses.asdict(component) for component in kvq.components(layout)],
-        "parameter_bytes": sum(parameters),
-        "working_bytes": working_bytes(layout),
+        "parameter_bytes": size.parameters,
+        "working_bytes": size.working,
+        "resident_bytes": size.resident,
+        "resident_by_batch": resident.by_batch(spec, config, context, dtype, batch),
         "paper_layout_bytes": paper_layout_bytes(layout),
         "paper_bits_per_element": paper_bits(spec, config, context),
         "outlier_fraction": kvq.outlier_fraction(spec, config),
@@ -164,7 +166,7 @@ def describe(
             None
             if device is None
             else memory_roofline.describe(
-                layout, config, parameters, jnp.dtype(dtype).itemsize, device
+                layout, config, parameter_bytes(layout), jnp.dtype(dtype).itemsize, device
             )
         ),
     }
@@ -220,6 +222,7 @@ def _print(result: dict[str, Any]) -> None:
         "without windows",
         "of 16 bits",
         "quantized tokens",
+        *resident.columns(result["caches"]),
     ]
     if result["budget_bytes"] is not None:
         columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
@@ -233,6 +236,7 @@ def _print(result: dict[str, Any]) -> None:
             f"{c['body_bits_per_element']:.3f}",
             f"{c['body_bits_per_element'] / 16:.4f} ({16 / c['body_bits_per_element']:.2f}x)",
             inputs.quantized_in_words(c["quantized_tokens"]),
+            *resident.cells(c),
         ]
         rows.append(
             [c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])]

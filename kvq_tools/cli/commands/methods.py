@@ -10,6 +10,8 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
+from kvq_models.inference.memory import CACHE_DTYPE
+from kvq_tools.cli import resident
 from kvq_tools.cli.console import print_json
 from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.inputs import CACHE_GRAMMAR
@@ -25,11 +27,14 @@ REFERENCE_DIMS = (
     )
 )
 
+REFERENCE_CONTEXT = 32768
+
 DESCRIPTION = """\
 Lists every cache method: what it does, its source, its options with defaults
 and allowed values, its full-precision windows, and the average bits that it
 stores per element of the quantized body (including scales, zero points and
-padding, but not windows) at head_dim 128."""
+padding, but not windows) at head_dim 128, and resident bytes: the cache, what
+the method adds to the model, and the working memory of a step."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +86,10 @@ def describe(method: Method) -> dict[str, Any]:
         "summary": method.summary,
         "source": method.source,
         "average_bits": {spec: kvq.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs},
+        "resident_by_batch": {
+            spec: resident.by_batch(spec, REFERENCE_DIMS, REFERENCE_CONTEXT, CACHE_DTYPE)
+            for spec in specs
+        },
         "windows": dataclasses.asdict(method.windows()),
         "prompt_statistics": kvq.has_prompt_statistics(method.name, REFERENCE_DIMS),
         "presets": dict(method.presets),
@@ -103,6 +112,14 @@ def _print_method(method: dict[str, Any]) -> None:
     print_line(f"  source: {method['source']}")
     print_line(
         f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}"
+    )
+    sizes = [
+        f"{spec} {' and '.join(resident.cells({'resident_by_batch': batches}))}"
+        for spec, batches in method["resident_by_batch"].items()
+    ]
+    print_line(
+        f"  resident, {REFERENCE_CONTEXT // 1024}K tokens of Llama-3.1-8B, batch 1 and 16:"
+        f" {', '.join(sizes)}"
     )
     print_line(
         f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']},"

@@ -17,7 +17,7 @@ from kvq_models.calibration.file import Calibration, predicted_divergence, resol
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, text_input
+from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.planning import figure, kept
 from kvq_tools.planning.measuring import (
@@ -357,6 +357,7 @@ def described(
         "bits": bits,
         "body_bits_per_element": kvq.body_bits_per_element(name, config),
         "bytes": kvq.nbytes(kvq.layout(name, config, batch, context, dtype)),
+        "resident_by_batch": resident.by_batch(name, config, context, dtype, batch),
     }
 
 

@@ -11,7 +11,7 @@ import sys
 import jax
 
 import kvq_jax as kvq
-from benchmarks.gpu.decode_step import TINY
+from benchmarks.gpu.random_model import TINY
 from kvq_models.llama.model import abstract_llama
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -8,8 +8,8 @@ import pathlib
 import pytest
 
 from benchmarks.gpu import decode_step
-from benchmarks.gpu.decode_step import TINY
 from benchmarks.gpu.device_timing import Timing
+from benchmarks.gpu.random_model import TINY, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow
 from pallas_kernels.launch import DEFAULT_ARITHMETIC
 
@@ -19,7 +19,7 @@ CACHES = ("dense", "kivi:bits=4")
 
 def report_of(file: pathlib.Path, names: tuple[str, ...] | None) -> GpuReport:
     report = GpuReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
-    decode_step.run([(256, 2)], CACHES, names, decode_step.random_llama(TINY), report, file, TIMING)
+    decode_step.run([(256, 2)], CACHES, names, random_llama(TINY), report, file, TIMING)
     return GpuReport.read(file)
 
 
@@ -64,7 +64,7 @@ def test_time_that_is_up_names_what_is_left(tmp_path: pathlib.Path):
         [(256, 2)],
         CACHES,
         ("xla",),
-        decode_step.random_llama(TINY),
+        random_llama(TINY),
         report,
         tmp_path / "rows.json",
         TIMING,

@@ -29,7 +29,7 @@ TITLES = (
     "parity of kernels",
     "parity of steps",
     "steps of 8 layers",
-    "more attention, products",
+    "more attention, quantizing",
 )
 # notes the platform and its arguments; ends with the status that the file `statuses` has for the
 # n-th call
@@ -146,6 +146,14 @@ def test_the_second_run_adds_to_the_first_ones_rows_and_runs_the_tests(tmp_path:
         "tiles/test_table_lookup",
     ):
         assert f"tests/pallas_kernels/{name}.py" in tests
+
+
+def test_the_papers_tables_are_a_run_of_their_own(tmp_path: pathlib.Path):
+    found = run(tmp_path, "--papers")
+    assert found.status == 0, found.output
+    assert found.platforms == {"cuda"}
+    [call] = found.calls
+    assert call.startswith("-m benchmarks.gpu.bare laboratory.gpu.paper_kernels --json ")
 
 
 @pytest.mark.parametrize("failing", range(len(FIRST)))

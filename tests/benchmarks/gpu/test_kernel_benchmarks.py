@@ -1,5 +1,5 @@
-"""The GPU benchmarks as far as a CPU can show: they run with interpreted kernels, keep what fails
-as rows, resume, and become tables."""
+"""The GPU benchmarks as far as a CPU can show: they run with interpreted kernels, keep failures as
+rows, resume, and become tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import math
 import pathlib
 import shutil
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,9 @@ from benchmarks.cpu.timing import Shape
 from benchmarks.gpu import (
     attention_candidates,
     decode_step,
-    innerq_candidates,
     kernels,
-    kvquant_candidates,
-    paper_tables,
     plots,
-    polarquant_candidates,
+    quantize_candidates,
     timed_case,
 )
 from benchmarks.gpu.attention_candidates import (
@@ -36,16 +32,11 @@ from benchmarks.gpu.attention_candidates import (
     attention_tasks,
     shape_of,
 )
-from benchmarks.gpu.decode_step import TINY
 from benchmarks.gpu.device_timing import Timing, timing_loop
-from benchmarks.gpu.innerq_candidates import (
-    PAPER_MODELS,
-    paper_shape,
-    product_tasks,
-    quantize_tasks,
-)
-from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
+from benchmarks.gpu.plans import PLANS, Case
+from benchmarks.gpu.quantize_candidates import quantize_tasks
+from benchmarks.gpu.random_model import TINY, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow
 from pallas_kernels.launch import Launch
 from tests.exhaustive import some
@@ -58,10 +49,7 @@ INTERPRETED = (Launch(interpret=True),)
 MODEL = "Llama-3.2-1B"
 CASES = (
     Case("attention", MODEL, Shape(2, 256, 64, 2, 2)),
-    Case("products", MODEL, Shape(1, 512, 64, 1, 1)),
     Case("quantize", MODEL, Shape(1, 512, 64, 1, 1)),
-    Case("kvquant", "Llama-2-7B", Shape(1, 2048, 64, 2, 1)),
-    Case("polarquant", "Llama-3.1-8B", Shape(1, 4096, 64, 2, 1)),
 )
 
 
@@ -74,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Results of both benchmarks at tiny shapes."""
     made = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(innerq_candidates, "SCHEMES", ("asym",))
+        patch.setattr(quantize_candidates, "SCHEMES", ("asym",))
         kernels.run(
             CASES,
             empty(),
@@ -89,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         [(256, 2)],
         ("dense",),
         ("interpreted", "xla"),
-        decode_step.random_llama(TINY),
+        random_llama(TINY),
         report,
         made / "step_cpu.json",
         TIMING,
@@ -110,19 +98,7 @@ def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_no
         ("attention", task.candidate)
         for task in attention_tasks(CASES[0].shape, INTERPRETED, ("dense", "kivi:bits=2"))
     }
-    expected |= {
-        (task.section, task.candidate) for task in product_tasks(CASES[1].shape, INTERPRETED)
-    }
     expected |= {("quantize", "asym, keys"), ("quantize", "asym, values")}
-    expected |= {
-        (section, part)
-        for section in kvquant_candidates.SECTIONS.values()
-        for part in kvquant_candidates.PARTS
-    }
-    expected |= {
-        (task.section, task.candidate)
-        for task in polarquant_candidates.table_tasks(CASES[-1].shape, INTERPRETED)
-    }
     assert {(row.section, row.candidate) for row in report.rows} == expected
     assert report.running == []
     assert report.skipped == []
@@ -134,9 +110,7 @@ def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_no
         assert row.failure == "", row
         assert len(row.samples_ms) == 2, row
         assert row.moved_bytes > 0, row
-        if row.candidate == "packing":
-            assert row.error is None, "there is nothing to compare with"
-        elif row.section != "bandwidth":
+        if row.section != "bandwidth":
             assert row.error is not None, row
             assert row.error < 1e-2, row
         if row.section != "bandwidth":
@@ -173,33 +147,12 @@ def test_reports_are_read_as_they_were_written(folder: pathlib.Path, tmp_path: p
         assert GpuReport.read(tmp_path / "again.json") == report
 
 
-def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, report: GpuReport):
+def test_tables_hold_the_measured_numbers(folder: pathlib.Path, report: GpuReport):
     pages = results_page.render(folder)
-    page = pages["kernels_cpu.md"]
     for row in report.rows:
-        if row.section == "attention" and row.samples_ms:
-            assert f"| {row.name} | {1e3 * row.median_ms:.1f} |" in page, row
-    [inner] = [
-        r for r in report.rows if r.section == "scores" and r.candidate == innerq_candidates.INNER
-    ]
-    assert f"| {MODEL} | here, q K^T | inner | {inner.median_ms:.4f} |" in page
-    assert "| Llama-3.1-8B | paper, RTX 4090 | torch.matmul | 0.036 |" in page
-    assert "| Key | 2048 | paper, A6000 | 33.3 | 4.5 | 13.0 | 8.1 | 25.6 |" in page
-    parts = [
-        next(r for r in report.rows if (r.section, r.candidate) == ("kvquant values", part))
-        for part in kvquant_candidates.PARTS
-    ]
-    times = [1e3 * row.median_ms / (32 if row.candidate == "packing" else 1) for row in parts]
-    assert (
-        f"| Value | 2048 | here, {report.device} | {' | '.join(f'{time:.1f}' for time in times)} |"
-        in page
-    )
-    assert "| PolarQuant | paper, A800 | 50.04 | 71.69 | 163.42 | 526.65 |" in page
-    for row in report.rows:
-        if row.section == polarquant_candidates.SECTION:
-            assert (
-                f"| {row.candidate} | here, {report.device} | {1e3 * row.median_ms:.2f} |" in page
-            ), row
+        if row.section != "bandwidth" and row.samples_ms:
+            line = f"| {row.name} | {1e3 * row.median_ms:.1f} |"
+            assert line in pages["kernels_cpu.md"], row
     for row in GpuReport.read(folder / "step_cpu.json").rows:
         assert f"| {row.name} | {row.median_ms:.3f} |" in pages["step_cpu.md"], row
 
@@ -249,29 +202,6 @@ def test_each_page_says_how_its_times_were_taken(folder: pathlib.Path):
         assert "timed one after another" in pages[name]
         assert "divides two medians" in pages[name]
         assert "a ratio is the median over rounds" not in pages[name]
-
-
-def per_token_bytes(tree: Any, tokens: int) -> int:
-    return sum(
-        math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree) if tokens in a.shape
-    )
-
-
-@pytest.mark.parametrize("case", CASES[1:2] + CASES[3:], ids=lambda case: case.section)
-def test_products_count_all_that_grows_with_tokens(case: Case):
-    """Bytes are the stored ones and those that a call reads or writes for each token: by one rule,
-    whether that is a weight or a score."""
-    for planned in case.tasks(INTERPRETED, ()):
-        if planned.candidate == "packing":
-            continue
-        task = planned.make()
-        x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
-        out = jax.eval_shape(task.calls[0][1], x, copy)
-        grown = per_token_bytes((x, out), case.shape.tokens)
-        assert grown == case.shape.kv_heads * case.shape.tokens * (
-            4 if "key" in planned.section or planned.section == "scores" else 2
-        )
-        assert task.moved_bytes == task.copy_bytes + grown, (planned.section, planned.candidate)
 
 
 def test_a_page_without_times_of_kernels_says_that_none_was_run(
@@ -349,7 +279,7 @@ def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(
     )
     rows = len(done.rows)
     kernels.run(
-        CASES[:2],
+        CASES[:1],
         done,
         tmp_path / "rows.json",
         TIMING,
@@ -376,40 +306,13 @@ def test_attention_candidates_lower_for_cuda(spec: str, arithmetic: str):
     assert "decode_attention" in lowered(task)
 
 
-@pytest.mark.parametrize("arithmetic", some(["asm", "jnp"], ["asm"]))
-def test_kvquant_candidates_lower_for_cuda(arithmetic: str):
-    launch = (Launch(arithmetic),)
-    for task in kvquant_candidates.table_tasks(shape_of("Llama-2-7B", 2048, 1), launch):
-        assert ("matvec" in lowered(task)) == (task.candidate in ("dense", "total")), task.candidate
-
-
-@pytest.mark.parametrize("arithmetic", some(["asm", "jnp"], ["asm"]))
-def test_polarquant_candidates_lower_for_cuda(arithmetic: str):
-    for task in polarquant_candidates.table_tasks(
-        paper_shape("Llama-3.1-8B", 4096), (Launch(arithmetic),)
-    ):
-        assert ("matvec_scores" in lowered(task)) == (task.candidate != innerq_candidates.EXACT), (
-            task.candidate
-        )
-
-
-def test_kvquants_times_are_typed_as_printed():
-    """The paper's total is the sum of its parts, each rounded."""
-    for parts in paper_tables.TABLE_22.values():
-        for packing, dense, sparse, total in zip(
-            *(parts[name] for name in ("packing", "dense", "sparse", "total")), strict=True
-        ):
-            assert packing + dense + sparse == pytest.approx(total, abs=0.25)
-
-
 PLANNED = [
     *(
         task
         for task in attention_tasks(shape_of("Llama-2-7B", 4096, 1), (), ())
         if "cuDNN" not in task.candidate
     ),
-    *product_tasks(paper_shape("Llama-3.1-8B", 4096), (Launch("asm"),)),
-    *quantize_tasks(paper_shape("Llama-3.1-8B", 4096), (Launch("asm"),)),
+    *quantize_tasks(shape_of("Llama-3.1-8B", 4096, 1), (Launch("asm"),)),
 ]
 
 
@@ -418,9 +321,7 @@ PLANNED = [
 )
 def test_other_candidates_lower_for_cuda(planned: Planned):
     text = lowered(planned)
-    assert ("triton" in text) == (
-        planned.section != "attention" and planned.candidate != innerq_candidates.EXACT
-    )
+    assert ("triton" in text) == (planned.section == "quantize")
 
 
 def lowered(planned: Planned) -> str:
@@ -435,7 +336,7 @@ def points(cases: list[Case]) -> list[tuple[int, int]]:
 
 
 def test_the_plans_cover_the_shape_table():
-    cases = kernels.planned_cases("all")
+    cases = PLANS.planned("all")
     for model in MODELS:
         chosen = [
             case
@@ -445,10 +346,6 @@ def test_the_plans_cover_the_shape_table():
         assert sorted(points(chosen)) == [
             (512 << i, batch) for i in range(9) for batch in (1, 16)
         ], model
-    for model in PAPER_MODELS:
-        assert {
-            c.shape.tokens for c in cases if (c.section, c.model) == ("products", model)
-        } == set(paper_tables.LENGTHS)
     assert len({case.name for case in cases}) == len(cases)
     [more] = [case for case in cases if case.specs == MORE_SPECS]
     wanted = [task.candidate for task in more.tasks(INTERPRETED, ())]
@@ -459,12 +356,12 @@ def test_the_plans_cover_the_shape_table():
 
 
 def test_what_shows_most_comes_first_and_compiles_in_seconds():
-    first, following = kernels.planned_cases("first"), kernels.planned_cases("next")
+    first, following = PLANS.planned("first"), PLANS.planned("next")
     assert points(first) == [(32768, 16)]
     assert points(following[:3]) == [(131072, 1), (4096, 16), (32768, 1)]
-    assert {case.section for case in following[3:]} == {"products", "quantize"}
+    assert {case.section for case in following[3:]} == {"quantize"}
     slow = ("kvquant", "nf4", "polarquant", "pre_rope")
-    for case in (*first, *following, *kernels.planned_cases("parity")):
+    for case in (*first, *following, *PLANS.planned("parity")):
         names = [task.candidate for task in case.tasks(INTERPRETED, ())]
         assert not [name for name in names if any(part in name for part in slow)], (
             "minutes of a compiler's time"
@@ -481,41 +378,11 @@ def test_what_shows_most_comes_first_and_compiles_in_seconds():
 
 
 def test_tiny_cases_keep_their_sections():
-    for plan in kernels.PLANS:
-        tiny = {case.tiny for case in kernels.planned_cases(plan)}
-        assert {case.section for case in tiny} == {
-            case.section for case in kernels.planned_cases(plan)
-        }
+    for plan in PLANS.stages:
+        tiny = {case.tiny for case in PLANS.planned(plan)}
+        assert {case.section for case in tiny} == {case.section for case in PLANS.planned(plan)}
         assert all(case.shape.tokens <= 2048 for case in tiny)
         assert len(tiny) < 30
-
-
-def test_the_command_ends_with_the_papers_tables_and_what_it_left_out(
-    report: GpuReport,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    def run(cases, into: GpuReport, path, timing, **_) -> None:
-        into.rows.extend(report.rows)
-        into.skipped.append("attention, of no time")
-
-    monkeypatch.setattr(kernels, "run", run)
-    kernels.main(["--json", str(tmp_path / "rows.json"), "--interpret"])
-    printed = capsys.readouterr()
-    for title in (
-        "InnerQ's Table 3",
-        "InnerQ's Table 4",
-        "InnerQ's Figure 4",
-        "KVQuant's Table 22",
-        "PolarQuant's Table 4",
-    ):
-        assert f"### {title}" in printed.out
-    [inner] = [
-        r for r in report.rows if r.section == "scores" and r.candidate == innerq_candidates.INNER
-    ]
-    assert f"| {MODEL} | here, q K^T | inner | {inner.median_ms:.4f} |" in printed.out
-    assert "1 shapes left out for lack of time\nleft out: attention, of no time" in printed.err
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -573,30 +440,3 @@ def test_a_process_without_a_gpu_is_refused(main, capsys: pytest.CaptureFixture[
         main(["--json", "none.json"])
     assert stop.value.code == 2
     assert "GPU" in capsys.readouterr().err
-
-
-# as the paper prints them, in percent, at 2048 tokens and more
-SPEEDUPS = {
-    "TABLE_3": {
-        "Llama-3.2-1B": (76.00, 78.67, 85.10, 87.87, 88.51, 88.53, 88.41),
-        "Llama-3.1-8B": (78.50, 84.92, 87.85, 88.50, 88.53, 88.41, 88.53),
-        "Llama-2-13B": (81.07, 85.77, 87.73, 88.48, 88.32, 88.41, 88.54),
-    },
-    "TABLE_4": {
-        "Llama-3.2-1B": (14.21, 19.02, 21.15, 22.16, 22.14, 22.16, 22.87),
-        "Llama-3.1-8B": (15.23, 19.50, 21.74, 22.04, 22.41, 22.86, 22.54),
-        "Llama-2-13B": (18.35, 21.13, 22.41, 22.15, 22.47, 22.79, 22.32),
-    },
-}
-
-
-@pytest.mark.parametrize("name", SPEEDUPS)
-def test_the_papers_times_are_typed_as_printed(name: str):
-    """Their quotients are the speedups that the paper prints beside them, as far as three decimals
-    of a millisecond go."""
-    for model, printed in SPEEDUPS[name].items():
-        other, inner = (times[2:] for times in getattr(paper_tables, name)[model])
-        for i, speedup in enumerate(printed):
-            assert 100 * (1 - inner[i] / other[i]) == pytest.approx(
-                speedup, abs=100 * 0.001 / other[i] + 0.01
-            ), (model, i)

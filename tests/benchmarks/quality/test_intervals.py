@@ -1,4 +1,4 @@
-"""Bootstrap intervals: their width, what pairing does, and what has none."""
+"""Intervals of KL and of shares of answers: how often they hold the truth, and where they end."""
 
 from __future__ import annotations
 
@@ -7,74 +7,79 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quality.intervals import Weights, estimate, mean_interval, ratio_interval
+from benchmarks.quality.intervals import Interval, gap_interval, kl_interval, share_interval
+
+DRAWS = 4000
+SPREAD = 0.5  # standard deviation of the logs: the committed windows have 0.1 to 0.8
+MEAN = math.exp(SPREAD**2 / 2)
 
 
-def test_an_interval_of_a_mean_is_that_of_the_normal_approximation():
-    windows = np.random.default_rng(1).normal(3, 2, 400)
-    low, high = mean_interval(windows.tolist())
-    half = 1.96 * windows.std() / math.sqrt(400)
-    assert low == pytest.approx(windows.mean() - half, abs=0.1 * half)
-    assert high == pytest.approx(windows.mean() + half, abs=0.1 * half)
+def percentile_bootstrap(values: np.ndarray) -> Interval:
+    """The kind that the pages had: too narrow for few windows."""
+    drawn = np.random.default_rng(0).integers(0, len(values), (1000, len(values)))
+    return Interval(*np.percentile(values[drawn].mean(axis=1), [2.5, 97.5]).tolist())
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say():
-    rng = np.random.default_rng(2)
-    inside = [
-        low <= 1 <= high
-        for low, high in (mean_interval(rng.exponential(1, 40).tolist()) for _ in range(200))
+def coverage(interval, windows: int, draws: int) -> float:
+    samples = np.random.default_rng(windows).lognormal(0, SPREAD, (draws, windows))
+    return float(np.mean([low <= MEAN <= high for low, high in map(interval, samples)]))
+
+
+@pytest.mark.parametrize("windows", [4, 8, 10])
+def test_the_mean_kl_of_few_windows_lies_in_95_of_100_intervals(windows: int):
+    assert 0.93 < coverage(lambda values: kl_interval(values.tolist()), windows, DRAWS) < 0.97
+
+
+@pytest.mark.parametrize("windows", [4, 8, 10])
+def test_a_percentile_bootstrap_would_hold_it_less_often(windows: int):
+    assert coverage(percentile_bootstrap, windows, 800) < 0.9
+
+
+def test_rounding_noise_around_zero_has_an_interval_and_equal_values_have_none():
+    low, high = kl_interval([-1e-9, 2e-9, 1e-9])
+    assert low < 0 < high
+    assert math.isnan(kl_interval([0.0, 0.0]).low)
+    assert math.isnan(kl_interval([0.5, 0.5]).low)
+    assert math.isnan(kl_interval([0.5]).low)
+
+
+@pytest.mark.parametrize(
+    ("right", "questions", "low", "high"),
+    [(12, 12, 0.7354, 1.0), (0, 4, 0.0, 0.6024), (5, 10, 0.1871, 0.8129)],
+)
+def test_shares_have_the_limits_of_clopper_and_pearson(
+    right: int, questions: int, low: float, high: float
+):
+    """Limits as in tables of the exact binomial interval."""
+    scores = [1.0] * right + [0.0] * (questions - right)
+    assert share_interval(scores) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_answers_that_are_partly_right_lie_between():
+    lows, highs = zip(
+        *(share_interval([1.0] * 5 + [part] + [0.0] * 4) for part in (0.0, 0.5, 1.0)), strict=True
+    )
+    assert lows[0] < lows[1] < lows[2]
+    assert highs[0] < highs[1] < highs[2]
+
+
+@pytest.mark.parametrize("questions", [4, 24])
+def test_shares_and_gaps_hold_the_truth_at_least_as_often_as_they_say(questions: int):
+    rng = np.random.default_rng(questions)
+    exact = rng.random((DRAWS, questions)) < 0.7
+    coded = exact & (rng.random((DRAWS, questions)) < 0.8)
+    shares = [share_interval(row.astype(float).tolist()) for row in exact]
+    assert np.mean([low <= 0.7 <= high for low, high in shares]) > 0.94
+    gaps = [
+        gap_interval(a.astype(float).tolist(), b.astype(float).tolist())
+        for a, b in zip(coded, exact, strict=True)
     ]
-    assert 0.86 < np.mean(inside) < 0.99
+    assert np.mean([low <= -0.14 <= high for low, high in gaps]) > 0.94
 
 
-def test_what_makes_a_window_hard_for_both_caches_cancels_in_their_ratio():
-    rng = np.random.default_rng(3)
-    hard = rng.exponential(1, 30)
-    one, other = (2 * hard * rng.normal(1, 0.05, 30)).tolist(), hard.tolist()
-    low, high = ratio_interval(one, other)
-    assert low < 2 < high
-    assert high - low < 0.2
-    apart = ratio_interval(one, rng.permutation(other).tolist())
-    assert apart.high - apart.low > 3 * (high - low), (
-        "the same numbers, but not of the same windows"
-    )
-
-
-def test_a_statistic_of_several_measurements_draws_their_windows_together():
-    """The geometric mean of the ratios of two layers; of one layer alone it is the ratio itself."""
-    rng = np.random.default_rng(4)
-    kivi = rng.exponential(1, (30, 2))
-    ours = kivi * [0.5, 0.8] * rng.normal(1, 0.05, (30, 1))
-
-    def ratio(weights: Weights) -> np.ndarray:
-        return np.exp(np.log((weights @ ours) / (weights @ kivi)).mean(axis=1))
-
-    value, (low, high) = estimate(ratio, 30)
-    assert value == pytest.approx(math.sqrt(0.5 * 0.8), abs=0.02)
-    assert low < value < high
-    assert high - low < 0.05
-    one = estimate(lambda weights: (weights @ ours[:, 0]) / (weights @ kivi[:, 0]), 30)
-    assert one.interval == ratio_interval(ours[:, 0].tolist(), kivi[:, 0].tolist())
-    ours = rng.permutation(ours)
-    apart = estimate(ratio, 30).interval
-    assert apart.high - apart.low > 3 * (high - low), (
-        "the same numbers, but not of the same windows"
-    )
-
-
-def test_the_largest_of_means_is_looked_for_again_in_every_set_of_windows():
-    """Four windows of two channels, of which the second is ahead in one window, by so much that it
-    has the larger mean."""
-    channels = np.asarray([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 4.0]])
-    value, (low, high) = estimate(
-        lambda weights: (weights @ channels).argmax(axis=1).astype(float), 4
-    )
-    assert (value, low, high) == (1.0, 0.0, 1.0)
-    assert math.isnan(estimate(lambda weights: weights[:, 0], 1).interval.low)
-
-
-def test_one_window_has_no_interval_and_no_ratio_to_nothing():
-    assert math.isnan(mean_interval([1.0]).low)
-    assert math.isnan(ratio_interval([1.0, 2.0], [0.0, 1.0]).low)
-    with pytest.raises(ValueError, match="the same windows are needed"):
-        ratio_interval([1.0, 2.0], [1.0])
+def test_equal_answers_to_a_few_questions_do_not_show_that_there_is_no_difference():
+    low, high = gap_interval([1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0])
+    assert low == pytest.approx(-high)
+    assert high > 0.5
+    low, high = gap_interval([0.0] * 12, [1.0] * 12)
+    assert -1 == low < high < -0.3

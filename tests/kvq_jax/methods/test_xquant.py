@@ -17,7 +17,13 @@ from kvq_jax.arrays.stored import load_body
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer import cross_layer
-from kvq_jax.methods.xquant.projections import factored, project, weighted_values
+from kvq_jax.methods.xquant.projections import (
+    factored,
+    latents,
+    project,
+    turn,
+    weighted_values,
+)
 from kvq_jax.types.array_types import LayerWeights
 from tests.kvq_jax.layer_runs import (
     STEP,
@@ -166,16 +172,19 @@ def rebased(
     own: dict[str, Any], side: str, bases: dict[str, np.ndarray], wk: np.ndarray, wv: np.ndarray
 ) -> dict[str, Any]:
     """Parameters with another U: that of a file, whose signs are its own."""
-    if "basis" not in own:
-        return own
-    basis = bases["kv" if "k" in own and "v" in own else side]
     kernels = {"k": wk, "v": wv}
-    changed = {
-        name: own[name] | {"kernel": jnp.asarray(basis.T @ kernels[name])}
-        for name in kernels
-        if name in own
-    }
-    return changed | {"basis": jnp.asarray(basis)}
+    if "basis" in own:
+        basis = bases["kv"]
+        changed = {
+            name: own[name] | {"kernel": jnp.asarray(basis.T @ kernels[name])} for name in kernels
+        }
+        return changed | {"basis": jnp.asarray(basis)}
+    if "singular" not in own.get(side, ()):
+        return own
+    fused = bases[side].T @ kernels[side]
+    singular = np.linalg.norm(fused, axis=1)
+    turned = {"kernel": jnp.asarray(fused / singular[:, None]), "singular": jnp.asarray(singular)}
+    return {side: own[side] | turned}
 
 
 def worst(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -281,6 +290,61 @@ def test_factors_are_orthonormal_and_multiply_to_the_projections():
     assert jax.tree.map(lambda a: (a.shape, a.dtype), structs) == jax.tree.map(
         lambda a: (a.shape, a.dtype), (basis, (k, v))
     )
+
+
+@pytest.mark.parametrize("depth", [64, 8], ids=["tall", "wide"])
+def test_latents_are_those_of_the_basis_that_is_not_kept(depth: int):
+    rng = np.random.default_rng(2)
+    kernel = jnp.asarray(rng.normal(size=(depth, 16)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(2, 5, depth)), jnp.float32)
+    turned, singular = turn(kernel)
+    own = {"input_kernel": kernel, "kernel": turned, "singular": singular}
+    basis, (fused,) = factored(kernel)
+    np.testing.assert_allclose(singular[:, None] * turned, fused, atol=1e-5)
+    np.testing.assert_allclose(latents(own, x)[:, 0], x @ basis, atol=1e-5)
+    keys = jnp.swapaxes((x @ kernel).reshape(2, 5, 2, 8), 1, 2)
+    np.testing.assert_allclose(project(own, latents(own, x), 2), keys, atol=1e-5)
+    weights = jnp.asarray(rng.uniform(size=(2, 2, 3, 5)), jnp.float32)
+    np.testing.assert_allclose(
+        weighted_values(own, weights, latents(own, x)),
+        jnp.einsum("bkrt,bkth->bkrh", weights, keys),
+        atol=1e-4,
+    )
+    structs = turn(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+    assert [(a.shape, a.dtype) for a in structs] == [(a.shape, a.dtype) for a in (turned, singular)]
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["k", "v"])
+def test_in_bfloat16_a_projection_with_small_singular_values_loses_nothing_by_it(axis: int):
+    """Rounding of B mixes large latents into small ones; what is rebuilt is as near as with U."""
+    rng = np.random.default_rng(4)
+    left, right = (np.linalg.qr(rng.normal(size=(size, 128)))[0] for size in (256, 128))
+    kernel = jnp.asarray(left * np.geomspace(1, 1e-4, 128) @ right, jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(1, 256, 256)), jnp.bfloat16)
+    exact = np.asarray(x[0], np.float32) @ np.asarray(kernel, np.float32)
+    basis, (fused,) = factored(kernel)
+    turned, singular = turn(kernel)
+    own = {"input_kernel": kernel, "kernel": turned, "singular": singular}
+
+    def error(rows: Any, parameters: dict[str, Any]) -> float:
+        coded = jnp.asarray(quantized(np.asarray(rows, np.float32), 4, 64, axis))
+        rebuilt = project(parameters, coded[None, None], 1)[0, 0]
+        return float(np.linalg.norm(rebuilt - exact) / np.linalg.norm(exact))
+
+    with_basis = error((x @ basis)[0], {"kernel": fused})
+    assert 0.05 < with_basis < 0.15
+    assert error(latents(own, x)[0, 0], own) == pytest.approx(with_basis, rel=0.02)
+
+
+def test_a_projection_of_lower_rank_has_finite_latents():
+    rng = np.random.default_rng(3)
+    kernel = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32).at[:, 4:].set(0)
+    x = jnp.asarray(rng.normal(size=(1, 5, 32)), jnp.float32)
+    turned, singular = turn(kernel)
+    own = {"input_kernel": kernel, "kernel": turned, "singular": singular}
+    rows = latents(own, x)
+    assert np.isfinite(rows).all()
+    np.testing.assert_allclose(project(own, rows, 1)[:, 0], x @ kernel, atol=1e-5)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -11,7 +11,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import calibrate, forward, prefill, prepare, save_llama
-from kvq_tools.evaluation.stress import Stress, stressed
+from laboratory.stress import Stress, stressed
 from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 

@@ -210,7 +210,9 @@ def test_prepared_models_share_their_weights_and_forget_other_methods():
     x, latent = prepare(llama, "xquant"), prepare(llama, "xquant:latent=true")
     kernel = llama.layers[0].k_proj.kernel[...]
     assert x.cache_parameters[0][0]["k"]["kernel"] is kernel, "the x form copied a weight"
-    assert latent.cache_parameters[0][0]["basis"].shape == (64, 64)
+    keys = latent.cache_parameters[0][0]["k"]
+    assert keys["input_kernel"] is kernel, "the latent form copied a weight"
+    assert keys["kernel"].shape == (64, 64)
     assert llama.cache_parameters == ()
     assert prepare(latent, "kivi").cache_parameters == ()
     skipped = prepare(llama, "xquant:skip_layers=1").cache_parameters

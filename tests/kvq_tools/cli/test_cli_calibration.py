@@ -22,8 +22,8 @@ from kvq_models import (
 )
 from kvq_models.calibration import fit
 from kvq_tools.cli import main
+from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 SPEC = "kvquant:bits=2,outliers=0.1,block=8"
 PROMPT = "the key of the cat is seven, and the key of the dog is"

@@ -92,9 +92,7 @@ def test_here_keys_are_rebuilt_and_stored_bytes_are_read(sizes, width, shapes, r
     kv_width = sizes["num_key_value_heads"] * 128
     bodies = 1 if width == D else 2
     weights = 2 * (2 * D * D + 2 * D * kv_width + 3 * D * sizes["intermediate_size"])
-    factors = (
-        0 if width == D else 2 * 2 * (D * width + width * kv_width)
-    )  # U and S B^T of both sides
+    factors = 0 if width == D else 2 * (2 * width * kv_width + 4 * width)  # B and S of both sides
     for layer in cache["roofline"]["layers"]:
         assert layer["here"]["flops_per_token"] == 2 * width * kv_width + 2 * HEADS * width
         assert layer["here"]["cache_bytes_per_token"] == bodies * width * 2.25 / 8, (
@@ -213,10 +211,20 @@ def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, r
     working = [cache["working_bytes"] for cache in found]
     body = kvq.parse("xquant_cl:bits=2").regions(512).body_capacity
     assert working == [0, 3 * body * 64 * 4, 0], "an accumulator [B, S, D] in fp32"
-    assert found[0]["parameter_bytes"] == 4 * 4 * 2 * (64 * 16 + 16 * 16), (
-        "U and S B^T of both sides in four layers"
+    assert found[0]["parameter_bytes"] == 4 * 4 * 2 * (16 * 16 + 16), (
+        "B and S of both sides in four layers"
     )
+    for cache in found:
+        one, three, many = cache["resident_by_batch"]
+        added = 3 * one["bytes"] - three["bytes"]
+        assert added == 2 * cache["parameter_bytes"], "parameters do not grow with the batch"
+        assert many["bytes"] == 16 * one["bytes"] - 15 * cache["parameter_bytes"]
+        assert three["bytes"] == cache["resident_bytes"]
+        assert cache["resident_bytes"] == (
+            cache["cache_bytes"] + cache["parameter_bytes"] + cache["working_bytes"]
+        )
     out = run("memory", tmp_path, *caches, "--context", "512")[1]
+    assert np.all([part in out for part in ("resident", "batch 1", "batch 16")])
     assert "beside the cache" in out
     assert np.all([part in out for part in ("parameters", "working memory")])
 

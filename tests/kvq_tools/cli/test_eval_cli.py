@@ -14,6 +14,7 @@ from kvq_models import load_llama, save_llama
 from kvq_tools import evaluate_caches, tokenize
 from kvq_tools.cli import text_input
 from kvq_tools.evaluation.windows import windows
+from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import (
     CheckpointCase,
     build_checkpoint,
@@ -21,7 +22,6 @@ from tests.kvq_models.checkpoints import (
     tiny_config,
     torch_logits,
 )
-from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = "the key of the cat is seven, and the key of the dog is four; né à l'été. " * 4
 COARSE = "kivi:bits=2,recent=4,block=4"

@@ -10,8 +10,8 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import save_llama
 from kvq_tools.cli.doctor_layers import describe_layer
+from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = "one two three four five six seven eight " * 8
 NO_LAYER = (

@@ -24,7 +24,6 @@ MODEL_COMMANDS = {
     "niah": ("niah", "tiny", "--cache", "dense"),
     "memory": ("memory", "tiny", "--cache", "dense"),
     "calibrate": ("calibrate", "tiny", "--text", "f", "--cache", "kvquant:bits=2", "--out", "o"),
-    "stress": ("stress", "tiny", "--out", "o", "--key-bias", "9"),
     "doctor": ("doctor", "tiny"),
     "demo": ("demo", "--model", "tiny"),
 }
@@ -80,7 +79,7 @@ def test_a_benchmark_takes_names_too(index, tmp_path, capsys):
     (tmp_path / "f").write_text("a text")
     texts = [f"--{name}=f" for name in ("text", "calibration-text", "other-calibration-text")]
     with pytest.raises(SystemExit) as stopped:
-        quality.main(["innerq", "--model=tiny", *texts, "--json=o"])
+        quality.main(["equal_bits", "--model=tiny", *texts, "--json=o"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "tiny is not here yet: run `kvq fetch tiny` (0 MB)\n"
 

@@ -120,26 +120,14 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
     )
 
 
-@pytest.mark.parametrize("command", ["stress", "report"])
-def test_out_is_checked_before_work(command, model, tmp_path, run, monkeypatch):
-    for name in ("report", "stress"):
-        module = importlib.import_module(f"kvq_tools.cli.commands.{name}")
-        monkeypatch.setattr(
-            *((module, "load_llama") if name == "report" else (module.checkpoint, "load_weights")),
-            stop_before_weights,
-        )
+def test_out_is_checked_before_work(model, tmp_path, run, monkeypatch):
+    module = importlib.import_module("kvq_tools.cli.commands.report")
+    monkeypatch.setattr(module, "load_llama", stop_before_weights)
     (tmp_path / "file").write_text("")
     (tmp_path / "text").write_text("the cat sat on the mat " * 40)
-    required = {
-        "stress": ("--key-bias", "1"),
-        "report": ("--text", tmp_path / "text", "--cache", "dense"),
-    }[command]
-    assert_one_line_error(
-        run(command, model, *required, "--out", tmp_path / "file" / "below"), "cannot be written"
-    )
-    assert_one_line_error(
-        run(command, model, *required, "--out", tmp_path / "new" / "below"), "weights were read"
-    )
+    words = ("report", model, "--text", tmp_path / "text", "--cache", "dense", "--out")
+    assert_one_line_error(run(*words, tmp_path / "file" / "below"), "cannot be written")
+    assert_one_line_error(run(*words, tmp_path / "new" / "below"), "weights were read")
 
 
 def test_memory_warns_beyond_the_positions_of_the_model(model, run):

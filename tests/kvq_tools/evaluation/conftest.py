@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvq_models import save_llama
+from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from kvq_tools.evaluation.results import Evaluation
 from kvq_tools.evaluation.settings import STEP, Settings
 from kvq_tools.evaluation.through import slices
 from kvq_tools.evaluation.windows import check_windows, windows
+from laboratory.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import tiny_config
-from tools.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 
 CASES = [
     (tokens, window, stride)
@@ -216,6 +216,17 @@ def test_numbers_by_position_add_up_to_those_of_the_text():
     assert found.bits_per_byte == pytest.approx(arrays["nats"].sum() / np.log(2) / 600)
     assert found.perplexity == pytest.approx(np.exp(arrays["nats"].mean()))
     assert found.flips.tolist() == np.flatnonzero(~found.agrees).tolist()
+
+
+def test_the_kl_of_a_window_is_the_mean_of_the_tokens_that_it_scores():
+    """Windows of 4 tokens by 2: the second scores two tokens, the last, which is short, one."""
+    index, position = np.array([1, 2, 3, 4, 5, 6]), np.array([1, 2, 3, 2, 3, 2])
+    zeros = np.zeros(6)
+    found = Evaluation(
+        parse("int4"), "decode", 4, 0, index, position, zeros, zeros,
+        np.array([1.0, 2.0, 3.0, 4.0, 6.0, 50.0]), np.ones(6, bool), None,
+    )  # fmt: skip
+    assert found.window_kl == [2.0, 5.0], "one of three tokens is less than half of a full window"
 
 
 @pytest.mark.parametrize("name", ["exact_nats", "nats", "kl"])

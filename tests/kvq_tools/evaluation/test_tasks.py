@@ -11,11 +11,11 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
-from kvq_tools.evaluation.stress import Outliers, Stress, stressed
 from kvq_tools.evaluation.tasks import niah, passkey
 from kvq_tools.evaluation.tasks.filler import fitted
 from kvq_tools.evaluation.tasks.runner import batches, capacity, run, run_together
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
+from laboratory.stress import Outliers, Stress, stressed
 from tests.kvq_models.checkpoints import tiny_config
 from tests.kvq_tools.evaluation.task_samples import (
     DEPTHS,

@@ -71,6 +71,8 @@ def test_the_page_holds_every_cache_and_every_number(made, report):
         beside = [
             str(c.parameter_bytes),
             str(c.working_bytes),
+            str(c.bytes + c.working_bytes + c.parameter_bytes),
+            str(16 * (c.bytes + c.working_bytes) + c.parameter_bytes),
             f"{c.sink}, {c.recent}, {c.block}",
             str(c.quantized_tokens),
         ]

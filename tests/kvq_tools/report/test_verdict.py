@@ -1,16 +1,21 @@
-"""The verdict of a report: a sentence computed from the front."""
+"""The verdict of a report: a cache is named only among equal windows, and only if the windows of
+the text tell it apart."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 
+import numpy as np
 import pytest
 
+from kvq_tools.evaluation.intervals import paired_ratio
 from kvq_tools.report import schema
-from kvq_tools.report.quality import front_by, verdict
+from kvq_tools.report.quality import verdict
+from kvq_tools.report.verdict import Windows
 
 COMMITTED = pathlib.Path(__file__).parents[3] / "docs" / "report" / "report.json"
+HARD = (0.5, 1.5, 0.8, 1.2)  # how much harder a window is than the mean
 
 
 @pytest.fixture(scope="module")
@@ -18,51 +23,82 @@ def report():
     return schema.read(COMMITTED)
 
 
-def with_numbers(report, *numbers):
-    """Return the report with caches of these (name, bits, KL)."""
-    caches = [
-        dataclasses.replace(
-            report.caches[i], name=name, bits_per_element=bits, kl=kl, agreement=0.9
-        )
-        for i, (name, bits, kl) in enumerate(numbers)
-    ]
-    return dataclasses.replace(report, caches=tuple(caches))
+def cache(report, name, bits, kl, factors=None, **fields):
+    """Return a cache whose KL in each window is the window's hardness times a factor, by default
+    near 1 and different for every name."""
+    if factors is None:
+        factors = np.random.default_rng(ord(name[0])).lognormal(0, 0.05, len(HARD)).tolist()
+    windows = tuple(kl * hard * factor for hard, factor in zip(HARD, factors, strict=True))
+    fixed = {"agreement": 0.9, "sink": 0, "recent": 0, "quantized_tokens": 1000} | fields
+    return dataclasses.replace(
+        report.caches[0], name=name, bits_per_element=bits, kl=kl, window_kl=windows, **fixed
+    )
 
 
-def test_it_names_the_front_from_the_largest_to_the_smallest(report):
-    told = verdict(
-        with_numbers(
-            report, ("a", 2.5, 0.3), ("b", 5.04, 0.004), ("c", 5.1, 0.01), ("dense", 16.0, 0.0)
-        )
+def told(report, *caches):
+    return verdict(dataclasses.replace(report, caches=caches))
+
+
+def test_it_names_the_caches_that_the_windows_tell_apart_from_the_largest_to_the_smallest(report):
+    smallest, largest = cache(report, "a", 2.5, 0.3), cache(report, "b", 5.04, 0.004)
+    further, exact = cache(report, "c", 5.1, 0.01), cache(report, "dense", 16.0, 0.0)
+    assert told(report, smallest, largest, further, exact) == (
+        "At 5.0 bits take b (KL 0.004, 90% of likeliest tokens kept), at 2.5 bits take a (KL 0.3,"
+        " 90% of likeliest tokens kept); c is no smaller and further from full precision."
     )
-    assert (
-        told
-        == "At 5.0 bits take b (KL 0.004, 90% of likeliest tokens kept), at 2.5 bits take a (KL"
-        " 0.3, 90% of likeliest tokens kept); the other 1 is larger or further from full"
-        " precision."
-    )
-    worse = verdict(with_numbers(report, ("a", 2.5, 0.3), ("b", 5.04, 0.4), ("c", 5.1, 0.01)))
+    worse = told(report, smallest, cache(report, "b", 5.04, 0.4), further)
     assert "take c" in worse, "the sentence follows the numbers"
-    assert "take b" not in worse, "the sentence follows the numbers"
+    assert "b is no smaller and further" in worse
+
+
+def test_caches_with_other_windows_are_not_ranked(report):
+    equal = cache(report, "a", 2.5, 0.3), cache(report, "b", 5.0, 0.004)
+    assert "take b" in told(report, *equal)
+    for fields in ({"sink": 32}, {"recent": 96}, {"quantized_tokens": 900}):
+        said = told(report, equal[0], cache(report, "b", 5.0, 0.004, **fields))
+        assert "take" not in said, (fields, said)
+        assert said.startswith("No cache is named, because they keep different tokens exact"), said
+    exact = cache(report, "dense", 16.0, 0.0, quantized_tokens=0)
+    assert "take b" in told(report, *equal, exact), "full precision has no windows to compare"
+
+
+def test_blocks_move_the_share_a_little_and_are_compared():
+    assert Windows(32, 96, 0.74).equal(Windows(32, 96, 0.75))
+    assert not Windows(32, 96, 0.70).equal(Windows(32, 96, 0.75))
+
+
+def test_a_better_mean_is_no_winner_if_the_windows_overlap(report):
+    """The larger cache has a quarter less KL, but more of it in one of four windows."""
+    smaller = cache(report, "a", 2.5, 0.010)
+    larger = cache(report, "b", 3.0, 0.0075, (0.5, 1.5, 0.7, 1.1))
+    low, high = paired_ratio(larger.window_kl, smaller.window_kl).interval
+    assert low < 1 < high
+    said = told(report, smaller, larger)
+    assert "take b" not in said
+    assert said.endswith("; b is not told apart from a."), said
+    both = told(report, smaller, larger, dataclasses.replace(larger, name="c"))
+    assert both.endswith("; b and c are not told apart from a."), both
+
+
+def test_one_window_tells_nothing_apart(report):
+    smaller, larger = cache(report, "a", 2.5, 0.3), cache(report, "b", 5.0, 0.004)
+    alone = [dataclasses.replace(one, window_kl=one.window_kl[:1]) for one in (smaller, larger)]
+    assert "b is not told apart from a" in told(report, *alone)
+    failed = dataclasses.replace(larger, window_kl=(None, *larger.window_kl[1:]))
+    assert "b is not told apart from a" in told(report, smaller, failed)
 
 
 def test_two_sizes_that_one_digit_would_not_tell_apart_have_two(report):
-    told = verdict(with_numbers(report, ("a", 3.64, 0.02), ("b", 3.56, 0.03)))
-    assert "At 3.64 bits take a" in told, told
-    assert "at 3.56 bits take b" in told, told
+    said = told(report, cache(report, "a", 3.64, 0.02), cache(report, "b", 3.56, 0.03))
+    assert "At 3.64 bits take a" in said, said
+    assert "at 3.56 bits take b" in said, said
 
 
 def test_without_a_quantized_cache_there_is_nothing_to_choose(report):
-    assert "nothing is to be chosen" in verdict(
-        with_numbers(report, ("dense", 16.0, 0.0), ("kivi", 15.0, 0.0))
-    )
+    caches = cache(report, "dense", 16.0, 0.0), cache(report, "kivi", 15.0, 0.0)
+    assert "nothing is to be chosen" in told(report, *caches)
 
 
-def test_the_committed_report_has_its_caches_in_it(report):
-    on_front = [
-        c.name
-        for c, on in zip(report.caches, front_by(report, "kl"), strict=True)
-        if on and c.bits_per_element < 16 and c.kl > 1e-6
-    ]
-    assert on_front
-    assert all(f"take {name} (" in verdict(report) for name in on_front)
+def test_the_committed_report_ranks_nothing_because_its_windows_differ(report):
+    assert len({(c.sink, c.recent) for c in report.caches}) > 1
+    assert verdict(report).startswith("No cache is named")

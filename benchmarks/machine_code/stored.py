@@ -1,0 +1,121 @@
+"""The arrays that the watched kernels read: codes of a whole cache, by shape and dtype."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.machine_code.case import BATCH, KV_HEADS, TOKENS
+from kvq_jax.arrays import grouped_array, sparse_outliers
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.grouped_array import GroupFormat
+from kvq_jax.arrays.packing import run_layout
+from kvq_jax.arrays.sparse_outliers import Pool
+from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.codecs import kernel_readers
+from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.tiles.layout import plane_layout
+
+Stored = tuple[
+    Reader, list[jax.ShapeDtypeStruct], float
+]  # reader, stored arrays, stored bits of one element
+
+
+def uniform(format: GroupFormat | None, channels: int) -> Stored:
+    """Return groups of uniform codes, or unquantized rows."""
+    if format is None:
+        reader, stored = (
+            dense(channels, "bfloat16"),
+            [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)],
+        )
+    else:
+        reader = grouped(format)
+        stored = [
+            leaf.struct
+            for leaf in jax.tree.leaves(grouped_array.specs(format, BATCH, KV_HEADS, TOKENS))
+        ]
+    assert isinstance(reader, Reader), reader
+    stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
+    return reader, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+
+
+def tables(
+    bits: int,
+    channels: int,
+    group: ChannelGroup | None,
+    pool: Pool | None = None,
+    pre_rope: bool = False,
+) -> Stored:
+    """Return codes of a codebook, as `kernel_readers.nonuniform` describes them. Arrays that all
+    tokens share do not count as stored."""
+    layout = plane_layout(bits, channels, 32)
+    reader = nonuniform(layout, group, pool=pool.tokens if pool else 0, pre_rope=pre_rope)
+    assert isinstance(reader, Reader), reader
+    words = [(BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(b)) for b in layout.sets]
+    shapes: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.int16) for shape in words]
+    shapes.append(((1 << bits,), jnp.float32))
+    wide = (
+        None
+        if group is None
+        else BodySpec(group.axes(BATCH, KV_HEADS, TOKENS, channels), "float16")
+    )
+    shapes += 2 * [
+        ((KV_HEADS, channels), jnp.float32) if wide is None else (wide.shape, wide.struct.dtype)
+    ]
+    if pool is not None:
+        outliers = sparse_outliers.specs(BATCH, KV_HEADS, TOKENS, pool, "float16")
+        shapes += [(leaf.shape, leaf.struct.dtype) for leaf in jax.tree.leaves(outliers)]
+    stored_bytes = sum(
+        math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes if len(shape) > 2
+    )
+    shapes += [((channels // 2,), jnp.float32), ((), jnp.float32)] if pre_rope else []
+    structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    return reader, structs, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+
+
+def before_rope(format: GroupFormat, channels: int) -> Stored:
+    reader, stored, bits = uniform(format, channels)
+    turned = rotated(reader)
+    assert isinstance(turned, Reader), turned
+    return (
+        turned,
+        [
+            *stored,
+            jax.ShapeDtypeStruct((channels // 2,), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.float32),
+        ],
+        bits,
+    )
+
+
+def runs(widths: str, channels: int, *, keys: bool) -> Stored:
+    """Return keys before RoPE or values in chunks of these widths, a digit for each."""
+    chunk = channels // len(widths)
+    runs = [
+        (int(width), chunk * len(list(same)))
+        for width, same in itertools.groupby(widths)
+        if width != "0"
+    ]
+    layouts = [run_layout(width, of_run, 32) for width, of_run in runs]
+    reader = kernel_readers.runs(layouts, channels, pre_rope=keys)
+    assert isinstance(reader, Reader), reader
+    f, row = jnp.float32, (KV_HEADS, channels)
+    shapes: list[tuple[tuple[int, ...], Any]] = [
+        ((BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(bits)), jnp.int16)
+        for layout in layouts
+        for bits in layout.sets
+    ]
+    shapes.append(((BATCH, KV_HEADS, TOKENS), jnp.int8))
+    stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes)
+    of_keys = [(row, jnp.int32), (row, f), (row, f), ((channels // 2,), f), ((), f)]
+    shapes += [((8,), f), *(of_keys if keys else [((*row, channels), f), (row, f)])]
+    return (
+        reader,
+        [jax.ShapeDtypeStruct(*shape) for shape in shapes],
+        8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels),
+    )

@@ -1,0 +1,192 @@
+"""The report of the serving benchmark, as a file, as lines of text and as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from benchmarks.markdown import head, table
+from benchmarks.report_file import Report
+
+ALONE = 0  # slots of the row that tells of one request at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingRow:
+    """All requests through `slots` slots, or one at a time by `generate` if slots is 0.
+
+    first_token: seconds from the start, of each request.
+    """
+
+    cache: str
+    slots: int
+    requests: int
+    new_tokens: int
+    seconds: float
+    first_token: tuple[float, ...]
+    cache_bytes: int
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.requests / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class RoomRow:
+    """The number of sequences of `capacity` tokens that fit `memory` bytes, counting the row in
+    which prompts are read. Exact."""
+
+    cache: str
+    capacity: int
+    memory: int
+    sequences: int
+    sequence_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixRow:
+    """Seconds from a prompt of `tokens` tokens to its first token: read by the model, found in
+    memory, and found in files."""
+
+    cache: str
+    tokens: int
+    read: float
+    memory: float
+    disk: float
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingReport(Report):
+    """Rows and what they were measured on.
+
+    model: the model as it was named.
+    cores: cores of the machine.
+    prompt, new: least and most tokens of a request.
+    """
+
+    model: str
+    cores: int
+    capacity: int
+    prompt: tuple[int, ...]
+    new: tuple[int, ...]
+    rows: tuple[ServingRow, ...]
+    room: tuple[RoomRow, ...]
+    prefixes: tuple[PrefixRow, ...]
+
+
+def lines_of(report: ServingReport) -> list[str]:
+    """Return the report as lines of text."""
+    lines = [
+        f"{'cache':<14} {'slots':>8} {'requests/s':>11} {'tokens/s':>9} {'first token, median':>20}"
+        f" {'most':>8} {'times one':>10}"
+    ]
+    for row in report.rows:
+        alone = next(
+            (one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None
+        )
+        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
+        median, most = np.median(row.first_token), max(row.first_token)
+        slots = "generate" if row.slots == ALONE else str(row.slots)
+        lines.append(
+            f"{row.cache:<14} {slots:>8} {row.requests_per_second:>11.3f}"
+            f" {row.new_tokens / row.seconds:>9.1f} {median:>18.2f} s {most:>6.2f} s {times:>10}"
+        )
+    lines += [
+        "",
+        (
+            f"{'cache':<14} {'sequences':>10} of {report.capacity} tokens in"
+            f" {report.room[0].memory / 2**30:g} GiB, bfloat16 rows"
+        ),
+    ]
+    lines += [
+        f"{row.cache:<14} {row.sequences:>10}   {row.sequence_bytes} bytes each"
+        for row in report.room
+    ]
+    for row in report.prefixes:
+        lines += [
+            f"{row.cache:<14} a prefix of {row.tokens} tokens: read {row.read:.2f} s, from memory"
+            f" {row.memory:.3f} s ({row.read / row.memory:.0f} times), from disk {row.disk:.3f} s"
+            f" ({row.read / row.disk:.0f} times)"
+        ]
+    return lines
+
+
+def page(report: ServingReport, file: pathlib.Path) -> str:
+    """Render the three tables."""
+    said = (
+        f"{report.cores} cores. Requests of {report.model} come all at once, with"
+        f" {report.prompt[0]} to {report.prompt[1]} tokens of a prompt and {report.new[0]} to"
+        f" {report.new[1]} new ones, greedy; caches hold {report.capacity} tokens a sequence. One"
+        " at a time is `generate`; first tokens are counted from the start, so they wait for the"
+        " requests before."
+    )
+    parts = head(report, file, said)
+    lines = []
+    for row in report.rows:
+        alone = next(
+            (one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None
+        )
+        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
+        slots = "one at a time" if row.slots == ALONE else str(row.slots)
+        rates = f"{row.requests_per_second:.3f}", f"{row.new_tokens / row.seconds:.1f}", times
+        waits = f"{np.median(row.first_token):.2f} s", f"{max(row.first_token):.2f} s"
+        lines.append((f"`{row.cache}`", slots, *rates, *waits, f"{row.cache_bytes / 1e6:.1f}"))
+    names = (
+        "cache",
+        "slots",
+        "requests/s",
+        "tokens/s",
+        "times one at a time",
+        "first token, median",
+        "last",
+        "cache MB",
+    )
+    parts.append(table(names, lines))
+    for memory in dict.fromkeys(row.memory for row in report.room):
+        parts.append(
+            f"## Sequences of {report.capacity} tokens in {memory / 2**30:g} GiB\n\nCounted from"
+            " the layout, bfloat16 rows."
+        )
+        room = [
+            (f"`{row.cache}`", f"{row.sequences:,}", f"{row.sequence_bytes:,}")
+            for row in report.room
+            if row.memory == memory
+        ]
+        parts.append(table(("cache", "sequences", "bytes each"), room))
+    if report.prefixes:
+        parts.append(
+            "## Prefixes\n\nSeconds to the first token of a prompt that was read before, beside"
+            " reading it."
+        )
+        times = [
+            (
+                f"`{row.cache}`",
+                f"{row.tokens:,}",
+                f"{row.read:.2f} s",
+                *_saved(row.read, row.memory),
+                *_saved(row.read, row.disk),
+            )
+            for row in report.prefixes
+        ]
+        parts.append(
+            table(
+                (
+                    "cache",
+                    "tokens",
+                    "read",
+                    "from memory",
+                    "times faster",
+                    "from disk",
+                    "times faster",
+                ),
+                times,
+            )
+        )
+    return "\n\n".join(parts)
+
+
+def _saved(read: float, seconds: float) -> tuple[str, str]:
+    return f"{seconds:.3f} s", f"{read / seconds:.0f}"

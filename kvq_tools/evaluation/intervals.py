@@ -1,0 +1,78 @@
+"""95 % intervals of what was measured on a few windows of a text: t intervals.
+
+The windows are the sample, so the interval is about other windows of the same text. With four to
+ten of them, a percentile bootstrap, which spreads too little and forgets the t quantile, holds the
+truth in 76 to 90 % of cases; t intervals in 94 to 95 % (tests/kvq_tools/evaluation/
+test_intervals.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+CONFIDENCE = 0.95
+ROUNDING = 1e-12  # relative
+
+
+class Interval(NamedTuple):
+    """A 95 % interval; (nan, nan) if the sample gives none."""
+
+    low: float
+    high: float
+
+
+NONE = Interval(math.nan, math.nan)
+
+
+class Estimate(NamedTuple):
+    """A number and its interval."""
+
+    value: float
+    interval: Interval
+
+
+def t_quantile(samples: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution with `samples - 1` degrees of
+    freedom."""
+    return float(stdtrit(samples - 1, (1 + CONFIDENCE) / 2))
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return the interval of the mean, m +- t s / sqrt(n), for values that may be of any sign.
+
+    (nan, nan) for fewer than two values, and for values that are equal but for rounding: their
+    spread is not known to be 0.
+    """
+    if len(values) < 2 or equal(values):
+        return NONE
+    mean = float(np.mean(values))
+    half = t_quantile(len(values)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Interval(mean - half, mean + half) if math.isfinite(half) else NONE
+
+
+def paired_ratio(windows: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Return the geometric mean of windows[i] / others[i] with its paired t interval.
+
+    The interval is the t interval of the logs of the ratios, so what makes a window hard for both
+    cancels. Without logs, which need positive values, both the value and the interval are nan; with
+    one window, or equal ratios, the interval alone. ValueError if the numbers of windows differ.
+    """
+    if len(windows) != len(others):
+        raise ValueError(
+            f"a ratio needs the same windows on both sides, not {len(windows)} and {len(others)}"
+        )
+    if not windows or not min(*windows, *others) > 0:
+        return Estimate(math.nan, NONE)
+    logs = np.log(windows) - np.log(others)
+    low, high = mean_interval(logs.tolist())
+    return Estimate(math.exp(logs.mean()), Interval(math.exp(low), math.exp(high)))
+
+
+def equal(values: Sequence[float]) -> bool:
+    """Return True if the values differ by rounding alone."""
+    return bool(np.ptp(values) <= ROUNDING * np.max(np.abs(values)))

@@ -1,0 +1,1 @@
+"""The papers' own measurements of time, for a GPU."""

@@ -1,0 +1,1 @@
+"""Papers' claims about predictions, measured through the real cache."""

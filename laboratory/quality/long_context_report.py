@@ -1,0 +1,184 @@
+"""The report of long-context tasks: scores of every sample, and their page."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from benchmarks.markdown import head, table, with_interval
+from benchmarks.quality.intervals import Interval, gap_interval, share_interval
+from benchmarks.quality.report import Text
+from benchmarks.report_file import Report
+
+FULL_PRECISION = "dense"
+WORDS = {  # of the tasks, beside RULER's names for those with needles
+    "passkey": "five digits between dull sentences",
+    "vt": "variable tracking",
+    "cwe": "common words",
+    "fwe": "frequent words",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSize:
+    """A cache by its spec, and its stored bits for each body element."""
+
+    cache: str
+    stored_bits: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """The scores of one cache in one task at one length, each between 0 and 1, in the order of the
+    samples: the same for every cache."""
+
+    cache: str
+    task: str
+    length: int
+    scores: tuple[float, ...]
+    commit: str = ""
+
+    @property
+    def accuracy(self) -> float:
+        return _mean(self.scores)
+
+    @property
+    def interval(self) -> Interval:
+        return share_interval(self.scores)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongContextReport(Report):
+    """Scores and what was asked. Where full precision is below the threshold, there are cells of
+    full precision alone. new_tokens: the longest answer of each task; calibration_text: None where
+    no cache is calibrated."""
+
+    model: str
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    caches: tuple[CacheSize, ...]
+    count: int
+    threshold: float
+    chat: bool
+    new_tokens: dict[str, int]
+    text: Text | None
+    calibration_text: Text | None
+    samples: int
+    sample_length: int
+    cells: tuple[Cell, ...]
+
+    def found(self, cache: str, length: int) -> dict[str, Cell]:
+        """Return the cells of a cache at one length by their tasks."""
+        return {
+            cell.task: cell for cell in self.cells if (cell.cache, cell.length) == (cache, length)
+        }
+
+    def asked_of_all(self, length: int) -> list[str]:
+        """Return the tasks that full precision can do at this length."""
+        return [
+            task
+            for task, cell in self.found(FULL_PRECISION, length).items()
+            if cell.accuracy >= self.threshold
+        ]
+
+    def scores(self, cache: str, length: int) -> list[float]:
+        """Return the scores of all samples of the tasks that were asked of all caches."""
+        found = self.found(cache, length)
+        return [score for task in self.asked_of_all(length) for score in found[task].scores]
+
+
+def page(report: LongContextReport, file: pathlib.Path) -> str:
+    """Render the means of the tasks by length, and a table of tasks for each length."""
+    parts = [
+        *head(report, file, *_said(report)),
+        "## Mean of the tasks that full precision can do",
+        _means(report),
+    ]
+    for length in report.lengths:
+        parts += [f"## {length} tokens", _tasks(report, length)]
+    return "\n\n".join(parts)
+
+
+def _said(report: LongContextReport) -> list[str]:
+    limits = ", ".join(f"{task} {new}" for task, new in report.new_tokens.items())
+    commits = sorted({cell.commit for cell in report.cells if cell.commit})
+    named = "; ".join(f"{task}: {WORDS[task]}" for task in report.tasks if task in WORDS)
+    said = [
+        (
+            f"Model: {report.model}{', prompts in its chat template' if report.chat else ''}. Cells"
+            f" are percent of what was asked for that the greedy answer says, over {report.count}"
+            " samples, the same for every cache. The prompt, question included, attends to itself"
+            " exactly, so the first token of an answer does not depend on the cache; all later ones"
+            " are read through it. Brackets hold 95 % intervals of Clopper and Pearson over the"
+            " samples (of all tasks for a mean), and for a difference to full precision the same"
+            " of its gains and of its losses. If full precision itself is"
+            f" below {100 * report.threshold:g} %, no other cache was asked. A length counts prompt"
+            " and answer."
+        ),
+        (
+            f"The tasks are RULER's but for passkey{f' ({named})' if named else ''}; the longest"
+            f" answers in tokens: {limits}."
+        ),
+    ]
+    if report.text is not None:
+        said.append(f"Needles are hidden in {report.text.name}.")
+    if report.calibration_text is not None:
+        said.append(
+            f"KVQuant is calibrated on {report.samples} samples of {report.sample_length} tokens of"
+            f" {report.calibration_text.name}."
+        )
+    return [*said, *([f"Code: {', '.join(commits)}."] if commits else [])]
+
+
+def _means(report: LongContextReport) -> str:
+    """Render a line for each cache: its mean at every length, and how many points it is away from
+    full precision's on the same samples."""
+    lengths = [length for length in report.lengths if report.asked_of_all(length)]
+    heads = [
+        title
+        for length in lengths
+        for title in (
+            f"{length} tokens ({len(report.asked_of_all(length))} tasks)",
+            "to full precision",
+        )
+    ]
+    lines = []
+    for size in report.caches:
+        cells = []
+        for length in lengths:
+            scores, exact = report.scores(size.cache, length), report.scores(FULL_PRECISION, length)
+            gap = _in_percent(_mean(scores) - _mean(exact), gap_interval(scores, exact), "+.0f")
+            cells += [_percent(scores), "" if size.cache == FULL_PRECISION else gap]
+        lines.append((*_names(size), *cells))
+    return table(("cache", "stored bits", *heads), lines)
+
+
+def _tasks(report: LongContextReport, length: int) -> str:
+    lines = []
+    for size in report.caches:
+        found = report.found(size.cache, length)
+        lines.append(
+            (
+                *_names(size),
+                *(_percent(found[task].scores) if task in found else "" for task in report.tasks),
+            )
+        )
+    return table(("cache", "stored bits", *report.tasks), lines)
+
+
+def _names(size: CacheSize) -> tuple[str, str]:
+    return f"`{size.cache}`", f"{size.stored_bits:.2f}"
+
+
+def _percent(scores: Sequence[float]) -> str:
+    return _in_percent(_mean(scores), share_interval(scores), ".0f")
+
+
+def _in_percent(value: float, interval: Interval, format: str) -> str:
+    low, high = interval
+    return with_interval(100 * value, (100 * low, 100 * high), format)
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)

@@ -1,0 +1,139 @@
+"""Makes the pages of laboratory/results from the JSON files there, and README.md, their index.
+
+The pages of studies in `KEPT` stay as they are: `laboratory.run` measures these again, as JSON
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import json
+import pathlib
+from collections.abc import Sequence
+
+from benchmarks.cpu import page as cpu_page
+from benchmarks.cpu.timing import CpuReport
+from benchmarks.gpu.report import GpuReport
+from benchmarks.markdown import table
+from benchmarks.quality import page as quality_page
+from benchmarks.quality.report import QualityReport
+from benchmarks.results_page import HEAD, Kind, always, index_line, read_reports
+from kvq_jax.files import whole
+from laboratory import serving_soak, soak
+from laboratory.gpu import paper_kernels
+from laboratory.quality import joint_weights, key_bias, long_context_report, outlier_channels
+from laboratory.quality.variants import WORDS
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+INTRODUCTION = """\
+# Results of studies
+
+A page for each JSON file of this folder. A page begins with the command that measured it; modules
+have moved to `laboratory` since."""
+KEPT = {
+    "squat_subspace*": "how well a prompt's queries tell where later ones lie",
+    "layer_similarity*": "how alike successive layers' inputs, keys and values are",
+}
+KINDS = (
+    Kind(
+        "quality_*",
+        QualityReport,
+        functools.partial(quality_page.page, variants=WORDS),
+        always("perplexity, KL and size of caches, read through the real cache"),
+    ),
+    Kind(
+        "joint_weights*",
+        joint_weights.JointReport,
+        joint_weights.page,
+        always("perplexity with quantized weights, caches, and both"),
+    ),
+    Kind(
+        "key_bias*",
+        key_bias.BiasReport,
+        key_bias.page,
+        always("KL of caches of a model with a large key bias, and without the bias"),
+    ),
+    Kind(
+        "long_context*",
+        long_context_report.LongContextReport,
+        long_context_report.page,
+        always("accuracy of answers about long texts, read through the real cache"),
+    ),
+    Kind(
+        "outlier_channels*",
+        outlier_channels.OutlierChannelsReport,
+        outlier_channels.page,
+        always("how often weights alone name the channel of key outliers"),
+    ),
+    Kind("papers_*", GpuReport, paper_kernels.page, always("the papers' tables of times on a GPU")),
+    Kind(
+        "soak*",
+        soak.SoakReport,
+        soak.page,
+        always("memory, and results against a new cache's, over very many decode steps"),
+    ),
+    Kind(
+        "serving_soak*",
+        serving_soak.ServingSoakReport,
+        serving_soak.page,
+        always(
+            "memory, compilations, and answers against those given alone, over very many requests"
+        ),
+    ),
+    Kind("*_cpu", CpuReport, cpu_page.page, cpu_page.subject),
+)
+
+
+def render(folder: pathlib.Path) -> dict[str, str]:
+    """Return the text of each page by its file's name, without the pages of `KEPT`."""
+    reports = {
+        file.stem: (file, kind, report) for file, kind, report in read_reports(folder, KINDS)
+    }
+    pages = {
+        f"{stem}.md": kind.page(report, file) for stem, (file, kind, report) in reports.items()
+    }
+    lines = []
+    for file in sorted(folder.glob("*.json")):
+        if file.stem in reports:
+            lines.append(index_line(*reports[file.stem]))
+        elif subject := kept_subject(file):
+            lines.append(_kept_line(file, subject))
+    index = "\n\n".join((INTRODUCTION, table(HEAD, lines)))
+    return {name: text + "\n" for name, text in ({"README.md": index} | pages).items()}
+
+
+def kept_subject(file: pathlib.Path) -> str:
+    return next((text for stems, text in KEPT.items() if fnmatch.fnmatch(file.stem, stems)), "")
+
+
+def _kept_line(file: pathlib.Path, subject: str) -> tuple[str, ...]:
+    header = json.loads(file.read_text(encoding="utf-8"))
+    return (
+        f"[{header['title']}]({file.stem}.md)",
+        subject,
+        f"`{header['command']}`",
+        f"[{file.name}]({file.name})",
+        f"{header['date']}, {header['device']}",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m laboratory.results_page", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--folder",
+        type=pathlib.Path,
+        default=RESULTS,
+        help="folder of the JSON files (default: %(default)s)",
+    )
+    folder = parser.parse_args(argv).folder
+    for name, text in render(folder).items():
+        whole.write(folder / name, text)
+        print(folder / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The README's table of caches: its numbers by hand, and rows that are not comparable are
+refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import kvq_jax as kvq
+from benchmarks import llama_8b, readme_table
+from benchmarks.quality.report import QualityReport
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[QualityReport]:
+    return readme_table.read()
+
+
+def with_other_spec(report: QualityReport, cache: str, spec: str) -> QualityReport:
+    rows = tuple(
+        dataclasses.replace(row, cache=spec) if row.cache == cache else row for row in report.rows
+    )
+    return dataclasses.replace(report, rows=rows)
+
+
+def test_a_line_holds_the_counted_bytes_and_both_measured_divergences(reports):
+    cache = "xquant:bits=4,sink=32,recent=96,block=128"
+    line = next(
+        line
+        for line in readme_table.section(reports, "").splitlines()
+        if line.startswith("| `xquant:bits=4` |")
+    )
+    config = llama_8b.llama_config()
+    one, many = (kvq.size(cache, config, batch, 32768) for batch in (1, 16))
+    in_domain, novel = (
+        next(row for row in report.rows if row.cache == cache) for report in reports
+    )
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:4] == [
+        f"{one.stored_bits:.2f}",
+        f"{one.resident / 2**30:.2f}",
+        f"{many.resident / 2**30:.2f}",
+    ]
+    assert cells[4].startswith(f"{in_domain.kl:#.2g} [")
+    assert cells[5].startswith(f"{novel.kl:#.2g} [")
+    assert one.resident > one.cache, "its factors of the weights count"
+
+
+def test_the_smallest_cache_comes_first_and_no_row_is_recommended(reports):
+    text = readme_table.section(reports, "")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    resident = [float(row.split("|")[3]) for row in rows]
+    assert len(rows) == len(readme_table.CACHES) <= 10
+    assert resident == sorted(resident)
+    assert "take" not in text.replace("takes", "")
+
+
+def test_the_paragraph_says_how_much_was_read_quantized(reports):
+    text = " ".join(readme_table.section(reports, "").split())
+    assert "the first 32 and the newest 96 tokens are exact" in text
+    assert "384 to 448 of the 513 to 604 tokens before a scored one are read" in text
+    assert "4 windows of each text, too few to tell close rows apart" in text
+
+
+def test_rows_with_other_windows_are_refused(reports):
+    first, novel = reports
+    cache = "kivi:bits=2,sink=32,recent=96,block=32"
+    other = with_other_spec(first, cache, "kivi:bits=2,sink=32,recent=32,block=32")
+    with pytest.raises(ValueError, match="different windows"):
+        readme_table.section([other, novel], "")
+
+
+def test_texts_with_other_prompts_are_refused(reports):
+    first, novel = reports
+    with pytest.raises(ValueError, match="different windows"):
+        readme_table.section([first, dataclasses.replace(novel, prompt=256)], "")
+
+
+def test_the_table_replaces_what_stands_between_the_comments():
+    page = f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n"
+    new = readme_table.replaced(page, "new")
+    assert new == f"a\n{readme_table.BEGIN}\n\nnew\n\n{readme_table.END}\nb\n"
+    assert readme_table.replaced(new, "new") == new
+    with pytest.raises(ValueError, match="lacks"):
+        readme_table.replaced("a\nb\n", "new")

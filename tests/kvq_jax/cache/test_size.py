@@ -1,0 +1,96 @@
+"""Resident bytes: the cache, what its method adds to the model, and working memory, of an 8B
+model."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import CacheDims
+
+LLAMA_8B = CacheDims(32, 32, 8, 128, 4096)
+CONTEXT = 32768
+MIB = 2**20
+
+
+def size(spec: str, batch: int = 1, dtype: str = "bfloat16") -> kvq.Size:
+    return kvq.size(spec, LLAMA_8B, batch, CONTEXT, dtype)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters", "working", "bits"),
+    [
+        ("xquant:bits=4", 128.25, 0, 4.81),  # 0.5 bits beside the 4.31 that are stored
+        ("xquant_cl:bits=2", 704 + 2 / 128, 512, 7.385),  # 2.2 times smaller than bfloat16
+        ("waterfill:bits=4", 32.6875, 0, 4.19),
+        ("kivi:bits=4", 0, 0, 5.05),
+        ("dense", 0, 0, 16.0),
+    ],
+)
+def test_what_is_needed_beside_a_cache(spec: str, parameters: float, working: float, bits: float):
+    counted = size(spec)
+    assert counted.parameters == parameters * MIB
+    assert counted.working == working * MIB
+    assert counted.resident_bits == pytest.approx(bits, abs=0.006)
+
+
+def test_factors_of_the_weights_are_the_parameters_of_xquant():
+    depth, width = 4096, 8 * 128
+    turned, singular = 2 * width * width, 4 * width  # B in bfloat16, S in float32
+    assert size("xquant:bits=4").parameters == 32 * 2 * (turned + singular)
+    assert size("xquant:bits=4", dtype="float32").parameters == 32 * 2 * (2 * turned + singular)
+    joint = depth * 2 * width + 2 * width * 2 * width  # U of [W_k | W_v], and both parts of S B^T
+    below, above = 2, 29  # the base layer needs the model's own weights alone
+    assert size("xquant_cl:bits=2").parameters == (
+        below * 2 * (turned + singular) + above * 2 * joint
+    )
+
+
+def test_weights_that_are_used_unchanged_add_nothing():
+    assert size("xquant:bits=4,latent=false").parameters == 0
+    assert size("kivi:bits=4,subtract_bias=true").parameters == 0
+
+
+@pytest.mark.parametrize("spec", ["xquant_cl:bits=2", "waterfill:bits=4", "kivi:bits=4"])
+def test_caches_and_working_memory_grow_with_the_batch_and_parameters_do_not(spec: str):
+    one, many = size(spec), size(spec, 16)
+    assert many.cache == 16 * one.cache
+    assert many.working == 16 * one.working
+    assert many.parameters == one.parameters
+    assert many.elements == 16 * one.elements
+    assert many.stored_bits == one.stored_bits == kvq.bits_per_element(spec, LLAMA_8B, CONTEXT)
+
+
+def test_the_cache_is_counted_as_its_layout():
+    counted = size("kivi:bits=2")
+    assert counted.cache == kvq.nbytes(kvq.layout("kivi:bits=2", LLAMA_8B, 1, CONTEXT, "bfloat16"))
+    assert counted.resident == counted.cache
+
+
+def test_calibrated_parameters_are_those_that_are_prepared():
+    dims = CacheDims(2, 4, 2, 16, 64)
+    spec = "waterfill:bits=4,block=32"
+    rng = np.random.default_rng(0)
+    rows, gradients = (
+        {side: rng.normal(size=(1, 2, 64, 16)).astype(np.float32) for side in ("k", "v")}
+        for _ in range(2)
+    )
+    prepared = [
+        kvq.prepare_layer(
+            spec,
+            dims,
+            layer,
+            calibrated=kvq.calibrate_layer(spec, dims, layer, rows, gradients),
+        )
+        for layer in range(2)
+    ]
+    assert kvq.size(spec, dims, 1, 256).parameters == kvq.nbytes(prepared)
+
+
+def test_a_config_of_another_library_is_enough():
+    config = SimpleNamespace(**dataclasses.asdict(LLAMA_8B))
+    assert kvq.size("xquant:bits=4", config, 1, CONTEXT) == size("xquant:bits=4")

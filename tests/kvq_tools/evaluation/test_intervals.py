@@ -1,0 +1,55 @@
+"""t intervals hold the truth as often as they say, and say nothing where there is no spread."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvq_tools.evaluation.intervals import mean_interval, paired_ratio
+
+DRAWS = 4000
+
+
+@pytest.mark.parametrize("windows", [2, 4, 8, 10])
+def test_a_mean_of_few_windows_lies_in_95_of_100_intervals(windows: int):
+    samples = np.random.default_rng(windows).normal(3, 2, (DRAWS, windows)).tolist()
+    inside = [low <= 3 <= high for low, high in map(mean_interval, samples)]
+    assert 0.93 < np.mean(inside) < 0.97
+
+
+@pytest.mark.parametrize("windows", [4, 8, 10])
+def test_a_ratio_of_few_windows_lies_in_95_of_100_intervals(windows: int):
+    """Windows differ by a factor of e, the caches' ratio by 10 % from window to window."""
+    rng = np.random.default_rng(windows)
+    hard = rng.lognormal(0, 1, (DRAWS, windows))
+    ratios = 2 * rng.lognormal(0, 0.1, (DRAWS, windows))
+    inside = []
+    for others, ratio in zip(hard, ratios, strict=True):
+        low, high = paired_ratio((others * ratio).tolist(), others.tolist()).interval
+        inside.append(low <= 2 <= high)
+        assert high / low < 3, "what makes a window hard for both caches cancels"
+    assert 0.93 < np.mean(inside) < 0.97
+
+
+def test_a_ratio_is_the_geometric_mean_of_the_ratios_on_the_same_windows():
+    value, (low, high) = paired_ratio([1.0, 8.0], [1.0, 2.0])
+    assert value == pytest.approx(2.0)
+    assert low * high == pytest.approx(4.0), "the interval is symmetric in the log"
+    half = 12.706 * math.log(2)  # t of one degree of freedom; the logs' standard error is log 2
+    assert math.log(high / 2) == pytest.approx(half, rel=1e-4)
+    with pytest.raises(ValueError, match="the same windows"):
+        paired_ratio([1.0, 2.0], [1.0])
+
+
+def test_there_is_no_interval_without_a_spread_and_no_ratio_without_logs():
+    for values in ([], [1.0], [0.5, 0.5, 0.5], [1.0, math.nan]):
+        assert math.isnan(mean_interval(values).low), values
+    assert paired_ratio([1.0], [2.0]).value == 0.5
+    assert math.isnan(paired_ratio([1.0], [2.0]).interval.low)
+    for windows, others in (([1.0, 2.0], [0.0, 1.0]), ([-1.0, 2.0], [1.0, 1.0]), ([], [])):
+        value, (low, high) = paired_ratio(windows, others)
+        assert math.isnan(value), (windows, others)
+        assert math.isnan(low), (windows, others)
+        assert math.isnan(high), (windows, others)

@@ -1,0 +1,20 @@
+"""Every module of the laboratory imports, which is all that the suite asks of it."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+MODULES = sorted(
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for file in (ROOT / "laboratory").rglob("*.py")
+    if "tests" not in file.parts
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports(module: str):
+    importlib.import_module(module)
