@@ -1,5 +1,6 @@
-"""What writers of blocks read and write in the kernel that appends a token (append.py), and the
-writers of uniform groups and of rows."""
+"""The interface between block writers and the kernel that appends a token (append.py), and the
+writers of uniform groups and of full-precision rows.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +38,15 @@ class View:
 
 
 class Source:
-    """Rows of a window [K, R, H], such as those of a unit: token t lies in slot (slot + t) mod R.
+    """Rows of a window [K, R, H], such as the rows of a unit. Token t lies in slot (slot + t) mod
+    R.
 
-    new: where they may hold the new token, the slot of it, or -1, and its row, [1, columns] of each
-    head. Another program writes that row into the window at this moment, so it is taken from where
-    it comes.
+    Args:
+        window: ref of the window.
+        slot: the slot of token 0.
+        new: if the rows may include the new token, its slot (or -1) and its row, [1, columns] of
+            each head. Another program writes that row into the window at the same time, so it is
+            read from its source.
     """
 
     def __init__(
@@ -51,8 +56,12 @@ class Source:
         self.heads, self.slots, self.channels = window.shape
 
     def read(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
-        """Return rows in fp32. tokens: of the unit, an array of them, or a slice `pl.ds` of what
-        lies in the ring without a gap."""
+        """Return rows in fp32.
+
+        Args:
+            tokens: an array of tokens of the unit, or a slice `pl.ds` of tokens that are contiguous
+                in the ring.
+        """
         return self.stored(head, tokens, columns).astype(jnp.float32)
 
     def stored(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
@@ -69,7 +78,7 @@ class Source:
 
 
 class Window:
-    """The rows of a window of one head, in their own dtype: indexed by slots and columns."""
+    """The rows of one head of a window in their own dtype, indexed by slots and columns."""
 
     def __init__(self, source: Source, head: Any):
         self._source, self._head, self.slots = source, head, source.slots
@@ -79,8 +88,9 @@ class Window:
 
 
 class _Rows:
-    """The rows of a source, indexed as kernel.py indexes those of a group of tokens [1, group, H]
-    or of a span [SPAN, H]."""
+    """The rows of a source, indexed as kernel.py indexes a group of tokens [1, group, H] or a span
+    [SPAN, H].
+    """
 
     def __init__(self, source: Source, head: Any):
         self._source, self._head = source, head
@@ -92,10 +102,10 @@ class _Rows:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedBlocks(BlockWriter):
-    """Uniform groups, with the arithmetic of kernel.py; a unit is a group of tokens, or a span.
+    """Uniform groups, with the arithmetic of kernel.py. A unit is a group of tokens, or a span.
 
-    arrays: the words of each plane set [B, K, S / n, w], scale and, where the reader takes one,
-    zero. inputs: the divisor [B, K, 1, H], fp32, where the job has one.
+    arrays: the words of each plane set [B, K, S / n, w], scale and, if the reader takes one, zero.
+    inputs: the divisor [B, K, 1, H], fp32, if the job has one.
     """
 
     job: Job
@@ -155,7 +165,8 @@ class GroupedBlocks(BlockWriter):
 
     def _channel_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
         """Return the views of a span whose groups run over channels: arrays [SPAN / slots, w] and
-        [H / group, SPAN]."""
+        [H / group, SPAN].
+        """
         slots, sets = self.job.reader.layout.slots, len(self.job.reader.layout.sets)
         row, count = place // slots, SPAN // slots
         words = [
@@ -170,8 +181,10 @@ class GroupedBlocks(BlockWriter):
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks(BlockWriter):
-    """Rows in full precision, behind windows: a block is copied. arrays: the body [B, K, S, H].
-    inputs: none."""
+    """Rows in full precision, behind windows. A block is copied.
+
+    arrays: the body [B, K, S, H]. inputs: none.
+    """
 
     tokens: int  # of a unit, a power of two
 

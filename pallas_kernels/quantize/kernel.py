@@ -1,5 +1,5 @@
-"""Quantize and pack: full-precision rows become words, scales and zero points in one kernel that
-reads them from memory once.
+"""Quantize and pack: turn full-precision rows into words, scales and zero points, in one kernel
+that reads the rows from memory once.
 
     u = clip(round((x - zero) / scale), 0, top),    x ~ u * scale + zero
 
@@ -8,30 +8,32 @@ reads them from memory once.
     hybrid  for each group, whichever has the smaller L1 error; ties to asym
 
 These are the equations of `kvq_jax.arrays.uniform`, which also describes their behaviour on
-non-finite, constant and huge entries; the layout of the words is that of tiles/layout.py. Arrays
-come out as `kvq_jax.arrays.grouped_array.quantize` gives them.
+non-finite, constant and huge entries. The layout of the words is in tiles/layout.py. The resulting
+arrays are the same as from `kvq_jax.arrays.grouped_array.quantize`.
 
-Exactness. Scales and zero points are equal to 1 ulp of the stored dtype; codes differ by one where
-x / scale lies within 2^(code bits - 21) of a tie, less than 1e-4 of them. A GPU divides
+Exactness. Scales and zero points are equal to 1 ulp of the stored dtype. Codes differ by one if x /
+scale lies within 2^(code bits - 21) of a tie, which is less than 1e-4 of them. A GPU divides
 approximately, and inputs of 16 bits hit ties often. So a quotient is first rounded to a multiple of
-2^(code bits - 21), which turns a near tie into a tie, and then half to even: two additions of
-constants, no division and no conversion. The sum's low mantissa bits are the code.
+2^(code bits - 21), which turns a near tie into a tie, and then half to even. This takes two
+additions of constants, no division and no conversion. The code is in the low mantissa bits of the
+sum.
 
 Cost, in fp32 operations per element (a fused multiply-add in asm counts once), next to bytes, for
 16-bit rows:
 
-                                                           sym            hybrid, over channels    hybrid, over tokens
-    convert, range, finite                                 4              4                        6
-    codes: subtract, multiply, add, clip 2, add            6 (asm 5)      12 (10)                  18 (15)
-    errors: level, dequantize 2, subtract, add             0              10 (8)                   10 (8)
-    choose, pack (3 and 5 bits: 2 more)                    2              3                        2
-    all                                                    12 (11)        29 (25)                  36 (31)
-    bytes: rows 2 + codes + scale and zero / 32            2.44 (3 bits)  2.50                     2.50
+                                                   sym             hybrid,         hybrid,
+                                                                   over channels   over tokens
+    convert, range, finite                         4               4               6
+    codes: subtract, multiply, add, clip 2, add    6 (asm 5)       12 (10)         18 (15)
+    errors: level, dequantize 2, subtract, add     0               10 (8)          10 (8)
+    choose, pack (3 and 5 bits: 2 more)            2               3               2
+    all                                            12 (11)         29 (25)         36 (31)
+    bytes: rows 2 + codes + scale and zero / 32    2.44 (3 bits)   2.50            2.50
 
-So hybrid moves 2 to 3 % more bytes than sym (the half of a stored pair) and computes 2.4 to 3 times
-as much. Machine code for an H200, reductions and addresses included, over channels at H 128, 3-bit
-codes, jnp: 17.6 instructions per element for sym, 36.7 for hybrid. The device has time for about 17
-at its memory's speed: there sym is bound by memory, hybrid by arithmetic. (Compiled and counted,
+So hybrid moves 2 to 3 % more bytes than sym (half of a stored pair) and computes 2.4 to 3 times as
+much. Machine code for an H200, with reductions and addresses, over channels at H 128, 3-bit codes,
+jnp, has 17.6 instructions per element for sym and 36.7 for hybrid. At its memory's speed the device
+has time for about 17, so sym is bound by memory and hybrid by arithmetic. (Compiled and counted,
 not timed.)
 """
 
@@ -68,9 +70,11 @@ _AT_ONCE = 4  # tokens that one loop step over a group reads
 
 
 class Packed(NamedTuple):
-    """Quantized rows. words: int16 [B, K, T / slots, tiles * W] of each plane set. scale, zero: [B,
-    K, H / group, T] over channels, [B, K, T / group, H] over tokens; zero is None where the reader
-    takes none."""
+    """Quantized rows.
+
+    words: int16 [B, K, T / slots, tiles * W] of each plane set. scale, zero: [B, K, H / group, T]
+    over channels, [B, K, T / group, H] over tokens. zero is None if the reader takes none.
+    """
 
     words: tuple[Int16[Array, "B K rows words"], ...]
     scale: Float[Array, "B K groups rest"]
@@ -81,9 +85,10 @@ class Packed(NamedTuple):
 class QuantizeTuning:
     """Parameters that change only the speed.
 
-    warp_channels: channels of a span for which a program has one warp, where groups run over
-    channels. row: elements of the token rows that a program of one warp quantizes side by side,
-    where groups run over tokens.
+    Args:
+        warp_channels: channels of a span per warp of a program, if groups run over channels.
+        row: elements of the token rows that a program of one warp quantizes side by side, if groups
+            run over tokens.
     """
 
     warp_channels: int = 128
@@ -103,16 +108,23 @@ def quantize_rows(
     tuning: QuantizeTuning = QUANTIZE_TUNING,
     launch: Launch = LAUNCH,
 ) -> Packed:
-    """Quantize rows / divisor and pack them as `reader` reads them; equations, exactness and cost
-    are in the module's docstring.
+    """Quantize rows / divisor and pack them as `reader` reads them.
 
-    rows: float32, bfloat16 or float16, T a multiple of 32 (and of the group, over tokens), H = the
-    reader's channels. bits: as the scheme counts them, so sym and hybrid codes take bits + 1. A
-    reader of zero points takes every scheme, one without (centre =
-    2^bits - 1) sym only.
-    divisor: fp32, finite and not 0; multiplied as its reciprocal.
-    Contract: groups over channels are whole chunks of the planes, groups over tokens whole spans.
-    Raises ValueError where that does not hold.
+    Equations, exactness and cost are in the module's docstring.
+
+    Args:
+        rows: float32, bfloat16 or float16, T a multiple of 32 (and of the group, if groups run over
+            tokens), H the reader's channels.
+        reader: one with zero points takes every scheme. One without (centre = 2^bits - 1) takes
+            only sym. Groups over channels are whole chunks of the planes, groups over tokens whole
+            spans.
+        scheme: "asym", "sym" or "hybrid".
+        bits: as the scheme counts them, so sym and hybrid codes take bits + 1.
+        divisor: fp32, finite and not 0. Rows are multiplied by its reciprocal.
+        tuning: changes only the speed.
+        launch: how the kernel is launched.
+
+    Raises ValueError if the rows and the reader do not fit together.
     """
     check_format(rows, reader, scheme, bits)
     batch, heads, tokens, channels = rows.shape
@@ -123,8 +135,9 @@ def quantize_rows(
     spans = _largest_power_of_two(count, max(1, tuning.row // channels)) if over_tokens else 1
 
     def cut(size: int, per: int, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Describe an array [..., size / per, per, width] where a program has several groups of
-        tokens, else [..., size, width]."""
+        """Describe an array [..., size / per, per, width] if a program has several groups of
+        tokens, else [..., size, width].
+        """
         shape = (size // per, per, width) if over_tokens else (size, width)
         return jax.ShapeDtypeStruct((batch, heads, *shape), dtype)
 
@@ -207,7 +220,7 @@ def _largest_power_of_two(divides: int, up_to: int) -> int:
 
 
 class _WordWriter:
-    """Words of one row of tiles, filled code by code and stored as soon as they are full."""
+    """Fills the words of one row of tiles code by code, and stores each word once it is full."""
 
     def __init__(self, layout: PlaneLayout, store: Callable[[int, int, Array], None]):
         """Keep `store`, which is called with (plane set, tile, int16 words)."""
@@ -215,7 +228,7 @@ class _WordWriter:
         self._words: dict[tuple[int, int], tuple[Array, int]] = {}
 
     def add(self, slot: int, chunk: int, level: Array) -> None:
-        """Add the codes of a chunk of a token slot, as `Job.levels` gives them."""
+        """Add the codes of a chunk of a token slot, in the form of `Job.levels`."""
         p, field = self._layout, self._layout.field(slot, chunk)
         bits = lax.bitcast_convert_type(level, jnp.int32)
         low = p.sets[0]
@@ -230,7 +243,7 @@ class _WordWriter:
             self._put(1, field.high_tile, bits, field.high_shift + field.position, 1 << low)
 
     def _put(self, plane_set: int, tile: int, bits: Array, shift: int, mask: int | None) -> None:
-        # what lies above the 16 bits of a word is dropped in the end
+        # Bits above the 16 of a word are dropped at the end.
         moved = (
             bits << shift
             if shift >= 0
@@ -261,14 +274,15 @@ def _open(refs: Sequence[Any], job: Job) -> tuple[Any, Any, Sequence[Any], Any, 
 
 
 def _inverse_divisor(divisor: Any, job: Job, chunk: int) -> Array | None:
-    """Return 1 / divisor of a chunk, [1, W]; None without one."""
+    """Return 1 / divisor of a chunk, [1, W], or None without a divisor."""
     width = job.reader.layout.width
     return None if divisor is None else 1.0 / divisor[:, pl.ds(chunk * width, width)]
 
 
 def channel_kernel(*refs: Any, job: Job) -> None:
-    """Quantize one span of tokens, group by group: a tile [32 / slots, W] for each chunk is loaded,
-    coded and packed in registers."""
+    """Quantize one span of tokens, group by group. A tile [32 / slots, W] of each chunk is loaded,
+    coded and packed in registers.
+    """
     # rows [32, H], divisor [1, H], words [32 / slots, tiles * W], scale and zero [H / group, 32]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
     p, run, per_group = (
@@ -282,7 +296,7 @@ def channel_kernel(*refs: Any, job: Job) -> None:
 
     words = _WordWriter(p, store)
     units = [(slot, group) for slot in range(p.slots) for group in range(p.chunks // per_group)]
-    # in the order of tiles, so that few words are open at a time
+    # In the order of tiles, so that few words are open at a time.
     for slot, group in sorted(units, key=lambda unit: p.field(unit[0], unit[1] * per_group).tile):
         chunks = range(group * per_group, (group + 1) * per_group)
         tokens = pl.ds(slot * run, run)
@@ -342,8 +356,8 @@ def _choose(choose_sym: Array, asym: Quantizer, sym: Quantizer) -> Quantizer:
 def token_kernel(*refs: Any, job: Job) -> None:
     """Quantize some groups of tokens side by side, one row [groups, W] of each at a time.
 
-    So the range of a group is elementwise, and no lane waits for another. Chunk by chunk the
-    scales, then word row by word row the codes; the rows are read again from the GPU's caches.
+    So the range of a group is elementwise, and no lane waits for another. Scales are computed chunk
+    by chunk, then codes word row by word row. The second pass reads the rows from the GPU's caches.
     """
     # rows [groups, group, H], divisor [1, H], words [groups, group / slots, tiles * W], scale and
     # zero [groups, H]
@@ -433,8 +447,9 @@ def _token_range(load: Callable[[Any], Array], job: Job) -> tuple[Array, Array, 
 def _token_quantizer(
     load: Callable[[Any], Array], low: Array, high: Array, plain: Array, job: Job
 ) -> Quantizer:
-    """Return the quantizers of groups that run over tokens, chosen for each in the hybrid
-    scheme."""
+    """Return the quantizers of groups that run over tokens, chosen for each group in the hybrid
+    scheme.
+    """
     schemes = job.schemes(low, high)
     if len(schemes) == 1:
         return schemes[0]

@@ -1,5 +1,4 @@
-"""Whole codes become words: the codes of a unit of tokens, chunk by chunk, in the layout of
-tiles/layout.py."""
+"""Pack the codes of a unit of tokens into words, chunk by chunk (layout: tiles/layout.py)."""
 
 from __future__ import annotations
 
@@ -15,18 +14,23 @@ from pallas_kernels.tiles.layout import PlaneLayout
 
 
 def tokens_of_slot(layout: PlaneLayout, slot: int, tokens: int) -> Int[Array, " rows"]:
-    """Return which of a unit's tokens share a slot, in the order of the rows of words."""
+    """Return the tokens of a unit that share a slot, in the order of the rows of words."""
     run = layout.span // layout.slots
     row = lax.broadcasted_iota(jnp.int32, (tokens // layout.slots,), 0)
     return lax.div(row, run) * layout.span + slot * run + lax.rem(row, run)
 
 
 class CodeWriter:
-    """Packs codes of any width, for some columns of every chunk, and stores them when all are
-    there.
+    """Packs codes of any width for some columns of every chunk, and stores them once they are
+    complete.
 
-    words: of each plane set, refs [K, S / slots, tiles * W]. place: the unit's first token. first,
-    columns: which columns of a chunk.
+    Args:
+        layout: of the codes.
+        words: refs [K, S / slots, tiles * W] of each plane set.
+        head: the head to write.
+        place: the unit's first token.
+        first: the first column within a chunk.
+        columns: how many columns of each chunk.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Codes that index a codebook, the `table`: KVQuant's non-uniform formats and NormalFloat."""
+"""Read codes that index a codebook, the `table`: KVQuant's non-uniform formats and NormalFloat."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from pallas_kernels.tiles.words import read_words
 
 @dataclasses.dataclass(frozen=True)
 class CodebookReader(Reader):
-    """value = scale * table[code] + zero, plus the residual where a channel of a token is an
+    """value = scale * table[code] + zero, plus a residual if that channel of the token is an
     outlier.
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table [2^bits],
     of 2, 3 or 4 bits; scale and zero:
 
         affine "channels"   [K, H], of a channel, the same for all tokens and sequences
-        affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] where all heads share them; 16-bit floats perhaps as uint16 bits
+        affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] if all heads share them;
+                            16-bit floats may be uint16 that holds the bits
 
-    and with outliers, of pools of `pool` tokens (readers/sparse_outliers.py): index [B, S / pool,
+    With outliers, in pools of `pool` tokens (readers/sparse_outliers.py), also: index [B, S / pool,
     P] uint16, residual [B, S / pool, P], and ends [B, S / pool, K] uint16.
 
-    The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a
-    channel's scale and zero point go to the query; a token's scale to its score, or to its weight;
-    its zero point adds to all channels of the group. Only values with scales of channels are
-    computed one by one.
+    The table is rounded to fp16, and so are queries times the scales of channels. No element is
+    multiplied: a channel's scale and zero point are applied to the query, a token's scale to its
+    score or to its weight, and a token's zero point adds to all channels of the group. Only values
+    with scales of channels are computed one by one.
     """
 
     layout: PlaneLayout
@@ -64,9 +65,8 @@ class CodebookReader(Reader):
 
     @property
     def step(self) -> Step:
-        selects = (
-            self.layout.bits == 4
-        )  # among 16 entries: in array operations a tree of 15 for each two elements
+        # among 16 entries: in array operations a tree of 15 for each two elements
+        selects = self.layout.bits == 4
         return Step(8192 // self.layout.channels, 2 if selects else 3, crowded=selects)
 
     @property
@@ -106,9 +106,8 @@ class CodebookReader(Reader):
 
     @property
     def weight_exponent(self) -> int:
-        return (
-            0 if self.affine == "tokens" else super().weight_exponent
-        )  # times a token's scale, a larger weight would leave fp16's range
+        # Times a token's scale, a larger weight would leave the range of fp16.
+        return 0 if self.affine == "tokens" else super().weight_exponent
 
     @property
     def adds_scores(self) -> bool:
@@ -169,9 +168,8 @@ class CodebookReader(Reader):
             offset = jnp.sum(q * zero, axis=-1) * (LOG2E * self.layout.channels**-0.5)
             return query_planes(q * scale, self.layout.chunks), offset
         planes = query_planes(q, self.layout.chunks)
-        sums = jnp.sum(
-            planes.astype(jnp.float32), axis=-1
-        )  # [B, K, chunks, GP], of the rounded queries
+        # [B, K, chunks, GP], of the rounded queries
+        sums = jnp.sum(planes.astype(jnp.float32), axis=-1)
         batch, heads, _, columns = sums.shape
         return planes, jnp.sum(sums.reshape(batch, heads, len(self._groups), -1, columns), axis=3)
 
@@ -203,10 +201,11 @@ class CodebookReader(Reader):
                     scaled, shift = w, jnp.zeros((), jnp.float32)
                 else:
                     scale, zero = (s[:, None] for s in self._of_tokens(refs, group, slot, tile))
+                    # The zero point adds the same to all channels of the group.
                     scaled, shift = (
                         w * scale,
                         jnp.sum(w * zero, axis=0)[None, :],
-                    )  # adds the same to all channels of the group
+                    )
                 half = scaled.astype(jnp.float16)
                 for c in chunks:
                     values = looked_up.plane(slot, c)

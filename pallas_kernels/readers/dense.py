@@ -1,4 +1,4 @@
-"""Full-precision rows, read as they are stored."""
+"""Read full-precision rows as they are stored."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from pallas_kernels.tiles.tile import Tile
 
 @dataclasses.dataclass(frozen=True)
 class DenseReader(Reader):
-    """Full-precision rows: [B, K, S, H] in bfloat16 or float16, perhaps as uint16 that holds their
-    bits."""
+    """Full-precision rows: [B, K, S, H] in bfloat16 or float16, or uint16 that holds the bits."""
 
     channels: int
     dtype: str

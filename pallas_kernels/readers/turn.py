@@ -1,5 +1,6 @@
 """The rotation of keys that were cached before RoPE, as tables for spans of tokens and for the
-distances within one."""
+distances within a span.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from pallas_kernels.tiles.layout import SPAN
 
 
 class Turn(NamedTuple):
-    """Cosines and sines, fp32: [spans, H/2] of the position of every span's first token, [SPAN,
-    H/2] of the distance from it."""
+    """Cosines and sines, fp32: [spans, H/2] for the position of every span's first token, [SPAN,
+    H/2] for the distance from it.
+    """
 
     start_cos: Float[Array, "spans half"]
     start_sin: Float[Array, "spans half"]
@@ -23,5 +25,5 @@ class Turn(NamedTuple):
 
 
 def turn(frequencies: Float[Array, " half"], starts: Int[Array, " spans"]) -> Turn:
-    """Return the rotation of tokens in spans of SPAN neighbours, which begin at these positions."""
+    """Return the rotation of tokens in spans of SPAN neighbours that begin at `starts`."""
     return Turn(*cos_and_sin(starts, frequencies), *cos_and_sin(jnp.arange(SPAN), frequencies))
