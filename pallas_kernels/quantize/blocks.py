@@ -13,12 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantize.kernel import (
-    QUANTIZE_TUNING,
-    channel_kernel,
-    check_format,
-    token_kernel,
-)
+from pallas_kernels.quantize.group_kernels import channel_kernel, token_kernel
+from pallas_kernels.quantize.kernel import QUANTIZE_TUNING, check_format
 from pallas_kernels.quantize.rounding import Job
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN

@@ -17,18 +17,7 @@ minus its first. So a rotation exchanges nothing between lanes. A token is at po
 
 The queries are turned back by the start of the part, and by 2 from each slot to the next. Keys meet
 the cosines and sines of their rows 32 s + r, which all parts share, times s step. So do the means.
-All tables, queries and products are fp16, and x is exact.
-
-The number n of tokens in a row of words depends on the bits b of a run. All runs are read as if
-they had the 16 tokens of the thinnest plane: a slot of n is 16 / n of those slots, which lie in
-neighbouring rows. A tile is 256 tokens, 16 rows of each slot. A step takes the same four slots of
-every run, a fourth of the tile. Words that hold more slots are read again, from the first level of
-the cache.
-
-A dot takes chunks of 16 channels. A run of an odd multiple of 8 ends in half a chunk, which it
-shares with the next such run, so the last chunks hold channels of two runs each. Their words are
-chosen as they are loaded: each thread loads the words of its run, and fields that both runs store
-alike are unpacked once for the two.
+All tables, queries and products are fp16, and x is exact. run_chunks.py reads the words.
 """
 
 from __future__ import annotations
@@ -36,87 +25,46 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Float16, Int, Int16
+from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.rotary import rotated
+from pallas_kernels.readers.run_chunks import (
+    ROWS,
+    RUN,
+    SLOTS,
+    TILE,
+    WIDTH,
+    RunPiece,
+    channels_of_lanes,
+    pieces_of_chunks,
+    planes_of_chunk,
+    subtracted,
+    taken,
+)
 from pallas_kernels.readers.shared import dot, query_planes
 from pallas_kernels.tiles.arithmetic import (
     exp2,
-    half_add,
     half_multiply,
     multiply_add,
-    subtract_constant,
 )
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import Bit, SingleWords, paired
 
-SLOTS = 16
-ROWS = 16  # of a slot, the fewest that tensor cores take
-TILE = ROWS * SLOTS
-RUN = SPAN // SLOTS  # neighbouring tokens of a slot
-WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
-HALF = WIDTH // 2  # the fewest channels of a run; two such runs share a chunk
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
 
 Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
-
-
-class Piece(NamedTuple):
-    """Neighbouring channels of a run, from a column on: all WIDTH lanes of a chunk, or HALF of
-    them.
-    """
-
-    run: int
-    column: int
-    channels: int
-
-
-class PlaneWords(NamedTuple):
-    """The words of one plane set of a piece. `half` is the half of its chunk that holds the piece,
-    if the piece is half a chunk.
-    """
-
-    ref: Any
-    layout: PlaneLayout
-    piece: Piece
-    half: int
-
-    def read(
-        self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None
-    ) -> Int16[Array, "16 16"]:
-        """Read the words of a unit of slots. `others` are the words of the lanes outside the piece,
-        or None for 0.
-        """
-        slots = self.layout.slots
-        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-        rows = tile.offset(slots) + number // RUN * (SPAN // slots) + number % RUN
-        # slots that one slot of the layout is read as, RUN rows of a span each
-        shared = SLOTS // slots
-        rows, column = (
-            rows + RUN * lax.rem(unit, shared),
-            lax.div(unit, shared) * self.layout.channels + self.piece.column,
-        )
-        if self.piece.channels == WIDTH:
-            return self.ref[rows, pl.ds(column, WIDTH)]
-        lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
-        of_piece = lane >= HALF if self.half else lane < HALF
-        # A remainder stays inside the array, and Triton knows that eight of them are neighbours and
-        # loads them together.
-        place = self.ref.at[rows[:, None], column + lax.rem(lane, jnp.int32(HALF))]
-        return plt.load(place, mask=of_piece, other=jnp.int16(0) if others is None else others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,34 +109,17 @@ class RunsReader(Reader):
         return sum(layout.channels for layout in self.layouts)
 
     @property
-    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Return the content of each stored chunk: first the whole chunks of every run, then the
-        remaining halves of the runs, two to a chunk.
-        """
-        whole = [
-            (Piece(i, at, WIDTH),)
-            for i, p in enumerate(self.layouts)
-            for at in range(0, p.channels - HALF, WIDTH)
-        ]
-        rest = [
-            Piece(i, p.channels - HALF, HALF)
-            for i, p in enumerate(self.layouts)
-            if p.channels % WIDTH
-        ]
-        return (*whole, *(tuple(rest[i : i + 2]) for i in range(0, len(rest), 2)))
+    def _pieces(self) -> tuple[tuple[RunPiece, ...], ...]:
+        return pieces_of_chunks(self.layouts)
 
     @property
     def _order(self) -> np.ndarray:
         """Return the sorted channel in each lane of the chunks. Channels that are not stored come
         last.
         """
-        starts = np.cumsum([0, *(layout.channels for layout in self.layouts)])
-        pieces = [
-            starts[p.run] + p.column + np.arange(p.channels)
-            for of_chunk in self._pieces
-            for p in of_chunk
-        ]
-        return np.concatenate([*pieces, np.arange(self.stored, self.channels)])
+        return np.concatenate(
+            [channels_of_lanes(self.layouts), np.arange(self.stored, self.channels)]
+        )
 
     @property
     def _words(self) -> int:
@@ -208,7 +139,7 @@ class RunsReader(Reader):
 
     def _in_chunks(self, array: Array) -> Array:
         """Put sorted channels, the last axis, into the order of the lanes."""
-        return _taken(array, self._order)
+        return taken(array, self._order)
 
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
         """Return the step of each stored channel."""
@@ -224,7 +155,7 @@ class RunsReader(Reader):
         Lanes without a channel have code 0.
         """
         pieces = self._pieces[chunk]
-        planes, shifts = self._planes(refs, pieces), refs[self._words + 1]
+        planes, shifts = planes_of_chunk(self.layouts, refs, pieces), refs[self._words + 1]
         tiles, by = [], []
         for (_, bits), halves in planes.items():
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
@@ -250,26 +181,8 @@ class RunsReader(Reader):
             ]
             # The bias is at most 512, so fp16 holds halves beside it.
             code, bias = words.number(fields, places, least=1)
-            numbers.append(_subtracted(code, [bias + middle for middle in middles], asm))
+            numbers.append(subtracted(code, [bias + middle for middle in middles], asm))
         return numbers
-
-    def _planes(
-        self, refs: Sequence[Any], pieces: Sequence[Piece]
-    ) -> dict[tuple[int, int], list[PlaneWords]]:
-        """Return the words of a chunk by the bits of a code that they hold: (the lowest bit, how
-        many).
-
-        The words of two runs are one tile if they hold the same bits of their codes. Otherwise they
-        are separate tiles, with 0 in the lanes of the run that has no such words.
-        """
-        planes: dict[tuple[int, int], list[PlaneWords]] = {}
-        for half, piece in enumerate(pieces):
-            layout, at = self.layouts[piece.run], 0
-            before = sum(len(other.sets) for other in self.layouts[: piece.run])
-            for ref, bits in zip(refs[before:], layout.sets, strict=False):
-                planes.setdefault((at, bits), []).append(PlaneWords(ref, layout, piece, half))
-                at += bits
-        return dict(sorted(planes.items()))
 
     def _factor(
         self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool
@@ -440,7 +353,7 @@ class RunsValues(RunsReader):
             array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :]
         )
         sums = (
-            _taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored])
+            taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored])
             * self._steps(stored)[None, None, None]
         )
         values = jnp.einsum(
@@ -471,22 +384,6 @@ class RunsValues(RunsReader):
             for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
                 sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
         return sums
-
-
-def _taken(array: Array, places: np.ndarray) -> Array:
-    """Return the entries at these places of the last axis, or the array itself if the places are
-    consecutive.
-    """
-    return array if (np.diff(places) == 1).all() else jnp.take(array, places, axis=-1, mode="clip")
-
-
-def _subtracted(numbers: Half, constants: Sequence[float], asm: bool) -> Half:
-    """Return the numbers of a chunk minus one constant, or minus one for each half."""
-    if len(constants) == 1:
-        return subtract_constant(numbers, constants[0], asm)
-    lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
-    first, second = (jnp.float16(-constant) for constant in constants)
-    return half_add(numbers, jnp.where(lane < HALF, first, second), asm)
 
 
 def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:
