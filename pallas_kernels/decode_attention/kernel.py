@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.merge import merged
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
-from pallas_kernels.decode_attention.schedule import Pieces, Run, Schedule, Unit
+from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun, Unit
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.base import Reader
@@ -231,7 +231,7 @@ def _kernel(
     ends = [sum(counts[: i + 1]) for i in range(4)]
     whole = dataclasses.replace(schedule, heads=all_heads)
 
-    def read(run: Run, place: Callable[[], Array]) -> None:
+    def read(run: TileRun, place: Callable[[], Array]) -> None:
         of_unit = [Unit(ref, run.row, run.head + head, whole) for ref in inputs[: ends[2]]]
         of_scores = [
             Unit(ref, run.row, run.head, schedule) for ref in (*inputs[ends[2] :], *outputs[3:])
@@ -263,7 +263,7 @@ def _store_piece(
 
 
 def _attend_run(
-    run: Run,
+    run: TileRun,
     query: Sequence[Unit],
     keys: Sequence[Any],
     values: Sequence[Any],

@@ -36,7 +36,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Float16, Int, UInt16
 
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
-from pallas_kernels.decode_attention.schedule import Pieces, Run, Schedule, Unit
+from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun, Unit
 from pallas_kernels.decode_attention.tuning import WARPS, Tuning
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.shared import as_float, dot, real_columns
@@ -115,7 +115,7 @@ def _kernel(
     ends_ref, index_ref, residual_ref, scores_ref, m_ref, l_ref, o_ref = refs
     heads, width = o_ref.shape[3], o_ref.shape[2]
 
-    def read(run: Run, place: Callable[[], Array]) -> None:
+    def read(run: TileRun, place: Callable[[], Array]) -> None:
         scores = Unit(scores_ref, run.row, run.head, schedule)
         slots = _Slots(
             ends_ref, index_ref, residual_ref, scores, run, first_ref[0] + run.head, pool, width
@@ -148,7 +148,7 @@ class _Slots:
     index: Any
     residual: Any
     scores: Unit
-    tokens: Run
+    tokens: TileRun
     head: Int[Array, ""]
     pool: int
     width: int

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 LEAST = 2  # tiles per program: nothing is computed until its first one has arrived
 
 
-class Run(NamedTuple):
+class TileRun(NamedTuple):
     """Neighbouring tiles of one unit that a program reads: first <= tile < end, of a row's first
     `limit` tokens.
     """
@@ -94,7 +94,7 @@ class Schedule:
         per = self.per_program(total)
         return jnp.minimum(program * per, total), jnp.minimum((program + 1) * per, total)
 
-    def run(self, limits_ref: Any, at: Int[Array, ""], end: Int[Array, ""]) -> Run:
+    def run(self, limits_ref: Any, at: Int[Array, ""], end: Int[Array, ""]) -> TileRun:
         """Return the tiles from number `at` < T on, up to `end` or to the end of their unit."""
         row, limits, tiles = self.tiles(limits_ref)
         ends = self.heads * (jnp.cumsum(tiles) if self.batch > 1 else tiles)
@@ -104,10 +104,10 @@ class Schedule:
         place = at - jnp.max(jnp.where(before, ends, 0))
         head = lax.div(place, jnp.maximum(count, 1))
         first = place - head * count
-        return Run(here, head, first, jnp.minimum(count, first + end - at), limit)
+        return TileRun(here, head, first, jnp.minimum(count, first + end - at), limit)
 
     def for_each_run(
-        self, limits_ref: Any, read: Callable[[Run, Callable[[], Array]], None]
+        self, limits_ref: Any, read: Callable[[TileRun, Callable[[], Array]], None]
     ) -> None:
         """Call `read` with each run of this program's share, and with a function that returns the
         place of its piece.

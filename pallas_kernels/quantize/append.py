@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.windows import Queries, attend
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.blocks import Source, View, Window
+from pallas_kernels.quantize.blocks import RefView, Source, WindowOfHead
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
@@ -279,7 +279,7 @@ def _kernel(
     # Also for a token in the sink, as XLA does: no token of the ring is there yet.
     for side, (work, inputs, arrays) in enumerate(zip(works, *of_sides, strict=True)):
         of_side = pl.ds(0 if rows == len(works) else side, 1)
-        row = View(
+        row = RefView(
             refs[side if rows == len(works) else 0],
             lambda head, columns, of_side=of_side: (head, of_side, columns),
         )
@@ -340,6 +340,6 @@ def _kernel(
         @pl.when(program == asking.program)
         def _() -> None:
             tokens_ref, limit_ref, *shared, q = asked
-            sinks = [Window(sink, head) for sink, _ in windows if sink is not None]
-            rings = [Window(ring, head) for _, ring in windows]
+            sinks = [WindowOfHead(sink, head) for sink, _ in windows if sink is not None]
+            rings = [WindowOfHead(ring, head) for _, ring in windows]
             attend(q, shared, sinks, rings, tokens_ref[0], limit_ref[0], parts, asking.asm)

@@ -20,7 +20,7 @@ from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN
 
 
-class View:
+class RefView:
     """A ref that is indexed as if it were a part of it."""
 
     def __init__(self, ref: Any, place: Callable[..., tuple[Any, ...]]):
@@ -46,7 +46,7 @@ class Source:
     """
 
     def __init__(
-        self, window: Any, slot: Int[Array, ""] | int, new: tuple[Int[Array, ""], View] | None
+        self, window: Any, slot: Int[Array, ""] | int, new: tuple[Int[Array, ""], RefView] | None
     ):
         self._window, self._slot, self._new = window, slot, new
         self.heads, self.slots, self.channels = window.shape
@@ -73,7 +73,7 @@ class Source:
         return jnp.where((slots == new_slot)[:, None], row[head, columns], rows)
 
 
-class Window:
+class WindowOfHead:
     """The rows of one head of a window in their own dtype, indexed by slots and columns."""
 
     def __init__(self, source: Source, head: Any):
@@ -136,7 +136,7 @@ class GroupedBlocks(BlockWriter):
         inputs: Sequence[Any],
         arrays: Sequence[Any],
     ) -> None:
-        divisor = [View(ref, lambda rows, columns: (head, rows, columns)) for ref in inputs]
+        divisor = [RefView(ref, lambda rows, columns: (head, rows, columns)) for ref in inputs]
         views, kernel = (
             (self._token_views, token_kernel)
             if self._over_tokens
@@ -144,7 +144,7 @@ class GroupedBlocks(BlockWriter):
         )
         kernel(_Rows(source, head), *divisor, *views(head, place, arrays), job=self.job)
 
-    def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
+    def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[RefView]:
         """Return the views of a group of tokens: arrays [1, group / slots, w] and [1, H]."""
         row, group, sets = (
             place // self.job.reader.layout.slots,
@@ -152,25 +152,28 @@ class GroupedBlocks(BlockWriter):
             len(self.job.reader.layout.sets),
         )
         words = [
-            View(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns))
+            RefView(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns))
             for ref in arrays[:sets]
         ]
         return words + [
-            View(ref, lambda _, columns: (head, pl.ds(group, 1), columns)) for ref in arrays[sets:]
+            RefView(ref, lambda _, columns: (head, pl.ds(group, 1), columns))
+            for ref in arrays[sets:]
         ]
 
-    def _channel_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
+    def _channel_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[RefView]:
         """Return the views of a span whose groups run over channels: arrays [SPAN / slots, w] and
         [H / group, SPAN].
         """
         slots, sets = self.job.reader.layout.slots, len(self.job.reader.layout.sets)
         row, count = place // slots, SPAN // slots
         words = [
-            View(ref, lambda _, columns: (head, pl.ds(row, count), columns))
+            RefView(ref, lambda _, columns: (head, pl.ds(row, count), columns))
             for ref in arrays[:sets]
         ]
         return words + [
-            View(ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size)))
+            RefView(
+                ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size))
+            )
             for ref in arrays[sets:]
         ]
 

@@ -56,7 +56,7 @@ from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Quantized rows.
 
     words: int16 [B, K, T / slots, tiles * W] of each plane set. scale, zero: [B, K, H / group, T]
@@ -94,7 +94,7 @@ def quantize_rows(
     divisor: Float[Array, "B K 1 H"] | None = None,
     tuning: QuantizeTuning = QUANTIZE_TUNING,
     launch: Launch = LAUNCH,
-) -> Packed:
+) -> PackedRows:
     """Quantize rows / divisor and pack them as `reader` reads them.
 
     Equations, exactness and cost are in the module's docstring.
@@ -169,7 +169,7 @@ def quantize_rows(
     )(*inputs)
     sets = len(words)
     flat = tuple(w.reshape(batch, heads, tokens // p.slots, -1) for w in outputs[:sets])
-    return Packed(flat, outputs[sets], outputs[sets + 1] if len(scales) == 2 else None)
+    return PackedRows(flat, outputs[sets], outputs[sets + 1] if len(scales) == 2 else None)
 
 
 def check_format(rows: Array, reader: GroupedReader, scheme: Scheme, bits: int) -> None:

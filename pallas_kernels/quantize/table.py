@@ -42,7 +42,7 @@ Vector = Float[Array, " tokens"]
 RangesOf = Callable[[Any, Any], "Ranges"]  # The arguments are a head, and columns of one group.
 
 
-class Table(NamedTuple):
+class LevelTable(NamedTuple):
     """The numbers of a table, as scalars: the levels that codes are chosen by, and the values that
     codes stand for.
     """
@@ -192,7 +192,7 @@ class TableBlocks(BlockWriter):
     ) -> None:
         p, sets = self.layout, len(self.layout.sets)
         levels, values, *inputs = inputs
-        table = Table(*([ref[0, i] for i in range(1 << p.bits)] for ref in (levels, values)))
+        table = LevelTable(*([ref[0, i] for i in range(1 << p.bits)] for ref in (levels, values)))
         scales, of_slots = (
             (arrays[sets : sets + 2], arrays[sets + 2 :]) if self.group else ((), arrays[sets:])
         )

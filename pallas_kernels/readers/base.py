@@ -29,15 +29,15 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode_attention.partial_attention import WEIGHT_EXPONENT, PartialAttention
 from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.turn import Turn
+from pallas_kernels.readers.turn import TurnTables
 from pallas_kernels.tiles.halves import Half
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile
 
-Rows = list[Float[Array, "rows GP"]]
+SlotRows = list[Float[Array, "rows GP"]]
 
 
-class Step(NamedTuple):
+class LoopStep(NamedTuple):
     """The most that a loop step of decode attention reads without spilling, counted from machine
     code (docs/kernels.md).
 
@@ -87,7 +87,7 @@ class Reader(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def step(self) -> Step:
+    def step(self) -> LoopStep:
         """Return the default step of decode attention."""
 
     @property
@@ -199,7 +199,7 @@ class Reader(abc.ABC):
         limits: Int[Array, " B"],
         launch: Launch,
         group: int,
-        turned: Turn | None = None,
+        turned: TurnTables | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         """Return the scores to be added to q . k of the first limits[b] tokens, not scaled, or None
@@ -240,7 +240,7 @@ class Reader(abc.ABC):
         return WEIGHT_EXPONENT
 
     @abc.abstractmethod
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         """Return log2(e) / sqrt(H) * q . k of a tile, fp32. The result for tokens that do not count
         is ignored.
         """
@@ -248,7 +248,7 @@ class Reader(abc.ABC):
     @abc.abstractmethod
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],

@@ -12,14 +12,14 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode_attention.outlier_values import outlier_values
 from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import LOG2E, add_up, by_slots, dot, query_planes, token_scale
 from pallas_kernels.readers.sparse_outliers import outlier_scores
-from pallas_kernels.readers.turn import Turn
+from pallas_kernels.readers.turn import TurnTables
 from pallas_kernels.tiles.arithmetic import half_multiply_add, multiply_add
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import PlaneLayout
-from pallas_kernels.tiles.table_lookup import LookedUp, Table
+from pallas_kernels.tiles.table_lookup import LookedUp, LookupTable
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import read_words
 
@@ -64,10 +64,10 @@ class CodebookReader(Reader):
         return self.layout.bits * self.layout.channels // 8
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LoopStep:
         # among 16 entries: in array operations a tree of 15 for each two elements
         selects = self.layout.bits == 4
-        return Step(8192 // self.layout.channels, 2 if selects else 3, crowded=selects)
+        return LoopStep(8192 // self.layout.channels, 2 if selects else 3, crowded=selects)
 
     @property
     def _sets(self) -> int:
@@ -101,7 +101,7 @@ class CodebookReader(Reader):
         return (*words, table[None, None], *scales)
 
     def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
-        table = Table.read(refs[self._sets], asm)
+        table = LookupTable.read(refs[self._sets], asm)
         return (*refs[: self._sets], table, *refs[self._sets + 1 :])
 
     @property
@@ -148,7 +148,7 @@ class CodebookReader(Reader):
         limits: Int[Array, " B"],
         launch: Launch,
         group: int,
-        turned: Turn | None = None,
+        turned: TurnTables | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         index, residual, ends = stored[-3:]
@@ -173,7 +173,7 @@ class CodebookReader(Reader):
         batch, heads, _, columns = sums.shape
         return planes, jnp.sum(sums.reshape(batch, heads, len(self._groups), -1, columns), axis=3)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         looked_up, scores = self._look_up(refs, tile, 1, asm), []
         for slot in range(self.slots):
             total = None
@@ -192,7 +192,7 @@ class CodebookReader(Reader):
         return scores
 
     def weigh(
-        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+        self, weights: SlotRows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
     ) -> list[Array]:
         looked_up, sums = self._look_up(refs, tile, 0, asm), list(sums)
         for slot, w in enumerate(weights):

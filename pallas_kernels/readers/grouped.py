@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import (
     add_up,
     by_slots,
@@ -77,14 +77,14 @@ class GroupedReader(Reader):
         )
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LoopStep:
         tile, stages = _STEPS.get((self.layout.channels, self.layout.bits), ((128, 3), (128, 3)))[
             self.centre is None
         ]
         # Two groups of 64 with zero points spill in the loop. One of them does not, nor do four of
         # 32.
         halved = self.axis == "tokens" and self.group == 64 and self.centre is None
-        return Step(min(tile, 64) if halved else tile, stages)
+        return LoopStep(min(tile, 64) if halved else tile, stages)
 
     @property
     def scores_tile(self) -> int:
@@ -125,7 +125,7 @@ class GroupedReader(Reader):
         ]
         return planes, starts, [add_up(sums[c] for c in chunks) for chunks in groups]
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         words, scale, zero = self._open(refs, tile, 1, asm)
         q = [query[0][c] for c in range(self.layout.chunks)]
         scores = []
@@ -177,7 +177,7 @@ class GroupedReader(Reader):
         return total
 
     def weigh(
-        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+        self, weights: SlotRows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
     ) -> list[Array]:
         words, scale, zero = self._open(refs, tile, 0, asm)
         multiply = dot if asm or self.axis == "tokens" else dot_reordered

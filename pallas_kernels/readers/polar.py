@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import add_up, channel_scale, dot, for_tokens, query_planes
 from pallas_kernels.tiles.arithmetic import multiply_add, subtract_scale_add
 from pallas_kernels.tiles.halves import Half, by_halves, joined
@@ -65,10 +65,10 @@ class PolarReader(Reader):
         return self.layout.bits * self.layout.channels // 8
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LoopStep:
         # Cosines in array operations: one warp does not hold the smallest step of 256 channels.
         channels = 2 * self.layout.channels
-        return Step(4096 // channels, warps=2 if channels == 256 else 1)
+        return LoopStep(4096 // channels, warps=2 if channels == 256 else 1)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         if len(stored) != (wanted := len(self.layout.sets) + 4):
@@ -81,7 +81,7 @@ class PolarReader(Reader):
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         return (query_planes(q, 2 * self.layout.chunks),)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         words, scales = read_words(refs, self.layout, tile, 1, asm), refs[len(self.layout.sets) :]
         pairs, scores = self.layout.chunks, []
         for slot in range(self.slots):
@@ -104,7 +104,7 @@ class PolarReader(Reader):
         return scores
 
     def weigh(
-        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+        self, weights: SlotRows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
     ) -> list[Array]:
         raise NotImplementedError("polar codes hold keys; values need another reader")
 

@@ -27,9 +27,9 @@ from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import dot, query_planes
-from pallas_kernels.readers.turn import Turn, turn
+from pallas_kernels.readers.turn import TurnTables, turn
 from pallas_kernels.tiles.arithmetic import half2
 from pallas_kernels.tiles.halves import Half, by_halves, joined
 from pallas_kernels.tiles.layout import SPAN
@@ -78,7 +78,7 @@ class RotatedReader(Reader):
         return self.inner.row_bytes
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LoopStep:
         inner, (count, width) = self.inner.step, self.chunks
         tile = inner.tile // 2 if inner.crowded else min(inner.tile, 8192 // (count * width))
         return inner._replace(tile=tile, crowded=True)
@@ -119,7 +119,7 @@ class RotatedReader(Reader):
         limits: Int[Array, " B"],
         launch: Launch,
         group: int,
-        turned: Turn | None = None,
+        turned: TurnTables | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         if not self.inner.adds_scores:
@@ -159,7 +159,7 @@ class RotatedReader(Reader):
         *inner, cosines, sines = refs
         return (*self.inner.opened_arrays(inner, asm), cosines, sines)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         *inner, cosines, sines = refs
         half, scores = self.chunks[0] // 2, []
         turned = [self._turned_back(query, tile, c, asm) for c in range(half)]
@@ -220,7 +220,7 @@ class RotatedReader(Reader):
 
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.rotary import rotated
 from pallas_kernels.readers.run_chunks import (
     ROWS,
@@ -64,7 +64,7 @@ from pallas_kernels.tiles.words import Bit, SingleWords, paired
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
 
-Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
+QueriesAndPartners = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ class RunsReader(Reader):
         return sum(layout.bits * layout.channels for layout in self.layouts) // 8
 
     @property
-    def step(self) -> Step:
-        return Step(TILE, 1)
+    def step(self) -> LoopStep:
+        return LoopStep(TILE, 1)
 
     @property
     def parts(self) -> int:
@@ -264,7 +264,7 @@ class RunsKeys(RunsReader):
         cos, sin = cos_and_sin(positions, frequencies)
         return jnp.moveaxis(cos[:, pair], 0, 1), jnp.moveaxis(sin[:, pair], 0, 1)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         columns = query[0].shape[1]
         start = (
             tile.start + TILE - 1
@@ -316,7 +316,7 @@ class RunsKeys(RunsReader):
 
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],
@@ -364,12 +364,12 @@ class RunsValues(RunsReader):
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         raise NotImplementedError("keys are read by RunsKeys")
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         raise NotImplementedError("keys are read by RunsKeys")
 
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],
@@ -386,7 +386,9 @@ class RunsValues(RunsReader):
         return sums
 
 
-def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:
+def _turned_back(
+    queries: QueriesAndPartners, angles: Sequence[Float16[Array, " W"]], asm: bool
+) -> QueriesAndPartners:
     """Return (q cos + partner sin, partner cos - q sin). angles: cos and -sin."""
     cos, minus_sin = (jnp.broadcast_to(table[None, :], queries[0].shape) for table in angles)
     first, second = rotated(*queries, cos, minus_sin, asm)

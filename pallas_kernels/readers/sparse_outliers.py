@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import as_float
-from pallas_kernels.readers.turn import Turn
+from pallas_kernels.readers.turn import TurnTables
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
@@ -39,7 +39,7 @@ def outlier_scores(
     residual: Array,
     ends: UInt16[Array, "B n K"],
     limits: Int[Array, " B"],
-    turned: Turn | None,
+    turned: TurnTables | None,
     launch: Launch,
     pool: int,
     group: int,
@@ -104,7 +104,7 @@ def _scores_kernel(
     channels: int,
     pool: int,
 ) -> None:
-    # ends [n, K]; index, residual [n, P]; q [Q, H]; the tables of a Turn or nothing; then the
+    # ends [n, K]; index, residual [n, P]; q [Q, H]; TurnTables or nothing; then the
     # scores [G, S]
     *tables, out_ref = refs
     head, number, half = first_ref[0] + pl.program_id(1), pl.program_id(2), channels // 2

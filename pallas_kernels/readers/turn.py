@@ -13,7 +13,7 @@ from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.tiles.layout import SPAN
 
 
-class Turn(NamedTuple):
+class TurnTables(NamedTuple):
     """Cosines and sines, fp32: [spans, H/2] for the position of every span's first token, [SPAN,
     H/2] for the distance from it.
     """
@@ -24,6 +24,8 @@ class Turn(NamedTuple):
     sin: Float[Array, "32 half"]
 
 
-def turn(frequencies: Float[Array, " half"], starts: Int[Array, " spans"]) -> Turn:
+def turn(frequencies: Float[Array, " half"], starts: Int[Array, " spans"]) -> TurnTables:
     """Return the rotation of tokens in spans of SPAN neighbours that begin at `starts`."""
-    return Turn(*cos_and_sin(starts, frequencies), *cos_and_sin(jnp.arange(SPAN), frequencies))
+    return TurnTables(
+        *cos_and_sin(starts, frequencies), *cos_and_sin(jnp.arange(SPAN), frequencies)
+    )

@@ -71,7 +71,7 @@ def chosen(
     return out_of_pairs(chosen_entry, words.axis)
 
 
-class Table(NamedTuple):
+class LookupTable(NamedTuple):
     """The entries of a table, prepared once outside of a loop.
 
     entries: each one in both halves of 32 bits, for array operations. bytes: the words of its
@@ -82,7 +82,7 @@ class Table(NamedTuple):
     bytes: Sequence[Int32[Array, "1 1"]]
 
     @classmethod
-    def read(cls, ref: Any, asm: bool) -> Table:
+    def read(cls, ref: Any, asm: bool) -> LookupTable:
         """Read the numbers of a table, [entries]."""
         numbers = [ref[i].astype(jnp.float16).reshape(1, 1) for i in range(ref.shape[0])]
         bits = [
@@ -100,11 +100,11 @@ class LookedUp(NamedTuple):
 
     words: WordTiles
     layout: PlaneLayout
-    table: Table
+    table: LookupTable
     by_nibbles: dict[tuple[int, int], list[Array]]  # four planes, by (tile, odd)
 
     @classmethod
-    def of(cls, words: WordTiles, layout: PlaneLayout, table: Table) -> LookedUp:
+    def of(cls, words: WordTiles, layout: PlaneLayout, table: LookupTable) -> LookedUp:
         return cls(words, layout, table, {})
 
     def plane(self, slot: int, chunk: int) -> Half:

@@ -42,7 +42,7 @@ def code_bits(layout: PlaneLayout, slot: int, chunk: int) -> tuple[Bit, ...]:
     return tuple(places)
 
 
-class Run(NamedTuple):
+class BitRun(NamedTuple):
     """Bits of one word that move together: (words of the tile >> shift) & mask. Negative shifts go
     left.
     """
@@ -68,14 +68,14 @@ class WordTiles(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gathered(self, runs: Sequence[Run], bits: int) -> Half:
+    def gathered(self, runs: Sequence[BitRun], bits: int) -> Half:
         """Return the fp16 numbers whose bits are `bits`, or-ed with the bits of the runs."""
 
     def codes(self, field: Field) -> Half:
         """Return bias + code of one field, exactly."""
-        runs = [Run(0, field.tile, field.shift, field.mask)]
+        runs = [BitRun(0, field.tile, field.shift, field.mask)]
         if field.high_tile is not None:
-            runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
+            runs.append(BitRun(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
     def number(
@@ -95,13 +95,13 @@ class WordTiles(abc.ABC):
         # code.
         first = bits[0].position
         at = next(place for place in (first, first - 8, least) if least <= place < 10 - max(places))
-        runs: list[Run] = []
+        runs: list[BitRun] = []
         for bit, i in zip(bits, places, strict=True):
             shift, mask = bit.position - (at + i), 1 << (at + i)
             if runs and runs[-1][:3] == (bit.set, bit.tile, shift):
                 runs[-1] = runs[-1]._replace(mask=runs[-1].mask | mask)
             else:
-                runs.append(Run(bit.set, bit.tile, shift, mask))
+                runs.append(BitRun(bit.set, bit.tile, shift, mask))
         return self.gathered(runs, (25 - at) << 10), 1 << (10 - at)
 
 
@@ -119,7 +119,7 @@ class SingleWords(WordTiles):
             ]
         )
 
-    def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
+    def gathered(self, runs: Sequence[BitRun], bits: int) -> Float16[Array, "rows W"]:
         """Gather with one `lop3` for each run and pair of words, and a shift, which other fields
         may share.
         """
@@ -176,7 +176,7 @@ class PairedWords(WordTiles):
             return words >> np.uint32(shift)
         return words << np.uint32(-shift) if shift < 0 else words
 
-    def gathered(self, runs: Sequence[Run], bits: int) -> Halves:
+    def gathered(self, runs: Sequence[BitRun], bits: int) -> Halves:
         pairs: Array = np.uint32(bits * 0x10001) + self.zero
         for i, run in enumerate(runs):
             # The mask removes bits that cross between halves.
