@@ -192,11 +192,8 @@ def _kernel(
             sums = sums * shrink[None] + jnp.sum(
                 _loaded(o_ref.at[places, channels, :], fresh, 0.0) * share[:, None], axis=0
             )
-            return (
-                sums,
-                new,
-                total * shrink + jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0),
-            )
+            added = jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0)
+            return sums, new, total * shrink + added
 
         carry = lax.fori_loop(0, pl.cdiv(last - first, size), step, carry)
     assert carry is not None

@@ -102,11 +102,8 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
     number of programs that fit on a multiprocessor.
     """
     steps = k.step, v.step
-    tile, stages, warps = (
-        min(s.tile for s in steps),
-        min(s.stages for s in steps),
-        max(s.warps for s in steps),
-    )
+    tile, warps = min(s.tile for s in steps), max(s.warps for s in steps)
+    stages = min(s.stages for s in steps)
     if columns > 8:
         tile //= 2
     if not asm and any(s.crowded for s in steps):

@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the rows of the batch stand.
+    """The state of the rows of the batch.
 
     Args:
         position: of the new token.
@@ -137,7 +137,7 @@ def append_token(
 
     Args:
         sides: keys and values, in this order if there are queries.
-        places: where the rows of the batch stand. `first` and `place` are multiples of the block.
+        places: the state of the rows. `first` and `place` are multiples of the block.
         block: tokens of a block.
         queries: attend to the windows.
         launch: how the kernel is launched.

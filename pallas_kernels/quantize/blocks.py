@@ -112,13 +112,10 @@ class GroupedBlocks(BlockWriter):
 
     @property
     def warps(self) -> int:
-        return (
-            1
-            if self._over_tokens
-            else pl.next_power_of_2(
-                pl.cdiv(self.job.reader.layout.channels, QUANTIZE_TUNING.warp_channels)
-            )
-        )
+        if self._over_tokens:
+            return 1
+        channels = self.job.reader.layout.channels
+        return pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels))
 
     @property
     def _over_tokens(self) -> bool:
@@ -146,10 +143,11 @@ class GroupedBlocks(BlockWriter):
 
     def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[RefView]:
         """Return the views of a group of tokens: arrays [1, group / slots, w] and [1, H]."""
+        reader = self.job.reader
         row, group, sets = (
-            place // self.job.reader.layout.slots,
-            place // self.job.reader.group,
-            len(self.job.reader.layout.sets),
+            place // reader.layout.slots,
+            place // reader.group,
+            len(reader.layout.sets),
         )
         words = [
             RefView(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns))

@@ -52,11 +52,8 @@ def channel_kernel(*refs: Any, job: Job) -> None:
     """
     # rows [32, H], divisor [1, H], words [32 / slots, tiles * W], scale and zero [H / group, 32]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
-    p, run, per_group = (
-        job.reader.layout,
-        SPAN // job.reader.layout.slots,
-        job.reader.group // job.reader.layout.width,
-    )
+    p = job.reader.layout
+    run, per_group = SPAN // p.slots, job.reader.group // p.width
 
     def store(plane_set: int, tile: int, word: Array) -> None:
         word_refs[plane_set][:, pl.ds(tile * p.width, p.width)] = word
@@ -199,9 +196,8 @@ def _token_range(load: Callable[[Any], Array], job: Job) -> tuple[Array, Array, 
 
     def finite_step(tiles: list[Array], carry: Any) -> Any:
         low, high = carry
-        return jnp.minimum(low, finite_or(tiles[0], jnp.inf)), jnp.maximum(
-            high, finite_or(tiles[0], -jnp.inf)
-        )
+        lowest, highest = (finite_or(tiles[0], other) for other in (jnp.inf, -jnp.inf))
+        return jnp.minimum(low, lowest), jnp.maximum(high, highest)
 
     def finite() -> tuple[Array, Array]:
         low, high = _over_tokens(job, finite_step, load, start, 1)

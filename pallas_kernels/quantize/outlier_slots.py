@@ -2,7 +2,7 @@
 (table.py).
 
     index[p, e] = (t within the pool) * H + h,   residual[p, e] = x - x^,
-    ends[p, k]  = the first slot behind those of head k
+    ends[p, k]  = the first slot behind the slots of head k
 
 Slots are sorted by head, then token, then channel. Slots behind the last end are zero. If a pool
 has more outliers than slots, the largest residuals are kept, and of equal ones the first. These are
@@ -151,9 +151,9 @@ def _least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> I
         low, high = bounds
         middle = low + lax.div(high - low, 2)
         count = larger(middle)
-        return jnp.where(
-            count <= slots, jnp.where(count == slots, middle, low), middle + 1
-        ), jnp.where(count <= slots, middle, high)
+        fits = count <= slots
+        low = jnp.where(fits, jnp.where(count == slots, middle, low), middle + 1)
+        return low, jnp.where(fits, middle, high)
 
     too_many = (total > slots).astype(jnp.int32)
     bounds = too_many - 1, too_many * (_LARGEST + 1) - 1

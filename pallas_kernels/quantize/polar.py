@@ -188,10 +188,8 @@ class PolarBlocks(BlockWriter):
         """Return the bin of each value in the range of the values that count. Step and least value
         are rounded as they are stored.
         """
-        low, high = (
-            _extreme(jnp.minimum, jnp.min, values, counted, jnp.inf),
-            _extreme(jnp.maximum, jnp.max, values, counted, -jnp.inf),
-        )
+        low = _extreme(jnp.minimum, jnp.min, values, counted, jnp.inf)
+        high = _extreme(jnp.maximum, jnp.max, values, counted, -jnp.inf)
         low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in (low, high))
         step, least = (
             (x.astype(self.scale_dtype)).astype(jnp.float32)
@@ -253,10 +251,8 @@ def _larger_below(
 
 def _start(slots: Sequence[Polar], below: Sequence[Array]) -> Float[Array, " columns"]:
     angles, counted = [tile.angle for tile in slots], [tile.counted for tile in slots]
-    first, last = (
-        _extreme(jnp.minimum, jnp.min, angles, counted, jnp.inf),
-        _extreme(jnp.maximum, jnp.max, angles, counted, -jnp.inf),
-    )
+    first = _extreme(jnp.minimum, jnp.min, angles, counted, jnp.inf)
+    last = _extreme(jnp.maximum, jnp.max, angles, counted, -jnp.inf)
     before = [jnp.where(nearest > -jnp.inf, nearest, (last - TURN)[None]) for nearest in below]
     gaps = [angle - previous for angle, previous in zip(angles, before, strict=True)]
     widest = _extreme(jnp.maximum, jnp.max, gaps, counted, -jnp.inf)

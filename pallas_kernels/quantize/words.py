@@ -43,14 +43,8 @@ class CodeWriter:
         first: Any,
         columns: int,
     ):
-        self._layout, self._refs, self._head, self._place, self._first, self._columns = (
-            layout,
-            words,
-            head,
-            place,
-            first,
-            columns,
-        )
+        self._layout, self._refs, self._head = layout, words, head
+        self._place, self._first, self._columns = place, first, columns
         self._words: dict[tuple[int, int], Array] = {}
 
     def add(self, slot: int, chunk: int, codes: Int[Array, "rows columns"]) -> None:
@@ -66,10 +60,8 @@ class CodeWriter:
     def store(self) -> None:
         for (plane_set, tile), word in self._words.items():
             at = lax.div(self._place, self._layout.slots)
-            rows, columns = (
-                pl.ds(at, word.shape[0]),
-                pl.ds(tile * self._layout.width + self._first, self._columns),
-            )
+            rows = pl.ds(at, word.shape[0])
+            columns = pl.ds(tile * self._layout.width + self._first, self._columns)
             self._refs[plane_set][self._head, rows, columns] = word.astype(jnp.int16)
 
 

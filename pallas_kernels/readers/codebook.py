@@ -82,11 +82,8 @@ class CodebookReader(Reader):
         return [range(c, c + per_group) for c in range(0, self.layout.chunks, per_group)]
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, table, (*scales,) = (
-            stored[: self._sets],
-            stored[self._sets],
-            stored[self._sets + 1 :][:2],
-        )
+        words, table = stored[: self._sets], stored[self._sets]
+        scales = list(stored[self._sets + 1 :][:2])
         entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(
@@ -152,12 +149,10 @@ class CodebookReader(Reader):
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         index, residual, ends = stored[-3:]
-        return (
-            outlier_scores(
-                q, index, residual, ends, limits, turned, launch, self.pool, group, first
-            )
-            if self.pool
-            else None
+        if not self.pool:
+            return None
+        return outlier_scores(
+            q, index, residual, ends, limits, turned, launch, self.pool, group, first
         )
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:

@@ -87,9 +87,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class PlaneLayout:
-    """Where each code of a token block is stored. Static and hashable. Create it with
-    `plane_layout`.
-    """
+    """The places of the codes of a token block. Static and hashable, from `plane_layout`."""
 
     bits: int  # of a code, all plane sets together
     channels: int  # H as the method sees it

@@ -85,7 +85,7 @@ class WordTiles(abc.ABC):
         layout.py.
 
         Args:
-            bits: where the bits of a code are.
+            bits: the places of the bits of a code.
             places: which bit of the code each one is. None means 0, 1, ... Two may be the same if
                 every lane has 0 in the words of one of them.
             least: the lowest bit of the mantissa at which a code may begin, which bounds the bias.

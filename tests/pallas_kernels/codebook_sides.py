@@ -24,7 +24,7 @@ SINK = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class CodebookFormat:
+class CodebookSideFormat:
     """A stored format.
 
     Args:
@@ -51,7 +51,7 @@ class CodebookArrays:
     shifted scales, and outliers, all [B, K, S, H] and before RoPE.
     """
 
-    format: CodebookFormat
+    format: CodebookSideFormat
     reader: Reader
     arrays: list[np.ndarray]
     dense: np.ndarray
@@ -87,16 +87,16 @@ class CodebookArrays:
 
 
 def codebook_side(*args: Any, **options: Any) -> Callable[[Shape, int], StoredSide]:
-    """Return what makes random sides of `CodebookFormat(*args, **options)`."""
-    format = CodebookFormat(*args, **options)
+    """Return what makes random sides of `CodebookSideFormat(*args, **options)`."""
+    format = CodebookSideFormat(*args, **options)
     return lambda shape, seed: codebook_arrays(format, shape, seed).side()
 
 
-def layout_of(format: CodebookFormat, head_dim: int) -> PlaneLayout:
+def layout_of(format: CodebookSideFormat, head_dim: int) -> PlaneLayout:
     return plane_layout(format.bits, head_dim, 32)
 
 
-def codebook_reader(format: CodebookFormat, head_dim: int, heads: int) -> Reader:
+def codebook_reader(format: CodebookSideFormat, head_dim: int, heads: int) -> Reader:
     group = None
     if format.scales == "token":
         group = ChannelGroup(heads, head_dim)
@@ -110,7 +110,7 @@ def codebook_reader(format: CodebookFormat, head_dim: int, heads: int) -> Reader
     return dataclasses.replace(reader, scale_dtype=format.scale_dtype)
 
 
-def codebook_arrays(format: CodebookFormat, shape: Shape, seed: int) -> CodebookArrays:
+def codebook_arrays(format: CodebookSideFormat, shape: Shape, seed: int) -> CodebookArrays:
     batch, heads, tokens, head_dim = shape
     rng, layout = np.random.default_rng(seed), layout_of(format, head_dim)
     codes = rng.integers(0, 1 << format.bits, shape)

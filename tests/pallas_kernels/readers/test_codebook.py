@@ -1,5 +1,5 @@
-"""What only readers of tables, outliers and keys before RoPE do. (test_decode.py compares them with
-the reference.)
+"""Special features of readers of tables, outliers and keys before RoPE. (test_decode.py compares
+them with the reference.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pallas_kernels.decode_attention import kernel
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.tiles.layout import plane_layout
-from tests.pallas_kernels.codebook_sides import CodebookFormat, codebook_arrays, codebook_side
+from tests.pallas_kernels.codebook_sides import CodebookSideFormat, codebook_arrays, codebook_side
 from tests.pallas_kernels.harness import (
     HEADS,
     INTERPRETED,
@@ -63,7 +63,7 @@ def test_keys_of_a_shard_are_rotated_to_the_positions_of_its_blocks(block, tile)
     that all these tiles hold.
     """
     shard, shards, capacity = 1, 3, 384
-    format = CodebookFormat(2, "channels", 9, pre_rope=True)
+    format = CodebookSideFormat(2, "channels", 9, pre_rope=True)
     keys = codebook_arrays(format, (1, HEADS, capacity, 64), 0)
     reader = dataclasses.replace(keys.reader, block=block, shards=shards)
     q = jnp.asarray(np.random.default_rng(9).standard_normal((1, HEADS, 4, 64)), jnp.float32)
@@ -108,7 +108,7 @@ def test_outliers_of_padding_are_not_read():
 
 
 def test_a_table_of_another_size_is_refused():
-    arrays = codebook_arrays(CodebookFormat(2, "token"), (1, HEADS, 256, 64), 0)
+    arrays = codebook_arrays(CodebookSideFormat(2, "token"), (1, HEADS, 256, 64), 0)
     words, _, *scales = arrays.arrays
     stored = [words, np.zeros(8, np.float32), *scales]
     with pytest.raises(ValueError, match=r"the table has 4 entries"):

@@ -1,4 +1,4 @@
-"""What only the reader of polar keys does. (test_decode.py compares it with the reference.)"""
+"""Special features of the reader of polar keys. (test_decode.py compares it with the reference.)"""
 
 from __future__ import annotations
 

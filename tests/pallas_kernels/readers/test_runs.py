@@ -1,4 +1,4 @@
-"""What only readers of runs do. (test_decode.py compares them with the reference.)"""
+"""Formats in runs that kernels refuse. (test_decode.py compares the others with the reference.)"""
 
 from __future__ import annotations
 
