@@ -76,12 +76,16 @@ class CodebookArrays:
 
     def side(self) -> StoredSide:
         rows = self.dense + self.outliers
-        misread = {"with shifted scales": self.rotated(self.shifted + self.outliers)}
-        if self.format.slots:
-            misread["without outliers"] = self.rotated(self.dense)
-        if self.format.pre_rope:
-            misread["without a rotation"] = rows
-            misread["one position further"] = self.rotated(rows, moved=1)
+
+        def misread() -> dict[str, np.ndarray]:
+            wrong = {"with shifted scales": self.rotated(self.shifted + self.outliers)}
+            if self.format.slots:
+                wrong["without outliers"] = self.rotated(self.dense)
+            if self.format.pre_rope:
+                wrong["without a rotation"] = rows
+                wrong["one position further"] = self.rotated(rows, moved=1)
+            return wrong
+
         spoiled = functools.partial(_spoiled, self)
         return StoredSide(self.reader, self.arrays, self.rotated(rows), misread, spoiled)
 

@@ -59,15 +59,18 @@ def side_of(format: GroupFormat | None, rows: np.ndarray) -> StoredSide:
         half = jnp.asarray(rows, jnp.bfloat16)
         arrays = [jax.lax.bitcast_convert_type(half, jnp.uint16)]
         spoiled = functools.partial(_spoiled_rows, arrays)
-        return StoredSide(reader, arrays, np.asarray(half, np.float64), {}, spoiled)
+        return StoredSide(reader, arrays, np.asarray(half, np.float32), dict, spoiled)
     body = grouped_array.quantize(jnp.asarray(rows, jnp.float32), format)
     leaves = grouped_array.specs(format, 1, 1, format.block)
     arrays = jax.tree.leaves(jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body))
-    axis = 2 if body.scale.shape[2] > 1 else 3
-    shifted = dataclasses.replace(body, scale=jnp.roll(body.scale, 1, axis))
-    meant, misread = (np.asarray(grouped_array.dequantize(b), np.float64) for b in (body, shifted))
+
+    def misread() -> dict[str, np.ndarray]:
+        axis = 2 if body.scale.shape[2] > 1 else 3
+        shifted = dataclasses.replace(body, scale=jnp.roll(body.scale, 1, axis))
+        return {"with a neighbour's scales": np.asarray(grouped_array.dequantize(shifted))}
+
     spoiled = functools.partial(_spoiled_groups, format, arrays)
-    return StoredSide(reader, arrays, meant, {"with a neighbour's scales": misread}, spoiled)
+    return StoredSide(reader, arrays, np.asarray(grouped_array.dequantize(body)), misread, spoiled)
 
 
 def random_rows(shape: Shape, seed: int) -> np.ndarray:

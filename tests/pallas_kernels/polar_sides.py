@@ -48,21 +48,18 @@ def polar_side(format: PolarFormat) -> Callable[[Shape, int], StoredSide]:
         body = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, quantized)
         meant = load_body(leaves, body)
         assert meant.radius_scale is not None
-        shifted = dataclasses.replace(meant, radius_scale=jnp.roll(meant.radius_scale, 1, axis=2))
-        rows, misread = (
-            np.asarray(polar_array.dequantize(b), np.float64) for b in (meant, shifted)
-        )
-        arrays = jax.tree.leaves(body)
-        return StoredSide(
-            polar_reader(format),
-            arrays,
-            rows,
-            {
-                "with the steps of the next group": misread,
+        rows, arrays = np.asarray(polar_array.dequantize(meant)), jax.tree.leaves(body)
+
+        def misread() -> dict[str, np.ndarray]:
+            steps = jnp.roll(meant.radius_scale, 1, axis=2)
+            shifted = polar_array.dequantize(dataclasses.replace(meant, radius_scale=steps))
+            return {
+                "with the steps of the next group": np.asarray(shifted),
                 "with sines in the place of cosines": np.roll(rows, shape[3] // 2, axis=3),
-            },
-            functools.partial(_spoiled, format, arrays),
-        )
+            }
+
+        spoiled = functools.partial(_spoiled, format, arrays)
+        return StoredSide(polar_reader(format), arrays, rows, misread, spoiled)
 
     return side
 

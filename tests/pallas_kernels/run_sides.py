@@ -49,7 +49,8 @@ def run_side(widths: str, *, keys: bool) -> Callable[[Shape, int], StoredSide]:
             synthesis = basis.astype(np.float32)
             arrays += [synthesis, mean]
             rows = rows @ synthesis[None, :, : rows.shape[-1]] + mean[None, :, None]
-            return StoredSide(reader, arrays, rows, {}, functools.partial(_spoiled, arrays, shape))
+            spoiled = functools.partial(_spoiled, arrays, shape)
+            return StoredSide(reader, arrays, rows, dict, spoiled)
         pairs = np.stack([rng.permutation(head_dim // 2) for _ in range(heads)])
         place = np.concatenate([2 * pairs, 2 * pairs + 1], axis=-1).astype(np.int32)
         deviation = np.tile(rng.uniform(0.2, 1, (heads, head_dim // 2)), 2).astype(np.float32)
@@ -59,9 +60,10 @@ def run_side(widths: str, *, keys: bool) -> Callable[[Shape, int], StoredSide]:
         frequencies = (100.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
         arrays += [place, deviation, mean, frequencies, np.float32(FACTOR)]
         rotated = _rotated(rows, SINK + np.arange(tokens), frequencies)
-        misread = {"without a rotation": rows, "of other tokens": rotated[:, :, ::-1]}
+        wrong = {"without a rotation": rows, "of other tokens": rotated[:, :, ::-1]}
         spoiled = functools.partial(_spoiled, arrays, shape)
-        return StoredSide(reader.placed(SINK, 32, 1), arrays, rotated, misread, spoiled)
+        placed = reader.placed(SINK, 32, 1)
+        return StoredSide(placed, arrays, rotated, lambda: wrong, spoiled)
 
     return side
 
