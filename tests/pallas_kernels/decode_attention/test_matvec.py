@@ -32,13 +32,12 @@ WITH_VALUES = (*GROUPED, *CODEBOOK, *TABLES)
 INTERPRETED = (
     "innerq1_sym_h128_g4",
     "innerq2_asym_h64_g7",
-    "innerq2_hybrid_h128_g1",
     "innerq3_sym_h256_g8",
     "kivi2_h64_g8_size64",
     "kivi3_h64_g1_size32",
     "kivi8_h64_g16_size32",
     "dense",
-    *(case.id for case in (*CODEBOOK[:2], POLAR[0], *TABLES[::3])),
+    *(case.id for case in (CODEBOOK[1], POLAR[0], *TABLES[::3])),
 )
 LOWERED = (*USUAL[:6], *(case.id for case in TABLES[::3]))
 
