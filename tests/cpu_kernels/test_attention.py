@@ -10,7 +10,9 @@ import pytest
 from cpu_kernels import attention as native
 from cpu_kernels import library
 from tests.cpu_kernels.body_cases import (
+    BATCH,
     CASES,
+    HEADS,
     decode_attention,
     inputs,
     relative_errors,

@@ -10,6 +10,7 @@ import pytest
 
 from cpu_kernels import library
 from tests.cpu_kernels.body_cases import (
+    BATCH,
     CASES,
     decode_attention,
     inputs,
