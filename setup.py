@@ -1,8 +1,7 @@
-"""What pyproject.toml cannot say: the C++ kernels of cpu_kernels are compiled where there is a
-compiler for them.
+"""Compile the C++ kernels of cpu_kernels, if there is a compiler. The rest is in pyproject.toml.
 
-Without one, or where compilation fails, kvq is installed all the same and runs on XLA; `kvq doctor`
-says so. Nothing is compiled later. For a checkout: `python setup.py build_ext --inplace`.
+Without a compiler, or if compilation fails, kvq is still installed, runs on XLA, and `kvq doctor`
+says so. Nothing is compiled later. In a checkout run `python setup.py build_ext --inplace`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = pathlib.Path("cpu_kernels/csrc")
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
-# A kernel is compiled once for each kind of processor, and the one that runs it chooses
+# Kernels are compiled once for each kind of processor, and the choice is made at run time
 # (csrc/split.cc).
 PROCESSORS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -32,18 +31,20 @@ PROCESSORS = {
 
 
 def compiler() -> str:
-    """Return the C++ compiler: $CXX, or the first on the PATH. FileNotFoundError without one."""
+    """Return the C++ compiler: $CXX, or the first on the PATH. Raises FileNotFoundError if there is
+    none.
+    """
     for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise FileNotFoundError("no C++ compiler (c++, g++ or clang++) is on the PATH")
 
 
 def headers() -> pathlib.Path:
-    """Return the folder of XLA's headers: those of the environment that kvq is installed into, or
-    of the one that builds it.
+    """Return the folder of XLA's headers, from the environment that kvq is installed into, or from
+    the one that builds it.
 
-    A handler that was compiled with older headers runs in a newer JAX, but not the other way round.
+    A handler compiled with older headers runs in a newer JAX, but not the other way round.
     """
     places = [pathlib.Path(sysconfig.get_path(name)) for name in ("platlib", "purelib")] + [
         pathlib.Path(p) for p in sys.path if p
@@ -55,8 +56,9 @@ def headers() -> pathlib.Path:
 
 
 def digest() -> str:
-    """Return a hash of the sources: the library that was compiled from others is not used
-    (cpu_kernels/library.py does the same)."""
+    """Return a hash of the sources, as cpu_kernels/library.py does, which refuses a library that
+    was compiled from other sources.
+    """
     return hashlib.sha256(
         b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
     ).hexdigest()[:16]
@@ -68,7 +70,7 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         try:
             super().run()
-        except Exception as error:  # whatever it is, kvq works without
+        except Exception as error:  # kvq works without the kernels, whatever the error is
             self.warn(f"cpu_kernels was not compiled, attention on a CPU will run on XLA: {error}")
 
     def build_extension(self, ext: Extension) -> None:
@@ -89,20 +91,11 @@ class BuildKernels(build_ext):
         ):
 
             def compiled(name: str, *flags: str) -> str:
-                made = f"{temporary}/{name}.o"
-                command = [
-                    program,
-                    *COMMON,
-                    *flags,
-                    "-isystem",
-                    str(folder),
-                    "-c",
-                    str(SOURCES / f"{name}.cc"),
-                    "-o",
-                    made,
-                ]
+                source, output = str(SOURCES / f"{name}.cc"), f"{temporary}/{name}.o"
+                command = [program, *COMMON, *flags, "-isystem", str(folder)]
+                command += ["-c", source, "-o", output]
                 subprocess.run(command, check=True, capture_output=True, text=True)
-                return made
+                return output
 
             processors = PROCESSORS if platform.machine().lower() in ("x86_64", "amd64") else {}
             kernels = {

@@ -1,2 +1,3 @@
-"""C++ kernels for CPUs: decode attention that reads the packed words of a cache's body, as custom
-calls of XLA. Imports JAX only."""
+"""C++ kernels for CPUs: decode attention over the packed words of a cache's body, as custom calls
+of XLA. Imports only JAX.
+"""

@@ -1,9 +1,10 @@
 """Decode attention over the body of a cache, and its windows, in C++ on the threads of XLA.
 
-    m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t,    s_t = q . k_t / sqrt(H)
+    s_t = q . k_t / sqrt(H)
+    m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t
 
 Each task reads up to 1024 tokens of one KV head, for all of its query rows, with online softmax in
-fp32; tasks are merged exactly.
+fp32. Tasks are merged exactly.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ from cpu_kernels.library import DECODE_ATTENTION, unavailable
 
 
 class Windows(NamedTuple):
-    """Tokens in full precision, fp32, fp16 or bf16, in two windows of any length. q: the queries
-    that read them, one of each head, not scaled. seen: which tokens, first those of the first
-    window; the others may hold anything."""
+    """Tokens in full precision (fp32, fp16 or bf16), in two windows of any length.
+
+    Args:
+        q: the queries that read them, one per head, not scaled.
+        seen: which tokens count, first those of the first window. The others may hold anything.
+        keys: of the two windows.
+        values: of the two windows.
+    """
 
     q: Float[Array, "B K R H"]
     seen: Bool[Array, "B E"]
@@ -31,10 +37,10 @@ class Windows(NamedTuple):
     values: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
 
 
-# neighbouring tokens of keys before RoPE that are rotated from the position of the first (kDecoded
-# of csrc/body.h)
+# How many neighbouring keys before RoPE are rotated from the position of the first one (kDecoded of
+# csrc/body.h).
 TOGETHER = 32
-NEAR = 256  # such runs whose positions are counted from that of the first (kNear)
+NEAR = 256  # how many such runs have positions counted from the first of them (kNear)
 WINDOW_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -47,15 +53,23 @@ def decode_attention(
     capacity: int,
     windows: Windows | None = None,
 ) -> tuple[Float[Array, "B K R 1"], Float[Array, "B K R 1"], Float[Array, "B K R H"]]:
-    """Return (m, l, o), fp32, of R = G * T query rows of each KV head, row g * T + t of which sees
-    the first limits[b, t] tokens.
+    """Return (m, l, o), fp32, of R = G * T query rows per KV head. Row g * T + t sees the first
+    limits[b, t] tokens.
 
-    q is not scaled. keys, values: a description and the stored arrays [B, K, ...]: words of each
-    plane set, a table if there is one, the scale, the zero point if one is stored, and what else
-    the description asks for (csrc/ffi.cc). windows: attended to as well, where T is
-    1. What lies beyond the limits is never used, whatever it is; m is -1e30 where nothing is seen.
-    Everything is computed in fp32. Raises ValueError where the library is missing; arrays that do
-    not fit the descriptions are an error of XLA when the call runs.
+    Everything is computed in fp32. m is -1e30 if a row sees nothing.
+
+    Args:
+        q: not scaled.
+        keys: a description and the stored arrays [B, K, ...]: words of each plane set, a table if
+            there is one, the scale, the zero point if one is stored, and the description's other
+            arrays (csrc/ffi.cc).
+        values: the same for values.
+        limits: how many tokens each query sees. Tokens beyond may hold anything.
+        capacity: S, the number of tokens that the arrays have room for.
+        windows: attended to as well. T must be 1.
+
+    Raises ValueError if the library is missing. Arrays that do not fit the descriptions are an XLA
+    error when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)

@@ -1,5 +1,4 @@
-"""The description of the keys, or the values, of a cache's body, as the kernels take it
-(csrc/body.h)."""
+"""The description of the keys, or the values, of a cache's body for the kernels (csrc/body.h)."""
 
 from __future__ import annotations
 
@@ -18,24 +17,37 @@ _DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """vector[t, c] = entry(code[t, c]) * scale + zero, the entry being the code itself or that of a
+    """vector[t, c] = entry(code[t, c]) * scale + zero, with the code itself, or its entry in a
     table. Static and hashable.
 
-    form: "codes" are that; "rows" are the vectors themselves, [S, H] in scale_dtype; "polar" keys
-    are (r cos(a), r sin(a)) for each of H / 2 pairs, from codes radius << angle_bits | angle, with
-    r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise; "runs" are rows in
-    a calibrated order, of channels in runs of one width each (csrc/runs.h), keys where `rotated`
-    and values where not.
+    form: "codes" are as above; "rows" are the vectors themselves, [S, H] in scale_dtype; "polar"
+    keys are (r cos(a), r sin(a)) for each of H / 2 pairs, from codes radius << angle_bits | angle,
+    with r = (code + 1/2) * scale + zero, or its square if `root`, and a likewise; "runs" are rows
+    in a calibrated order, of channels in runs of one width each (csrc/runs.h), keys if `rotated`,
+    else values.
 
-    bits, low_bits: of a code, and those of its first plane set. channels: H, or H / 2 of polar
-    keys. chunks, width, slots, span: of the plane layout (c, W, n, P). affine: what has a scale and
-    a zero point of its own; stored are [S / group, H] for "token groups", [H / group, S] for
-    "channel groups", [H] for "channels". heads: neighbouring heads that share them. scale_dtype:
-    theirs; 16-bit floats come as uint16 that holds their bits. centre: the code that stands for 0
-    where no zero point is stored, else None. table: codes index a table of 2^bits entries, fp32.
-    pool: the tokens that share slots for outliers, which are added, of residual_dtype; 0 for none.
-    rotated: keys before RoPE, to be rotated. run_channels: how many channels are stored with 1, 2,
-    ... bits.
+    Args:
+        bits: of a code.
+        low_bits: of a code's first plane set.
+        channels: H, or H / 2 for polar keys.
+        chunks: c of the plane layout.
+        width: W of the plane layout.
+        slots: n of the plane layout.
+        span: P of the plane layout.
+        affine: the unit of scales and zero points. Stored are [S / group, H] for "token groups", [H
+            / group, S] for "channel groups", [H] for "channels".
+        group: tokens or channels of a group.
+        heads: neighbouring heads that share scales and zero points.
+        scale_dtype: of scales and zero points. 16-bit floats come as uint16 that holds their bits.
+        centre: the code that stands for 0 if no zero point is stored, else None.
+        table: codes index a table of 2^bits entries, fp32.
+        form: see above.
+        pool: the tokens that share slots for outliers, which are added. 0 for no outliers.
+        rotated: keys before RoPE, to be rotated.
+        angle_bits: of a polar code.
+        residual_dtype: of outliers.
+        root: radii are stored as square roots.
+        run_channels: how many channels are stored with 1, 2, ... bits.
     """
 
     bits: int
@@ -60,7 +72,7 @@ class Body:
     run_channels: tuple[int, ...] = (0,) * RUN_WIDTHS
 
     def fields(self) -> np.ndarray:
-        """Return the fields as the kernels read them, int64."""
+        """Return the fields in the form that the kernels read, int64."""
         numbers: dict[str, Any] = dataclasses.asdict(self) | {
             "affine": _AFFINE.index(self.affine),
             "scale_dtype": _DTYPES.index(self.scale_dtype),

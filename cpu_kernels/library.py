@@ -1,8 +1,7 @@
-"""The compiled library of kernels: it is found beside this file, or there is none and XLA does the
-work.
+"""The compiled library of kernels. If it is not beside this file, XLA does the work.
 
-It is compiled when kvq is installed (setup.py) and never later: nothing here runs a compiler or
-fetches anything.
+It is compiled when kvq is installed (setup.py) and never later. Nothing here runs a compiler or
+downloads anything.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ _REMEDY = (
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return, in one line, why the kernels cannot be called in this process; None where they can,
-    and XLA then knows them."""
-    found = _load()
-    if isinstance(found, str):
-        return found
+    """Return, in one line, why this process cannot call the kernels. Return None if it can; XLA
+    then knows them.
+    """
+    library = _load()
+    if isinstance(library, str):
+        return library
     try:
         for target in TARGETS:
             jax.ffi.register_ffi_target(
-                target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu"
+                target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
             )
-    except (
-        Exception
-    ) as error:  # XLA refuses a library that was compiled with the headers of a later version
+    except Exception as error:
+        # XLA refuses a library that was compiled with the headers of a later version.
         return (
             f"JAX {jax.__version__} does not take the CPU kernels: {str(error).splitlines()[0]};"
             f" {_REMEDY}"
@@ -46,9 +45,10 @@ def unavailable() -> str | None:
 
 def instruction_set() -> str | None:
     """Return the instructions that the kernels use on this processor ("avx512", "avx2", "neon" or
-    "baseline"); None without kernels."""
-    found = _load()
-    return None if isinstance(found, str) else found.kvq_kernel_name().decode()
+    "baseline"), or None without kernels.
+    """
+    library = _load()
+    return None if isinstance(library, str) else library.kvq_kernel_name().decode()
 
 
 @functools.cache
@@ -71,8 +71,9 @@ def _load() -> ctypes.CDLL | str:
 
 
 def _digest(default: str) -> str:
-    """Return the hash of the sources as setup.py makes it, or `default` where they are not here, as
-    in an installation."""
+    """Return the hash of the sources, computed as in setup.py, or `default` if they are not here,
+    as in an installation.
+    """
     folder = _FOLDER / "csrc"
     if not folder.is_dir():
         return default

@@ -1,5 +1,4 @@
-"""Blocks of tokens written into the arrays of a body where they lie, in one call for all arrays and
-rows."""
+"""Write blocks of tokens into a body's arrays in place, in one call for all arrays and rows."""
 
 from __future__ import annotations
 
@@ -24,11 +23,19 @@ def store_blocks(
     """Return the stored arrays [B, ..., S, ...] with blocks first[b] .. first[b] + count[b] - 1 of
     row b replaced by its leading new ones.
 
-    blocks: for each array, new blocks [B, ..., W, ...] of the same dtype. axes, entries: for each,
-    which axis S is, and how many of its entries a block has. What would lie outside an array is
-    left out. Nothing else is copied where XLA lets results take the memory of `stored`, as it does
-    for donated caches. Raises ValueError where the library is missing; arrays that do not fit
-    together are an error of XLA when the call runs.
+    Blocks that would lie outside an array are left out. Nothing else is copied if XLA lets results
+    take the memory of `stored`, as it does for donated caches.
+
+    Args:
+        stored: the arrays of a body.
+        blocks: for each array, new blocks [B, ..., W, ...] of the same dtype.
+        first: the first block of each row.
+        count: how many blocks each row replaces.
+        axes: for each array, which axis S is.
+        entries: for each array, how many entries of that axis a block has.
+
+    Raises ValueError if the library is missing. Arrays that do not fit together are an XLA error
+    when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)

@@ -1,2 +1,1 @@
-"""GPU kernels on plain arrays; imports jax only. docs/kernels.md derives the speed that they can
-have."""
+"""GPU kernels on plain arrays. Imports only jax. docs/kernels.md derives their attainable speed."""

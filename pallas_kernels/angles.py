@@ -1,15 +1,17 @@
 """Cosines and sines of position times frequency, exact to fp32 at every position.
 
-The product in fp32 is off by up to 2^-24 of itself, half a radian at position 10 million. So angles
-are counted in units of 2^-32 turn, as 32-bit integers, which wrap around where a turn ends:
+The fp32 product has a relative error of up to 2^-24, which is half a radian at position 10 million.
+So angles are counted in units of 2^-32 turn, as 32-bit integers, which wrap around after a whole
+turn:
 
     p w / 2 pi  =  p (whole + rest) 2^-32,    whole an integer,    |rest| <= 1/2
 
-p * whole is an exact product of integers modulo 2^32, and p * rest is fp32, off by less than two
-units for |p| up to 2^24. What the compiler might contract or reorder are integers, and fp32
+p * whole is an exact product of integers modulo 2^32. p * rest is computed in fp32 and is off by
+less than two units for |p| up to 2^24. The compiler can only contract or reorder integers and fp32
 products that are exact.
 
-Kernels compute the same from `units_per_position`, which XLA makes once for all layers of a step.
+Kernels compute the same from `units_per_position`, which XLA computes once for all layers of a
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 
 class Units(NamedTuple):
-    """The angle that a position adds: whole + rest, |rest| <= 1/2, in units of 2^-32 turn."""
+    """The angle that one position adds: whole + rest, |rest| <= 1/2, in units of 2^-32 turn."""
 
     whole: Int[Array, " half"]
     rest: Float[Array, " half"]
@@ -33,12 +35,15 @@ class Units(NamedTuple):
 def cos_and_sin(
     positions: Int[Array, "*batch"], frequencies: Float[Array, " half"]
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Return (cos(p w), sin(p w)) in fp32 for positions p and fp32 frequencies w below pi radians
-    per token.
+    """Return (cos(p w), sin(p w)) in fp32.
 
-    Absolute error at most 2e-7 for |p| up to 2^24, and 1e-6 for every int32, against float64. On a
-    CPU, XLA calls the C library for every cosine and every sine, 11 ns for both; this is one
-    vectorized loop, 1 ns for both. Source: polynomials of Cephes on +- pi / 4.
+    Absolute error against float64: at most 2e-7 for |p| up to 2^24, and 1e-6 for every int32. On a
+    CPU, XLA calls the C library for each cosine and each sine, which takes 11 ns for both. This is
+    one vectorized loop, 1 ns for both. Source: the polynomials of Cephes on +- pi / 4.
+
+    Args:
+        positions: p, any int32.
+        frequencies: w, in radians per token, below pi.
     """
     return at_positions(positions, units_per_position(frequencies))
 
@@ -46,14 +51,15 @@ def cos_and_sin(
 def at_positions(
     positions: Int[Array, "*batch"], units: Units
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Return what `cos_and_sin` does, from the units of its frequencies, in operations that kernels
-    have."""
+    """Return the result of `cos_and_sin` from the units of its frequencies, using only operations
+    that kernels have.
+    """
     whole, rest = (part.reshape((1,) * positions.ndim + part.shape) for part in units)
     p = positions[..., None].astype(jnp.int32)
-    angle = p * whole + (p.astype(jnp.float32) * rest).astype(
-        jnp.int32
-    )  # cut off: kernels have no rounding
-    quarter = (angle + (1 << 29)) >> 30  # the nearest quarter turn; its two lowest bits count
+    # The conversion truncates: kernels cannot round.
+    angle = p * whole + (p.astype(jnp.float32) * rest).astype(jnp.int32)
+    # the nearest quarter turn, of which the two lowest bits count
+    quarter = (angle + (1 << 29)) >> 30
     x = (angle - (quarter << 30)).astype(jnp.float32) * (2 * math.pi / 2**32)
     square = x * x
     sine = x + x * square * (
@@ -72,8 +78,8 @@ def at_positions(
 def units_per_position(frequencies: Float[Array, " half"]) -> Units:
     """Return w 2^32 / 2 pi, for fp32 frequencies w below pi radians per token.
 
-    Both factors are cut into parts of 12 bits, so that every product of two parts is exact in fp32,
-    and so are its integer and its rest.
+    Both factors are cut into parts of 12 bits, so the product of any two parts is exact in fp32,
+    and so are its nearest integer and the rest.
     """
     frequencies = frequencies.astype(jnp.float32)
     upper = lax.bitcast_convert_type(
@@ -93,8 +99,8 @@ def units_per_position(frequencies: Float[Array, " half"]) -> Units:
     def looped(zeros: tuple[Array, Array]) -> tuple[Array, Array]:
         return lax.fori_loop(0, 2, add, zeros)
 
-    # XLA's CPU backend would fuse all of this into the loop over positions; it fuses nothing into
-    # another loop
+    # XLA's CPU backend would fuse all of this into the loop over positions, but it fuses nothing
+    # into another loop.
     zeros = jnp.zeros(frequencies.shape, jnp.int32), jnp.zeros(frequencies.shape, jnp.float32)
     return Units(
         *lax.platform_dependent(zeros, cpu=looped, default=lambda zeros: add(1, add(0, zeros)))
@@ -102,7 +108,7 @@ def units_per_position(frequencies: Float[Array, " half"]) -> Units:
 
 
 def _in_parts(value: float, bits: int, count: int) -> Iterator[float]:
-    """Yield `count` numbers of `bits` bits each that nearly add up to a value."""
+    """Yield `count` numbers of `bits` bits each whose sum is close to a value."""
     for _ in range(count):
         unit = 2.0 ** (math.frexp(value)[1] - bits)
         part = math.floor(value / unit) * unit

@@ -1,5 +1,6 @@
-"""The options that kernels are launched with. This module needs no Pallas: kernels are imported
-when they are asked for."""
+"""Options for launching kernels. This module needs no Pallas, so kernels are imported only when
+they are used.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +9,20 @@ from typing import Literal
 
 Arithmetic = Literal["jnp", "asm"]
 
-# Of kernels that are called directly. Inline assembly halves the instructions of a loop
-# (docs/kernels.md), but only the emulator of the tests interprets it, and that is no GPU: caches
-# are read by it where the machine's self-test has passed (self_test.py).
+# The default for kernels that are called directly. Inline assembly halves the instructions of a
+# loop (docs/kernels.md), but the only interpreter for it is the tests' emulator, which is not a
+# GPU. A cache is read with assembly only if the machine has passed its self-test (self_test.py).
 DEFAULT_ARITHMETIC: Arithmetic = "jnp"
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The options that kernels run with. They change the speed, and results only by rounding.
+    """Options that change a kernel's speed, and its results only by rounding.
 
-    arithmetic: "asm" computes on pairs of fp16 with inline assembly, "jnp" writes the same with
-    array operations.
-    interpret: evaluate the kernel with JAX on any backend, for tests.
+    Args:
+        arithmetic: "asm" computes on pairs of fp16 with inline assembly, "jnp" does the same with
+            array operations.
+        interpret: evaluate the kernel with JAX on any backend, for tests.
     """
 
     arithmetic: Arithmetic = DEFAULT_ARITHMETIC

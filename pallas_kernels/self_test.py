@@ -1,11 +1,11 @@
-"""Does inline assembly compute here what array operations compute? A comparison on small random
-arrays, for one pair of readers.
+"""Check that inline assembly computes the same as array operations on this machine, by comparing
+both on small random arrays for one pair of readers.
 
-Only the emulator of the tests interprets assembly, which is no GPU: compiler, registers and
-approximate exponentials are the device's own. So each machine is asked, once for each format:
-attention over a few hundred tokens by the kernel in assembly, as it will run, against the same
-kernel in array operations, interpreted. Beside attention and its merge, uniform groups are
-quantized.
+The only interpreter for assembly is the tests' emulator, which is not a GPU: compiler, registers
+and approximate exponentials are the device's own. So each machine is tested once for each format.
+Attention over a few hundred tokens is computed by the assembly kernel as it will run, and by the
+same kernel in array operations, interpreted. The test covers attention, its merge and the
+quantization of uniform groups.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from pallas_kernels.tiles.layout import PlaneLayout
 HEADS, TOKENS = 2, 384  # three of the longest tiles, and whole groups of any size
 LIMITS = (1, 130, 300, TOKENS)
 TOLERANCE = (
-    1e-2  # of an output row: both ways round to fp16, and err by 0.5e-3 to 1.9e-3 (docs/kernels.md)
+    # Relative error of an output row: both ways round to fp16, and have errors of 0.5e-3 to 1.9e-3
+    # (docs/kernels.md).
+    1e-2
 )
-DIFFERENT_CODES = 1e-3  # share of codes that may differ by one: ties
+DIFFERENT_CODES = 1e-3  # share of codes that may differ by one, because of ties
 INTERPRETED = Launch(interpret=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What a kernel reads: keys, values, and the query heads of a KV head."""
+    """The readers of keys and values, and the number of query heads per KV head."""
 
     keys: Reader
     values: Reader
@@ -53,25 +55,32 @@ class Format:
 def difference(
     format: Format, launch: Launch, device: Any = None, reference: Any = None
 ) -> str | None:
-    """Return, in one line, how kernels launched so on `device` differ from array operations,
-    interpreted on the device `reference`; None where they do not. Devices of None are the
-    process's. An exception of the compiler is a difference, too.
+    """Return None if kernels give the same as interpreted array operations, else the difference in
+    one line.
+
+    A compiler exception counts as a difference.
+
+    Args:
+        format: keys, values and group that the kernels read.
+        launch: how the tested kernels are launched.
+        device: where they run. None is the process's default device.
+        reference: where the array operations are interpreted. None is the process's default device.
     """
     try:
-        found = _outputs(format, launch, device)
-        wanted = _outputs(format, INTERPRETED, reference)
-        return _compare(found, wanted)
+        outputs = _outputs(format, launch, device)
+        expected = _outputs(format, INTERPRETED, reference)
+        return _compare(outputs, expected)
     except Exception as error:
         return f"it cannot run: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
-def _compare(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> str | None:
-    for name, want in wanted.items():
-        have = found[name]
+def _compare(outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> str | None:
+    for name, want in expected.items():
+        have = outputs[name]
         if name == "attention":
             scale = np.linalg.norm(want, axis=-1)
             error = np.max(np.linalg.norm(have - want, axis=-1) / np.maximum(scale, 1e-30))
-            if not error <= TOLERANCE:  # nor if it is nan
+            if not error <= TOLERANCE:  # also true for NaN
                 return f"attention differs by {error:.1e} of an output row, more than {TOLERANCE:g}"
             if np.max(np.linalg.norm(np.roll(have, 1, axis=0) - want, axis=-1) / scale) < 0.1:
                 return "outputs of other rows would pass: nothing was shown"
@@ -104,7 +113,7 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
             )
             return part.o / part.l
 
-        found = {"attention": np.asarray(attend(q, keys, values, jnp.asarray(LIMITS, jnp.int32)))}
+        outputs = {"attention": np.asarray(attend(q, keys, values, jnp.asarray(LIMITS, jnp.int32)))}
         for side, reader in (("keys", format.keys), ("values", format.values)):
             reader = reader.inner if isinstance(reader, RotatedReader) else reader
             if isinstance(reader, GroupedReader):
@@ -118,16 +127,17 @@ def _outputs(format: Format, launch: Launch, device: Any) -> dict[str, np.ndarra
                         quantize_rows, reader=reader, scheme=scheme, bits=bits, launch=launch
                     )
                 )(rows)
-                found |= {
+                outputs |= {
                     f"quantized {side}, array {i}": np.asarray(a)
                     for i, a in enumerate(jax.tree.leaves(packed))
                 }
-        return found
+        return outputs
 
 
 def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return stored arrays of TOKENS tokens for a reader, as caches store them, whose rows are of
-    about -1 .. 1."""
+    """Return stored arrays of TOKENS tokens for a reader, as caches store them, with rows of about
+    -1 .. 1.
+    """
     shape = len(LIMITS), HEADS
     if isinstance(reader, RotatedReader):
         return [*random_arrays(reader.inner, rng), *_rope(math.prod(reader.chunks))]
@@ -198,7 +208,7 @@ def _of_table(reader: CodebookReader, rng: np.random.Generator) -> Sequence[np.n
     table = np.sort(rng.uniform(-1, 1, 1 << reader.layout.bits)).astype(np.float32)
     if not reader.pool:
         return [table, *scales]
-    each = 16  # outliers of a head in a pool, sorted by their places, none twice
+    each = 16  # outliers of a head in a pool, sorted by place, all different
     pools = TOKENS // reader.pool
     places = np.stack(
         [

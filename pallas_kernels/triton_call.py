@@ -1,8 +1,8 @@
-"""The one place where kernels are called.
+"""The one place that calls kernels.
 
-Kernels here are written in Pallas and compiled by Triton: the route that can load, unpack and
-multiply sub-byte codes on Ampere, Ada and Hopper. Triton's parameters are always given, for they
-are also what selects the route: the default changed between JAX 0.10 and 0.12.
+Kernels here are written in Pallas and compiled by Triton, the route that can load, unpack and
+multiply sub-byte codes on Ampere, Ada and Hopper. Triton's parameters are always passed, because
+they also select the route: the default changed between JAX 0.10 and 0.12.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def triton_call(
     num_stages: int,
     aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """Call `pl.pallas_call` with Triton's parameters and a name under which profiles and dumps show
-    the kernel.
+    """Call `pl.pallas_call` with Triton's parameters, and a name for profiles and dumps.
 
-    aliases: inputs whose memory outputs take over, contents included.
+    Args:
+        aliases: {input: output} whose memory the output takes over, contents included.
     """
     return pl.pallas_call(
         kernel,
@@ -55,12 +55,12 @@ def whole_array_but(
     programs: Sequence[int] | None = None,
 ) -> pl.BlockSpec:
     """Return the block that fixes the first `axes` axes of an array at program ids (grid_axes[i]
-    for axis i) and holds the rest whole.
+    for axis i) and leaves the rest whole.
 
-    Where an axis is shorter than the grid's (`programs` long), neighbouring programs share an
-    entry; without `programs` it may be 1 long.
+    If an axis is shorter than the grid's (`programs` long), neighbouring programs share an entry.
+    Without `programs` it may be 1 long.
 
-    Nothing is copied: a Triton block is a pointer, and a kernel loads what it indexes.
+    Nothing is copied: a Triton block is a pointer, and a kernel loads only what it indexes.
     """
     rest = array.ndim - axes
 

@@ -1,9 +1,12 @@
 // Times the attention kernel alone, on this thread: no XLA, no windows, no other thread.
 //
-//   roofline limits                                  vectors multiplied and added a nanosecond, and bytes read a nanosecond
-//   roofline attend ROUNDS ROWS TOKENS KEYS VALUES   seconds of the fastest round for one KV head, and the bytes that it read
+//   roofline limits
+//       prints vectors multiplied and added per nanosecond, and bytes read per nanosecond
+//   roofline attend ROUNDS ROWS TOKENS KEYS VALUES
+//       prints the seconds of the fastest round for one KV head, and the bytes that it read
 //
-// KEYS and VALUES are the fields of a Body (csrc/body.h), separated by commas. Numbers are random: they do not change the time.
+// KEYS and VALUES are the fields of a Body (csrc/body.h), separated by commas. Numbers are random,
+// which does not change the time.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +19,7 @@
 
 using namespace kvq;
 
-// Of this thread alone: another program that takes the processor meanwhile does not count.
+// Time of this thread alone, not counting other programs that take the processor meanwhile.
 static double now() {
   timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -32,7 +35,7 @@ struct Memory {
   std::vector<std::vector<uint16_t>> blocks;
   double bytes = 0;
 
-  // An array of 16-bit words; small floats where they are floats.
+  // An array of 16-bit words, which are small numbers if they are floats.
   Strided take(int64_t words, uint32_t mask, bool counts = true) {
     blocks.emplace_back(words);
     for (auto& word : blocks.back()) word = uint16_t(random_bits() & mask);
@@ -46,18 +49,22 @@ static Side fill(const Body& body, int64_t tokens, Memory& memory) {
   side.body = body;
   static float table[16], turns[1 << 20];
   const int64_t runs = (tokens + kDecoded - 1) / kDecoded;
-  side.table = table, side.turns = {turns, turns, turns, std::min(runs, kNear), (runs + kNear - 1) / kNear};
-  const int64_t float_words = body.scale_type == kFloat32 ? 2 : 1, mask = body.scale_type == kFloat32 ? 0 : 0x2FFF;
+  side.table = table,
+  side.turns = {turns, turns, turns, std::min(runs, kNear), (runs + kNear - 1) / kNear};
+  const int64_t float_words = body.scale_type == kFloat32 ? 2 : 1,
+                mask = body.scale_type == kFloat32 ? 0 : 0x2FFF;
   if (body.form == kRows) {
     side.scale = memory.take(tokens * body.channels * float_words, mask);
     return side;
   }
-  for (int64_t set = 0; set < body.sets(); set++) side.words[set] = memory.take(tokens / body.slots * body.row_words(set), 0xFFFF);
+  for (int64_t set = 0; set < body.sets(); set++)
+    side.words[set] = memory.take(tokens / body.slots * body.row_words(set), 0xFFFF);
   const int64_t numbers = body.affine == kChannels        ? body.channels
                           : body.affine == kChannelGroups ? body.channels / body.group * tokens
                                                           : tokens / body.group * body.channels;
   for (Strided* array : {&side.scale, &side.zero, &side.angle_scale, &side.angle_zero}) {
-    if (array == &side.zero ? !body.stores_zero() : array != &side.scale && body.form != kPolar) continue;
+    if (array == &side.zero ? !body.stores_zero() : array != &side.scale && body.form != kPolar)
+      continue;
     *array = memory.take(numbers * float_words, mask);
   }
   if (body.pool) {  // none is used
@@ -70,7 +77,8 @@ static Side fill(const Body& body, int64_t tokens, Memory& memory) {
 static Body parse(const char* text) {
   Body body{};
   int64_t* field = reinterpret_cast<int64_t*>(&body);
-  for (int64_t i = 0; i < kBodyFields; i++, text += strcspn(text, ",") + 1) field[i] = std::atoll(text);
+  for (int64_t i = 0; i < kBodyFields; i++, text += strcspn(text, ",") + 1)
+    field[i] = std::atoll(text);
   return body;
 }
 
@@ -79,7 +87,8 @@ static void limits() {
   const int64_t count = 1 << 22;
   for (int round = 0; round < 9; round++) {
     Floats sums[8], x = splat(float(round) * 1e-9f), y = splat(0.5f);
-    for (int j = 0; j < 8; j++) sums[j] = splat(float(j + round));  // equal sums would be computed once
+    for (int j = 0; j < 8; j++)
+      sums[j] = splat(float(j + round));  // equal sums would be computed once
     const double start = now();
     for (int64_t i = 0; i < count; i++) {
       for (auto& sum : sums) sum = sum * y + x;
@@ -99,13 +108,15 @@ static void limits() {
     volatile float kept = 0;
     for (auto& sum : sums) kept = kept + sum[0];
   }
-  std::printf("%d %.4f %.4f\n", kLanes, 8e-9 * double(count) / best, 4e-9 * double(array.size()) / read);
+  std::printf("%d %.4f %.4f\n", kLanes, 8e-9 * double(count) / best,
+              4e-9 * double(array.size()) / read);
 }
 
 int main(int count, char** arguments) {
   if (count == 2 && !std::strcmp(arguments[1], "limits")) return limits(), 0;
   if (count != 7) return 2;
-  const int64_t rounds = std::atoll(arguments[2]), rows = std::atoll(arguments[3]), tokens = std::atoll(arguments[4]);
+  const int64_t rounds = std::atoll(arguments[2]), rows = std::atoll(arguments[3]),
+                tokens = std::atoll(arguments[4]);
   const Body k = parse(arguments[5]), v = parse(arguments[6]);
   Memory memory;
   Call call{};

@@ -1,4 +1,5 @@
-// From the packed words of a cache to fp32 numbers in registers: codes, or the entries of a table; and their scales and zero points.
+// From the packed words of a cache to fp32 numbers in registers (codes, or the entries of a table),
+// and to their scales and zero points.
 #pragma once
 
 #include "body.h"
@@ -24,9 +25,10 @@ inline int64_t divisor(int64_t a, int64_t b) {
 
 inline int64_t rounded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// Vectors of kLanes neighbouring channels of a token whose codes lie in the same words, each at its own shift. Bundles of a slot follow
-// each other; together they hold every vector of channels once. (That the words of the second plane set are the same too follows from
-// those of the first: it has fewer bits, so a whole number of its chunks lies where one of the first lies.)
+// Vectors of kLanes neighbouring channels of a token whose codes lie in the same words, each at a
+// different shift. The bundles of a slot follow each other, and together hold every vector of
+// channels once. (If the words of the first plane set are the same, so are the words of the second:
+// it has fewer bits, so a whole number of its chunks shares the place of one of the first.)
 constexpr int kBundle = 4;
 
 struct Bundle {
@@ -34,21 +36,23 @@ struct Bundle {
   int32_t place[2];  // of the words in a row, of each plane set
   struct {
     int32_t vector;
-    int32_t group;  // of channels that share a scale, among [groups, kTile]: where its first token stands
+    int32_t
+        // Of channels that share a scale, among [groups, kTile]: the place of its first token.
+        group;
     int32_t shift[2];
   } fields[kBundle];
 };
 
 static_assert(sizeof(Bundle) == kvq::kBundleFloats * sizeof(float), "bundle_floats counts them");
 
-// A float is 2^bits + code once a code stands at the top of its mantissa, below the exponent of 2^bits.
+// A float is 2^bits + code if the code is at the top of its mantissa, below the exponent of 2^bits.
 constexpr int64_t kMantissa = 23;
 
 inline float bias_of(const Body& body) { return body.table ? 0.0f : float(1 << body.bits); }
 
 inline int64_t vectors_of(const Body& body) { return (body.channels + kLanes - 1) / kLanes; }
 
-// Write the bundles of a slot, at most vectors_of(body); return how many there are.
+// Write the bundles of a slot, at most vectors_of(body). Return how many there are.
 inline int64_t bundle(const Body& body, int64_t slot, Bundle* bundles) {
   int64_t count = 0;
   for (int64_t v = 0; v < vectors_of(body); v++) {
@@ -57,9 +61,12 @@ inline int64_t bundle(const Body& body, int64_t slot, Bundle* bundles) {
     const int64_t number = slot * body.chunks + channel / body.width;
     int64_t top = kMantissa - body.bits;
     for (int64_t set = 0; set < body.sets(); set++) {
-      const int64_t tiles = body.row_words(set) / body.width, at = number / tiles * body.set_bits(set);
+      const int64_t tiles = body.row_words(set) / body.width,
+                    at = number / tiles * body.set_bits(set);
       alone.place[set] = int32_t(number % tiles * body.width + channel % body.width);
-      alone.fields[0].shift[set] = int32_t(body.table ? at : top - at);  // right for a table's index, else left: at + bits is at most 16
+      alone.fields[0].shift[set] = int32_t(
+          body.table ? at
+                     : top - at);  // Right for a table's index, else left. at + bits is at most 16.
       top += body.set_bits(set);
     }
     int64_t i = 0;
@@ -70,20 +77,20 @@ inline int64_t bundle(const Body& body, int64_t slot, Bundle* bundles) {
   return count;
 }
 
-// Tokens of one slot in successive rows of words, the first of which is number `token` of a tile.
+// Tokens of one slot in successive rows of words. The first row is number `token` of a tile.
 struct Run {
   int64_t token, row, slot, count;
 };
 
 constexpr float kNoTable[16] = {};
 
-// What makes numbers of words. The registers of a loop are set up once.
+// Turns words into numbers. The registers of a loop are set up once.
 template <bool kTable, bool kTwo>
 struct Codes {
   static constexpr bool kTwoSets = kTwo;
   Uints mask[2];
   Uints exponent;
-  Shift apart;  // a table's index: where the codes of the second plane set go
+  Shift apart;  // the place of the second plane set's codes in a table's index
   Table table;
 
   Codes(const Body& body, const Arrays& arrays) : table(kTable ? arrays.table : kNoTable) {
@@ -113,7 +120,7 @@ inline float one_float(const void* stored, int64_t type, int64_t at) {
   return type == kvq::kBfloat16 ? as_float(bits << 16) : from_half(Uints{} + bits)[0];
 }
 
-// `count` stored floats from index `at` on, in fp32.
+// Return `count` stored floats from index `at` on, in fp32.
 void load_floats(const void* stored, int64_t type, int64_t at, int64_t count, float* out) {
   if (type == kvq::kFloat32) {
     std::memcpy(out, static_cast<const float*>(stored) + at, sizeof(float) * count);
@@ -121,45 +128,55 @@ void load_floats(const void* stored, int64_t type, int64_t at, int64_t count, fl
   }
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes)
-    store(out + i, load_halves(static_cast<const uint16_t*>(stored) + at + i, type == kvq::kBfloat16));
+    store(out + i,
+          load_halves(static_cast<const uint16_t*>(stored) + at + i, type == kvq::kBfloat16));
   for (; i < count; i++) out[i] = one_float(stored, type, at + i);
 }
 
-// What codes are larger by as numbers: their bias, and the code that stands for 0 where no zero point is stored.
-inline float offset_of(const Body& body) { return bias_of(body) + (body.stores_zero() ? 0.0f : float(body.centre)); }
+// Return the offset of codes as numbers: their bias, plus the code that stands for 0 if no zero
+// point is stored.
+inline float offset_of(const Body& body) {
+  return bias_of(body) + (body.stores_zero() ? 0.0f : float(body.centre));
+}
 
-// What is added to the product of scale and biased code: zero - scale * (bias + centre), for `count` scales, a multiple of kLanes.
+// Write what is added to the product of scale and biased code: zero - scale * (bias + centre), for
+// `count` scales, a multiple of kLanes.
 void shift_zeros(const Body& body, int64_t count, const float* scale, float* zero) {
   const float offset = offset_of(body);
   for (int64_t i = 0; i < count; i += kLanes)
     store(zero + i, (body.stores_zero() ? load(zero + i) : Floats{}) - load(scale + i) * offset);
 }
 
-// Scales and zero points of every group of channels for the tile's tokens, [groups, kTile]; 0 for tokens from `live` on, whose stored
-// values may be anything.
-void load_token_scales(const Body& body, const Arrays& arrays, int64_t capacity, int64_t first, int64_t live, float* scale, float* zero) {
+// Read the scales and zero points of every group of channels for the tile's tokens, [groups,
+// kTile]. They are 0 for tokens from `live` on, whose stored values may be anything.
+void load_token_scales(const Body& body, const Arrays& arrays, int64_t capacity, int64_t first,
+                       int64_t live, float* scale, float* zero) {
   const int64_t groups = body.channels / body.group, padded = (live + kLanes - 1) / kLanes * kLanes;
   for (int64_t g = 0; g < groups; g++) {
     float *s = scale + g * kTile, *z = zero + g * kTile;
     load_floats(arrays.scale, body.scale_type, g * capacity + first, live, s);
-    if (body.stores_zero()) load_floats(arrays.zero, body.scale_type, g * capacity + first, live, z);
+    if (body.stores_zero())
+      load_floats(arrays.zero, body.scale_type, g * capacity + first, live, z);
     for (int64_t t = live; t < padded; t++) s[t] = z[t] = 0;
     shift_zeros(body, padded, s, z);
   }
 }
 
-// Scales and zero points as they are stored (0 where none is) of every channel, for the group of tokens number `group` or for all tokens; 0
-// for padding.
-void load_stored_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale, float* zero) {
-  const int64_t at = body.affine == kvq::kTokenGroups ? group * body.channels : 0, padded = vectors_of(body) * kLanes;
+// Read the stored scales and zero points (0 if none is stored) of every channel, for group number
+// `group` of tokens or for all tokens. They are 0 for padding.
+void load_stored_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale,
+                        float* zero) {
+  const int64_t at = body.affine == kvq::kTokenGroups ? group * body.channels : 0,
+                padded = vectors_of(body) * kLanes;
   for (int64_t c = body.stores_zero() ? body.channels : 0; c < padded; c++) zero[c] = 0;
   for (int64_t c = body.channels; c < padded; c++) scale[c] = 0;
   load_floats(arrays.scale, body.scale_type, at, body.channels, scale);
   if (body.stores_zero()) load_floats(arrays.zero, body.scale_type, at, body.channels, zero);
 }
 
-// The same, zero points shifted as products with biased codes need them.
-void load_channel_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale, float* zero) {
+// The same, with zero points shifted as needed by products with biased codes.
+void load_channel_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale,
+                         float* zero) {
   load_stored_scales(body, arrays, group, scale, zero);
   shift_zeros(body, vectors_of(body) * kLanes, scale, zero);
 }

@@ -1,4 +1,4 @@
-// The same products with rows of fp32, fp16 or bf16 numbers, wherever each of them lies.
+// The same products with rows of fp32, fp16 or bf16 numbers, which may lie anywhere.
 #pragma once
 
 #include "products.h"
@@ -22,34 +22,37 @@ inline void with_type(int64_t type, Function function) {
 }
 
 template <int R, int T, class Type>
-KVQ_INLINE void score_exact_tokens(Type, const void* const* x, int64_t vectors, const float* q, int64_t stride, float* scores) {
+KVQ_INLINE void score_exact_tokens(Type, const void* const* x, int64_t vectors, const float* q,
+                                   int64_t stride, float* scores) {
   Floats sums[R * T] = {};
   for (int64_t v = 0; v < vectors; v++) {
     Floats y[T];
     for (int i = 0; i < T; i++) y[i] = Type::load_at(x[i], v * kLanes);
     for (int r = 0; r < R; r++) {
-      const Floats own = load(q + r * stride + v * kLanes);
-      for (int i = 0; i < T; i++) sums[r * T + i] += y[i] * own;
+      const Floats query = load(q + r * stride + v * kLanes);
+      for (int i = 0; i < T; i++) sums[r * T + i] += y[i] * query;
     }
   }
   put_sums<R, T>(sums, scores);
 }
 
-// scores[r, t] = q[r] . x[t]; rows of q are `stride` apart.
-inline void score_exact(int64_t rows, const void* const* x, int64_t type, int64_t count, int64_t vectors, const float* q, int64_t stride,
-                        float* scores) {
+// scores[r, t] = q[r] . x[t]. Rows of q are `stride` apart.
+inline void score_exact(int64_t rows, const void* const* x, int64_t type, int64_t count,
+                        int64_t vectors, const float* q, int64_t stride, float* scores) {
   with_type(type, [&](auto kind) {
     for_rows(rows, [&](auto number) {
       constexpr int R = decltype(number)::value;
       int64_t t = 0;
-      for (; t + kTogether <= count; t += kTogether) score_exact_tokens<R, kTogether>(kind, x + t, vectors, q, stride, scores + t);
+      for (; t + kTogether <= count; t += kTogether)
+        score_exact_tokens<R, kTogether>(kind, x + t, vectors, q, stride, scores + t);
       for (; t < count; t++) score_exact_tokens<R, 1>(kind, x + t, vectors, q, stride, scores + t);
     });
   });
 }
 
 template <int R, int V, class Type>
-KVQ_INLINE void weigh_exact_vectors(Type, const void* const* x, int64_t count, int64_t first, const float* weights, int64_t stride, float* sums) {
+KVQ_INLINE void weigh_exact_vectors(Type, const void* const* x, int64_t count, int64_t first,
+                                    const float* weights, int64_t stride, float* sums) {
   Floats acc[R][V] = {};
   for (int64_t t = 0; t < count; t++)
     for (int v = 0; v < V; v++) {
@@ -63,15 +66,17 @@ KVQ_INLINE void weigh_exact_vectors(Type, const void* const* x, int64_t count, i
     }
 }
 
-// sums[r] += sum_t weights[r, t] x[t]; rows of sums are `stride` apart.
-inline void weigh_exact(int64_t rows, const void* const* x, int64_t type, int64_t count, int64_t vectors, const float* weights, int64_t stride,
-                        float* sums) {
+// sums[r] += sum_t weights[r, t] x[t]. Rows of sums are `stride` apart.
+inline void weigh_exact(int64_t rows, const void* const* x, int64_t type, int64_t count,
+                        int64_t vectors, const float* weights, int64_t stride, float* sums) {
   with_type(type, [&](auto kind) {
     for_rows(rows, [&](auto number) {
       constexpr int R = decltype(number)::value;
       int64_t v = 0;
-      for (; kLanes == 16 && v + 4 <= vectors; v += 4) weigh_exact_vectors<R, 4>(kind, x, count, v, weights, stride, sums);
-      for (; v + 2 <= vectors; v += 2) weigh_exact_vectors<R, 2>(kind, x, count, v, weights, stride, sums);
+      for (; kLanes == 16 && v + 4 <= vectors; v += 4)
+        weigh_exact_vectors<R, 4>(kind, x, count, v, weights, stride, sums);
+      for (; v + 2 <= vectors; v += 2)
+        weigh_exact_vectors<R, 2>(kind, x, count, v, weights, stride, sums);
       for (; v < vectors; v++) weigh_exact_vectors<R, 1>(kind, x, count, v, weights, stride, sums);
     });
   });

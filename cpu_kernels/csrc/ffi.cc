@@ -1,20 +1,28 @@
-// The custom call `kvq_decode_attention`: checks what XLA hands over, then splits the work over XLA's own threads.
+// The custom call `kvq_decode_attention`: checks the arguments from XLA, then splits the work over
+// XLA's threads.
 //
-//   arguments   q f32 [B, K, R, H], limits s32 [B, T], then the arrays of the keys and those of the values: words s16 [B, K, S / n, w] of
-//               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored (of polar keys: those of
-//               the radii, then those of the angles); of rows in full precision themselves alone, [B, K, S, H]
-//               of runs the words of each run, the widest first, and of each of its plane sets [B, K, S / slots, w], the exponents s8
-//               [B, K, S] and the steps f32 [8]; then, of keys, place s32, scale and mean f32 [K, H], of values synthesis f32 [K, H, H]
-//               and mean
-//               with outliers their index u16 and residual [B, S / pool, P] and ends u16 [B, S / pool, K]; for keys before RoPE the cosines
-//               and sines f32 [2, n, H / 2] of the n = kDecoded first tokens, of the first kNear-th multiples of kDecoded tokens (as many as S
-//               holds), and of the position of every kNear kDecoded-th token
-//               and, if there are windows, the queries q f32 [B, K, R, H] that read them, what they see pred [B, E0 + E1], and the keys
-//               [B, K, E0, H], [B, K, E1, H] and values of both in f32, f16 or bf16
-//   attributes  keys, values: the fields of a Body; capacity: S; windows: whether there are any
+//   arguments   q f32 [B, K, R, H], limits s32 [B, T], then the arrays of the keys, and the same of
+//               the values:
+//               - codes: words s16 [B, K, S / n, w] of each plane set, a table f32 [2^bits] if
+//                 there is one, the scale, the zero point if one is stored (of polar keys: of the
+//                 radii, then of the angles)
+//               - rows in full precision: only the rows, [B, K, S, H]
+//               - runs: the words of each run, the widest first, and of each of its plane sets
+//                 [B, K, S / slots, w], the exponents s8 [B, K, S] and the steps f32 [8]; for keys
+//                 then place s32, scale and mean f32 [K, H], for values synthesis f32 [K, H, H] and
+//                 mean f32 [K, H]
+//               - outliers, after the others: index u16 and residual [B, S / pool, P], ends u16
+//                 [B, S / pool, K]
+//               - keys before RoPE, after the others: cosines and sines f32 [2, n, H / 2] of the
+//                 n = kDecoded first tokens, of the first kNear multiples of kDecoded tokens (as
+//                 many as S holds), and of the position of every (kNear * kDecoded)-th token
+//               and, if there are windows, their queries q f32 [B, K, R, H], which tokens they see
+//               pred [B, E0 + E1], and the keys [B, K, E0, H], [B, K, E1, H] and values of both in
+//               f32, f16 or bf16
+//   attributes  keys, values: the fields of a Body; capacity: S; windows: true if there are any
 //   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
 //
-// Whatever does not fit together is an error of XLA, never an access outside an array.
+// Arguments that do not fit together are an XLA error, never an access outside an array.
 #include <algorithm>
 #include <new>
 #include <string>
@@ -32,7 +40,9 @@ using kvq::Side;
 using kvq::Strided;
 using Dimensions = std::vector<int64_t>;
 
-ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument("kvq_decode_attention: " + message); }
+ffi::Error invalid(const std::string& message) {
+  return ffi::Error::InvalidArgument("kvq_decode_attention: " + message);
+}
 
 std::string text(ffi::Span<const int64_t> dimensions) {
   std::string all;
@@ -40,32 +50,46 @@ std::string text(ffi::Span<const int64_t> dimensions) {
   return "[" + all + "]";
 }
 
-// Why these fields describe no body that the kernels read; empty where they do.
+// Return why these fields describe no body that the kernels read, or an empty string if they do.
 std::string refused(const Body& b) {
   const int64_t high_bits = b.bits - b.low_bits;
   const auto power = [](int64_t n) { return n == 1 || n == 2 || n == 4 || n == 8; };
   const bool rows = b.form == kvq::kRows, polar = b.form == kvq::kPolar;
   const bool runs = b.form == kvq::kRuns;
-  if (b.form < 0 || b.form > 3 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1) return "form";
-  if (rows || runs ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits)) return "bits";
+  if (b.form < 0 || b.form > 3 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1)
+    return "form";
+  if (rows || runs ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits))
+    return "bits";
   if (high_bits && (!power(high_bits) || high_bits >= b.low_bits)) return "bits";
-  if (b.channels < 1 || b.channels > 1024 || b.chunks < 1 || (b.width != 16 && b.width != 32)) return "channels";
-  if (b.chunks > 2048 || b.padded() < b.channels || b.padded() >= b.channels + 16 * 16 * 2) return "padding";
-  if (b.span < 1 || b.span > kvq::kTile || kvq::kTile % b.span || b.slots < 1 || b.span % b.slots) return "span";
+  if (b.channels < 1 || b.channels > 1024 || b.chunks < 1 || (b.width != 16 && b.width != 32))
+    return "channels";
+  if (b.chunks > 2048 || b.padded() < b.channels || b.padded() >= b.channels + 16 * 16 * 2)
+    return "padding";
+  if (b.span < 1 || b.span > kvq::kTile || kvq::kTile % b.span || b.slots < 1 || b.span % b.slots)
+    return "span";
   for (int64_t set = 0; set < b.sets(); set++)
     if (b.slots * b.chunks * b.set_bits(set) % 16) return "slots";
-  if (b.affine < 0 || b.affine > 2 || b.group < 1 || b.heads < 1 || b.scale_type < 0 || b.scale_type > 2) return "groups";
+  if (b.affine < 0 || b.affine > 2 || b.group < 1 || b.heads < 1 || b.scale_type < 0 ||
+      b.scale_type > 2)
+    return "groups";
   if (b.affine == kvq::kChannelGroups && b.channels % b.group) return "groups";
   if (b.affine != kvq::kChannelGroups && b.heads != 1) return "groups";
-  if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre >= 0))) return "table";
-  if (rows && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.rotated || b.pool)) return "rows";
-  if (runs && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.pool || kvq::kDecoded % b.span)) return "runs";
+  if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre >= 0)))
+    return "table";
+  if (rows && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.rotated || b.pool))
+    return "rows";
+  if (runs &&
+      (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.pool || kvq::kDecoded % b.span))
+    return "runs";
   for (int64_t width = 1; width <= kvq::kRunWidths; width++) {
     const int64_t channels = b.run_channels[width - 1];
-    if (channels && (!runs || channels < 0 || channels > b.channels || channels % 2 || b.span % kvq::run_slots(width))) return "runs";
+    if (channels && (!runs || channels < 0 || channels > b.channels || channels % 2 ||
+                     b.span % kvq::run_slots(width)))
+      return "runs";
   }
   if (runs && (b.stored_channels() < 2 || b.stored_channels() > b.channels)) return "runs";
-  if (polar ? b.affine != kvq::kTokenGroups || b.table || b.rotated || b.pool || b.angle_bits < 1 || b.angle_bits >= b.bits || b.centre >= 0
+  if (polar ? b.affine != kvq::kTokenGroups || b.table || b.rotated || b.pool || b.angle_bits < 1 ||
+                  b.angle_bits >= b.bits || b.centre >= 0
             : b.angle_bits || b.root)
     return "angles";
   if (b.rotated && b.channels % 2) return "pairs";
@@ -74,24 +98,28 @@ std::string refused(const Body& b) {
   return "";
 }
 
-// Takes arguments one after the other and checks each.
+// Takes arguments one after another and checks each.
 struct Taker {
   ffi::RemainingArgs arguments;
   size_t next = 0;
   std::string wrong = "";
 
-  Strided take(const std::string& name, ffi::DataType type, const Dimensions& wanted, bool batched = true) {
+  Strided take(const std::string& name, ffi::DataType type, const Dimensions& wanted,
+               bool batched = true) {
     if (!wrong.empty()) return {};
-    const auto buffer = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next) : ffi::Unexpected(invalid("missing"));
+    const auto buffer = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next)
+                                                : ffi::Unexpected(invalid("missing"));
     next++;
     if (!buffer.has_value()) {
       wrong = name + " is missing";
       return {};
     }
     const auto dimensions = buffer->dimensions();
-    if (buffer->element_type() != type || !std::equal(dimensions.begin(), dimensions.end(), wanted.begin(), wanted.end())) {
-      wrong = name + " must be " + text(ffi::Span<const int64_t>(wanted.data(), wanted.size())) + " of type " +
-              std::to_string(int(type)) + ", got " + text(dimensions) + " of type " + std::to_string(int(buffer->element_type()));
+    if (buffer->element_type() != type ||
+        !std::equal(dimensions.begin(), dimensions.end(), wanted.begin(), wanted.end())) {
+      wrong = name + " must be " + text(ffi::Span<const int64_t>(wanted.data(), wanted.size())) +
+              " of type " + std::to_string(int(type)) + ", got " + text(dimensions) + " of type " +
+              std::to_string(int(buffer->element_type()));
       return {};
     }
     int64_t head = int64_t(ffi::ByteWidth(type));
@@ -99,25 +127,30 @@ struct Taker {
     return {static_cast<const char*>(buffer->untyped_data()), batched ? head * wanted[1] : 0, head};
   }
 
-  Side side(const std::string& name, const Body& body, int64_t batch, int64_t heads, int64_t capacity, std::vector<float>& table) {
+  Side side(const std::string& name, const Body& body, int64_t batch, int64_t heads,
+            int64_t capacity, std::vector<float>& table) {
     Side side{};
     side.body = body;
     for (int64_t set = 0; set < body.sets() && body.bits; set++)
-      side.words[set] = take("words of " + name, ffi::S16, {batch, heads, capacity / body.slots, body.row_words(set)});
+      side.words[set] = take("words of " + name, ffi::S16,
+                             {batch, heads, capacity / body.slots, body.row_words(set)});
     if (body.form == kvq::kRuns) {
       side.runs = runs(name, body, batch, heads, capacity);
       if (body.rotated) side.turns = turns(name, body, capacity);
       return side;
     }
     if (body.table) {
-      const Strided given = take("table of " + name, ffi::F32, {int64_t(1) << body.bits}, false);
+      const Strided entries = take("table of " + name, ffi::F32, {int64_t(1) << body.bits}, false);
       table.assign(16, 0.0f);
-      if (given.data) std::copy_n(reinterpret_cast<const float*>(given.data), size_t(1) << body.bits, table.begin());
+      if (entries.data)
+        std::copy_n(reinterpret_cast<const float*>(entries.data), size_t(1) << body.bits,
+                    table.begin());
       side.table = table.data();
     }
     const ffi::DataType type = body.scale_type == kvq::kFloat32 ? ffi::F32 : ffi::U16;
     Dimensions shape{batch, heads / body.heads, capacity / body.group, body.channels};
-    if (body.affine == kvq::kChannelGroups) shape = {batch, heads / body.heads, body.channels / body.group, capacity};
+    if (body.affine == kvq::kChannelGroups)
+      shape = {batch, heads / body.heads, body.channels / body.group, capacity};
     if (body.affine == kvq::kChannels) shape = {heads, body.channels};
     if (body.form == kvq::kRows) {
       side.scale = take("rows of " + name, type, {batch, heads, capacity, body.channels});
@@ -130,44 +163,53 @@ struct Taker {
       side.angle_scale = take("scale of the angles of " + name, type, shape);
       side.angle_zero = take("zero point of the angles of " + name, type, shape);
     }
-    if (body.pool) side.outliers = outliers(name, body.residual_type == kvq::kFloat32 ? ffi::F32 : ffi::U16, batch, heads, capacity / body.pool);
+    if (body.pool)
+      side.outliers = outliers(name, body.residual_type == kvq::kFloat32 ? ffi::F32 : ffi::U16,
+                               batch, heads, capacity / body.pool);
     if (body.rotated) side.turns = turns(name, body, capacity);
     return side;
   }
 
   kvq::Turns turns(const std::string& name, const Body& body, int64_t capacity) {
-      const int64_t half = body.channels / 2, count = (capacity + kvq::kDecoded - 1) / kvq::kDecoded;
-      const int64_t near_count = std::min(count, kvq::kNear), far_count = (count + kvq::kNear - 1) / kvq::kNear;
-      const Strided steps = take("turns of " + name, ffi::F32, {2, kvq::kDecoded, half}, false);
-      const Strided near = take("near positions of " + name, ffi::F32, {2, near_count, half}, false);
-      const Strided far = take("far positions of " + name, ffi::F32, {2, far_count, half}, false);
-      return {reinterpret_cast<const float*>(steps.data), reinterpret_cast<const float*>(near.data), reinterpret_cast<const float*>(far.data),
-                    near_count, far_count};
+    const int64_t half = body.channels / 2, count = (capacity + kvq::kDecoded - 1) / kvq::kDecoded;
+    const int64_t near_count = std::min(count, kvq::kNear),
+                  far_count = (count + kvq::kNear - 1) / kvq::kNear;
+    const Strided steps = take("turns of " + name, ffi::F32, {2, kvq::kDecoded, half}, false);
+    const Strided near = take("near positions of " + name, ffi::F32, {2, near_count, half}, false);
+    const Strided far = take("far positions of " + name, ffi::F32, {2, far_count, half}, false);
+    return {reinterpret_cast<const float*>(steps.data), reinterpret_cast<const float*>(near.data),
+            reinterpret_cast<const float*>(far.data), near_count, far_count};
   }
 
-  kvq::RunSide runs(const std::string& name, const Body& body, int64_t batch, int64_t heads, int64_t capacity) {
+  kvq::RunSide runs(const std::string& name, const Body& body, int64_t batch, int64_t heads,
+                    int64_t capacity) {
     kvq::RunSide runs{};
     for (int64_t width = kvq::kRunWidths; width > 0; width--) {
       const int64_t channels = body.run_channels[width - 1], slots = kvq::run_slots(width);
       for (int set = 0; channels && set < __builtin_popcountll(width); set++) {
         const int64_t words = slots * channels * kvq::run_set_bits(width, set) / 16;
-        runs.words[width - 1][set] = take("words of " + name, ffi::S16, {batch, heads, capacity / slots, words});
+        runs.words[width - 1][set] =
+            take("words of " + name, ffi::S16, {batch, heads, capacity / slots, words});
       }
     }
     runs.exponent = take("exponents of " + name, ffi::S8, {batch, heads, capacity});
-    runs.steps = reinterpret_cast<const float*>(take("steps of " + name, ffi::F32, {kvq::kRunWidths}, false).data);
+    runs.steps = reinterpret_cast<const float*>(
+        take("steps of " + name, ffi::F32, {kvq::kRunWidths}, false).data);
     if (body.rotated) {
       runs.place = take("places of " + name, ffi::S32, {heads, body.channels}, false);
       runs.scale = take("scale of " + name, ffi::F32, {heads, body.channels}, false);
     } else {
-      runs.synthesis = take("synthesis of " + name, ffi::F32, {heads, body.channels, body.channels}, false);
+      runs.synthesis =
+          take("synthesis of " + name, ffi::F32, {heads, body.channels, body.channels}, false);
     }
     runs.mean = take("mean of " + name, ffi::F32, {heads, body.channels}, false);
     return runs;
   }
 
-  kvq::SparseSide outliers(const std::string& name, ffi::DataType type, int64_t batch, int64_t heads, int64_t pools) {
-    const auto index = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next) : ffi::Unexpected(invalid("missing"));
+  kvq::SparseSide outliers(const std::string& name, ffi::DataType type, int64_t batch,
+                           int64_t heads, int64_t pools) {
+    const auto index = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next)
+                                               : ffi::Unexpected(invalid("missing"));
     kvq::SparseSide sparse{};
     if (index.has_value() && index->dimensions().size() == 3) sparse.slots = index->dimensions()[2];
     sparse.heads = heads;
@@ -179,13 +221,16 @@ struct Taker {
 };
 
 // The arrays of the windows, for one query of each head.
-void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int64_t queries, int64_t channels, kvq::ExactSide& windows) {
+void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int64_t queries,
+                  int64_t channels, kvq::ExactSide& windows) {
   if (queries != 1) taker.wrong = "windows are read with one query of each head";
   const Strided q = taker.take("queries of the windows", ffi::F32, {batch, heads, rows, channels});
   const size_t first = taker.next + 1;
   ffi::DataType type = ffi::F32;
   for (int i = 0; i < 2 && taker.wrong.empty(); i++) {
-    const auto buffer = first + i < taker.arguments.size() ? taker.arguments.get<ffi::AnyBuffer>(first + i) : ffi::Unexpected(ffi::Error::InvalidArgument(""));
+    const auto buffer = first + i < taker.arguments.size()
+                            ? taker.arguments.get<ffi::AnyBuffer>(first + i)
+                            : ffi::Unexpected(ffi::Error::InvalidArgument(""));
     if (!buffer.has_value() || buffer->dimensions().size() != 4) {
       taker.wrong = "the windows are missing";
       return;
@@ -193,37 +238,54 @@ void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int6
     windows.tokens[i] = buffer->dimensions()[2];
     type = buffer->element_type();
   }
-  if (type != ffi::F32 && type != ffi::F16 && type != ffi::BF16) taker.wrong = "windows are of fp32, fp16 or bf16";
-  windows.type = type == ffi::F32 ? kvq::kFloat32 : type == ffi::F16 ? kvq::kFloat16 : kvq::kBfloat16;
-  const Strided seen = taker.take("seen tokens", ffi::PRED, {batch, windows.tokens[0] + windows.tokens[1]}, false);
+  if (type != ffi::F32 && type != ffi::F16 && type != ffi::BF16)
+    taker.wrong = "windows are of fp32, fp16 or bf16";
+  windows.type = type == ffi::F32   ? kvq::kFloat32
+                 : type == ffi::F16 ? kvq::kFloat16
+                                    : kvq::kBfloat16;
+  const Strided seen =
+      taker.take("seen tokens", ffi::PRED, {batch, windows.tokens[0] + windows.tokens[1]}, false);
   for (Strided* side : {windows.keys, windows.values})
-    for (int i = 0; i < 2; i++) side[i] = taker.take("rows of a window", type, {batch, heads, windows.tokens[i], channels});
+    for (int i = 0; i < 2; i++)
+      side[i] = taker.take("rows of a window", type, {batch, heads, windows.tokens[i], channels});
   windows.q = reinterpret_cast<const float*>(q.data);
   windows.seen = reinterpret_cast<const uint8_t*>(seen.data);
 }
 
-ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> limits, ffi::RemainingArgs arrays,
-                  ffi::Result<ffi::Buffer<ffi::F32>> m, ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
-                  ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity, bool windows) {
+ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> limits,
+                  ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::F32>> m,
+                  ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
+                  ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity,
+                  bool windows) {
   if (int64_t(keys.size()) != kvq::kBodyFields || int64_t(values.size()) != kvq::kBodyFields)
-    return invalid("keys and values take " + std::to_string(kvq::kBodyFields) + " fields: another version of cpu_kernels was compiled");
+    return invalid("keys and values take " + std::to_string(kvq::kBodyFields) +
+                   " fields: another version of cpu_kernels was compiled");
   Body k, v;
   std::copy_n(keys.begin(), kvq::kBodyFields, reinterpret_cast<int64_t*>(&k));
   std::copy_n(values.begin(), kvq::kBodyFields, reinterpret_cast<int64_t*>(&v));
-  if (q.dimensions().size() != 4) return invalid("q must be [B, K, R, H], got " + text(q.dimensions()));
-  if (limits.dimensions().size() != 2) return invalid("limits must be [B, T], got " + text(limits.dimensions()));
-  const int64_t batch = q.dimensions()[0], heads = q.dimensions()[1], rows = q.dimensions()[2], channels = q.dimensions()[3];
+  if (q.dimensions().size() != 4)
+    return invalid("q must be [B, K, R, H], got " + text(q.dimensions()));
+  if (limits.dimensions().size() != 2)
+    return invalid("limits must be [B, T], got " + text(limits.dimensions()));
+  const int64_t batch = q.dimensions()[0], heads = q.dimensions()[1], rows = q.dimensions()[2],
+                channels = q.dimensions()[3];
   const int64_t queries = limits.dimensions()[1];
   if (queries < 1 || rows % queries || limits.dimensions()[0] != batch)
-    return invalid("limits must be [B, T] for R = G * T query rows, got " + text(limits.dimensions()) + " for " + text(q.dimensions()));
+    return invalid("limits must be [B, T] for R = G * T query rows, got " +
+                   text(limits.dimensions()) + " for " + text(q.dimensions()));
   for (const Body* body : {&k, &v}) {
     const std::string name = body == &k ? "keys" : "values", reason = refused(*body);
-    if (!reason.empty()) return invalid("the description of the " + name + " has unknown " + reason);
-    if (body->head_dim() != channels) return invalid("q has " + std::to_string(channels) + " channels, the " + name + " do not");
-    if (heads % body->heads) return invalid("the heads of a group do not divide those of the " + name);
-    if (capacity < 0 || capacity % body->span || (body->affine == kvq::kTokenGroups && capacity % body->group) ||
+    if (!reason.empty())
+      return invalid("the description of the " + name + " has unknown " + reason);
+    if (body->head_dim() != channels)
+      return invalid("q has " + std::to_string(channels) + " channels, the " + name + " do not");
+    if (heads % body->heads)
+      return invalid("the heads of a group do not divide those of the " + name);
+    if (capacity < 0 || capacity % body->span ||
+        (body->affine == kvq::kTokenGroups && capacity % body->group) ||
         (body->pool && capacity % body->pool))
-      return invalid("capacity " + std::to_string(capacity) + " is no whole number of spans, groups and pools");
+      return invalid("capacity " + std::to_string(capacity) +
+                     " is no whole number of spans, groups and pools");
   }
   std::vector<float> tables[2];
   Taker taker{arrays};
@@ -234,12 +296,15 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   if (!taker.wrong.empty()) return invalid(taker.wrong);
   if (taker.next != arrays.size()) return invalid("too many arrays");
   const Dimensions columns{batch, heads, rows, 1}, whole{batch, heads, rows, channels};
-  for (const auto& [result, shape] : {std::pair(&m, &columns), std::pair(&l, &columns), std::pair(&o, &whole)}) {
-    const auto given = (*result)->dimensions();
-    if (!std::equal(given.begin(), given.end(), shape->begin(), shape->end())) return invalid("a result has the shape " + text(given));
+  for (const auto& [result, shape] :
+       {std::pair(&m, &columns), std::pair(&l, &columns), std::pair(&o, &whole)}) {
+    const auto dimensions = (*result)->dimensions();
+    if (!std::equal(dimensions.begin(), dimensions.end(), shape->begin(), shape->end()))
+      return invalid("a result has the shape " + text(dimensions));
   }
   call.q = q.typed_data(), call.limits = limits.typed_data();
-  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries, call.capacity = capacity;
+  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
+  call.capacity = capacity;
   call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
   try {
     kvq::attend(call, kvq::best_kernel(), std::max<int64_t>(0, pool.num_threads() - 1),

@@ -1,6 +1,8 @@
-// Vectors of a body in runs of channels of one width each, in the order in which channels are stored: the first run is the widest.
+// Vectors of a body in runs of channels of one width each, in the order of storage. The first run
+// is the widest.
 //
-//   u_c = 2^(e / 8) (code_c + 1/2 - 2^(b - 1)) step_b       e: a token's scale; b: the width of the run that channel c is in
+//   u_c = 2^(e / 8) (code_c + 1/2 - 2^(b - 1)) step_b       e: a token's scale
+//                                                           b: the width of channel c's run
 //
 //   keys     k = R(p) (u s + mean), pairs side by side. Channels that are not stored are the mean.
 //   values   sum_t w_t v_t = (sum_t w_t u_t) synthesis + (sum_t w_t) mean
@@ -14,7 +16,8 @@ using kvq::kDecoded;
 using kvq::kLongest;
 using kvq::kRunWidths;
 
-constexpr float kEighths[16] = {1.0f, 1.0905077f, 1.1892071f, 1.2968396f, 1.4142135f, 1.5422108f, 1.6817929f, 1.8340081f};
+constexpr float kEighths[16] = {1.0f,       1.0905077f, 1.1892071f, 1.2968396f,
+                                1.4142135f, 1.5422108f, 1.6817929f, 1.8340081f};
 
 // out[t] = 2^(exponents[t] / 8) for t < count <= kDecoded, and 0 for the other tokens.
 inline void powers_of_two(const int8_t* exponents, int64_t count, float* out) {
@@ -22,22 +25,23 @@ inline void powers_of_two(const int8_t* exponents, int64_t count, float* out) {
   int32_t wide[kDecoded] = {};
   for (int64_t t = 0; t < count; t++) wide[t] = exponents[t];
   for (int64_t t = 0; t < kDecoded; t += kLanes) {
-    Ints own;
-    std::memcpy(&own, wide + t, sizeof own);
-    store(out + t, fractions.at((Uints)(own & 7)) * (Floats)(((own >> 3) + 127) << 23));
+    Ints eighths;
+    std::memcpy(&eighths, wide + t, sizeof eighths);
+    store(out + t, fractions.at((Uints)(eighths & 7)) * (Floats)(((eighths >> 3) + 127) << 23));
   }
   for (int64_t t = count; t < kDecoded; t++) out[t] = 0;
 }
 
-// One side of the cache, for one KV head. The scratch is the caller's, kvq::run_floats(body).
+// The keys or values of one KV head. The scratch is the caller's, kvq::run_floats(body).
 struct Runs {
   const Body& body;
   const kvq::RunArrays& arrays;
   int64_t capacity, stride;
   float *vectors, *cosines, *sines, *scale, *mean, *turned;
 
-  Runs(const Body& given, const kvq::RunArrays& stored, int64_t tokens, float* scratch)
-      : body(given), arrays(stored), capacity(tokens), stride(given.row_floats() + kLongest) {
+  Runs(const Body& described, const kvq::RunArrays& stored, int64_t tokens, float* scratch)
+      : body(described), arrays(stored), capacity(tokens),
+        stride(described.row_floats() + kLongest) {
     vectors = scratch;
     cosines = vectors + kDecoded * stride;
     sines = cosines + kDecoded * stride;
@@ -47,16 +51,19 @@ struct Runs {
   }
 
   // Nothing outside a row is written, whatever a calibration says.
-  int64_t place_of(int64_t c) const { return maximum(0, minimum(arrays.place[c], body.channels - 1)); }
+  int64_t place_of(int64_t c) const {
+    return maximum(0, minimum(arrays.place[c], body.channels - 1));
+  }
 
-  // Vectors of a token that hold anything stored.
+  // Vectors of a token that hold any stored channel.
   int64_t vectors_of_values() const { return (body.stored_channels() + kLanes - 1) / kLanes; }
 
   void clear() const {
     for (int64_t i = 0; i < kDecoded * stride; i++) vectors[i] = 0;
   }
 
-  // Put what keys need into the order of storage: RoPE's tables, scales and means. What is not stored stands in `vectors` from now on.
+  // Put RoPE's tables, scales and means of keys into the order of storage. Channels that are not
+  // stored are set in `vectors` once.
   void order_keys(const kvq::Turns& turns) const {
     const int64_t half = body.channels / 2, stored = body.stored_channels();
     for (int64_t i = 0; i < stride; i++) scale[i] = mean[i] = 0;
@@ -75,7 +82,8 @@ struct Runs {
         sines[first] = -sine, sines[second] = sine;
       }
     for (int64_t t = 0; t < kDecoded; t++)
-      for (int64_t c = stored / kLanes * kLanes; c < body.row_floats(); c += kLanes) put_key(t, c, Floats{});
+      for (int64_t c = stored / kLanes * kLanes; c < body.row_floats(); c += kLanes)
+        put_key(t, c, Floats{});
   }
 
   // Put the channels of queries into the order of storage.
@@ -114,8 +122,9 @@ struct Runs {
     store(vectors + at, x * load(cosines + at) + swap_pairs(x) * load(sines + at));
   }
 
-  // Call put(token of `count`, channel, u of kLanes channels from it on) for all runs, one after the other: what lies behind the last channel
-  // of a run is finite, and the next run's call replaces it.
+  // Call put(token of `count`, channel, u of kLanes channels from it on) for all runs, one after
+  // another. Numbers behind the last channel of a run are finite, and the next run's call replaces
+  // them.
   template <class Put>
   void read(int64_t first, int64_t count, Put put) const {
     float factors[kDecoded];
@@ -124,11 +133,18 @@ struct Runs {
     for (int64_t width = kRunWidths; width > 0; width--) {
       const int64_t channels = body.run_channels[width - 1];
       if (!channels) continue;
-      const auto from = [&](int64_t t, int64_t c, Floats u) { put(t, start + c, u * (factors[t] * arrays.steps[width - 1])); };
+      const auto from = [&](int64_t t, int64_t c, Floats u) {
+        put(t, start + c, u * (factors[t] * arrays.steps[width - 1]));
+      };
       switch (__builtin_popcountll(width)) {
-        case 1: read_run<1>(width, first, count, from); break;
-        case 2: read_run<2>(width, first, count, from); break;
-        default: read_run<3>(width, first, count, from);
+        case 1:
+          read_run<1>(width, first, count, from);
+          break;
+        case 2:
+          read_run<2>(width, first, count, from);
+          break;
+        default:
+          read_run<3>(width, first, count, from);
       }
       start += channels;
     }
@@ -143,13 +159,19 @@ struct Runs {
 
   template <int kSets, class Put>
   void read_run(int64_t width, int64_t first, int64_t count, Put put) const {
-    const int64_t channels = body.run_channels[width - 1], slots = kvq::run_slots(width), rows = body.span / slots;
+    const int64_t channels = body.run_channels[width - 1], slots = kvq::run_slots(width),
+                  rows = body.span / slots;
     Set sets[kSets];
     int64_t low = 0;
     for (int s = 0; s < kSets; s++) {
       const int64_t bits = kvq::run_set_bits(width, s);
       const uint16_t* first_words = arrays.words[width - 1][s];
-      sets[s] = {first_words, first_words + capacity / slots * (slots * channels * bits / 16), bits, slots * bits / 16, Uints{} + uint32_t((1 << bits) - 1), shift_by(int32_t(low))};
+      sets[s] = {first_words,
+                 first_words + capacity / slots * (slots * channels * bits / 16),
+                 bits,
+                 slots * bits / 16,
+                 Uints{} + uint32_t((1 << bits) - 1),
+                 shift_by(int32_t(low))};
       low += bits;
     }
     const float offset = 0.5f - float(1 << (width - 1));
@@ -166,8 +188,11 @@ struct Runs {
           for (int64_t c = 0; c < channels; c += kLanes) {
             Uints code = {};
             for (int s = 0; s < kSets; s++) {
-              const uint16_t* own = words[s] + c;
-              const Uints word = sets[s].end - own >= kLanes ? load_words(own) : load_some_words(own, minimum(kLanes, channels - c));
+              const uint16_t* channel_words = words[s] + c;
+              const Uints word =
+                  sets[s].end - channel_words >= kLanes
+                      ? load_words(channel_words)
+                      : load_some_words(channel_words, minimum(kLanes, channels - c));
               code |= ((word >> shifts[s]) & sets[s].mask) << sets[s].low;
             }
             put(at + slot * rows + row, c, to_float(code) + offset);

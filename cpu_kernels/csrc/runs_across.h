@@ -1,5 +1,6 @@
-// Bodies in runs with neighbouring tokens in the lanes of a register, as transposed.h reads uniform bodies: no lane is idle in short runs, keys
-// are rotated without permutations, and scores need no sums over lanes.
+// Bodies in runs with neighbouring tokens in the lanes of a register, as transposed.h reads uniform
+// bodies. No lane is idle in short runs, keys are rotated without permutations, and scores need no
+// sums over lanes.
 #pragma once
 
 #include "runs.h"
@@ -9,7 +10,7 @@ namespace {
 
 #if defined(__AVX2__)
 
-// One side of the cache, for one KV head. The scratch is the caller's, kvq::across_floats(body).
+// The keys or values of one KV head. The scratch is the caller's, kvq::across_floats(body).
 class RunsAcross {
  public:
   static bool served(const Body& body) {
@@ -26,20 +27,29 @@ class RunsAcross {
       const int64_t channels = body_.run_channels[width - 1], slots = kvq::run_slots(width);
       if (!channels) continue;
       Run& run = all_[count_++];
-      run = {width, start, channels, body_.span / slots, Uints{} + uint32_t((127 + width) << kMantissa), {}};
+      run = {width,
+             start,
+             channels,
+             body_.span / slots,
+             Uints{} + uint32_t((127 + width) << kMantissa),
+             {}};
       int64_t low = 0;
       for (int s = 0; s < __builtin_popcountll(width); s++) {
         Set& set = run.sets[s];
         const int64_t bits = kvq::run_set_bits(width, s), top = kMantissa - width + low;
-        set.words = runs.arrays.words[width - 1][s], set.tiles = slots * bits / 16, set.place = place;
-        const int64_t of_span = maximum(1, run.rows * set.tiles / kLanes), vectors = body_.span / kLanes;  // words repeat in a span
+        set.words = runs.arrays.words[width - 1][s], set.tiles = slots * bits / 16,
+        set.place = place;
+        const int64_t of_span = maximum(1, run.rows * set.tiles / kLanes),
+                      vectors = body_.span / kLanes;  // words repeat in a span
         set.copies = of_span * kDecoded / body_.span;
-        for (int v = 0; v < kVectors; v++) set.copy[v] = v / vectors * of_span + v % vectors % of_span;
+        for (int v = 0; v < kVectors; v++)
+          set.copy[v] = v / vectors * of_span + v % vectors % of_span;
         set.mask = Uints{} + uint32_t(((1 << bits) - 1) << top);
         for (int64_t t = 0; t < kDecoded; t++) {
           const int64_t slot = t % body_.span / run.rows;
           set.line[t] = int32_t((t % run.rows * set.tiles + slot % set.tiles) * channels);
-          reinterpret_cast<int32_t*>(&set.shifts[t / kLanes])[t % kLanes] = int32_t(top - slot / set.tiles * bits);
+          reinterpret_cast<int32_t*>(&set.shifts[t / kLanes])[t % kLanes] =
+              int32_t(top - slot / set.tiles * bits);
         }
         place += kGroups * set.copies * channels;
         low += bits;
@@ -49,7 +59,7 @@ class RunsAcross {
     tables_ = scratch + place * kLanes;
   }
 
-  // Prepare what keys need, in the order of storage.
+  // Put the tables of keys into the order of storage.
   void order_keys(const kvq::Turns& turns) const {
     const int64_t half = body_.channels / 2, stored = body_.stored_channels();
     for (int64_t i = 0; i < half; i++) {
@@ -77,15 +87,17 @@ class RunsAcross {
     });
   }
 
-  // scores[r, t] = q[r] . k[t] for `count` tokens from body token `first` on, a multiple of kDecoded, with queries in the order of storage; those
-  // of tokens up to the next multiple may be anything.
+  // scores[r, t] = q[r] . k[t] for `count` tokens from body token `first` on, a multiple of
+  // kDecoded, with queries in the order of storage. Tokens up to the next multiple get arbitrary
+  // scores.
   void score(int64_t first, int64_t count, int64_t rows, const float* q, float* scores) const {
     float factors[kDecoded];
     powers_of_two(runs_.arrays.exponent + first, count, factors);
     for_rows(rows, [&](auto number) { score_rows<decltype(number)::value>(q, factors, scores); });
   }
 
-  // Transpose the words of kDecoded tokens from body token `first` on, into group number `group` of kGroups.
+  // Transpose the words of kDecoded tokens from body token `first` on, into group number `group` of
+  // kGroups.
   void read(int64_t first, int64_t group) const {
     for_runs([&](auto sets, const Run& run) {
       for (int s = 0; s < decltype(sets)::value; s++) {
@@ -94,25 +106,30 @@ class RunsAcross {
         for (int64_t copy = 0; copy < set.copies; copy++) {
           const int64_t token = first + copy / of_span * body_.span;
           if (token >= runs_.capacity) break;
-          const uint16_t* words = set.words + token / body_.span * run.rows * set.tiles * run.channels;
+          const uint16_t* words =
+              set.words + token / body_.span * run.rows * set.tiles * run.channels;
           const int32_t* line = set.line + copy % of_span * kLanes;
           const auto place = [line](int64_t l) { return line[l]; };
           Uints* out = words_ + set.place + (group * set.copies + copy) * run.channels;
-          for (int64_t c = 0; c < run.channels; c += kWords) transpose_eight(words + c, place, out + c);
+          for (int64_t c = 0; c < run.channels; c += kWords)
+            transpose_eight(words + c, place, out + c);
         }
       }
     });
   }
 
-  // sums[r] += sum_t weights[r, t] u[t] for the `count` tokens, from body token `first` on, of the groups that were read. The weights are
-  // those of the tokens as they are; `scaled` [rows, kPadded] is scratch.
-  void weigh(int64_t first, int64_t count, int64_t rows, const float* weights, float* scaled, float* sums) const {
+  // sums[r] += sum_t weights[r, t] u[t] for the `count` tokens, from body token `first` on, of the
+  // groups that were read. The weights are not scaled. `scaled` [rows, kPadded] is scratch.
+  void weigh(int64_t first, int64_t count, int64_t rows, const float* weights, float* scaled,
+             float* sums) const {
     float factors[kTile];
     const int64_t groups = (count + kDecoded - 1) / kDecoded;
     for (int64_t g = 0; g < groups; g++)
-      powers_of_two(runs_.arrays.exponent + first + g * kDecoded, minimum(kDecoded, count - g * kDecoded), factors + g * kDecoded);
+      powers_of_two(runs_.arrays.exponent + first + g * kDecoded,
+                    minimum(kDecoded, count - g * kDecoded), factors + g * kDecoded);
     for (int64_t r = 0; r < rows; r++)
-      for (int64_t t = 0; t < groups * kDecoded; t++) scaled[r * kPadded + t] = t < count ? weights[r * kPadded + t] * factors[t] : 0.0f;
+      for (int64_t t = 0; t < groups * kDecoded; t++)
+        scaled[r * kPadded + t] = t < count ? weights[r * kPadded + t] * factors[t] : 0.0f;
     for_rows(rows, [&](auto number) { weigh_rows<decltype(number)::value>(groups, scaled, sums); });
   }
 
@@ -123,9 +140,9 @@ class RunsAcross {
   struct Set {
     const uint16_t* words;
     int64_t tiles, place;  // of a row; of the transposed words
-    int64_t copies;        // vectors of words of a group, where others are the same
+    int64_t copies;        // vectors of words of a group, before they repeat
     int64_t copy[kVectors];
-    int32_t line[kDecoded];  // where a token's words begin, counted from those of its span
+    int32_t line[kDecoded];  // the beginning of a token's words, counted from its span's
     Uints mask;
     Shift shifts[kVectors];
   };
@@ -148,17 +165,25 @@ class RunsAcross {
   float* mean() const { return tables_ + 2 * body_.channels; }
   float* cosines(int64_t pair) const { return tables_ + 3 * body_.channels + 2 * pair * kDecoded; }
   float* sines(int64_t pair) const { return cosines(pair) + kDecoded; }
-  float* rest(int64_t c) const { return tables_ + 3 * body_.channels + (body_.channels + c) * kDecoded; }
+  float* rest(int64_t c) const {
+    return tables_ + 3 * body_.channels + (body_.channels + c) * kDecoded;
+  }
 
-  // What codes are larger by as numbers.
+  // Return the offset of codes as numbers.
   static float offset_of(const Run& run) { return float(3 << run.width) / 2 - 0.5f; }
 
   template <class Function>
   void for_runs(Function function) const {
-    for (const Run* run = all_; run < all_ + count_; run++) switch (__builtin_popcountll(run->width)) {
-        case 1: function(Number<1>{}, *run); break;
-        case 2: function(Number<2>{}, *run); break;
-        default: function(Number<3>{}, *run);
+    for (const Run* run = all_; run < all_ + count_; run++)
+      switch (__builtin_popcountll(run->width)) {
+        case 1:
+          function(Number<1>{}, *run);
+          break;
+        case 2:
+          function(Number<2>{}, *run);
+          break;
+        default:
+          function(Number<3>{}, *run);
       }
   }
 
@@ -178,8 +203,8 @@ class RunsAcross {
   void score_rows(const float* q, const float* factors, float* scores) const {
     const int64_t stride = body_.row_floats(), stored = body_.stored_channels();
     for (int at = 0; at < kVectors; at += kAcross) {
-      Floats sums[R][kAcross] = {}, own[kAcross];
-      for (int u = 0; u < kAcross; u++) own[u] = load(factors + (at + u) * kLanes);
+      Floats sums[R][kAcross] = {}, factor[kAcross];
+      for (int u = 0; u < kAcross; u++) factor[u] = load(factors + (at + u) * kLanes);
       for_runs([&](auto sets, const Run& run) {
         for (int64_t i = 0; i < run.channels; i += 2) {
           const int64_t c = run.start + i;
@@ -187,19 +212,23 @@ class RunsAcross {
             Floats x[2];
             for (int j = 0; j < 2; j++) {
               const Floats number = number_at<decltype(sets)::value>(run, i + j, 0, at + u);
-              x[j] = (number * scale()[c + j] + least()[c + j]) * own[u] + mean()[c + j];
+              x[j] = (number * scale()[c + j] + least()[c + j]) * factor[u] + mean()[c + j];
             }
-            const Floats cosine = load(cosines(c / 2) + (at + u) * kLanes), sine = load(sines(c / 2) + (at + u) * kLanes);
+            const Floats cosine = load(cosines(c / 2) + (at + u) * kLanes),
+                         sine = load(sines(c / 2) + (at + u) * kLanes);
             const Floats first = x[0] * cosine - x[1] * sine, second = x[1] * cosine + x[0] * sine;
-            for (int r = 0; r < R; r++) sums[r][u] += first * q[r * stride + c] + second * q[r * stride + c + 1];
+            for (int r = 0; r < R; r++)
+              sums[r][u] += first * q[r * stride + c] + second * q[r * stride + c + 1];
           }
         }
       });
       for (int64_t c = stored; c < body_.channels; c++)
         for (int u = 0; u < kAcross; u++)
-          for (int r = 0; r < R; r++) sums[r][u] += load(rest(c) + (at + u) * kLanes) * q[r * stride + c];
+          for (int r = 0; r < R; r++)
+            sums[r][u] += load(rest(c) + (at + u) * kLanes) * q[r * stride + c];
       for (int r = 0; r < R; r++)
-        for (int u = 0; u < kAcross; u++) store(scores + r * kPadded + (at + u) * kLanes, sums[r][u]);
+        for (int u = 0; u < kAcross; u++)
+          store(scores + r * kPadded + (at + u) * kLanes, sums[r][u]);
     }
   }
 
@@ -213,7 +242,8 @@ class RunsAcross {
         for (int64_t g = 0; g < groups; g++)
           for (int v = 0; v < kVectors; v++) {
             Floats x[2];
-            for (int j = 0; j < 2; j++) x[j] = number_at<decltype(sets)::value>(run, i + j, g, v) - offset;
+            for (int j = 0; j < 2; j++)
+              x[j] = number_at<decltype(sets)::value>(run, i + j, g, v) - offset;
             for (int r = 0; r < R; r++) {
               const Floats weight = load(weights + r * kPadded + g * kDecoded + v * kLanes);
               for (int j = 0; j < 2; j++) acc[2 * r + j] += x[j] * weight;
@@ -222,7 +252,8 @@ class RunsAcross {
         float totals[8];
         add_lanes(acc, totals);
         for (int r = 0; r < R; r++)
-          for (int j = 0; j < 2; j++) sums[r * stride + run.start + i + j] += totals[2 * r + j] * step;
+          for (int j = 0; j < 2; j++)
+            sums[r * stride + run.start + i + j] += totals[2 * r + j] * step;
       }
     });
   }

@@ -19,12 +19,14 @@ struct Kernel {
 
 Kernel choose_kernel() {
 #if defined(KVQ_AVX512) && defined(KVQ_AVX2)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("fma"))
     return {attend_span_avx512, "avx512"};
 #endif
 #if defined(KVQ_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
     return {attend_span_avx2, "avx2"};
 #endif
 #if defined(__aarch64__)
@@ -39,7 +41,8 @@ const Kernel& chosen() {
   return kernel;
 }
 
-// A piece of a call: one KV head of one row of the batch, the tokens of span number `span`, or the windows.
+// A piece of a call: one KV head of one row of the batch, and the tokens of span number `span`, or
+// the windows.
 constexpr int64_t kOfWindows = -1;
 
 struct Task {
@@ -51,7 +54,8 @@ int64_t result_floats(const Call& call) { return call.rows * (2 + call.values.bo
 
 class Job {
  public:
-  // All memory is taken here, by the caller's thread: a helper that ran out of it could tell nobody.
+  // The caller's thread allocates all memory here, because a helper that ran out of memory could
+  // not report it.
   Job(const Call& call, AttendSpan kernel, int64_t helpers) : call_(call), kernel_(kernel) {
     for (int64_t b = 0; b < call.batch; b++) {
       const int64_t live = live_tokens(b);
@@ -60,7 +64,7 @@ class Job {
         for (int64_t s = 0; s * kSpan < live; s++) tasks_.push_back({b, h, s});
       }
     }
-    // The short ones last: threads end at about the same time.
+    // Short tasks come last, so that threads end at about the same time.
     for (const bool windows : {false, true})
       for (int64_t i = 0; i < size(); i++)
         if ((tasks_[i].span == kOfWindows) == windows) order_.push_back(i);
@@ -72,7 +76,7 @@ class Job {
   int64_t helpers() const { return helpers_; }
   int64_t size() const { return int64_t(tasks_.size()); }
 
-  // Do tasks until none is left to begin.
+  // Run tasks until all have begun.
   void work() {
     const int64_t worker = workers_++;
     for (int64_t i = next_++; i < size(); i = next_++) {
@@ -84,7 +88,7 @@ class Job {
     }
   }
 
-  // Wait for tasks that other threads have begun.
+  // Wait for the tasks that other threads have begun.
   void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     all_done_.wait(lock, [this] { return done_ == size(); });
@@ -110,27 +114,37 @@ class Job {
 
   static Arrays arrays_of(const Side& side, int64_t b, int64_t h) {
     Arrays arrays{};
-    for (int set = 0; set < 2; set++) arrays.words[set] = static_cast<const uint16_t*>(side.words[set].at(b, h, 1));
+    for (int set = 0; set < 2; set++)
+      arrays.words[set] = static_cast<const uint16_t*>(side.words[set].at(b, h, 1));
     arrays.scale = side.scale.at(b, h, side.body.heads);
     arrays.zero = side.zero.at(b, h, side.body.heads);
-    arrays.angle_scale = side.angle_scale.at(b, h, 1), arrays.angle_zero = side.angle_zero.at(b, h, 1);
+    arrays.angle_scale = side.angle_scale.at(b, h, 1),
+    arrays.angle_zero = side.angle_zero.at(b, h, 1);
     arrays.table = side.table;
     const SparseSide& sparse = side.outliers;
-    arrays.outliers = {static_cast<const uint16_t*>(sparse.index.at(b, 0, 1)), sparse.residual.at(b, 0, 1),
-                       static_cast<const uint16_t*>(sparse.ends.at(b, 0, 1)), sparse.slots, sparse.heads, h};
+    arrays.outliers = {static_cast<const uint16_t*>(sparse.index.at(b, 0, 1)),
+                       sparse.residual.at(b, 0, 1),
+                       static_cast<const uint16_t*>(sparse.ends.at(b, 0, 1)),
+                       sparse.slots,
+                       sparse.heads,
+                       h};
     arrays.turns = side.turns;
     if (side.body.form == kRuns) arrays.runs = runs_of(side.runs, b, h);
     return arrays;
   }
 
   static RunArrays runs_of(const RunSide& side, int64_t b, int64_t h) {
-    const auto floats = [h](const Strided& array) { return static_cast<const float*>(array.at(0, h, 1)); };
+    const auto floats = [h](const Strided& array) {
+      return static_cast<const float*>(array.at(0, h, 1));
+    };
     RunArrays runs{};
     for (int64_t width = 0; width < kRunWidths; width++)
-      for (int set = 0; set < 3; set++) runs.words[width][set] = static_cast<const uint16_t*>(side.words[width][set].at(b, h, 1));
+      for (int set = 0; set < 3; set++)
+        runs.words[width][set] = static_cast<const uint16_t*>(side.words[width][set].at(b, h, 1));
     runs.exponent = static_cast<const int8_t*>(side.exponent.at(b, h, 1));
     runs.steps = side.steps, runs.place = static_cast<const int32_t*>(side.place.at(0, h, 1));
-    runs.scale = floats(side.scale), runs.synthesis = floats(side.synthesis), runs.mean = floats(side.mean);
+    runs.scale = floats(side.scale), runs.synthesis = floats(side.synthesis),
+    runs.mean = floats(side.mean);
     return runs;
   }
 
@@ -146,7 +160,9 @@ class Job {
   }
 
   // Floats of a worker, a multiple of 64 bytes.
-  int64_t scratch() const { return (scratch_floats(call_.keys.body, call_.values.body, call_.rows) + 15) / 16 * 16; }
+  int64_t scratch() const {
+    return (scratch_floats(call_.keys.body, call_.values.body, call_.rows) + 15) / 16 * 16;
+  }
 
   void run(int64_t i, int64_t worker) {
     const auto [b, h, s] = tasks_[i];
@@ -159,22 +175,26 @@ class Job {
     span.keys = arrays_of(call_.keys, b, h), span.values = arrays_of(call_.values, b, h);
     const Windows windows = s == kOfWindows ? windows_of(b, h) : Windows{};
     span.windows = s == kOfWindows ? &windows : nullptr;
-    span.q = (span.windows ? call_.windows.q : call_.q) + (b * call_.heads + h) * call_.rows * k.head_dim();
+    span.q = (span.windows ? call_.windows.q : call_.q) +
+             (b * call_.heads + h) * call_.rows * k.head_dim();
     span.limits = call_.limits + b * call_.queries;
     span.rows = call_.rows, span.queries = call_.queries, span.capacity = call_.capacity;
-    if (s != kOfWindows) span.first = s * kSpan, span.last = std::min(live_tokens(b), (s + 1) * kSpan);
+    if (s != kOfWindows)
+      span.first = s * kSpan, span.last = std::min(live_tokens(b), (s + 1) * kSpan);
     span.scratch = static_cast<float*>(std::align(64, 64, start, room)) + worker * scratch();
     span.m = result, span.l = result + call_.rows, span.o = result + 2 * call_.rows;
     kernel_(span);
   }
 
   void merge_head(int64_t b, int64_t h, size_t first, size_t last) const {
-    const int64_t rows = call_.rows, channels = call_.values.body.head_dim(), at = (b * call_.heads + h) * rows;
+    const int64_t rows = call_.rows, channels = call_.values.body.head_dim(),
+                  at = (b * call_.heads + h) * rows;
     for (int64_t r = 0; r < rows; r++) {
       float most = kNegInf, total = 0;
       float* o = call_.o + (at + r) * channels;
       std::memset(o, 0, channels * sizeof(float));
-      for (size_t i = first; i < last; i++) most = std::max(most, results_[i * result_floats(call_) + r]);
+      for (size_t i = first; i < last; i++)
+        most = std::max(most, results_[i * result_floats(call_) + r]);
       for (size_t i = first; i < last; i++) {
         const float* result = results_.data() + i * result_floats(call_);
         const float shrink = std::exp(result[r] - most);
@@ -188,8 +208,8 @@ class Job {
 
   const Call call_;
   const AttendSpan kernel_;
-  std::vector<Task> tasks_;      // by row and head, as they are merged
-  std::vector<int64_t> order_;   // in which they begin
+  std::vector<Task> tasks_;     // by row and head, as they are merged
+  std::vector<int64_t> order_;  // the order in which they begin
   std::vector<float> results_, scratch_;
   int64_t helpers_ = 0;
   std::atomic<int64_t> workers_{0}, next_{0}, done_{0};
@@ -203,11 +223,12 @@ AttendSpan best_kernel() { return chosen().attend; }
 const char* best_kernel_name() { return chosen().name; }
 
 void attend(const Call& call, AttendSpan kernel, int64_t helpers, const Schedule& schedule) {
-  // Helpers that begin after the call has returned find no task; until then they keep the job alive.
+  // Helpers that begin after the call has returned find no task. Until then they keep the job
+  // alive.
   const auto job = std::make_shared<Job>(call, kernel, helpers);
   try {
     for (int64_t i = 0; i < job->helpers(); i++) schedule([job] { job->work(); });
-  } catch (...) {  // no memory for another helper: those that there are must not be left alone
+  } catch (...) {  // No memory for another helper: the existing ones must not be left alone.
   }
   job->work();
   if (job->size()) job->wait();

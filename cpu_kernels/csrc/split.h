@@ -1,4 +1,5 @@
-// One call of decode attention: its work cut into spans of the live length, run by any threads, and merged exactly.
+// One call of decode attention: its work is cut into spans of the live length, run by any threads,
+// and merged exactly.
 #pragma once
 
 #include <cstddef>
@@ -9,18 +10,24 @@
 
 namespace kvq {
 
-constexpr int64_t kSpan = 1024;  // tokens of a task, a multiple of kTile: depends on nothing, so results do not depend on the threads
+constexpr int64_t kSpan =
+    // Tokens of a task, a multiple of kTile. It is constant, so results do not depend on the number
+    // of threads.
+    1024;
 
-// Arrays of a whole batch: `row` and `head` are the bytes from one row of the batch, and from one head (or group of heads), to the next.
+// Arrays of a whole batch: `row` and `head` are the bytes from one row of the batch, and from one
+// head (or group of heads), to the next.
 struct Strided {
   const char* data = nullptr;
   int64_t row = 0;
   int64_t head = 0;
 
-  const void* at(int64_t b, int64_t k, int64_t heads) const { return data ? data + b * row + k / heads * head : nullptr; }
+  const void* at(int64_t b, int64_t k, int64_t heads) const {
+    return data ? data + b * row + k / heads * head : nullptr;
+  }
 };
 
-// The outliers of a whole batch: `head` is 0, for all heads share them.
+// The outliers of a whole batch. `head` is 0, because all heads share them.
 struct SparseSide {
   Strided index;
   Strided residual;
@@ -51,7 +58,7 @@ struct Side {
 
 // The windows of a whole batch (Windows of body.h), and the queries that read them.
 struct ExactSide {
-  const float* q = nullptr;       // [B, K, R, H]; null where the call has no windows
+  const float* q = nullptr;  // [B, K, R, H], or null if the call has no windows
   Strided keys[2];
   Strided values[2];
   int64_t tokens[2] = {0, 0};
@@ -71,7 +78,8 @@ struct Call {
   float* o;  // [B, K, R, H]
 };
 
-// Run `work` on other threads too, at some time or never: the caller of this function does what others leave.
+// Runs `work` on other threads too, at some time or never. The caller of this function does what
+// others leave.
 using Schedule = std::function<void(std::function<void()> work)>;
 
 // The kernel for this processor, and its name.

@@ -1,8 +1,9 @@
-// Scores of neighbouring tokens in the lanes of a register: words are transposed, a channel's codes of kLanes tokens meet one number of the
-// query, and no sum over lanes is left to do.
+// Scores of neighbouring tokens in the lanes of a register. Words are transposed, so that a
+// channel's codes of kLanes tokens meet one number of the query, and no sum over lanes is left to
+// do.
 //
-// The slots of a span of words are runs of neighbouring tokens, so kLanes neighbouring tokens lie in kLanes rows of words at one shift, or in
-// fewer rows, which are repeated, at several.
+// The slots of a span of words are runs of neighbouring tokens, so kLanes neighbouring tokens lie
+// in kLanes rows of words at one shift, or in fewer rows, which are repeated, at several.
 #pragma once
 
 #include "products.h"
@@ -11,7 +12,7 @@ namespace {
 
 #if defined(__AVX2__)
 
-constexpr int kAcross = 2;  // vectors of tokens that share the numbers of the query in registers
+constexpr int kAcross = 2;  // vectors of tokens that share the query's numbers in registers
 
 // words[w], lane l = word w of the eight from first + place(l) on.
 template <class Place>
@@ -27,7 +28,9 @@ inline void transpose_eight(const uint16_t* first, Place place, Uints* words) {
   const auto widen = [](Part x) { return (Uints)_mm512_cvtepu16_epi32(x); };
 #else
   typedef __m128i Part;
-  const auto part = [&](int64_t l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(first + place(l))); };
+  const auto part = [&](int64_t l) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(first + place(l)));
+  };
 #define KVQ_UNPACK(way) _mm_unpack##way
   const auto widen = [](Part x) { return (Uints)_mm256_cvtepu16_epi32(x); };
 #endif
@@ -48,13 +51,15 @@ inline void transpose_eight(const uint16_t* first, Place place, Uints* words) {
 #undef KVQ_UNPACK
 }
 
-// words[w], lane l = word w of row l % rows; rows: a power of two, `apart` words from one to the next.
+// words[w], lane l = word w of row l % rows. rows is a power of two, and rows are `apart` words
+// from each other.
 inline void transpose(const uint16_t* first, int64_t apart, int64_t rows, Uints* words) {
   const auto place = [&](int64_t l) { return (l & (rows - 1)) * apart; };
   for (int64_t w = 0; w < kLanes; w += 8) transpose_eight(first + w, place, words + w);
 }
 
-// The keys of one KV head, a span of tokens at a time. The scratch is the caller's, kvq::transposed_floats(body).
+// The keys of one KV head, a span of tokens at a time. The scratch is the caller's,
+// kvq::transposed_floats(body).
 class Transposed {
  public:
   Transposed(const Packed& packed, float* scratch) : packed_(packed), body_(packed.body) {
@@ -63,22 +68,28 @@ class Transposed {
     places_ = reinterpret_cast<int32_t*>(shifts_ + 2 * vectors_of(body_) * body_.span / kLanes);
     if (!served(body_)) return;
     for (int64_t slot = 0; slot < body_.slots; slot++)
-      for (const Bundle* bundle = packed.bundles_of(slot); bundle < packed.bundles_of(slot) + packed.count_of(slot); bundle++)
+      for (const Bundle* bundle = packed.bundles_of(slot);
+           bundle < packed.bundles_of(slot) + packed.count_of(slot); bundle++)
         for (int j = 0; j < bundle->size; j++)
           for (int set = 0; set < 2; set++) {
             const auto& field = bundle->fields[j];
             places_[2 * field.vector + set] = bundle->place[set];
             int64_t t = slot * rows();
-            for (; t + kLanes <= (slot + 1) * rows(); t += kLanes) shift(t / kLanes, field.vector, set) = shift_by(field.shift[set]);
+            for (; t + kLanes <= (slot + 1) * rows(); t += kLanes)
+              shift(t / kLanes, field.vector, set) = shift_by(field.shift[set]);
             for (; t < (slot + 1) * rows(); t++)
-              reinterpret_cast<int32_t*>(&shift(t / kLanes, field.vector, set))[t % kLanes] = field.shift[set];
+              reinterpret_cast<int32_t*>(&shift(t / kLanes, field.vector, set))[t % kLanes] =
+                  field.shift[set];
           }
   }
 
-  // Whether bodies like this one are read here.
+  // True if this class reads such bodies.
   static bool served(const Body& body) {
-    const bool groups = body.affine == kvq::kChannels || body.group % (body.affine == kvq::kTokenGroups ? kAcross * kLanes : kLanes) == 0;
-    return !body.decoded() && groups && body.span % (kAcross * kLanes) == 0 && Packed::alike(body) && body.row_words(0) % kLanes == 0 &&
+    const bool groups =
+        body.affine == kvq::kChannels ||
+        body.group % (body.affine == kvq::kTokenGroups ? kAcross * kLanes : kLanes) == 0;
+    return !body.decoded() && groups && body.span % (kAcross * kLanes) == 0 &&
+           Packed::alike(body) && body.row_words(0) % kLanes == 0 &&
            body.row_words(1) % kLanes == 0;
   }
 
@@ -90,22 +101,26 @@ class Transposed {
       for (int set = 0; set < body_.sets(); set++) {
         const int64_t apart = body_.row_words(set), count = minimum(rows(), kLanes);
         const uint16_t* words = packed_.arrays.words[set] + row * apart;
-        for (int64_t w = 0; w < count * apart; w += 32) __builtin_prefetch(words + kAhead / body_.slots * apart + w);  // lines of 64 bytes
+        for (int64_t w = 0; w < count * apart; w += 32)
+          __builtin_prefetch(words + kAhead / body_.slots * apart + w);  // lines of 64 bytes
         for (int64_t w = 0; w < apart; w += kLanes, out += kLanes)
           transpose(words + w, apart, count, out);
       }
     }
   }
 
-  // scores[r, t] for `count` tokens of the span that was read, from its token `from` on: starts[r] + q[r] . x[t]; or, where groups g of
-  // channels have scales and zero points, both [groups, kTile], the sum of scale[g, t] q_g[r] . x_g[t] + zero[g, t] sums[r, g] over them.
-  void score(int64_t rows, const float* q, int64_t from, int64_t count, const float* starts, const float* sums, const Affinity& affinity,
-             float* scores) const {
+  // Compute scores[r, t] for `count` tokens of the span that was read, from its token `from` on:
+  // starts[r] + q[r] . x[t], or, if groups g of channels have scales and zero points, both [groups,
+  // kTile], the sum over groups of scale[g, t] q_g[r] . x_g[t] + zero[g, t] sums[r, g].
+  void score(int64_t rows, const float* q, int64_t from, int64_t count, const float* starts,
+             const float* sums, const Affinity& affinity, float* scores) const {
     packed_.with_codes([&](const auto& numbers) {
       for_rows(rows, [&](auto number) {
         constexpr int R = decltype(number)::value;
         for (int64_t t = 0; t < count; t += kAcross * kLanes) {
-          if (affinity.scale) score_vectors<R, true>(numbers, q, from + t, nullptr, sums, {affinity.scale + t, affinity.zero + t}, scores + t);
+          if (affinity.scale)
+            score_vectors<R, true>(numbers, q, from + t, nullptr, sums,
+                                   {affinity.scale + t, affinity.zero + t}, scores + t);
           else score_vectors<R, false>(numbers, q, from + t, starts, nullptr, affinity, scores + t);
         }
       });
@@ -119,15 +134,19 @@ class Transposed {
   int32_t* places_;         // [vectors, 2]
 
   int64_t rows() const { return body_.span / body_.slots; }
-  int64_t blocks() const { return rows() > kLanes ? rows() / kLanes : 1; }  // of rows that are transposed together
+  int64_t blocks() const {
+    return rows() > kLanes ? rows() / kLanes : 1;
+  }  // of rows that are transposed together
   Uints& shift(int64_t vector_of_tokens, int64_t vector, int set) const {
     return shifts_[(vector_of_tokens * vectors_of(body_) + vector) * 2 + set];
   }
 
   template <int R, bool kGroups, class Numbers>
-  KVQ_INLINE void score_vectors(const Numbers& numbers, const float* q, int64_t at, const float* starts, const float* sums,
-                                const Affinity& affinity, float* scores) const {
-    const int64_t stride = body_.padded(), group = kGroups ? body_.group / kLanes : vectors_of(body_);
+  KVQ_INLINE void score_vectors(const Numbers& numbers, const float* q, int64_t at,
+                                const float* starts, const float* sums, const Affinity& affinity,
+                                float* scores) const {
+    const int64_t stride = body_.padded(),
+                  group = kGroups ? body_.group / kLanes : vectors_of(body_);
     Floats totals[R][kAcross] = {}, acc[R][kAcross];
     for (int64_t first = 0, g = 0; first < vectors_of(body_); first += group, g++) {
       for (int r = 0; r < R; r++)
@@ -137,23 +156,27 @@ class Transposed {
         Shift low_shift[kAcross], high_shift[kAcross];
         for (int u = 0; u < kAcross; u++) {
           const int64_t of_tokens = at / kLanes + u;
-          low[u] = words_ + of_tokens % blocks() * (body_.row_words(0) + body_.row_words(1)) + places_[2 * vector];
+          low[u] = words_ + of_tokens % blocks() * (body_.row_words(0) + body_.row_words(1)) +
+                   places_[2 * vector];
           high[u] = low[u] - places_[2 * vector] + body_.row_words(0) + places_[2 * vector + 1];
           low_shift[u] = shift(of_tokens, vector, 0), high_shift[u] = shift(of_tokens, vector, 1);
         }
-        const float* own = q + vector * kLanes;
+        const float* query = q + vector * kLanes;
         for (int w = 0; w < kLanes; w++) {
           Floats x[kAcross];
           for (int u = 0; u < kAcross; u++)
-            x[u] = numbers.at(low[u][w], Numbers::kTwoSets ? high[u][w] : Uints{}, low_shift[u], high_shift[u]);
+            x[u] = numbers.at(low[u][w], Numbers::kTwoSets ? high[u][w] : Uints{}, low_shift[u],
+                              high_shift[u]);
           for (int r = 0; r < R; r++)
-            for (int u = 0; u < kAcross; u++) acc[r][u] += x[u] * own[r * stride + w];
+            for (int u = 0; u < kAcross; u++) acc[r][u] += x[u] * query[r * stride + w];
         }
       }
       for (int r = 0; r < R; r++)
         for (int u = 0; u < kAcross; u++) {
-          if (kGroups) totals[r][u] += acc[r][u] * load(affinity.scale + g * kTile + u * kLanes) +
-                                       load(affinity.zero + g * kTile + u * kLanes) * sums[r * body_.channel_groups() + g];
+          if (kGroups)
+            totals[r][u] +=
+                acc[r][u] * load(affinity.scale + g * kTile + u * kLanes) +
+                load(affinity.zero + g * kTile + u * kLanes) * sums[r * body_.channel_groups() + g];
           else totals[r][u] = acc[r][u];
         }
     }
@@ -164,13 +187,14 @@ class Transposed {
 
 #else
 
-// SSE2 and NEON: words are not transposed.
+// With SSE2 and NEON, words are not transposed.
 class Transposed {
  public:
   Transposed(const Packed&, float*) {}
   static bool served(const Body&) { return false; }
   void read(int64_t) const {}
-  void score(int64_t, const float*, int64_t, int64_t, const float*, const float*, const Affinity&, float*) const {}
+  void score(int64_t, const float*, int64_t, int64_t, const float*, const float*, const Affinity&,
+             float*) const {}
 };
 
 #endif

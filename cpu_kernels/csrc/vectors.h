@@ -1,6 +1,8 @@
-// Vectors of the widest registers that the translation unit is compiled for, by the compiler's vector extension.
+// Vectors of the widest registers that the translation unit is compiled for, by the compiler's
+// vector extension.
 //
-// Everything here has internal linkage: two translation units compiled for different processors must never share a function.
+// Everything here has internal linkage: two translation units compiled for different processors
+// must never share a function.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +36,8 @@ inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 inline Floats splat(float x) { return x - Floats{}; }
 
-// The 16-bit words from p on, as 32-bit numbers: one instruction, which compilers do not find in __builtin_convertvector.
+// The 16-bit words from p on, as 32-bit numbers, by one instruction that compilers do not generate
+// for __builtin_convertvector.
 inline Uints load_words(const uint16_t* p) {
 #if defined(__AVX512F__)
   __m256i x;
@@ -60,9 +63,11 @@ inline float as_float(uint32_t bits) {
 
 inline Floats to_float(Uints x) { return __builtin_convertvector((Ints)x, Floats); }
 
-inline Floats choose(Ints condition, Floats a, Floats b) { return (Floats)((condition & (Ints)a) | (~condition & (Ints)b)); }
+inline Floats choose(Ints condition, Floats a, Floats b) {
+  return (Floats)((condition & (Ints)a) | (~condition & (Ints)b));
+}
 
-// max(a, b), and b where a is NaN: one instruction, which compilers do not find in a choice.
+// max(a, b), and b if a is NaN, by one instruction that compilers do not generate for `choose`.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -73,11 +78,14 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// The floats whose fp16 bits are given, exactly. Processors may be set to flush subnormal fp32 numbers, so none is computed with.
+// The floats with these fp16 bits, exactly. Processors may be set to flush subnormal fp32 numbers,
+// so no computation uses any.
 inline Floats from_half(Uints bits) {
   const Uints magnitude = bits & 0x7FFF, sign = (bits & 0x8000) << 16;
-  const Floats small = to_float(magnitude) * 5.9604644775390625e-8f;  // subnormal: a multiple of 2^-24
-  const Uints exponent = (magnitude << 13) + ((Uints)(magnitude >= 0x7C00) & (112u << 23)) + (112u << 23);
+  const Floats small =
+      to_float(magnitude) * 5.9604644775390625e-8f;  // subnormal: a multiple of 2^-24
+  const Uints exponent =
+      (magnitude << 13) + ((Uints)(magnitude >= 0x7C00) & (112u << 23)) + (112u << 23);
   const Floats value = choose((Ints)(magnitude < 0x400), small, (Floats)exponent);
   return (Floats)((Uints)value | sign);
 }
@@ -98,7 +106,7 @@ inline Floats load_halves(const uint16_t* p, bool bfloat16) {
 #endif
 }
 
-// exp(x) for x <= 0, to 2 units in the last place; 0 below -87.
+// exp(x) for x <= 0, to 2 units in the last place, and 0 below -87.
 inline Floats exp_of(Floats x) {
   const Ints counts = x > -87.0f;
   x = larger(splat(-87.0f), x);  // NaN stays NaN
@@ -115,7 +123,7 @@ inline Floats exp_of(Floats x) {
   return (Floats)(counts & (Ints)(p * (Floats)power));
 }
 
-// (a & mask) | b: one instruction with AVX-512, which compilers do not find in a chain of them.
+// (a & mask) | b, by one AVX-512 instruction that compilers do not generate for a chain of them.
 inline Uints masked_or(Uints a, Uints mask, Uints b) {
 #if defined(__AVX512F__)
   return (Uints)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)mask, (__m512i)b, 0xEA);
@@ -124,7 +132,7 @@ inline Uints masked_or(Uints a, Uints mask, Uints b) {
 #endif
 }
 
-// The first `count` of kLanes words from p on; the others are 0, and not read.
+// The first `count` of kLanes words from p on. The others are 0, and not read.
 inline Uints load_some_words(const uint16_t* p, int64_t count) {
   uint16_t words[kLanes] = {};
   std::memcpy(words, p, sizeof(uint16_t) * size_t(count));
@@ -195,7 +203,8 @@ inline void add_lanes(const Floats* parts, float* sums) {
   }
   const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
   const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
-  _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)));
+  _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
+                                       _mm256_permute2f128_ps(low, high, 0x31)));
 #else
   for (int i = 0; i < 8; i++) sums[i] = (parts[i][0] + parts[i][1]) + (parts[i][2] + parts[i][3]);
 #endif
@@ -221,16 +230,18 @@ struct Table {
   explicit Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
   Floats at(Uints code) const {
     const __m256i index = (__m256i)code;
-    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // its sign bit chooses the half
-    return (Floats)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), upper);
+    const __m256 upper =
+        _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // its sign bit chooses the half
+    return (Floats)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index),
+                                    _mm256_permutevar8x32_ps(high, index), upper);
   }
 #else
   const float* entries;
   explicit Table(const float* p) : entries(p) {}
   Floats at(Uints code) const {
-    Floats found;
-    for (int i = 0; i < kLanes; i++) found[i] = entries[code[i]];
-    return found;
+    Floats entry;
+    for (int i = 0; i < kLanes; i++) entry[i] = entries[code[i]];
+    return entry;
   }
 #endif
 };

@@ -1,2 +1,3 @@
 """Decode attention over packed words, as one split-K kernel and as stand-alone matrix-vector
-products."""
+products.
+"""

@@ -3,15 +3,15 @@
     m, l, o of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b
                 (partial_attention.py)
 
-A program reads its share of all live tiles (schedule.py), each for all query heads of its KV head,
-with online softmax in fp32; a second kernel merges what programs leave (merge.py). Readers
-(readers/base.py) know what the stored arrays mean.
+A program reads its share of all live tiles (schedule.py). It reads each tile for all query heads of
+a KV head, with online softmax in fp32. A second kernel merges the results of all programs
+(merge.py). Readers (readers/base.py) interpret the stored arrays.
 
-Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless
-all rows are in full precision, a multiple of 32 (of a group's tokens, where groups run over
-tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to 8
-columns or the next power of two. H and both sides of every tile are powers of two. Arrays may be of
-any size: beyond 2^32 bytes Pallas computes offsets with 64 bits.
+Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile. Unless all
+rows are in full precision, S is a multiple of 32, and of a group's tokens if groups run over
+tokens. Unused capacity may hold anything and is never used. Query heads are padded to 8 columns or
+the next power of two. H and both sides of every tile are powers of two. Arrays may be of any size:
+beyond 2^32 bytes Pallas computes offsets with 64 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.merge import merged
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
-from pallas_kernels.decode_attention.schedule import Pieces, Run, Schedule, Unit
+from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun, Unit
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.base import Reader
@@ -40,9 +40,9 @@ from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile, change_slots
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
-# Bytes of the scores that outliers need, at most, in one launch: heads whose scores take more come
-# after others. An 8B model has as many with 2M tokens in all rows: a ninth of a layer of 4-bit
-# KVQuant, in temporary memory that all layers share.
+# The most bytes that the scores needed by outliers may take in one launch. If all heads need more,
+# they are processed in several launches. An 8B model reaches this with 2M tokens in all rows
+# together: a ninth of a layer of 4-bit KVQuant, in temporary memory that all layers share.
 STORED_SCORES = 256 << 20
 
 
@@ -56,19 +56,28 @@ def decode_attention(
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> PartialAttention:
-    """Attend with one query token of each sequence to its first limits[b] of `capacity` stored
-    tokens; contract above.
+    """Attend with one query token per sequence to the first limits[b] of `capacity` stored tokens.
 
-    q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q,
-    probabilities and dequantized values to fp16 (full-precision rows: to their dtype); scores, sums
-    and the merge are fp32. KV heads come in groups of `heads_at_once`. Raises ValueError where the
-    tuning's tile does not fit the contract.
+    The contract is in the module's docstring. q, probabilities and dequantized values are rounded
+    to fp16 (to their own dtype if rows are in full precision). Scores, sums and the merge are fp32.
+    KV heads are processed in groups of `heads_at_once`.
+
+    Args:
+        q: [B, K, G, H], not scaled.
+        keys: a reader and the stored arrays.
+        values: a reader and the stored arrays.
+        limits: the number of tokens that each row attends to.
+        capacity: S, the number of tokens that the arrays have room for.
+        tuning: None chooses `tuning_for` these readers.
+        launch: how the kernels are launched.
+
+    Raises ValueError if the tuning's tile does not fit the contract.
     """
     heads, group = q.shape[1:3]
     at_once = heads_at_once(q, keys[0], values[0], capacity)
     of_groups: list[PartialAttention] = []
     for first in range(0, heads, at_once):
-        if of_groups:  # the next heads' scores take the place of these
+        if of_groups:  # The next heads' scores reuse the memory of these.
             q, o = lax.optimization_barrier((q, of_groups[-1].o))
             of_groups[-1] = of_groups[-1]._replace(o=o)
         of_heads = range(first, first + at_once)
@@ -86,8 +95,9 @@ def decode_attention(
 
 
 def heads_at_once(q: Float[Array, "B K G H"], k: Reader, v: Reader, capacity: int) -> int:
-    """Return how many KV heads are attended to in one launch: all, or as many as have scores that
-    STORED_SCORES holds, where outliers need them."""
+    """Return how many KV heads are attended to in one launch: all of them, or as many as have
+    scores that fit in STORED_SCORES if outliers need the scores.
+    """
     batch, heads, group, _ = q.shape
     if not (k.adds_scores or v.adds_values):
         return heads
@@ -108,10 +118,11 @@ def attention_in_pieces(
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> list[Pieces]:
-    """Return what `decode_attention` merges: what programs leave, and what outliers add to the
-    values, if the values have any.
+    """Return the pieces that `decode_attention` merges: the result of each program, and the
+    contribution of outliers to the values, if there are any.
 
-    heads: the KV heads that are attended to; all of them where it is None.
+    Args:
+        heads: the KV heads that are attended to. None means all of them.
     """
     batch, all_heads, group, channels = q.shape
     heads = range(all_heads) if heads is None else heads
@@ -120,18 +131,16 @@ def attention_in_pieces(
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
-    scaled = padded[:, heads.start : heads.stop] * (
-        LOG2E * channels**-0.5
-    )  # padded too: XLA makes queries of one size in one launch
+    # Padding is scaled too: XLA prepares queries of one size in one launch.
+    scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)
     more = k.more_scores(scaled, k_stored, limits, launch, real, first=heads.start)
     by_slots = real, capacity // SPAN, k.slots, SPAN // k.slots
     added = () if more is None else (more.reshape(batch, len(heads), *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     limits = limits.astype(jnp.int32)
-    begin = (
-        [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]
-    )  # an array: the kernel is one for all of them
+    # An array, so that one kernel serves all groups of heads.
+    begin = [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]
     flat = [limits, *begin, *(array for arrays in inputs for array in arrays)]
     schedule = Schedule(
         tuning.programs(batch * len(heads), capacity), tuning.tile, batch, len(heads)
@@ -142,6 +151,7 @@ def attention_in_pieces(
     ]
     if v.adds_values:
         shapes.append(jax.ShapeDtypeStruct((batch, len(heads), *by_slots), jnp.float32))
+    # The kept scores overwrite the scores that were added.
     m, l, o, *kept = triton_call(
         functools.partial(
             _kernel,
@@ -161,9 +171,7 @@ def attention_in_pieces(
         launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
-        aliases=(
-            {len(flat) - 1: 3} if added and v.adds_values else {}
-        ),  # a token's scores take the place of what was added to them
+        aliases=({len(flat) - 1: 3} if added and v.adds_values else {}),
     )(*flat)
     pieces = [Pieces(m, l, o, limits, schedule)]
     if kept:
@@ -212,9 +220,10 @@ def _kernel(
     asm: bool,
     columns: int,
 ) -> None:
-    # refs: the first KV head [1] where the arrays hold others too; arrays of the query, the keys
-    # and the values, more scores (by slots) if there are any; then m [P, R], l [P, R] and o [P, H,
-    # R] of all pieces, and room for all scores (by slots) if the values need them
+    # refs: the first KV head [1] if the arrays hold other heads too. Then the arrays of the query,
+    # the keys and the values, and the scores to add (by slots) if there are any. Then m [P, R], l
+    # [P, R] and o [P, H, R] of all pieces, and room for all scores (by slots) if the values need
+    # them.
     head = 0
     if schedule.heads < all_heads:
         head, refs = refs[0][0], refs[1:]
@@ -222,7 +231,7 @@ def _kernel(
     ends = [sum(counts[: i + 1]) for i in range(4)]
     whole = dataclasses.replace(schedule, heads=all_heads)
 
-    def read(run: Run, place: Callable[[], Array]) -> None:
+    def read(run: TileRun, place: Callable[[], Array]) -> None:
         of_unit = [Unit(ref, run.row, run.head + head, whole) for ref in inputs[: ends[2]]]
         of_scores = [
             Unit(ref, run.row, run.head, schedule) for ref in (*inputs[ends[2] :], *outputs[3:])
@@ -254,7 +263,7 @@ def _store_piece(
 
 
 def _attend_run(
-    run: Run,
+    run: TileRun,
     query: Sequence[Unit],
     keys: Sequence[Any],
     values: Sequence[Any],
@@ -267,7 +276,8 @@ def _attend_run(
     columns: int,
 ) -> tuple[list[Array], Array, Array]:
     """Return sums [W, R] for each chunk of channels, largest scores [R] and sums of weights [R] of
-    a run of tiles of `size` tokens."""
+    a run of tiles of `size` tokens.
+    """
     k, v = readers
     query, keys, values = k.opened(query), k.opened_arrays(keys, asm), v.opened_arrays(values, asm)
     first, limit = run.first, run.limit
@@ -303,8 +313,8 @@ def _attend_run(
     def last_tile(i: Array, carry: Any) -> Any:
         start = (
             (first + i) * size
-            # the window is moved back to stay inside the arrays; what an earlier tile read does not
-            # count again
+            # The last tile is moved back to stay inside the arrays, and masks the tokens that an
+            # earlier tile has read.
         )
         return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end), carry)
 
@@ -329,22 +339,23 @@ def _attend_run(
         jnp.full((columns,), NEG_INF, jnp.float32),
         jnp.zeros((columns,), jnp.float32),
     )
-    if k.parts > 1:  # a loop for all tiles: two of them take twice as long to compile
+    if k.parts > 1:  # one loop for all tiles: two loops take twice as long to compile
         return lax.fori_loop(0, tiles * k.parts, part_of_tile, carry)
     carry = lax.fori_loop(0, whole, whole_tile, carry)
     return lax.fori_loop(whole, tiles, last_tile, carry)
 
 
 def _rows_of_slot(tile: Tile, slot: int) -> tuple[Any, ...]:
-    """Index the tokens of a slot in scores [R, S / SPAN, slots, SPAN / slots], R query heads padded
-    to a power of two."""
+    """Return the index of a slot's tokens in scores [R, S / SPAN, slots, SPAN / slots], for R query
+    heads padded to a power of two.
+    """
     return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), pl.ds(slot, 1), slice(None)
 
 
 def _more(
     ref: Any, tile: Tile, slots: int, slot: int, columns: int
 ) -> Float[Array, "rows columns"]:
-    """Read the scores that are to be added for the tokens of a slot."""
+    """Read the scores to be added for the tokens of a slot."""
     heads, rows = ref.shape[0], tile.size // slots
     added = jnp.swapaxes(ref[_rows_of_slot(tile, slot)].reshape(heads, rows), 0, 1)
     return jnp.broadcast_to(added[:, None], (rows, columns // heads, heads)).reshape(rows, columns)
@@ -353,7 +364,7 @@ def _more(
 def _keep(
     ref: Any, scores: Float[Array, "rows columns"], tile: Tile, slots: int, slot: int
 ) -> None:
-    """Store the scores of the tokens of a slot that count."""
+    """Store the scores of those tokens of a slot that count."""
     rows, heads = scores.shape[0], ref.shape[0]
     scores = real_columns(scores, heads)
     shape = heads, rows * slots // SPAN, 1, SPAN // slots

@@ -1,15 +1,16 @@
-"""The two matrix-vector products of decode attention by themselves, over packed words; no softmax.
+"""The two matrix-vector products of decode attention by themselves, over packed words, without
+softmax.
 
     scores            q . K^T     [B, K, G, S]
     weighted_values   p . V       [B, K, G, H]
 
-They are the work of attention around its softmax, and what the InnerQ paper's tables time. For any
-reader: InnerQ's grouping of keys is "channels", of values "tokens"; the other way round is outer
-grouping (KIVI).
+They are the work that attention does around its softmax, and what the tables of the InnerQ paper
+time. They take any reader. InnerQ groups keys along "channels" and values along "tokens". The
+opposite is outer grouping (KIVI).
 
 Contract. All S tokens of the capacity are read, so all of them must be finite. S is a multiple of
-the tile (and of a group's tokens, where groups run over tokens); the tile is a power of two, at
-least 32. Query heads are padded to a power of two in memory, and to 8 columns inside the kernel.
+the tile, and of a group's tokens if groups run over tokens. The tile is a power of two, at least
+32. Query heads are padded to a power of two in memory, and to 8 columns inside the kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _WHOLE = pl.BlockSpec((1,), lambda *_: (0,))
 
 
 def scores_tuning(reader: Reader, capacity: int) -> Tuning:
-    """Return the usual step of `scores`."""
+    """Return the default tuning for `scores`."""
     return Tuning(tile=reader.scores_tile if capacity % reader.scores_tile == 0 else 64)
 
 
@@ -53,16 +54,15 @@ def scores(
 ) -> Float[Array, "B K G S"]:
     """Return q . k of every stored token, fp32, not scaled by sqrt(H).
 
-    Rounds as attention does: q to fp16 (full-precision rows: to their dtype).
+    Rounds as attention does: q to fp16, or to the rows' dtype if they are in full precision.
     """
     batch, heads, group, channels = q.shape
     tuning = tuning or scores_tuning(reader, capacity)
     _check(capacity, tuning)
     rows, columns = _padded(group)
-    unscaled = _pad_heads(
-        q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows
-    )  # readers scale as attention does
-    # real heads lie columns / rows apart, so that a reshape separates them from the padding
+    # Readers scale as attention does, so undo that first.
+    unscaled = _pad_heads(q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows)
+    # Real heads are columns / rows apart, so that a reshape separates them from the padding.
     spread = jnp.pad(
         unscaled[:, :, :, None], ((0, 0),) * 3 + ((0, columns // rows - 1), (0, 0))
     ).reshape(batch, heads, columns, channels)
@@ -104,8 +104,9 @@ def weighted_values(
 ) -> Float[Array, "B K G H"]:
     """Return sum_t p_t v_t over every stored token, fp32.
 
-    p of any float dtype is rounded to fp16 (full-precision rows: to their dtype); not negative
-    where values have outliers.
+    Args:
+        p: weights of any float dtype, rounded to fp16, or to the rows' dtype if they are in full
+            precision. They must not be negative if values have outliers.
     """
     batch, heads, group, capacity = p.shape
     _check(capacity, tuning)
@@ -141,8 +142,9 @@ def weighted_values(
 def weighted_outliers(
     p: Float[Array, "B K G S"], reader: Reader, stored: Sequence[Array], *, launch: Launch = LAUNCH
 ) -> Float[Array, "B K G H"]:
-    """Return what the outliers of values (`Reader.adds_values`) add to `weighted_values`, fp32. p
-    is not negative."""
+    """Return the contribution of outliers (`Reader.adds_values`) to `weighted_values`, fp32. p must
+    not be negative.
+    """
     batch, _, group, capacity = p.shape
     exponents = _pad_heads(jnp.maximum(jnp.log2(p.astype(jnp.float32)), NEG_INF), _padded(group)[0])
     part = merged(
@@ -162,8 +164,9 @@ def _check(capacity: int, tuning: Tuning) -> None:
 
 
 def _padded(group: int) -> tuple[int, int]:
-    """Return (rows, columns): the query heads of a KV head as padded in memory and in the
-    kernel."""
+    """Return (rows, columns): the number of query heads per KV head as padded in memory and in the
+    kernel.
+    """
     rows = pl.next_power_of_2(group)
     return rows, max(8, rows)
 
@@ -173,13 +176,12 @@ def _pad_heads(x: Array, rows: int) -> Array:
 
 
 def _by_slots(rows: int, capacity: int, slots: int) -> tuple[int, ...]:
-    """Return the shape of one number for each head and token, in which the tokens of a slot can be
-    indexed."""
+    """Return the shape of one number per head and token in which a slot's tokens can be indexed."""
     return (rows, capacity) if slots == 1 else (rows, capacity // SPAN, slots, SPAN // slots)
 
 
 def _slot_index(tile: Tile, slots: int, slot: int) -> tuple[Any, ...]:
-    """Index the tokens of a slot in an array of that shape."""
+    """Return the index of a slot's tokens in an array of that shape."""
     if slots == 1:
         return slice(None), pl.ds(tile.offset(1), tile.size)
     return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, slice(None)
@@ -188,7 +190,8 @@ def _slot_index(tile: Tile, slots: int, slot: int) -> tuple[Any, ...]:
 def _tiles(capacity: int, tuning: Tuning) -> Array:
     """Return the number of tiles as an array for kernels to read.
 
-    From a constant the compiler would work out all offsets, and see through `PairedWords.zero`.
+    If it were a constant, the compiler would work out all offsets and see through
+    `PairedWords.zero`.
     """
     return jnp.full((1,), capacity // tuning.tile, jnp.int32)
 

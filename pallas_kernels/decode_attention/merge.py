@@ -1,10 +1,10 @@
-"""Merge attention over parts of the tokens in one launch, exactly: the pieces of the body, and the
+"""Merge attention over parts of the tokens exactly, in one launch: the pieces of the body, and the
 windows.
 
     m = max_i m_i,    l = sum_i 2^(m_i - m) l_i,    o = sum_i 2^(m_i - m) o_i,    out = o / l
 
-One program merges some channels of all query heads of a KV head: a single sequence has few heads,
-and many pieces.
+One program merges some of the channels for all query heads of a KV head, because a single sequence
+has few heads and many pieces.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from pallas_kernels.readers.shared import LN2
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
-_TILE_ELEMENTS = 4096  # of the sums that a program holds: 32 registers of each of its threads
-_AT_ONCE = (
-    16,
-    128,
-    # pieces of a loop step, at least and at most: one long row of many has more of them than is usual
-)
+_TILE_ELEMENTS = 4096  # of the sums in a program: 32 registers per thread
+# The fewest and the most pieces that a loop step merges: one long row among many has more pieces
+# than usual.
+_AT_ONCE = (16, 128)
 _LEAST_CHANNELS = 8
 
 Parts = Splits | Pieces
 
 
 def merged(parts: Sequence[Parts], group: int, *, launch: Launch = LAUNCH) -> PartialAttention:
-    """Return the attention of `group` query heads over the tokens of all parts; zeros and m =
-    NEG_INF where there is none."""
+    """Return the attention of `group` query heads over the tokens of all parts. Without any token
+    it is zero, and m is NEG_INF.
+    """
     batch, kv_heads, heads, channels = _sizes(parts[0])
     shapes = [
         jax.ShapeDtypeStruct((batch, kv_heads, *rest), jnp.float32)
@@ -60,8 +59,9 @@ def finished(
     dtype: DTypeLike,
     launch: Launch = LAUNCH,
 ) -> Float[Array, "B K G H"]:
-    """Return o / l of all parts in this dtype: zeros where there is no token, NaN in rows whose
-    position is not below the capacity."""
+    """Return o / l of all parts in `dtype`: zeros without any token, NaN in rows whose position is
+    not below the capacity.
+    """
     batch, kv_heads, heads, channels = _sizes(parts[0])
     shape = jax.ShapeDtypeStruct((batch, kv_heads, heads, channels), dtype)
     [out] = _call(
@@ -84,7 +84,7 @@ def _sizes(part: Parts) -> tuple[int, int, int, int]:
 
 
 def _step(part: Parts) -> int:
-    """Return how many pieces of a part, a power of two, a loop step merges."""
+    """Return how many pieces of a part a loop step merges, a power of two."""
     if isinstance(part, Splits):
         return min(_AT_ONCE[1], 1 << (part.m.shape[2].bit_length() - 1))
     least, most = _AT_ONCE
@@ -103,20 +103,22 @@ def _call(
     shapes: Sequence[jax.ShapeDtypeStruct],
     launch: Launch,
 ) -> Any:
-    """Launch the kernel with `store` at its end, which takes refs of one number for each row of the
-    batch, and of the outputs."""
+    """Launch the kernel that ends with `store`. `store` takes refs of one number per row of the
+    batch, and refs of the outputs.
+    """
     batch, kv_heads, heads, channels = _sizes(parts[0])
     steps = [_step(part) for part in parts]
     width = min(channels, max(_LEAST_CHANNELS, _TILE_ELEMENTS // (max(steps) * heads)))
     arrays, specs = [], []
     for part in parts:
-        own = (part.limits,) if isinstance(part, Pieces) else ()
-        of_unit = 0 if isinstance(part, Pieces) else 2
-        arrays += [*own, part.m, part.l, part.o]
-        specs += [whole_array_but(0, array, ()) for array in own] + [
-            whole_array_but(of_unit, array, tuple(range(of_unit)))
-            for array in (part.m, part.l, part.o)
-        ]
+        fixed_axes = 2
+        if isinstance(part, Pieces):
+            fixed_axes = 0
+            arrays.append(part.limits)
+            specs.append(whole_array_but(0, part.limits, ()))
+        for array in (part.m, part.l, part.o):
+            arrays.append(array)
+            specs.append(whole_array_but(fixed_axes, array, tuple(range(fixed_axes))))
     schedules = [part.schedule if isinstance(part, Pieces) else None for part in parts]
     return triton_call(
         functools.partial(
@@ -148,8 +150,8 @@ def _kernel(
     width: int,
     asm: bool,
 ) -> None:
-    # refs: numbers of the row; of each part its limits, where a schedule belongs to it, m [P, R], l
-    # [P, R] and o [P, H, R]; outputs
+    # refs: numbers of the row. Of each part its limits, if it has a schedule, m [P, R], l [P, R]
+    # and o [P, H, R]. Then the outputs.
     row_refs, left = refs[:rows], list(refs[rows:])
     channels, carry = pl.ds(pl.program_id(2) * width, width), None
     for size, schedule in zip(steps, schedules, strict=True):
@@ -179,23 +181,19 @@ def _kernel(
         ) -> Any:
             sums, largest, total = carry
             begin = first + i * size
-            start = jnp.minimum(
-                begin, m_ref.shape[0] - size
-            )  # the last step moves back; what an earlier one merged does not count again
+            # The last step moves back, and masks the pieces that an earlier step has merged.
+            start = jnp.minimum(begin, m_ref.shape[0] - size)
             places = pl.ds(start, size)
             place = start + lax.broadcasted_iota(jnp.int32, (size,), 0)
-            fresh = (place >= begin) & (place < last)  # places of no unit may hold anything
+            fresh = (place >= begin) & (place < last)  # places without a unit may hold anything
             m = _loaded(m_ref.at[places, :], fresh, NEG_INF)
             new = jnp.maximum(largest, jnp.max(m, axis=0))
             shrink, share = exp2(largest - new, asm), exp2(m - new[None], asm)
             sums = sums * shrink[None] + jnp.sum(
                 _loaded(o_ref.at[places, channels, :], fresh, 0.0) * share[:, None], axis=0
             )
-            return (
-                sums,
-                new,
-                total * shrink + jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0),
-            )
+            added = jnp.sum(_loaded(l_ref.at[places, :], fresh, 0.0) * share, axis=0)
+            return sums, new, total * shrink + added
 
         carry = lax.fori_loop(0, pl.cdiv(last - first, size), step, carry)
     assert carry is not None
@@ -203,7 +201,7 @@ def _kernel(
 
 
 def _loaded(ref: Any, fresh: Bool[Array, " size"], other: float) -> Array:
-    """Read the entries along the first axis that are marked, and `other` for the rest."""
+    """Load the entries that are marked along the first axis, and `other` for the rest."""
     shape = ref.shape
     return plt.load(
         ref, mask=jnp.broadcast_to(fresh.reshape(-1, *[1] * (len(shape) - 1)), shape), other=other

@@ -1,22 +1,24 @@
-"""Outliers of values, weighted: in one launch after the attention kernel, from the scores that it
-has stored.
+"""Add the outliers of values, weighted by the scores that the attention kernel has stored, in one
+launch after it.
 
-    l = 0,    o[h, r] = sum of 2^(score[r] - m[r]) residual    over the slots at channel h of the first limits[b] tokens
+    l = 0,    o[h, r] = sum of 2^(score[r] - m[r]) residual    over the slots at channel h
+                                                               of the first limits[b] tokens
 
-The dense codes' parts hold the weights' sum, so attention over them and these parts together
+The parts of the dense codes have the sum of the weights, so merging them with these parts
 (merge.py) is exact. Slots lie in pools (readers/sparse_outliers.py). Programs share the live tiles
-of a batch as those of attention do (schedule.py); a step takes as many slots of a pool as it has
-tokens.
+of a batch as they do in attention (schedule.py). A step takes as many slots of a pool as the pool
+has tokens.
 
 A pool's slots are sorted by token, not by channel. Sums over a channel are products of one-hot
-matrices, without atomics, so that results do not depend on the order of threads. A channel is (row,
+matrices, without atomics, so results do not depend on the order of threads. A channel is a (row,
 column) of a tile of sums with ROWS rows:
 
-    o[row, column, r] = sum over slots    (residual in the slot's row)  x  (weight[r] in the slot's column)
+    o[row, column, r] = sum over slots
+                        (residual in the slot's row)  x  (weight[r] in the slot's column)
 
-which for 128 channels takes 16 entries of a slot, and 8 for each query head, where a vector over
-all channels would be 128. Residuals are fp16 as they are stored, and weights are rounded to fp16 as
-attention rounds those of the dense part; products and sums are fp32.
+For 128 channels this takes 16 entries per slot, and 8 per query head. A vector over all channels
+would take 128. Residuals are fp16 as they are stored. Weights are rounded to fp16, as in attention
+over the dense part. Products and sums are fp32.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Float16, Int, UInt16
 
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
-from pallas_kernels.decode_attention.schedule import Pieces, Run, Schedule, Unit
+from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun, Unit
 from pallas_kernels.decode_attention.tuning import WARPS, Tuning
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.shared import as_float, dot, real_columns
@@ -47,8 +49,9 @@ OfHead: TypeAlias = tuple[Float[Array, "ROWS columns"], Float[Array, ""]]  # o a
 
 
 def tuning_for(group: int) -> Tuning:
-    """Return the usual step for so many query heads; with up to four a program takes 168 registers,
-    counted for an H200."""
+    """Return the default tuning for `group` query heads. With up to four, a program takes 168
+    registers, counted for an H200.
+    """
     return Tuning(tile=128, stages=1, resident=12 if group <= 4 else WARPS)
 
 
@@ -64,14 +67,22 @@ def outlier_values(
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> Pieces:
-    """Return what outliers add to the weighted values of the first limits[b] tokens; equation
-    above, exact up to rounding.
+    """Return what outliers add to the weighted values of the first limits[b] tokens, exact up to
+    rounding.
 
-    scores: fp32, in units of log2, R query heads padded to a power of two; those of other tokens
-    may be anything, as may the slots of pools in which no token counts. residual [B, n, P]: fp16,
-    perhaps as uint16 bits. channels: H, a power of two, at least 16. first: the KV head that the
-    scores begin with. m is NEG_INF, and o is 0, where a program met no slot. Raises ValueError
-    where the tuning's tile is not whole pools.
+    The equation is in the module's docstring. m is NEG_INF and o is 0 if a program met no slot.
+
+    Args:
+        scores: fp32, in units of log2, for R query heads padded to a power of two. Scores of other
+            tokens may be anything, as may the slots of pools in which no token counts.
+        index: places of the slots in their pool.
+        residual: [B, n, P], fp16, or uint16 that holds the bits.
+        ends: for each head, the first slot behind its slots.
+        limits: the number of tokens of each row.
+        channels: H, a power of two, at least 16.
+        first: the KV head of the first scores.
+
+    Raises ValueError if the tuning's tile is not a whole number of pools.
     """
     batch, heads, group, tokens = scores.shape
     pool, tuning = tokens // index.shape[1], tuning or tuning_for(group)
@@ -104,9 +115,9 @@ def _kernel(
     ends_ref, index_ref, residual_ref, scores_ref, m_ref, l_ref, o_ref = refs
     heads, width = o_ref.shape[3], o_ref.shape[2]
 
-    def read(run: Run, place: Callable[[], Array]) -> None:
+    def read(run: TileRun, place: Callable[[], Array]) -> None:
         scores = Unit(scores_ref, run.row, run.head, schedule)
-        own = _Slots(
+        slots = _Slots(
             ends_ref, index_ref, residual_ref, scores, run, first_ref[0] + run.head, pool, width
         )
         nothing = (
@@ -116,7 +127,7 @@ def _kernel(
         of_heads = lax.fori_loop(
             run.first,
             run.end,
-            lambda tile, sums: own.add_tile(tile, schedule.tile, sums, asm),
+            lambda tile, sums: slots.add_tile(tile, schedule.tile, sums, asm),
             [nothing] * heads,
         )
         piece = place()
@@ -129,14 +140,15 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Slots:
-    """The slots that belong to a run of tiles, and their tokens' scores. head: among all KV heads.
-    width: channels of a row of sums."""
+    """The slots of a run of tiles, and the scores of their tokens. `head` counts among all KV
+    heads, and `width` is the number of channels in a row of sums.
+    """
 
     ends: Any
     index: Any
     residual: Any
     scores: Unit
-    tokens: Run
+    tokens: TileRun
     head: Int[Array, ""]
     pool: int
     width: int
@@ -144,10 +156,10 @@ class _Slots:
     def add_tile(
         self, tile: Int[Array, ""], size: int, of_heads: list[OfHead], asm: bool
     ) -> list[OfHead]:
-        """Add the slots of tile number `tile`, of `size` tokens."""
+        """Add the slots of tile number `tile`, which has `size` tokens."""
         lanes = lax.broadcasted_iota(jnp.int32, (size,), 0)
         pool = tile * (size // self.pool) + lanes // self.pool
-        live = pool * self.pool < self.tokens.limit  # where no token counts, ends may be anything
+        live = pool * self.pool < self.tokens.limit  # if no token counts, ends may be anything
         end = self._load(self.ends, pool, self.head, live).astype(jnp.int32)
         begin = self._load(
             self.ends, pool, jnp.maximum(self.head - 1, 0), live & (self.head > 0)
@@ -166,7 +178,7 @@ class _Slots:
         of_heads: list[OfHead],
         asm: bool,
     ) -> list[OfHead]:
-        """Add one slot of each of these pools, where it lies before the end."""
+        """Add one slot of each of these pools, if it lies before the end."""
         used, channels = slot < end, ROWS * self.width
         place = self._load(self.index, pool, slot, used).astype(jnp.int32)
         token, channel = pool * self.pool + place // channels, place % channels
@@ -206,8 +218,9 @@ def _added(
     columns: Float16[Array, "size columns"],
     asm: bool,
 ) -> OfHead:
-    """Return the sums of a query head with these slots. Residuals are 0 where a score is
-    NEG_INF."""
+    """Return the sums of a query head with these slots added. Residuals are 0 for scores of
+    NEG_INF.
+    """
     sums, largest = of_head
     new = jnp.maximum(largest, jnp.max(scores) - WEIGHT_EXPONENT)
     weights = exp2(scores - new, asm).astype(jnp.float16)

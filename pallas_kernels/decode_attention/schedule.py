@@ -1,13 +1,15 @@
-"""Share out the live tiles of a ragged batch among a fixed number of programs, by the rows'
-lengths, on the device.
+"""Share the live tiles of a ragged batch among a fixed number of programs, by the rows' lengths, on
+the device.
 
-    unit u = row * heads + head    has  tiles_u = ceil(limits[row] / tile)  tiles; all units' tiles, in order, are numbered 0 .. T - 1
-    program p                      reads tiles  p * per .. min((p + 1) * per, T) - 1,      per = max(LEAST, ceil(T / programs))
+    unit u = row * heads + head    has    tiles_u = ceil(limits[row] / tile)  tiles
+    the tiles of all units, in order, are numbered 0 .. T - 1
+    program p                      reads  tiles  p * per .. min((p + 1) * per, T) - 1,
+                                          per = max(LEAST, ceil(T / programs))
 
-So no program reads more than its share, however the lengths differ, and what a batch takes follows
-from its live tokens: not from its capacity, nor from its longest row. A program that reads tiles of
-several units leaves a piece for each: piece p + u. Those of one unit lie side by side, and their
-places follow from the lengths alone, so the kernel that merges them needs no table.
+So no program reads more than its share, however much the lengths differ. The time of a batch
+follows from its live tokens, not from its capacity or its longest row. A program that reads tiles
+of several units writes a piece for each: piece p + u. The pieces of one unit are adjacent, and
+their places follow from the lengths alone, so the kernel that merges them needs no table.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-LEAST = 2  # tiles of a program: its first one arrives after a while, in which nothing is computed
+LEAST = 2  # tiles per program: nothing is computed until its first one has arrived
 
 
-class Run(NamedTuple):
-    """Neighbouring tiles of one unit, which a program reads: first <= tile < end, of a row's first
-    `limit` tokens."""
+class TileRun(NamedTuple):
+    """Neighbouring tiles of one unit that a program reads: first <= tile < end, of a row's first
+    `limit` tokens.
+    """
 
     row: Int[Array, ""]
     head: Int[Array, ""]
@@ -39,8 +42,14 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """programs: of the launch, no more than run at a time. tile: tokens. batch, heads: rows and KV
-    heads."""
+    """How the tiles of a batch are shared.
+
+    Args:
+        programs: of the launch, no more than run at a time.
+        tile: tokens of a tile.
+        batch: rows.
+        heads: KV heads.
+    """
 
     programs: int
     tile: int
@@ -53,24 +62,26 @@ class Schedule:
 
     @property
     def pieces(self) -> int:
-        """Return how many places for pieces there are; not all of them are used."""
+        """Return how many places there are for pieces. Not all of them are used."""
         return self.programs + self.units
 
     @property
     def usual_pieces(self) -> int:
-        """Return the pieces of a unit where all rows are equally long, the first and the last of
-        which may be short."""
+        """Return the number of pieces of a unit if all rows are equally long. The first and the
+        last may be short.
+        """
         return pl.cdiv(self.programs, self.units) + 1
 
     def per_program(self, total: Int[Array, ""]) -> Int[Array, ""]:
-        """Return how many of `total` tiles a program reads, at most."""
+        """Return how many of `total` tiles a program reads at most."""
         return jnp.maximum(pl.cdiv(total, self.programs), LEAST)
 
     def tiles(
         self, limits_ref: Any
     ) -> tuple[Int[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
-        """Read (row number, limit, tiles of one head) of each row, padded to a power of two with
-        rows without tokens."""
+        """Read (row number, limit, tiles of one head) of each row, padded with empty rows to a
+        power of two.
+        """
         row = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(self.batch),), 0)
         limits = jnp.where(row < self.batch, limits_ref[jnp.minimum(row, self.batch - 1)], 0)
         return row, limits, pl.cdiv(limits, self.tile)
@@ -78,29 +89,32 @@ class Schedule:
     def share(
         self, limits_ref: Any, program: Int[Array, ""]
     ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Return (first, end) of a program's tiles among all."""
+        """Return (first, end) of a program's tiles among all tiles."""
         total = self.heads * jnp.sum(self.tiles(limits_ref)[2])
         per = self.per_program(total)
         return jnp.minimum(program * per, total), jnp.minimum((program + 1) * per, total)
 
-    def run(self, limits_ref: Any, at: Int[Array, ""], end: Int[Array, ""]) -> Run:
-        """Return the tiles from number `at` on, up to `end` or to the end of their unit. at < T."""
+    def run(self, limits_ref: Any, at: Int[Array, ""], end: Int[Array, ""]) -> TileRun:
+        """Return the tiles from number `at` < T on, up to `end` or to the end of their unit."""
         row, limits, tiles = self.tiles(limits_ref)
         ends = self.heads * (jnp.cumsum(tiles) if self.batch > 1 else tiles)
         before = ends <= at
-        found = jnp.sum(before.astype(jnp.int32))
-        count, limit = (jnp.sum(jnp.where(row == found, numbers, 0)) for numbers in (tiles, limits))
+        here = jnp.sum(before.astype(jnp.int32))
+        count, limit = (jnp.sum(jnp.where(row == here, numbers, 0)) for numbers in (tiles, limits))
         place = at - jnp.max(jnp.where(before, ends, 0))
         head = lax.div(place, jnp.maximum(count, 1))
         first = place - head * count
-        return Run(found, head, first, jnp.minimum(count, first + end - at), limit)
+        return TileRun(here, head, first, jnp.minimum(count, first + end - at), limit)
 
     def for_each_run(
-        self, limits_ref: Any, read: Callable[[Run, Callable[[], Array]], None]
+        self, limits_ref: Any, read: Callable[[TileRun, Callable[[], Array]], None]
     ) -> None:
         """Call `read` with each run of this program's share, and with a function that returns the
-        place of its piece: a kernel calls it after it has read the run, through which the place
-        would take a register."""
+        place of its piece.
+
+        A kernel calls that function after it has read the run, so that the place takes no register
+        meanwhile.
+        """
         program = pl.program_id(0)
         begin, end = self.share(limits_ref, program)
 
@@ -131,8 +145,9 @@ class Schedule:
 )
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Attention over what each program read of each unit, as `Splits` holds it: P = schedule.pieces
-    places, some of which hold nothing."""
+    """Attention over the tiles that each program read of each unit, in the form of `Splits`. There
+    are P = schedule.pieces places, and some are unused.
+    """
 
     m: Float[Array, "P R"]
     l: Float[Array, "P R"]
@@ -143,9 +158,10 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """An array [B, K, ...] in memory at one row and head, indexed as its other axes; either axis
-    may be shorter, where neighbours share an entry. It is what a block of the array would be, for a
-    row that is known when the kernel runs.
+    """An array [B, K, ...] in memory at one row and head, indexed by its other axes.
+
+    Either leading axis may be shorter if neighbours share an entry. This replaces a block of the
+    array for a row that is only known when the kernel runs.
     """
 
     ref: Any
@@ -183,18 +199,17 @@ class Unit:
         return self.ref[self.place(index)]
 
     def place(self, index: Any) -> tuple[Any, ...]:
-        """Return the index of the whole array."""
+        """Return the index into the whole array."""
         return (*self._place, *(index if isinstance(index, tuple) else (index,)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _At:
-    """What `Unit.at` gives, for loads and stores with masks."""
+    """The result of `Unit.at`, for masked loads and stores."""
 
     unit: Unit
 
     def __getitem__(self, index: Any) -> Any:
-        place = (
-            jnp.int32(at) if isinstance(at, int) else at for at in self.unit.place(index)
-        )  # Pallas asks indices for their shape
+        # Pallas asks indices for their shape.
+        place = (jnp.int32(at) if isinstance(at, int) else at for at in self.unit.place(index))
         return self.unit.ref.at[tuple(place)]

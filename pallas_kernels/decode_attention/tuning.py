@@ -1,5 +1,6 @@
-"""Tile sizes, stages and programs of the decode-attention kernel: they change its speed, never its
-result."""
+"""Tile sizes, stages and programs of the decode-attention kernel. They change its speed, never its
+result.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +15,15 @@ from pallas_kernels.readers.base import Reader
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Parameters that change only the speed.
+    """Parameters that change only the speed. The number of programs is `cores` times `resident`
+    (docs/kernels.md).
 
-    tile: tokens of a loop step; warps and stages: Triton's; cores: multiprocessors, None for as
-    many as the device has; resident: programs that run on one of them at a time. The number of
-    programs follows from the last two (docs/kernels.md).
+    Args:
+        tile: tokens of a loop step.
+        warps: Triton's.
+        stages: Triton's.
+        cores: multiprocessors. None takes the number that the device has.
+        resident: programs that run on one multiprocessor at a time.
     """
 
     tile: int = 128
@@ -33,18 +38,20 @@ class Tuning:
         return (device_cores() if self.cores is None else self.cores) * self.resident
 
     def programs(self, units: int, capacity: int) -> int:
-        """Return the programs that share the live tiles of so many rows times KV heads: all that
-        run at a time, none of which waits for another; fewer where there is less than LEAST tiles
-        for each."""
+        """Return the number of programs that share the live tiles of `units` rows times KV heads.
+
+        That is as many as run at a time, so that none waits for another, or fewer if there are less
+        than LEAST tiles for each.
+        """
         return max(1, min(self.running, pl.cdiv(units * pl.cdiv(capacity, self.tile), LEAST)))
 
     def splits(self, programs: int, capacity: int) -> int:
-        """Return the number of splits of the token axis, at least two tiles each, that is fastest
-        for `programs` rows times KV heads.
+        """Return the fastest number of splits of the token axis, of at least two tiles each, for
+        `programs` rows times KV heads.
 
-        Programs run in rounds of as many as the device holds at a time, and each reads its tiles
-        after as long as one takes to arrive. A few programs more than one round would keep the
-        device busy for as long as two.
+        Programs run in rounds of as many as the device holds at a time. Each waits for its first
+        tile about as long as it takes to process one. A few programs more than one round would keep
+        the device busy for two.
         """
         running = self.running
         tiles = capacity // self.tile
@@ -56,14 +63,18 @@ class Tuning:
 
 
 def device_cores() -> int:
-    """Count the multiprocessors of the device that this process runs on; those of an H200 where it
-    is not a GPU."""
+    """Return the number of multiprocessors of this process's device, or of an H200 if it is not a
+    GPU.
+    """
     return getattr(jax.devices()[0], "core_count", None) or H200_CORES
 
 
 def device_shared_bytes() -> int:
-    """Return the shared memory of a multiprocessor of the device that this process runs on: an
-    H200's where it is not a GPU, and the least that any has where its architecture is unknown."""
+    """Return the shared memory of a multiprocessor of this process's device.
+
+    If the device is not a GPU it is an H200's, and if its architecture is unknown, the smallest of
+    all.
+    """
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return (
         SHARED_BYTES["9.0"]
@@ -75,10 +86,10 @@ def device_shared_bytes() -> int:
 TUNING = Tuning()
 H200_CORES = 132
 WARPS = (
-    8  # the most that a multiprocessor's 65536 registers hold, for kernels that use 255 registers
+    8  # The most that a multiprocessor's 65536 registers hold, for kernels that use 255 registers.
 )
-# of a multiprocessor, by compute capability: CUDA's programming guide, table of technical
-# specifications
+# Per multiprocessor, by compute capability. Source: CUDA's programming guide, table of technical
+# specifications.
 SHARED_BYTES = {
     **{"8.0": 167936, "8.6": 102400, "8.7": 167936, "8.9": 102400},
     **{"9.0": 233472, "10.0": 233472, "12.0": 102400},
@@ -87,14 +98,12 @@ OTHER_SHARED_BYTES = 3072  # of each program: for rearranging, and what the syst
 
 
 def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> Tuning:
-    """Return the usual step for these readers, no larger than the capacity, and the number of such
-    programs on a multiprocessor."""
+    """Return the default tuning for these readers: a tile no larger than the capacity, and the
+    number of programs that fit on a multiprocessor.
+    """
     steps = k.step, v.step
-    tile, stages, warps = (
-        min(s.tile for s in steps),
-        min(s.stages for s in steps),
-        max(s.warps for s in steps),
-    )
+    tile, warps = min(s.tile for s in steps), max(s.warps for s in steps)
+    stages = min(s.stages for s in steps)
     if columns > 8:
         tile //= 2
     if not asm and any(s.crowded for s in steps):
@@ -107,13 +116,13 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
 
 
 def shared_bytes(k: Reader, v: Reader, tile: int, stages: int) -> int:
-    """Estimate what a program takes of a multiprocessor's shared memory, within an eighth of what
-    most compiled kernels ask for.
+    """Estimate the shared memory that a program takes, within an eighth of what most compiled
+    kernels ask for.
 
-    A tile of keys and of values for each stage but the one in registers, one more of full-precision
-    values, which dots read where they lie, and what rearranging takes. Kernels with tables ask for
-    more, but registers limit them; 2-bit keys in groups of 64 and 128 tokens for twice as much, 25
-    and 49 KB.
+    That is a tile of keys and of values for each stage except the one in registers, one more tile
+    of full-precision values, which dots read in place, and room for rearranging. Kernels with
+    tables ask for more, but are limited by registers. 2-bit keys in groups of 64 and 128 tokens ask
+    for twice as much, 25 and 49 KB.
     """
     in_place = 0 if v.packed else tile * v.row_bytes
     return (stages - 1) * tile * (k.row_bytes + v.row_bytes) + in_place + OTHER_SHARED_BYTES

@@ -1,19 +1,20 @@
-"""Decode attention over the full-precision windows of a cache: the sink's first tokens and the
-ring's newest ones.
+"""Decode attention over the full-precision windows of a cache: the first tokens in the sink and the
+newest ones in the ring.
 
     m, l, o of  softmax(q . K^T / sqrt(H)) V  over the tokens that no body holds, as one split
                 (partial_attention.py)
 
 A ring of R slots after E sink tokens holds token p in slot (p - E) mod R. Of n tokens, limits[b]
-after the sink are read from the body, and the ring's other tokens here. One program reads both
-windows of a KV head for all of its query heads, a tile of slots after the other. It is one of the
-programs of the kernel that appends the step's token (quantize/append.py), so that windows are one
+after the sink are read from the body, and the other tokens of the ring here. One program reads both
+windows of a KV head for all of its query heads, one tile of slots after another. It is one of the
+programs of the kernel that appends the step's token (quantize/append.py), so the windows take one
 launch.
 
-Keys cached before RoPE are rotated to their positions p as they are read, in fp32, for a slot's
-position is known where it is read:
+Keys cached before RoPE are rotated to their positions p as they are read, in fp32, since the
+position of a slot is known there:
 
-    k_rot = a (k1 cos(p w) - k2 sin(p w), k2 cos(p w) + k1 sin(p w)),    k1, k2 the halves of a key's channels
+    k_rot = a (k1 cos(p w) - k2 sin(p w), k2 cos(p w) + k1 sin(p w))
+            k1, k2 the halves of a key's channels
 """
 
 from __future__ import annotations
@@ -34,22 +35,25 @@ from pallas_kernels.tiles.arithmetic import exp2
 
 DTYPES = ("bfloat16", "float16")
 _TILE_ELEMENTS = 8192  # of the keys of one tile
-# of a tile: tensor cores take no fewer, so a smaller window is read with its last slot repeated
+# Of a tile: tensor cores take no fewer, so a smaller window is read with its last slot repeated.
 _LEAST_ROWS = 16
 
-Rotation = tuple[
-    Float[Array, " half"], Float[Array, ""]
-]  # inverse frequencies w and attention factor a, fp32
+# inverse frequencies w and attention factor a, fp32
+Rotation = tuple[Float[Array, " half"], Float[Array, ""]]
 
 
 class Queries(NamedTuple):
-    """One query token of each sequence, and the tokens of its windows that it attends to: those
+    """One query token of each sequence, and the window tokens that it attends to, which are those
     that the body does not hold.
 
-    q: not scaled. tokens [B]: that the row has, the query's own included; limits [B]: of them in
-    the body. rotation: of keys cached before RoPE; None for keys after it. q, rotated keys and
-    probabilities are rounded to the windows' dtype; scores and sums are fp32. What slots without a
-    token hold is never used.
+    q, rotated keys and probabilities are rounded to the windows' dtype. Scores and sums are fp32.
+    Slots without a token may hold anything.
+
+    Args:
+        q: [B, K, G, H], not scaled.
+        tokens: the tokens of each row, including the query's own.
+        limits: the tokens of each row that are in the body.
+        rotation: for keys cached before RoPE. None for keys after RoPE.
     """
 
     q: Float[Array, "B K G H"]
@@ -59,21 +63,23 @@ class Queries(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return (
-            4 if self.rotation is None else 8
-        )  # rotating takes four times as many instructions as all the rest
+        # Rotating takes four times as many instructions as all the rest.
+        return 4 if self.rotation is None else 8
 
     def check(self, ring: Float[Array, "B K R H"]) -> None:
-        """Raise ValueError for windows that are not read."""
+        """Raise ValueError for windows that kernels cannot read."""
         if ring.dtype.name not in DTYPES:
             raise ValueError(f"windows in {ring.dtype.name}: kernels read {' and '.join(DTYPES)}")
         if not ring.shape[2]:
             raise ValueError("a ring of 0 slots: the newest token needs one")
 
     def arrays(self, dtype: Any) -> tuple[Array, list[Array]]:
-        """Return the queries [B, K, columns, H], with columns of zeros, and what all programs
-        share: of keys to rotate the units of H/2 frequencies, whole and rest, and the attention
-        factor [1]."""
+        """Return the queries [B, K, columns, H], padded with columns of zeros, and the arrays that
+        all programs share.
+
+        These are, for keys to be rotated, the units of H/2 frequencies (whole and rest) and the
+        attention factor [1].
+        """
         group = self.q.shape[2]
         padded = jnp.pad(
             self.q.astype(dtype),
@@ -87,7 +93,7 @@ class Queries(NamedTuple):
 
     @property
     def parts(self) -> list[jax.ShapeDtypeStruct]:
-        """Describe m, l and o: of one split, for query heads padded to a power of two."""
+        """Describe m, l and o of one split, for query heads padded to a power of two."""
         batch, heads, group, channels = self.q.shape
         real = pl.next_power_of_2(group)
         return [
@@ -96,9 +102,8 @@ class Queries(NamedTuple):
         ]
 
 
-class Held(NamedTuple):
-    """The position of the token that a slot holds, and whether it is one of those that are read
-    here."""
+class SlotToken(NamedTuple):
+    """The position of the token in a slot, and whether it is a token to be read here."""
 
     position: Int[Array, " tile"]
     counts: Bool[Array, " tile"]
@@ -106,7 +111,7 @@ class Held(NamedTuple):
 
 @runtime_checkable
 class WindowRows(Protocol):
-    """Keys or values of a window of a KV head, the new token's among them."""
+    """Keys or values of a window of a KV head, including the new token's."""
 
     @property
     def slots(self) -> int: ...
@@ -125,8 +130,15 @@ def attend(
 ) -> None:
     """Attend to the windows of a KV head, in a kernel.
 
-    q, shared: refs of the arrays of `Queries`, [columns, H] and whole. sink, ring: keys and values;
-    a sink without slots has neither. parts: refs of m [R], l [R] and o [H, R], which are written.
+    Args:
+        q: ref of the queries, [columns, H].
+        shared: refs of the shared arrays of `Queries`, whole.
+        sink: keys and values, or nothing if the sink has no slots.
+        ring: keys and values.
+        tokens: the tokens of the row.
+        limit: the tokens of the row that are in the body.
+        parts: refs of m [R], l [R] and o [H, R], which are written.
+        asm: compute with inline assembly.
     """
     units, factor, halves = None, 1.0, 1
     if shared:
@@ -134,42 +146,47 @@ def attend(
         units, factor, halves = Units(whole[...], rest[...]), factor_ref[0], 2
     m_ref, l_ref, o_ref = parts
     columns, channels = q.shape
-    cuts = [
-        pl.ds(half * (channels // halves), channels // halves) for half in range(halves)
-    ]  # of the channels
+    # of the channels
+    cuts = [pl.ds(half * (channels // halves), channels // halves) for half in range(halves)]
     queries, scale = [q[:, cut] for cut in cuts], factor * (LOG2E * channels**-0.5)
     first = sink[0].slots if sink else 0
 
-    def of_sink(slot: Int[Array, " tile"]) -> Held:
-        return Held(slot, slot < tokens)
+    def of_sink(slot: Int[Array, " tile"]) -> SlotToken:
+        return SlotToken(slot, slot < tokens)
 
-    def of_ring(slot: Int[Array, " tile"]) -> Held:
+    def of_ring(slot: Int[Array, " tile"]) -> SlotToken:
         count, newest = ring[0].slots, tokens - 1
         turns = (
             first // count + 2
-        ) * count  # so that the remainder is one of a number that is not negative
+        ) * count  # The added turns keep the dividend of the remainder from being negative.
         position = newest - lax.rem(newest - first - slot + turns, jnp.full_like(slot, count))
-        return Held(position, position >= first + limit)
+        return SlotToken(position, position >= first + limit)
 
     carry = (
         jnp.zeros((channels, columns), jnp.float32),
         jnp.full((columns,), NEG_INF, jnp.float32),
         jnp.zeros((columns,), jnp.float32),
     )
-    for (keys, values), holds in [*([(sink, of_sink)] if sink else []), (ring, of_ring)]:
+    for (keys, values), token_of in [*([(sink, of_sink)] if sink else []), (ring, of_ring)]:
         count = keys.slots
         tile = min(max(_LEAST_ROWS, 1 << (count.bit_length() - 1)), _TILE_ELEMENTS // channels)
 
         def step(
-            i: Array, carry: Any, count=count, holds=holds, keys=keys, values=values, tile=tile
+            i: Array,
+            carry: Any,
+            count=count,
+            token_of=token_of,
+            keys=keys,
+            values=values,
+            tile=tile,
         ) -> Any:
             sums, largest, total = carry
             slot, rows, fresh = _slots(i, tile, count)
-            held = holds(slot)
-            counts = (held.counts & fresh)[:, None]
+            token = token_of(slot)
+            counts = (token.counts & fresh)[:, None]
             parts = [keys[rows, cut] for cut in cuts]
             if units is not None:
-                parts = _rotated(parts, *at_positions(held.position, units))
+                parts = _rotated(parts, *at_positions(token.position, units))
             scores = add_up(dot(k, q, (1, 1)) for k, q in zip(parts, queries, strict=True)) * scale
             scores = jnp.where(counts, scores, NEG_INF)
             new = jnp.maximum(largest, jnp.max(scores, axis=0) - WEIGHT_EXPONENT)
@@ -189,11 +206,11 @@ def attend(
 def _slots(
     i: Array, tile: int, count: int
 ) -> tuple[Int[Array, " tile"], Any, Bool[Array, " tile"]]:
-    """Return the slots of the i-th tile of a window, the index of the rows that are read for them,
-    and which of them are read first now."""
-    start = jnp.minimum(
-        i * tile, max(count - tile, 0)
-    )  # the last tile moves back; what an earlier one read does not count again
+    """Return the slots of the i-th tile of a window, the index of the rows to read for them, and
+    which slots no earlier tile has read.
+    """
+    # The last tile moves back, and masks the slots that an earlier tile has read.
+    start = jnp.minimum(i * tile, max(count - tile, 0))
     slot = start + lax.broadcasted_iota(jnp.int32, (tile,), 0)
     rows = pl.ds(start, tile) if tile <= count else jnp.minimum(slot, count - 1)
     return slot, rows, (slot >= i * tile) & (slot < count)
@@ -204,8 +221,7 @@ def _rotated(
     cos: Float[Array, "tile half"],
     sin: Float[Array, "tile half"],
 ) -> list[Float[Array, "tile half"]]:
-    """Return the halves of keys after RoPE, in the dtype of those before it and without the
-    attention factor."""
+    """Return the halves of keys after RoPE, in their own dtype and without the attention factor."""
     first, second = (half.astype(jnp.float32) for half in halves)
     return [
         half.astype(halves[0].dtype)

@@ -1,1 +1,1 @@
-"""The kernel that quantizes rows and packs their codes."""
+"""The kernels that quantize rows and pack their codes."""

@@ -1,11 +1,11 @@
-"""A new token enters a layer's windows, its query attends to them, and the block that leaves them
-is quantized into the body: one launch.
+"""Append a token to a layer's windows, attend to them with its query, and quantize the block that
+leaves them into the body, in one launch.
 
-What quantizes a block is a `BlockWriter` (writer.py): one for uniform groups (blocks.py), one for
-each of the other formats. All arrays are updated in place: what is not written keeps its memory,
-and where nothing leaves, one row of each window is all that is written. Attention
-(decode_attention/windows.py) is that of windows with the new token in them, which it takes from
-where it comes: programs do not wait for each other.
+A `BlockWriter` (writer.py) quantizes a block: there is one for uniform groups (blocks.py), and one
+for each of the other formats. All arrays are updated in place. Memory that is not written keeps its
+contents, and if no block leaves, one row of each window is all that is written. Attention
+(decode_attention/windows.py) covers the windows with the new token in them. It reads that token
+from its source, because programs do not wait for each other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.windows import Queries, attend
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.blocks import Source, View, Window
+from pallas_kernels.quantize.blocks import RefView, Source, WindowOfHead
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
 
 class Side(NamedTuple):
-    """Keys or values: what is stored, the new row, and how a block is quantized, or the body that
-    takes the row as it is. Without `blocks` only the windows are written."""
+    """Keys or values: the windows, the new row, and the body. Without `blocks` only the windows are
+    written.
+    """
 
     row: Float[Array, "B K 1 H"]
     sink: Float[Array, "B K E H"]
@@ -40,8 +41,11 @@ class Side(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The arrays of a body, what quantizes blocks into them, and what that reads besides: [B, K,
-    ...] all, 1 long where all rows of the batch, or all heads, share an entry."""
+    """The arrays of a body, the writer that quantizes blocks into them, and the writer's other
+    inputs.
+
+    All are [B, K, ...]. An axis is 1 long if all rows of the batch, or all heads, share an entry.
+    """
 
     body: Sequence[Array]
     writer: BlockWriter
@@ -50,15 +54,21 @@ class Blocks(NamedTuple):
 
 class Rows(NamedTuple):
     """A body of rows in full precision, whose blocks are one token: the new token leaves its window
-    at once."""
+    at once.
+    """
 
     body: Float[Array, "B K S H"]
 
 
 class Places(NamedTuple):
-    """Where rows of the batch stand. position: of the new token; new: whether there is one; first:
-    the first token of the block that leaves, counted after the sink; place: of it in the body,
-    which may be a shard of every D-th block; leaving: whether one does.
+    """The state of the rows of the batch.
+
+    Args:
+        position: of the new token.
+        new: True if there is a new token.
+        first: the first token of the block that leaves, counted after the sink.
+        place: of that token in the body, which may be a shard of every D-th block.
+        leaving: True if a block leaves.
     """
 
     position: Int[Array, " B"]
@@ -70,9 +80,19 @@ class Places(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The programs and arrays of one side. start, programs: its programs, of which some
-    `writer.programs` quantize a unit; sink, ring: their slots. copies: the body takes the row as it
-    is. new: a block holds the new token."""
+    """The programs and arrays of one side.
+
+    Args:
+        start: its first program.
+        programs: its number of programs, of which `writer.programs` quantize a unit.
+        sink: slots of the sink.
+        ring: slots of the ring.
+        writer: quantizes blocks, if there are any.
+        copies: the body takes the row as it is.
+        new: a block holds the new token.
+        inputs: how many arrays it reads.
+        stored: how many arrays it updates.
+    """
 
     start: int
     programs: int
@@ -87,8 +107,9 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class _Asking:
-    """The program that attends to the windows, and how many arrays it reads beside them: the shared
-    ones and the queries; 0 for none."""
+    """The program that attends to the windows, and how many arrays it reads for its queries (the
+    shared ones and the queries). 0 means no attention.
+    """
 
     program: int
     inputs: int
@@ -103,33 +124,36 @@ def append_token(
     queries: Queries | None = None,
     launch: Launch = LAUNCH,
 ) -> tuple[tuple[Side, ...], Splits | None]:
-    """Return the sides with each row's new token in its window, and with tokens first .. first +
-    block - 1 in the body where they leave; and the attention of `queries` to the windows, of keys
-    and values in this order.
+    """Append each row's new token. Returns the sides, and the attention of `queries` to the windows
+    if there are any.
 
-    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a
+    Each new token is in its window afterwards, and tokens first .. first + block - 1 are in the
+    body if they leave. Equations and exactness are in the writers.
+
+    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s. R is a
     multiple of a writer's run, so that a block wraps only between two runs. The block that leaves
-    does not hold the new token, unless R is the block. first, place: multiples of the block.
-    Equations and exactness are those of the writers. A body of rows takes the new one at `place`
-    where it leaves. Raises ValueError where a writer cannot serve the format, a block does not fit
-    the ring, or windows are not read.
+    does not hold the new token, unless R is the block. A body of rows takes the new row at `place`
+    if it leaves.
+
+    Args:
+        sides: keys and values, in this order if there are queries.
+        places: the state of the rows. `first` and `place` are multiples of the block.
+        block: tokens of a block.
+        queries: attend to the windows.
+        launch: how the kernel is launched.
+
+    Raises ValueError if a writer cannot serve the format, a block does not fit the ring, or kernels
+    cannot read the windows.
     """
     batch, heads, _, _ = sides[0].row.shape
-    works, inputs, stored, rows, start = (
-        list[_Work](),
-        list[Array](),
-        list[Array](),
-        _new_rows(sides),
-        0,
-    )
+    rows, start = _new_rows(sides), 0
+    works, inputs, stored = list[_Work](), list[Array](), list[Array]()
     for side in sides:
-        work, given, kept = _work_of(side, start, block)
-        works, inputs, stored, start = (
-            [*works, work],
-            [*inputs, *given],
-            [*stored, *kept],
-            start + work.programs,
-        )
+        work, read_arrays, updated_arrays = _work_of(side, start, block)
+        works.append(work)
+        inputs += read_arrays
+        stored += updated_arrays
+        start += work.programs
     warps = max([1, *(work.writer.warps for work in works if work.writer)])
     asking, parts = _Asking(start, 0, launch.asm), list[jax.ShapeDtypeStruct]()
     row_numbers, shared, of_heads = list(places), list[Array](), list[Array]()
@@ -137,19 +161,11 @@ def append_token(
         queries.check(sides[0].ring)
         q, shared = queries.arrays(sides[0].ring.dtype)
         asking, parts = dataclasses.replace(asking, inputs=len(shared) + 1), queries.parts
-        row_numbers, of_heads, warps = (
-            [*places, queries.tokens, queries.limits],
-            [q],
-            max(warps, queries.warps),
-        )
+        row_numbers, of_heads = [*places, queries.tokens, queries.limits], [q]
+        warps = max(warps, queries.warps)
     aliased = [whole_array_but(1, array, (0,)) for array in stored]
-    before = [
-        *(array.astype(jnp.int32) for array in row_numbers),
-        *shared,
-        *of_heads,
-        *rows,
-        *inputs,
-    ]
+    row_numbers = [array.astype(jnp.int32) for array in row_numbers]
+    before = [*row_numbers, *shared, *of_heads, *rows, *inputs]
     outputs = triton_call(
         functools.partial(_kernel, works=tuple(works), rows=len(rows), asking=asking),
         name="append_token",
@@ -169,13 +185,14 @@ def append_token(
         aliases={len(before) + i: i for i in range(len(stored))},
     )(*before, *stored)
     by_side = _by_side(outputs[: len(stored)], [work.stored for work in works])
-    after = tuple(_with_arrays(side, own) for side, own in zip(sides, by_side, strict=True))
+    after = tuple(_with_arrays(side, arrays) for side, arrays in zip(sides, by_side, strict=True))
     return after, Splits(*outputs[len(stored) :]) if parts else None
 
 
 def _work_of(side: Side, start: int, block: int) -> tuple[_Work, Sequence[Array], list[Array]]:
-    """Return the work of a side whose programs begin at `start`, the arrays that it reads beside
-    rows, and those that it updates."""
+    """Return the work of a side whose programs begin at `start`, the arrays that it reads besides
+    rows, and the arrays that it updates.
+    """
     slots, programs = side.ring.shape[2], 1
     inputs, stored = list[Array](), [side.sink, side.ring] if side.sink.shape[2] else [side.ring]
     writer, copies = None, isinstance(side.blocks, Rows)
@@ -194,32 +211,27 @@ def _work_of(side: Side, start: int, block: int) -> tuple[_Work, Sequence[Array]
             )
         writer.check(side.ring, block)
         programs, stored = block // writer.unit * writer.programs, [*stored, *body]
-    return (
-        _Work(
-            start,
-            programs,
-            side.sink.shape[2],
-            slots,
-            writer,
-            copies,
-            slots == block,
-            len(inputs),
-            len(stored),
-        ),
-        inputs,
-        stored,
+    work = _Work(
+        start=start,
+        programs=programs,
+        sink=side.sink.shape[2],
+        ring=slots,
+        writer=writer,
+        copies=copies,
+        new=slots == block,
+        inputs=len(inputs),
+        stored=len(stored),
     )
+    return work, inputs, stored
 
 
 def _new_rows(sides: Sequence[Side]) -> list[Array]:
     """Return the new rows of all sides as one array [B, K, sides, H], which XLA makes in one
-    launch; one by one where they differ in shape or dtype."""
+    launch, or one by one if their shapes or dtypes differ.
+    """
     rows = [side.row for side in sides]
-    return (
-        [jnp.concatenate(rows, axis=2)]
-        if len({(row.shape, row.dtype) for row in rows}) == 1
-        else rows
-    )
+    alike = len({(row.shape, row.dtype) for row in rows}) == 1
+    return [jnp.concatenate(rows, axis=2)] if alike else rows
 
 
 def _by_side(arrays: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
@@ -248,33 +260,26 @@ def _kernel(
     rows: int,
     asking: _Asking,
 ) -> None:
-    # refs: with queries the row's tokens and limit, what is shared, and q [columns, H]; the new
-    # rows [K, sides, H], or [K, 1, H] of each side; of each side its inputs; then sink [K, E, H] if
-    # any, ring [K, R, H] and the body's arrays of each side as they were; and these as they become;
-    # with queries m [R], l [R] and o [H, R]
+    # refs: with queries, the row's tokens and limit, the shared arrays, and q [columns, H]. The new
+    # rows [K, sides, H], or [K, 1, H] of each side. The inputs of each side. Then, of each side,
+    # sink [K, E, H] if any, ring [K, R, H] and the body's arrays before the step, and the same
+    # after it. With queries, m [R], l [R] and o [H, R].
     asked, parts = list[Any](), list[Any]()
     if asking.inputs:
-        asked, parts, refs = (
-            list(refs[: asking.inputs + 2]),
-            list(refs[-3:]),
-            refs[asking.inputs + 2 : -3],
-        )
-    held = sum(work.stored for work in works)
+        asked, parts = list(refs[: asking.inputs + 2]), list(refs[-3:])
+        refs = refs[asking.inputs + 2 : -3]
+    stored = sum(work.stored for work in works)
     of_sides = (
-        _by_side(refs[rows : -2 * held], [work.inputs for work in works]),
-        _by_side(refs[-held:], [work.stored for work in works]),
+        _by_side(refs[rows : -2 * stored], [work.inputs for work in works]),
+        _by_side(refs[-stored:], [work.stored for work in works]),
     )
-    head, program, position, new, leaving = (
-        pl.program_id(1),
-        pl.program_id(2),
-        position_ref[0],
-        new_ref[0] > 0,
-        leaving_ref[0] > 0,
-    )
+    head, program = pl.program_id(1), pl.program_id(2)
+    position, new, leaving = position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
     windows = list[tuple[Source | None, Source]]()
+    # Also for a token in the sink, as XLA does: no token of the ring is there yet.
     for side, (work, inputs, arrays) in enumerate(zip(works, *of_sides, strict=True)):
         of_side = pl.ds(0 if rows == len(works) else side, 1)
-        row = View(
+        row = RefView(
             refs[side if rows == len(works) else 0],
             lambda head, columns, of_side=of_side: (head, of_side, columns),
         )
@@ -292,9 +297,7 @@ def _kernel(
             def _(row=row, sink=sink) -> None:
                 sink[head, pl.ds(position, 1), :] = row[head, :]
 
-        @pl.when(
-            writes
-        )  # of a token in the sink too, as XLA does it: where no token of the ring is yet
+        @pl.when(writes)
         def _(row=row, ring=ring, new_slot=new_slot) -> None:
             ring[head, pl.ds(new_slot, 1), :] = row[head, :]
 
@@ -305,11 +308,10 @@ def _kernel(
                 body[0][head, pl.ds(place_ref[0], 1), :] = row[head, :].astype(body[0].dtype)
 
         if work.writer is not None:
-            own = (
-                program - work.start
-            )  # outside of the branch, where an interpreted kernel knows it
+            # Outside of the branch, so that an interpreted kernel knows it.
+            of_work = program - work.start
 
-            @pl.when(leaving & (own >= 0) & (own < work.programs))
+            @pl.when(leaving & (of_work >= 0) & (of_work < work.programs))
             def _(
                 work=work,
                 writer=work.writer,
@@ -317,15 +319,20 @@ def _kernel(
                 ring=ring,
                 body=body,
                 inputs=inputs,
-                own=own,
+                of_work=of_work,
                 new_slot=new_slot,
             ) -> None:
-                before = lax.div(own, writer.programs) * writer.unit
+                before = lax.div(of_work, writer.programs) * writer.unit
                 source = Source(
                     ring, (first_ref[0] + before) % work.ring, (new_slot, row) if work.new else None
                 )
                 writer.write(
-                    lax.rem(own, writer.programs), head, source, place_ref[0] + before, inputs, body
+                    lax.rem(of_work, writer.programs),
+                    head,
+                    source,
+                    place_ref[0] + before,
+                    inputs,
+                    body,
                 )
 
     if asked:
@@ -333,6 +340,6 @@ def _kernel(
         @pl.when(program == asking.program)
         def _() -> None:
             tokens_ref, limit_ref, *shared, q = asked
-            sinks = [Window(sink, head) for sink, _ in windows if sink is not None]
-            rings = [Window(ring, head) for _, ring in windows]
+            sinks = [WindowOfHead(sink, head) for sink, _ in windows if sink is not None]
+            rings = [WindowOfHead(ring, head) for _, ring in windows]
             attend(q, shared, sinks, rings, tokens_ref[0], limit_ref[0], parts, asking.asm)

@@ -1,5 +1,6 @@
-"""What writers of blocks read and write in the kernel that appends a token (append.py), and the
-writers of uniform groups and of rows."""
+"""The interface between block writers and the kernel that appends a token (append.py), and the
+writers of uniform groups and of full-precision rows.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +13,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantize.kernel import (
-    QUANTIZE_TUNING,
-    channel_kernel,
-    check_format,
-    token_kernel,
-)
+from pallas_kernels.quantize.group_kernels import channel_kernel, token_kernel
+from pallas_kernels.quantize.kernel import QUANTIZE_TUNING, check_format
 from pallas_kernels.quantize.rounding import Job
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN
 
 
-class View:
+class RefView:
     """A ref that is indexed as if it were a part of it."""
 
     def __init__(self, ref: Any, place: Callable[..., tuple[Any, ...]]):
@@ -37,22 +34,30 @@ class View:
 
 
 class Source:
-    """Rows of a window [K, R, H], such as those of a unit: token t lies in slot (slot + t) mod R.
+    """Rows of a window [K, R, H], such as the rows of a unit. Token t lies in slot (slot + t) mod
+    R.
 
-    new: where they may hold the new token, the slot of it, or -1, and its row, [1, columns] of each
-    head. Another program writes that row into the window at this moment, so it is taken from where
-    it comes.
+    Args:
+        window: ref of the window.
+        slot: the slot of token 0.
+        new: if the rows may include the new token, its slot (or -1) and its row, [1, columns] of
+            each head. Another program writes that row into the window at the same time, so it is
+            read from its source.
     """
 
     def __init__(
-        self, window: Any, slot: Int[Array, ""] | int, new: tuple[Int[Array, ""], View] | None
+        self, window: Any, slot: Int[Array, ""] | int, new: tuple[Int[Array, ""], RefView] | None
     ):
         self._window, self._slot, self._new = window, slot, new
         self.heads, self.slots, self.channels = window.shape
 
     def read(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
-        """Return rows in fp32. tokens: of the unit, an array of them, or a slice `pl.ds` of what
-        lies in the ring without a gap."""
+        """Return rows in fp32.
+
+        Args:
+            tokens: an array of tokens of the unit, or a slice `pl.ds` of tokens that are contiguous
+                in the ring.
+        """
         return self.stored(head, tokens, columns).astype(jnp.float32)
 
     def stored(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
@@ -68,8 +73,8 @@ class Source:
         return jnp.where((slots == new_slot)[:, None], row[head, columns], rows)
 
 
-class Window:
-    """The rows of a window of one head, in their own dtype: indexed by slots and columns."""
+class WindowOfHead:
+    """The rows of one head of a window in their own dtype, indexed by slots and columns."""
 
     def __init__(self, source: Source, head: Any):
         self._source, self._head, self.slots = source, head, source.slots
@@ -79,8 +84,9 @@ class Window:
 
 
 class _Rows:
-    """The rows of a source, indexed as kernel.py indexes those of a group of tokens [1, group, H]
-    or of a span [SPAN, H]."""
+    """The rows of a source, indexed as kernel.py indexes a group of tokens [1, group, H] or a span
+    [SPAN, H].
+    """
 
     def __init__(self, source: Source, head: Any):
         self._source, self._head = source, head
@@ -92,10 +98,10 @@ class _Rows:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedBlocks(BlockWriter):
-    """Uniform groups, with the arithmetic of kernel.py; a unit is a group of tokens, or a span.
+    """Uniform groups, with the arithmetic of kernel.py. A unit is a group of tokens, or a span.
 
-    arrays: the words of each plane set [B, K, S / n, w], scale and, where the reader takes one,
-    zero. inputs: the divisor [B, K, 1, H], fp32, where the job has one.
+    arrays: the words of each plane set [B, K, S / n, w], scale and, if the reader takes one, zero.
+    inputs: the divisor [B, K, 1, H], fp32, if the job has one.
     """
 
     job: Job
@@ -106,13 +112,10 @@ class GroupedBlocks(BlockWriter):
 
     @property
     def warps(self) -> int:
-        return (
-            1
-            if self._over_tokens
-            else pl.next_power_of_2(
-                pl.cdiv(self.job.reader.layout.channels, QUANTIZE_TUNING.warp_channels)
-            )
-        )
+        if self._over_tokens:
+            return 1
+        channels = self.job.reader.layout.channels
+        return pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels))
 
     @property
     def _over_tokens(self) -> bool:
@@ -130,7 +133,7 @@ class GroupedBlocks(BlockWriter):
         inputs: Sequence[Any],
         arrays: Sequence[Any],
     ) -> None:
-        divisor = [View(ref, lambda rows, columns: (head, rows, columns)) for ref in inputs]
+        divisor = [RefView(ref, lambda rows, columns: (head, rows, columns)) for ref in inputs]
         views, kernel = (
             (self._token_views, token_kernel)
             if self._over_tokens
@@ -138,40 +141,47 @@ class GroupedBlocks(BlockWriter):
         )
         kernel(_Rows(source, head), *divisor, *views(head, place, arrays), job=self.job)
 
-    def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
+    def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[RefView]:
         """Return the views of a group of tokens: arrays [1, group / slots, w] and [1, H]."""
+        reader = self.job.reader
         row, group, sets = (
-            place // self.job.reader.layout.slots,
-            place // self.job.reader.group,
-            len(self.job.reader.layout.sets),
+            place // reader.layout.slots,
+            place // reader.group,
+            len(reader.layout.sets),
         )
         words = [
-            View(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns))
+            RefView(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns))
             for ref in arrays[:sets]
         ]
         return words + [
-            View(ref, lambda _, columns: (head, pl.ds(group, 1), columns)) for ref in arrays[sets:]
+            RefView(ref, lambda _, columns: (head, pl.ds(group, 1), columns))
+            for ref in arrays[sets:]
         ]
 
-    def _channel_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
+    def _channel_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[RefView]:
         """Return the views of a span whose groups run over channels: arrays [SPAN / slots, w] and
-        [H / group, SPAN]."""
+        [H / group, SPAN].
+        """
         slots, sets = self.job.reader.layout.slots, len(self.job.reader.layout.sets)
         row, count = place // slots, SPAN // slots
         words = [
-            View(ref, lambda _, columns: (head, pl.ds(row, count), columns))
+            RefView(ref, lambda _, columns: (head, pl.ds(row, count), columns))
             for ref in arrays[:sets]
         ]
         return words + [
-            View(ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size)))
+            RefView(
+                ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size))
+            )
             for ref in arrays[sets:]
         ]
 
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks(BlockWriter):
-    """Rows in full precision, behind windows: a block is copied. arrays: the body [B, K, S, H].
-    inputs: none."""
+    """Rows in full precision, behind windows. A block is copied.
+
+    arrays: the body [B, K, S, H]. inputs: none.
+    """
 
     tokens: int  # of a unit, a power of two
 

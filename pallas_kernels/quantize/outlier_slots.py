@@ -1,15 +1,16 @@
-"""Outliers of a block are collected into the slots of their pool as the block leaves its ring
+"""Collect the outliers of a block into the slots of their pool as the block leaves its ring
 (table.py).
 
-    index[p, e] = (t within the pool) * H + h,   residual[p, e] = x - x^,   ends[p, k] the first slot behind those of head k
+    index[p, e] = (t within the pool) * H + h,   residual[p, e] = x - x^,
+    ends[p, k]  = the first slot behind the slots of head k
 
-sorted by head, then token, then channel; what lies behind the last end is zero. Where a pool has
-more outliers than slots, the largest residuals are kept, of equal ones the first. These are the
-equations of `kvq_jax.arrays.sparse_outliers`.
+Slots are sorted by head, then token, then channel. Slots behind the last end are zero. If a pool
+has more outliers than slots, the largest residuals are kept, and of equal ones the first. These are
+the equations of `kvq_jax.arrays.sparse_outliers`.
 
-A program writes the slots of one head, and so counts the outliers of all: each of the K programs of
-a pool counts them anew. Which residuals are kept is found by bisection on their bits, where there
-are too many: up to 31 rounds, in which all are computed.
+A program writes the slots of one head, and has to count the outliers of all heads. So each of the K
+programs of a pool counts them again. If there are too many, bisection on the bits of the residuals
+finds which ones to keep, in up to 31 rounds that compute all residuals.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tiles.layout import SPAN
 
-MOST_DROPPED = (1 << 16) - 1  # that 16 bits count
-_LARGEST = 0x7F800000  # bits of infinity, as of fp32: residuals are smaller
+MOST_DROPPED = (1 << 16) - 1  # the most that 16 bits count
+_LARGEST = 0x7F800000  # the bits of fp32 infinity, which are above the bits of any residual
 _AT_ONCE = 128  # unused slots that a step clears
 
 Tile = Float[Array, "32 H"]
-Residuals = Callable[
-    [Any, int], tuple[Bool[Array, "32 H"], Tile]
-]  # of a head, and of a span of the pool from this token on
+# The arguments are a head, and the first token of a span of the pool.
+Residuals = Callable[[Any, int], tuple[Bool[Array, "32 H"], Tile]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """The slots of a pool: `tokens` that share `count`. overflows: they may have more outliers,
-    which are counted in an array."""
+    """The slots of a pool: `tokens` share `count` slots. If `overflows`, there may be more outliers
+    than that, and the dropped ones are counted in an array.
+    """
 
     tokens: int
     count: int
@@ -56,17 +57,24 @@ def collect(
     pool: Any,
     refs: Sequence[Any],
 ) -> None:
-    """Write the slots of one head of a pool. refs: index [n, P], residual [n, P], ends [n, K] and,
-    where slots overflow, dropped [n].
+    """Write the slots of one head of a pool.
 
-    residuals gives the mask of outliers and x - x^, fp32, of a head's SPAN tokens.
+    Args:
+        slots: of a pool.
+        residuals: returns the mask of outliers and x - x^, fp32, of SPAN tokens of a head.
+        head: whose slots are written.
+        heads: K.
+        channels: H.
+        pool: its number.
+        refs: index [n, P], residual [n, P], ends [n, K] and, if slots overflow, dropped [n].
     """
     index_ref, residual_ref, ends_ref, *dropped_ref = refs
     spans = range(0, slots.tokens, SPAN)
 
     def counted(least: Any) -> tuple[Array, Array]:
-        """Return how many outliers have residuals of more bits than these, in the heads before, and
-        in all heads."""
+        """Return how many outliers have residuals with larger bits, in the heads before this one
+        and in all heads.
+        """
         return _over_heads(
             head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits > least)
         )
@@ -93,7 +101,8 @@ def collect(
             equal = mask & (bits == least)
             kept |= equal & (equals + _rank(equal) < kept_equal)
             equals = equals + _sum(equal)
-        at = jnp.where(kept, place + _rank(kept), slots.count)  # beyond the slots for what has none
+        # beyond the slots for entries that have none
+        at = jnp.where(kept, place + _rank(kept), slots.count)
         token, channel = (lax.broadcasted_iota(jnp.int32, mask.shape, axis) for axis in (0, 1))
         largest = float(jnp.finfo(residual_ref.dtype).max)
         plt.store(
@@ -114,11 +123,11 @@ def collect(
 
 
 def _over_heads(head: Any, heads: int, count: Callable[[Any], Array]) -> tuple[Array, Array]:
-    """Return the sums of the counts of the heads before, and of all."""
+    """Return the sum of the counts over the heads before this one, and over all heads."""
 
     def add(other: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        own = count(other)
-        return sums[0] + jnp.where(other < head, own, 0), sums[1] + own
+        of_head = count(other)
+        return sums[0] + jnp.where(other < head, of_head, 0), sums[1] + of_head
 
     return lax.fori_loop(0, heads, add, (jnp.int32(0), jnp.int32(0)))
 
@@ -134,16 +143,17 @@ def _count(
 
 
 def _least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> Int[Array, ""]:
-    """Return the bits beyond which all residuals have a slot: the least b with larger(b) <= slots,
-    or one with as many; -1 if all have."""
+    """Return the bits above which every residual has a slot: the least b with larger(b) <= slots,
+    or one with as many, or -1 if all have a slot.
+    """
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + lax.div(high - low, 2)
         count = larger(middle)
-        return jnp.where(
-            count <= slots, jnp.where(count == slots, middle, low), middle + 1
-        ), jnp.where(count <= slots, middle, high)
+        fits = count <= slots
+        low = jnp.where(fits, jnp.where(count == slots, middle, low), middle + 1)
+        return low, jnp.where(fits, middle, high)
 
     too_many = (total > slots).astype(jnp.int32)
     bounds = too_many - 1, too_many * (_LARGEST + 1) - 1
@@ -151,12 +161,12 @@ def _least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> I
 
 
 def _bits(residual: Tile) -> Int[Array, "32 H"]:
-    """Return the bits of the magnitudes, which are ordered as they are."""
+    """Return the bits of the magnitudes, which have the same order as the magnitudes."""
     return lax.bitcast_convert_type(jnp.abs(residual), jnp.int32)
 
 
 def _rank(mask: Bool[Array, "32 H"]) -> Int[Array, "32 H"]:
-    """Return how many entries of the mask come before each, by token and then by channel."""
+    """Return how many entries of the mask come before each entry, by token and then by channel."""
     ones = mask.astype(jnp.int32)
     of_tokens = jnp.sum(ones, axis=1)
     return jnp.cumsum(ones, axis=1) - ones + (jnp.cumsum(of_tokens) - of_tokens)[:, None]

@@ -1,22 +1,22 @@
-"""Blocks of keys in polar form are quantized as they leave their ring: an angle and a radius for
-each RoPE pair (i, i + H/2).
+"""Quantize blocks of keys to polar form as they leave their ring: an angle and a radius for each
+RoPE pair (i, i + H/2).
 
-    k_i = r cos(theta),  k_{i+H/2} = r sin(theta),      code = floor((v - least) / step),  step = (most - least) / 2^b
+    k_i = r cos(theta),  k_{i+H/2} = r sin(theta),
+    code = floor((v - least) / step),  step = (most - least) / 2^b
 
 for v = r and v = theta, over a group of tokens of a pair. The circle of a group's angles is cut
 open in its largest gap, or at the angle 0. These are the equations of `kvq_jax.arrays.polar_array`,
 which also describes their behaviour on entries that are not finite.
 
-Exactness. Step and least value are equal to 1 ulp of the stored dtype, for the angles as long as
-both find the same gap; codes differ by one where v lies within rounding of a bin's edge, for a GPU
-divides approximately and has its own arc tangent.
+Exactness. Steps and least values are equal to 1 ulp of the stored dtype, for angles provided that
+both implementations find the same gap. Codes differ by one if v lies within rounding of a bin's
+edge, because a GPU divides approximately and has its own arc tangent.
 
-The largest gap needs the angle before each angle. There is no sort in a kernel, so each angle is
-compared with all: the loop takes a token at a time, makes its angle once more, and keeps the
-largest below each of the tile's. That is 3 operations for each two of n tokens, in place of
-log^2(n) / 2 exchanges: for 128 tokens, by estimate, some 20,000 instructions of a warp, in one step
-of 128.
-Source: Wu et al., PolarQuant, sections 3.1 and 3.2.
+The largest gap needs the predecessor of each angle. Kernels cannot sort, so each angle is compared
+with all others: the loop takes one token at a time, computes its angle again, and keeps for each
+angle of the tile the largest one below it. That is 3 operations for each two of n tokens, in place
+of log^2(n) / 2 exchanges. For 128 tokens it is an estimated 20,000 instructions of a warp, in one
+step of 128. Source: Wu et al., PolarQuant, sections 3.1 and 3.2.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ _LEAST_COLUMNS = 8
 
 
 class Polar(NamedTuple):
-    """radius; angle in [-pi, pi); finite: both entries of the pair are; counted: it has an angle
-    besides. All [rows, columns]."""
+    """Pairs in polar form, all [rows, columns].
+
+    radius; angle in [-pi, pi); finite: both entries of the pair are finite; counted: the pair also
+    has an angle.
+    """
 
     radius: Float[Array, "rows columns"]
     angle: Float[Array, "rows columns"]
@@ -55,12 +58,17 @@ class Polar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PolarBlocks(BlockWriter):
-    """Keys after RoPE in groups of tokens, which are the units. layout: of the codes radius code <<
-    angle_bits | angle code of H/2 pairs.
+    """Keys after RoPE in groups of tokens, which are the units.
+
+    Args:
+        layout: of the codes radius code << angle_bits | angle code of H/2 pairs.
+        angle_bits: of an angle code.
+        group: tokens of a group.
+        in_gap: cut the circle in its largest gap, else at the angle 0.
+        scale_dtype: of steps and least values.
 
     arrays: the words of each plane set [B, K, S / n, w], then step and least value of the radii,
-    and of the angles, [B, K, S / group, H/2]. inputs: none. in_gap: the circle is cut in its
-    largest gap, else at the angle 0.
+    and of the angles, [B, K, S / group, H/2]. inputs: none.
     """
 
     layout: PlaneLayout
@@ -158,30 +166,30 @@ class PolarBlocks(BlockWriter):
     def _starts(
         self, tiles: Sequence[Sequence[Polar]], pairs: Callable[[Any, int], Polar]
     ) -> list[Float[Array, " columns"]]:
-        """Return the angle at which the largest gap between a group's angles ends, the smallest
-        such angle; 0 where none counts."""
+        """Return the smallest angle at which the largest gap between a group's angles ends, or 0 if
+        no angle counts.
+        """
 
         def compare(token: Int[Array, ""], below: Any) -> Any:
             others = [pairs(pl.ds(token, 1), chunk) for chunk in range(len(tiles))]
             return [
                 [
-                    _larger_below(tile, found, other)
-                    for tile, found in zip(slots, founds, strict=True)
+                    _larger_below(tile, nearest, other)
+                    for tile, nearest in zip(slots, of_slots, strict=True)
                 ]
-                for slots, founds, other in zip(tiles, below, others, strict=True)
+                for slots, of_slots, other in zip(tiles, below, others, strict=True)
             ]
 
         nothing = [[jnp.full(tile.angle.shape, -jnp.inf) for tile in slots] for slots in tiles]
         below = lax.fori_loop(0, self.group, compare, nothing)
-        return [_start(slots, founds) for slots, founds in zip(tiles, below, strict=True)]
+        return [_start(slots, of_slots) for slots, of_slots in zip(tiles, below, strict=True)]
 
     def _bins(self, values: Sequence[Array], counted: Sequence[Array], bits: int) -> Bins:
-        """Return the bin of each value in the range of those that count, whose step and least value
-        are as they are stored."""
-        low, high = (
-            _extreme(jnp.minimum, jnp.min, values, counted, jnp.inf),
-            _extreme(jnp.maximum, jnp.max, values, counted, -jnp.inf),
-        )
+        """Return the bin of each value in the range of the values that count. Step and least value
+        are rounded as they are stored.
+        """
+        low = _extreme(jnp.minimum, jnp.min, values, counted, jnp.inf)
+        high = _extreme(jnp.maximum, jnp.max, values, counted, -jnp.inf)
         low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in (low, high))
         step, least = (
             (x.astype(self.scale_dtype)).astype(jnp.float32)
@@ -195,8 +203,9 @@ class PolarBlocks(BlockWriter):
 
 
 class Bins(NamedTuple):
-    """int32 codes of the tokens of each slot, and the step and least value [columns] of their
-    group, fp32 numbers of the stored dtype."""
+    """int32 codes of the tokens of each slot, and the step and least value [columns] of their group
+    as fp32 numbers of the stored dtype.
+    """
 
     codes: list[Int[Array, "rows columns"]]
     step: Float[Array, " columns"]
@@ -206,8 +215,9 @@ class Bins(NamedTuple):
 def to_polar(
     x: Float[Array, "rows columns"], y: Float[Array, "rows columns"], limit: float
 ) -> Polar:
-    """Return the polar form of pairs, as `polar_array.to_polar` has it: NaN counts as 0, infinities
-    as `limit`, which bounds radii too."""
+    """Return pairs in polar form, as `polar_array.to_polar` does: NaN counts as 0, infinities as
+    `limit`, which also bounds radii.
+    """
     finite = (jnp.abs(x) < jnp.inf) & (jnp.abs(y) < jnp.inf)
     x, y = (jnp.where(part == part, jnp.clip(part, -limit, limit), 0.0) for part in (x, y))
     larger, smaller = jnp.maximum(jnp.abs(x), jnp.abs(y)), jnp.minimum(jnp.abs(x), jnp.abs(y))
@@ -229,23 +239,22 @@ def from_cut(
 
 
 def _larger_below(
-    tile: Polar, found: Float[Array, "rows columns"], other: Polar
+    tile: Polar, nearest: Float[Array, "rows columns"], other: Polar
 ) -> Float[Array, "rows columns"]:
-    """Return the larger of the angles found below those of a tile and another one, [1, columns],
-    where that is below and counts."""
+    """Return, for each angle of a tile, the larger of the largest angle below it so far and the
+    other one, [1, columns], if that is below it and counts.
+    """
     return jnp.where(
-        other.counted & (other.angle < tile.angle), jnp.maximum(found, other.angle), found
+        other.counted & (other.angle < tile.angle), jnp.maximum(nearest, other.angle), nearest
     )
 
 
 def _start(slots: Sequence[Polar], below: Sequence[Array]) -> Float[Array, " columns"]:
     angles, counted = [tile.angle for tile in slots], [tile.counted for tile in slots]
-    first, last = (
-        _extreme(jnp.minimum, jnp.min, angles, counted, jnp.inf),
-        _extreme(jnp.maximum, jnp.max, angles, counted, -jnp.inf),
-    )
-    before = [jnp.where(found > -jnp.inf, found, (last - TURN)[None]) for found in below]
-    gaps = [angle - found for angle, found in zip(angles, before, strict=True)]
+    first = _extreme(jnp.minimum, jnp.min, angles, counted, jnp.inf)
+    last = _extreme(jnp.maximum, jnp.max, angles, counted, -jnp.inf)
+    before = [jnp.where(nearest > -jnp.inf, nearest, (last - TURN)[None]) for nearest in below]
+    gaps = [angle - previous for angle, previous in zip(angles, before, strict=True)]
     widest = _extreme(jnp.maximum, jnp.max, gaps, counted, -jnp.inf)
     ends = [mask & (gap == widest[None]) for gap, mask in zip(gaps, counted, strict=True)]
     start = _extreme(jnp.minimum, jnp.min, angles, ends, jnp.inf)
@@ -255,8 +264,9 @@ def _start(slots: Sequence[Polar], below: Sequence[Array]) -> Float[Array, " col
 def _extreme(
     pairwise: Any, reduced: Any, values: Sequence[Array], counted: Sequence[Array], nothing: float
 ) -> Float[Array, " columns"]:
-    """Return the smallest or largest of the values that count, for each column; `nothing` where
-    none does."""
+    """Return the smallest or largest of the values that count, for each column, or `nothing` if
+    none does.
+    """
     return reduced(
         fold(
             pairwise, [jnp.where(mask, v, nothing) for v, mask in zip(values, counted, strict=True)]

@@ -1,5 +1,6 @@
 """The arithmetic of kernel.py: from a group's range to its scale, its zero point and the constants
-that turn its elements into codes."""
+that turn its elements into codes.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Quantizer(NamedTuple):
     """Constants that turn the elements of groups into codes: round((x - origin) * inverse + first)
     - near, clipped to 0 .. top.
 
-    Shaped to broadcast to the groups' tiles. scale and zero are as stored, but in fp32; first is
-    Job.near, except in groups of zeros.
+    They broadcast to the groups' tiles. scale and zero are rounded as they are stored, but in fp32.
+    first is Job.near, except in groups of zeros.
     """
 
     scale: Number
@@ -85,13 +86,13 @@ class Job:
         return Quantizer(scale, self.stored(exact), exact, inverse, first, 2.0 * self.reach)
 
     def stored(self, scale: Array) -> Array:
-        """Round a scale or zero point to the dtype that is stored, in fp32."""
+        """Round a scale or zero point to the stored dtype, and return it in fp32."""
         return scale.astype(self.reader.scale_dtype).astype(jnp.float32)
 
     def levels(self, x: Array, quantizer: Quantizer) -> Array:
         """Return _ROUND + code of each element, exactly."""
-        # max and min stand between the additions of constants, which XLA would otherwise join where
-        # it interprets the kernel
+        # max and min separate the additions of constants, which XLA would otherwise combine when it
+        # interprets the kernel.
         q = jnp.maximum(
             self._multiply_add(x - quantizer.origin, quantizer.inverse, quantizer.first), self.near
         )
@@ -110,17 +111,22 @@ class Job:
 
 
 def saturation_limit(dtype: DTypeLike) -> float:
-    """Return the magnitude at which entries saturate: a group's range, its scale rounded up, must
-    fit the stored dtype."""
+    """Return the magnitude at which entries saturate, so that a group's range fits the stored dtype
+    even after its scale is rounded up.
+    """
     known = jnp.finfo(dtype)
     return float(known.max) / 2 * (1 - float(known.eps))
 
 
 def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:
-    """Return True where all elements are finite and within the limit.
+    """Return True if all elements are finite and within the limit.
 
-    total: sums of elements, which any non-finite one leaves non-finite; the GPU's min and max pass
-    over nan.
+    Args:
+        low: minima of elements.
+        high: maxima of elements.
+        total: sums of elements, which are non-finite if any element is. The GPU's min and max
+            ignore NaN.
+        limit: the largest magnitude.
     """
     worst = jnp.where(jnp.abs(total) < jnp.inf, jnp.maximum(-low, high), jnp.inf)
     while worst.ndim:
@@ -134,12 +140,14 @@ def finite_or(x: Array, otherwise: float) -> Array:
 
 
 def within_limit(bound: Array, limit: float) -> Array:
-    """Clip a minimum or maximum of finite elements to the limit; 0 where there was none."""
+    """Clip a minimum or maximum of finite elements to the limit, or return 0 if there were none."""
     return jnp.clip(finite_or(bound, 0.0), -limit, limit)
 
 
 def cleaned(x: Array, low: Array, high: Array) -> Array:
-    """Replace infinite elements by the group's extremes, and nan by its level nearest zero."""
+    """Replace infinite elements by the group's extremes, and NaN by the value of its range nearest
+    zero.
+    """
     return jnp.clip(jnp.where(x == x, x, 0.0), low, high)
 
 

@@ -1,21 +1,22 @@
-"""Blocks of codes that index a table are quantized as they leave their ring, and their outliers are
-collected (outlier_slots.py).
+"""Quantize blocks of codes that index a table as they leave their ring, and collect their outliers
+(outlier_slots.py).
 
-    code = the number of midpoints between levels below (x - zero) / scale,      x ~ values[code] * scale + zero  (+ residual)
+    code = the number of midpoints between levels below (x - zero) / scale
+    x ~ values[code] * scale + zero  (+ residual)
 
-Scale and zero point are half a range and its middle: the range of a channel, which comes with the
-parameters, or that of a token's entries in a group of channels, in one head or in all, without its
-outliers. These are the equations of `kvq_jax.arrays.codebook_array` and of the codecs that use it,
-which also describe their behaviour on entries that are not finite.
+The scale is half of a range, and the zero point is its middle. The range belongs to a channel and
+comes with the parameters, or it is the range of a token's entries, without outliers, in a group of
+channels of one head or of all heads. These are the equations of `kvq_jax.arrays.codebook_array` and
+of the codecs that use it, which also describe their behaviour on entries that are not finite.
 
-Exactness. Scales and zero points are equal; codes differ by one where a quotient lies within
-rounding of a midpoint, for a GPU divides approximately.
+Exactness. Scales and zero points are equal. Codes differ by one if a quotient lies within rounding
+of a midpoint, because a GPU divides approximately.
 
-A token's thresholds are entries of it: `per_side` lie beyond each. There is no sort in a kernel, so
-the largest entry is found, then the largest below it, and so on, over the heads one after the
-other. Each program finds them anew for its own head. For 1 % of 1024 channels that is 14 times 8
-heads: by estimate, some 20,000 instructions of a warp, in one step of 32.
-Source: Hooper et al., KVQuant, sections 3.3 and 3.4.
+A token's thresholds are two of its entries: `per_side` entries lie beyond each. Kernels cannot
+sort, so the largest entry is found, then the largest below it, and so on, over one head after
+another. Each program repeats this for its own head. For 1 % of 1024 channels that is 14 times 8
+heads, an estimated 20,000 instructions of a warp, in one step of 32. Source: Hooper et al.,
+KVQuant, sections 3.3 and 3.4.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 
 Vector = Float[Array, " tokens"]
-RangesOf = Callable[[Any, Any], "Ranges"]  # of a head, and of columns, which are in one group
+RangesOf = Callable[[Any, Any], "Ranges"]  # The arguments are a head, and columns of one group.
 
 
-class Table(NamedTuple):
-    """The numbers of a table, as scalars: levels, which codes are chosen from, and the values that
-    they are read as."""
+class LevelTable(NamedTuple):
+    """The numbers of a table, as scalars: the levels that codes are chosen by, and the values that
+    codes stand for.
+    """
 
     levels: list[Float[Array, ""]]
     values: list[Float[Array, ""]]
@@ -51,7 +53,7 @@ class Table(NamedTuple):
     def codes(
         self, x: Float[Array, "rows columns"], scale: Array, zero: Array
     ) -> Int[Array, "rows columns"]:
-        """Return the index of the nearest level to (x - zero) / scale, the lower one on a tie."""
+        """Return the index of the level nearest to (x - zero) / scale, the lower one on a tie."""
         y = (x - zero) / jnp.where(scale == 0, 1.0, scale)
         codes = jnp.zeros(y.shape, jnp.int32)
         for low, high in zip(self.levels, self.levels[1:], strict=False):
@@ -71,12 +73,12 @@ class Table(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What the codes of a tile depend on, fp32, [rows, columns] or 1 long where rows or columns
-    share it.
+    """The numbers that the codes of a tile depend on, fp32, [rows, columns], or 1 long if rows or
+    columns share them.
 
-    low, high: the range that entries which are not finite are brought into, and of tokens all.
-    lower, upper: thresholds of outliers; None where there are none. scale, zero: as they are
-    stored.
+    low, high: the range that non-finite entries are clipped to, and all entries if the range
+    belongs to tokens. lower, upper: thresholds of outliers, or None without outliers. scale, zero:
+    rounded as they are stored.
     """
 
     low: Array
@@ -88,7 +90,7 @@ class Ranges(NamedTuple):
     of_tokens: bool
 
     def clean(self, x: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-        """Return x with what is not finite replaced."""
+        """Return x with non-finite entries replaced."""
         inside = jnp.clip(jnp.where(x == x, x, 0.0), self.low, self.high)
         return inside if self.of_tokens else jnp.where(jnp.abs(x) < jnp.inf, x, inside)
 
@@ -98,7 +100,7 @@ class Ranges(NamedTuple):
         return (clean < self.lower) | (clean > self.upper)
 
     def of_slot(self, slot: int, slots: int) -> Ranges:
-        """Return the ranges of the tokens of a slot, of a span's."""
+        """Return the ranges of the tokens of one slot of a span."""
 
         def rows(statistic: Array | None) -> Array | None:
             if statistic is None or slots == 1 or statistic.shape[0] == 1:
@@ -119,12 +121,19 @@ class Ranges(NamedTuple):
 class TableBlocks(BlockWriter):
     """Codes that index a table. Units are the tokens that share slots for outliers, or spans.
 
-    group: the channels of a token that share a scale and zero point, `heads` times those of one
-    head; None where these belong to channels. per_side: the outliers among a token's largest
-    entries, and among its smallest; 0 where thresholds are given.
+    Args:
+        layout: of the codes.
+        group: the channels of a token that share a scale and zero point, in `heads` heads. None if
+            scale and zero point belong to channels.
+        heads: neighbouring heads that share them.
+        scale_dtype: of scales and zero points of tokens.
+        slots: for outliers, if there are any.
+        per_side: how many outliers are among a token's largest entries, and among its smallest. 0
+            if the thresholds are inputs.
+
     arrays: the words of each plane set [B, K, S / n, w]; scale and zero, [B, K / heads, H / group,
-    S], of tokens; with slots those of outlier_slots.py.
-    inputs, fp32: levels and values [1, 1, 2^bits]; of channels scale and zero [1, K, H]; then, with
+    S], if they belong to tokens; with slots also the arrays of outlier_slots.py. inputs, fp32:
+    levels and values [1, 1, 2^bits]; scale and zero [1, K, H] if they belong to channels; with
     outliers and without `per_side`, the thresholds, [1, K, H] of channels or [1, 1, 1] of all.
     """
 
@@ -183,7 +192,7 @@ class TableBlocks(BlockWriter):
     ) -> None:
         p, sets = self.layout, len(self.layout.sets)
         levels, values, *inputs = inputs
-        table = Table(*([ref[0, i] for i in range(1 << p.bits)] for ref in (levels, values)))
+        table = LevelTable(*([ref[0, i] for i in range(1 << p.bits)] for ref in (levels, values)))
         scales, of_slots = (
             (arrays[sets : sets + 2], arrays[sets + 2 :]) if self.group else ((), arrays[sets:])
         )
@@ -198,14 +207,9 @@ class TableBlocks(BlockWriter):
                 tokens = span + tokens_of_slot(p, slot, SPAN)
                 for chunk in range(p.chunks):
                     columns = pl.ds(chunk * p.width, p.width)
-                    own = of_span(head, columns).of_slot(slot, p.slots)
-                    words.add(
-                        slot,
-                        chunk,
-                        table.codes(
-                            own.clean(source.read(head, tokens, columns)), own.scale, own.zero
-                        ),
-                    )
+                    of_slot = of_span(head, columns).of_slot(slot, p.slots)
+                    x = of_slot.clean(source.read(head, tokens, columns))
+                    words.add(slot, chunk, table.codes(x, of_slot.scale, of_slot.zero))
             words.store()
             if self.group:
                 pl.when((head == 0) | (self.heads == 1))(
@@ -217,12 +221,10 @@ class TableBlocks(BlockWriter):
 
             def residuals(head: Any, span: int) -> tuple[Array, Array]:
                 whole = pl.ds(0, source.channels)
-                own = ranges[span // SPAN](head, whole)
-                clean = own.clean(source.read(head, span + _tokens(), whole))
-                dense = (
-                    table.look_up(table.codes(clean, own.scale, own.zero)) * own.scale + own.zero
-                )
-                return own.outliers(clean), clean - dense
+                of_span = ranges[span // SPAN](head, whole)
+                clean = of_span.clean(source.read(head, span + _tokens(), whole))
+                entries = table.look_up(table.codes(clean, of_span.scale, of_span.zero))
+                return of_span.outliers(clean), clean - (entries * of_span.scale + of_span.zero)
 
             collect(
                 self.slots,
@@ -235,7 +237,7 @@ class TableBlocks(BlockWriter):
             )
 
     def _of_channels(self, inputs: Sequence[Any]) -> RangesOf:
-        """Return the ranges of channels, which came with the parameters."""
+        """Return the ranges of channels, which come with the parameters."""
 
         def ranges(head: Any, columns: Any) -> Ranges:
             scale, zero, *thresholds = (ref[head, columns][None] for ref in inputs)
@@ -245,7 +247,7 @@ class TableBlocks(BlockWriter):
         return ranges
 
     def _of_tokens(self, source: Source, head: Any, span: int, inputs: Sequence[Any]) -> RangesOf:
-        """Return the ranges of the tokens of a span, of each group of channels."""
+        """Return the ranges of the tokens of a span in each group of channels."""
         assert self.group is not None
         starts = range(0, source.channels, self.group)
         groups = [
@@ -256,13 +258,8 @@ class TableBlocks(BlockWriter):
     def _of_group(
         self, source: Source, head: Any, span: int, columns: Any, inputs: Sequence[Any]
     ) -> Ranges:
-        limit, none = (
-            saturation_limit(self.scale_dtype),
-            (
-                jnp.full((SPAN,), jnp.inf),
-                jnp.full((SPAN,), -jnp.inf),
-            ),
-        )
+        limit = saturation_limit(self.scale_dtype)
+        none = jnp.full((SPAN,), jnp.inf), jnp.full((SPAN,), -jnp.inf)
 
         def over_heads(step: Callable[[Any, Any], Any], start: Any) -> Any:
             return (
@@ -270,8 +267,9 @@ class TableBlocks(BlockWriter):
             )
 
         def range_of(entries: Callable[[Any], tuple[Array, Array]]) -> list[Array]:
-            """Return the least and the largest of the entries (of a head) that count; 0 where none
-            does."""
+            """Return the least and the largest of the entries (of a head) that count, or 0 if none
+            does.
+            """
 
             def widen(head: Any, bounds: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
                 x, counts = entries(head)
@@ -296,8 +294,8 @@ class TableBlocks(BlockWriter):
         low, high = range_of(finite)
         ranges = Ranges(low, high, None, None, low, high, True)
         if self.slots:
-            given = [ref[0, pl.ds(0, 1)][None] for ref in inputs]
-            lower, upper = given or self._innermost(
+            thresholds = [ref[0, pl.ds(0, 1)][None] for ref in inputs]
+            lower, upper = thresholds or self._innermost(
                 lambda head: ranges.clean(read(head)), over_heads
             )
             ranges = ranges._replace(lower=lower, upper=upper)
@@ -317,21 +315,21 @@ class TableBlocks(BlockWriter):
     def _innermost(
         self, clean: Callable[[Any], Array], over_heads: Callable[[Any, Any], Any]
     ) -> tuple[Array, Array]:
-        """Return (lower, upper), [tokens, 1]: `per_side` entries of a token lie below lower, with
-        equal ones, and as many above upper."""
+        """Return (lower, upper), [tokens, 1], such that `per_side` entries of a token (or more, if
+        some are equal) lie below lower, and as many above upper.
+        """
 
         def largest(sign: int) -> Array:
-            def next_smaller(_: Any, found: Any) -> Any:
-                bound, count = found  # entries from `bound` on, and their number
+            def next_smaller(_: Any, carry: Any) -> Any:
+                bound, count = carry  # the number of entries >= bound
 
                 def compare(head: Any, best: Any) -> Any:
                     x, (most, equal) = sign * clean(head), best
-                    own = jnp.max(jnp.where(x < bound[:, None], x, -jnp.inf), axis=1)
-                    new = jnp.maximum(most, own)
-                    own_equal = jnp.sum((x == own[:, None]).astype(jnp.int32), axis=1)
-                    return new, jnp.where(most == new, equal, 0) + jnp.where(
-                        own == new, own_equal, 0
-                    )
+                    of_head = jnp.max(jnp.where(x < bound[:, None], x, -jnp.inf), axis=1)
+                    new = jnp.maximum(most, of_head)
+                    equal_here = jnp.sum((x == of_head[:, None]).astype(jnp.int32), axis=1)
+                    before = jnp.where(most == new, equal, 0)
+                    return new, before + jnp.where(of_head == new, equal_here, 0)
 
                 most, equal = over_heads(
                     compare, (jnp.full((SPAN,), -jnp.inf), jnp.zeros((SPAN,), jnp.int32))
@@ -349,13 +347,12 @@ class TableBlocks(BlockWriter):
     ) -> None:
         assert self.group is not None
         for number, first in enumerate(range(0, channels, self.group)):
-            own = of_span(head, pl.ds(first, self.group))
-            for ref, statistic in zip(refs, (own.scale, own.zero), strict=True):
-                ref[head if self.heads == 1 else 0, number, pl.ds(place, SPAN)] = statistic[
-                    :, 0
-                ].astype(ref.dtype)
+            of_group = of_span(head, pl.ds(first, self.group))
+            for ref, statistic in zip(refs, (of_group.scale, of_group.zero), strict=True):
+                at = head if self.heads == 1 else 0, number, pl.ds(place, SPAN)
+                ref[at] = statistic[:, 0].astype(ref.dtype)
 
 
 def _tokens() -> Int[Array, " 32"]:
-    """Return the tokens of a span, as an index, which may wrap in the ring."""
+    """Return the tokens of a span as an index, which may wrap in the ring."""
     return lax.broadcasted_iota(jnp.int32, (SPAN,), 0)

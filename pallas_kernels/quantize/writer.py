@@ -1,10 +1,9 @@
-"""The protocol of what quantizes a block that leaves its ring, inside of the kernel that appends a
-token (append.py).
+"""The protocol of writers, which quantize a block that leaves its ring inside the kernel that
+appends a token (append.py).
 
-A block is cut into units of neighbouring tokens, and a unit is the work of one program or of
-several.
+A block is cut into units of neighbouring tokens. One program or several do the work of a unit.
 
-This module imports no Triton, so that code that only asks for a writer's type does not import the
+This module imports no Triton, so code that only needs the type of a writer does not import the
 kernels.
 """
 
@@ -18,8 +17,9 @@ from jaxtyping import Array, Float
 
 
 class BlockWriter(abc.ABC):
-    """Quantizes blocks of one side. Static and hashable; its refs of arrays have one axis less than
-    the arrays, the batch's."""
+    """Quantizes blocks of one side. Static and hashable. Its refs lack the batch axis of the
+    arrays.
+    """
 
     @property
     @abc.abstractmethod
@@ -28,23 +28,24 @@ class BlockWriter(abc.ABC):
 
     @property
     def run(self) -> int:
-        """Return the tokens that must lie in the ring without a gap, a divisor of the unit: the
-        ring is whole runs."""
+        """Return how many tokens must be contiguous in the ring, a divisor of the unit. The ring is
+        whole runs.
+        """
         return self.unit
 
     @property
     def programs(self) -> int:
-        """Return the programs of a unit, for each head."""
+        """Return the number of programs per unit and head."""
         return 1
 
     @property
     def warps(self) -> int:
-        """Return the warps that a program should have at least."""
+        """Return the fewest warps that a program should have."""
         return 1
 
     @abc.abstractmethod
     def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
-        """Raise ValueError, in one line, where blocks of such rows cannot be quantized."""
+        """Raise ValueError, in one line, if blocks of such rows cannot be quantized."""
 
     @abc.abstractmethod
     def write(
@@ -58,5 +59,11 @@ class BlockWriter(abc.ABC):
     ) -> None:
         """Quantize one head of a unit, as the `program`-th of its programs.
 
-        source: the rows (blocks.Source). place: the unit's first token among those of `arrays`, the
-        body's. inputs: arrays that are only read."""
+        Args:
+            program: its number within the unit.
+            head: the KV head.
+            source: the rows (blocks.Source).
+            place: the unit's first token in `arrays`.
+            inputs: refs of arrays that are only read.
+            arrays: refs of the body's arrays.
+        """

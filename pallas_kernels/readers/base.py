@@ -1,18 +1,20 @@
-"""The protocol of readers: what turns the stored arrays of keys, or of values, into scores or into
-weighted values inside a kernel.
+"""The protocol of readers, which turn the stored arrays of keys into scores, or of values into
+weighted values, inside a kernel.
 
-A reader is static. Keys and values are independent: any reader serves for either. A hook is called
-once for each tile of tokens, reads the arrays where they lie and leaves nothing in memory.
+A reader is static. Keys and values are independent, so any two readers can be combined. A hook is
+called once for each tile of tokens, reads the arrays in place and leaves nothing in memory.
 
-                        scores of a tile                                  weighted values of a tile
-    grouped, channels   sum_g s_g (q_g . c_g) + z_g sum(q_g)              p . (c s + z), s and z of a token and a group of channels
-    grouped, tokens     q . (c s + z), s and z of a channel               p . (c s + z), s and z of a channel
-    dense               q . k                                             p . v
+                        scores of a tile                        weighted values of a tile
+    grouped, channels   sum_g s_g (q_g . c_g) + z_g sum(q_g)    p . (c s + z), s and z of a token
+                                                                and a group of channels
+    grouped, tokens     q . (c s + z), s and z of a channel     p . (c s + z), s and z of a channel
+    dense               q . k                                   p . v
 
-Token-major tiles meet the query heads of a KV head as the N columns of a tensor-core dot, N = 8 for
-up to 8 heads: half the work of the usual M = 16 rows, most of which would be padding.
+Tiles are token-major, and the query heads of a KV head are the N columns of a tensor-core dot. N =
+8 for up to 8 heads, which is half the work of the usual M = 16 rows, most of which would be
+padding.
 
-This module imports no Triton, so that code that only asks for a reader's type does not import the
+This module imports no Triton, so code that only needs the type of a reader does not import the
 kernels.
 """
 
@@ -27,21 +29,24 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode_attention.partial_attention import WEIGHT_EXPONENT, PartialAttention
 from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.turn import Turn
+from pallas_kernels.readers.turn import TurnTables
 from pallas_kernels.tiles.halves import Half
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile
 
-Rows = list[Float[Array, "rows GP"]]
+SlotRows = list[Float[Array, "rows GP"]]
 
 
-class Step(NamedTuple):
+class LoopStep(NamedTuple):
     """The most that a loop step of decode attention reads without spilling, counted from machine
     code (docs/kernels.md).
 
-    tile: tokens. stages: of Triton's pipeline. warps: of a program. crowded: the registers are full
-    of what a step computes, so array operations, which hold more at a time than assembly, take half
-    as many tokens.
+    Args:
+        tile: tokens.
+        stages: of Triton's pipeline.
+        warps: of a program.
+        crowded: the step fills the registers, so array operations, which need more of them than
+            assembly, take half as many tokens.
     """
 
     tile: int
@@ -53,8 +58,9 @@ class Step(NamedTuple):
 class Reader(abc.ABC):
     """Keys or values of one layer, as a kernel reads them.
 
-    Arrays have leading axes [B, K], which a kernel fixes at the row and head that it reads; either
-    may be shorter where neighbours share an entry: 1 where all rows of the batch, or all heads, do.
+    Arrays have leading axes [B, K], which a kernel fixes at the row and head that it reads. Either
+    may be shorter if neighbours share an entry, down to 1 if all rows of the batch, or all heads,
+    do.
     """
 
     @property
@@ -62,35 +68,40 @@ class Reader(abc.ABC):
     def slots(self) -> int:
         """Return the number of tokens that share a row of words.
 
-        A tile's scores and weights come as one array [tile / slots, GP] for each slot."""
+        A tile's scores and weights are one array [tile / slots, GP] for each slot.
+        """
 
     @property
     @abc.abstractmethod
     def chunks(self) -> tuple[int, int]:
-        """Return (count, width) of the chunks that the H channels are cut into, one tile of an
-        accumulator for each."""
+        """Return (count, width) of the chunks that the H channels are cut into. Each chunk has one
+        accumulator tile.
+        """
 
     @property
     @abc.abstractmethod
     def row_bytes(self) -> int:
-        """Return the bytes of a token that a loop step holds in shared memory, without the few of
-        tables and of groups of tokens."""
+        """Return the bytes per token that a loop step holds in shared memory, not counting the few
+        for tables and for groups of tokens.
+        """
 
     @property
     @abc.abstractmethod
-    def step(self) -> Step:
-        """Return the usual step of decode attention."""
+    def step(self) -> LoopStep:
+        """Return the default step of decode attention."""
 
     @property
     def packed(self) -> bool:
-        """Return True for packed words: their rows come in whole spans, and dots take them from
-        registers, not where they lie."""
+        """Return True for packed words. Their rows come in whole spans, and dots take them from
+        registers, not from memory.
+        """
         return True
 
     @property
     def parts(self) -> int:
-        """Return the number of steps in which the slots of a tile are read, as many neighbouring
-        ones in each."""
+        """Return the number of steps in which the slots of a tile are read. Each reads the same
+        number of neighbouring slots.
+        """
         return 1
 
     @property
@@ -100,55 +111,65 @@ class Reader(abc.ABC):
 
     @property
     def longest_tile(self) -> int | None:
-        """Return the most tokens that a tile may have; None for any number."""
+        """Return the most tokens that a tile may have, or None for any number."""
         return None
 
     @property
     def scores_tile(self) -> int:
-        """Return the tokens of a step where scores are stored (matvec.py)."""
+        """Return the tokens of a step that stores scores (matvec.py)."""
         return 64
 
     @abc.abstractmethod
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """Reshape the stored arrays [B, K, ...] as the kernel indexes them. No copy."""
+        """Reshape the stored arrays [B, K, ...] to the form that the kernel indexes, without a
+        copy.
+        """
 
     @property
     def turns(self) -> bool:
-        """Return True for keys before RoPE: the frequencies, the attention factor and, of several
-        shards, the number of this one come after the other arrays."""
+        """Return True for keys before RoPE. Their frequencies, the attention factor and, if there
+        are several shards, the shard's number come after the other arrays.
+        """
         return False
 
     @property
     def reads_shards(self) -> bool:
-        """Return True if the tokens of an array may be every so many blocks of a body."""
+        """Return True if an array may hold the tokens of every n-th block of a body."""
         return True
 
     def placed(self, sink: int, block: int, shards: int) -> Reader:
-        """Return the reader of keys that begin after so many tokens, of a body whose blocks are
-        dealt out to so many shards."""
+        """Return the reader of keys that begin after `sink` tokens, in a body whose blocks are
+        dealt out to `shards` shards.
+        """
         return self
 
     @property
     def sums_codes(self) -> bool:
-        """Return True if `weigh` does not sum values, but what `values_of` makes them from, in as
-        many channels as `chunks` are."""
+        """Return True if `weigh` accumulates intermediate sums that `values_of` turns into values.
+        They have as many channels as `chunks`.
+        """
         return False
 
     def values_of(
         self, part: PartialAttention, stored: Sequence[Array], first: int = 0
     ) -> PartialAttention:
-        """Return the attention with weighted values in place of what `weigh` has summed. first: the
-        KV head that the part begins with; of `stored` come all."""
+        """Replace the sums of `weigh` by weighted values.
+
+        Args:
+            part: attention with these sums.
+            stored: the stored arrays of all KV heads.
+            first: the first KV head of the part.
+        """
         return part
 
     @property
     def adds_scores(self) -> bool:
-        """Return True if `more_scores` gives anything."""
+        """Return True if `more_scores` returns anything."""
         return False
 
     @property
     def adds_values(self) -> bool:
-        """Return True if `more_values` gives anything: the kernel then keeps all scores."""
+        """Return True if `more_values` returns anything. The kernel then keeps all scores."""
         return False
 
     def more_values(
@@ -159,10 +180,15 @@ class Reader(abc.ABC):
         launch: Launch,
         first: int = 0,
     ) -> list[Pieces]:
-        """Return what is to be added to the values of the first limits[b] tokens, weighted by
-        2^score, as parts whose l is 0.
+        """Return additional values of the first limits[b] tokens, weighted by 2^score, as parts
+        whose l is 0.
 
-        first: the KV head that the scores begin with; of `stored` come all.
+        Args:
+            scores: the scores of all tokens.
+            stored: the stored arrays of all KV heads.
+            limits: the number of tokens of each row.
+            launch: how a kernel is launched.
+            first: the KV head of the first scores.
         """
         return []
 
@@ -173,31 +199,39 @@ class Reader(abc.ABC):
         limits: Int[Array, " B"],
         launch: Launch,
         group: int,
-        turned: Turn | None = None,
+        turned: TurnTables | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
-        """Return what is to be added to q . k of the first limits[b] tokens, not scaled; None for
-        nothing.
+        """Return the scores to be added to q . k of the first limits[b] tokens, not scaled, or None
+        if there are none.
 
-        group: G, the first query heads of each KV head; the rest of Q are padding. turned: the
-        rotation of keys that are stored before RoPE. first: the KV head that q begins with; of
-        `stored` come all.
+        Args:
+            q: queries, padded to Q heads per KV head.
+            stored: the stored arrays of all KV heads.
+            limits: the number of tokens of each row.
+            launch: how a kernel is launched.
+            group: G, the number of real query heads per KV head, which come first.
+            turned: the rotation of keys that are stored before RoPE.
+            first: the KV head of the first queries.
         """
         return None
 
     @abc.abstractmethod
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        """Return what `scores` needs of the queries, made once outside the kernel. q is fp32 and
-        not scaled."""
+        """Return the arrays that `scores` needs of the queries, computed once outside the kernel. q
+        is fp32 and not scaled.
+        """
 
     def opened(self, query: Sequence[Any]) -> Sequence[Any]:
-        """Return what `scores` takes as its query, from the refs of these arrays. A kernel calls it
-        once, before its loop."""
+        """Return the query argument of `scores` from the refs of the arrays of `query`. A kernel
+        calls this once, before its loop.
+        """
         return query
 
     def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
-        """Return what `scores`, `weigh` and `rows` take as their arrays, from the refs of `arrays`.
-        A kernel calls it once, before its loop."""
+        """Return the arrays argument of `scores`, `weigh` and `rows` from the refs of `arrays`. A
+        kernel calls this once, before its loop.
+        """
         return refs
 
     @property
@@ -206,23 +240,26 @@ class Reader(abc.ABC):
         return WEIGHT_EXPONENT
 
     @abc.abstractmethod
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        """Return log2(e) / sqrt(H) * q . k of a tile, fp32. What it gives for tokens that do not
-        count is not used."""
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
+        """Return log2(e) / sqrt(H) * q . k of a tile, fp32. The result for tokens that do not count
+        is ignored.
+        """
 
     @abc.abstractmethod
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],
         asm: bool,
     ) -> list[Array]:
         """Add the weighted values of a tile to `sums`, one for each chunk of channels. Weights of
-        tokens that do not count are 0."""
+        tokens that do not count are 0.
+        """
 
     def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:
         """Return a function that reads rows of a tile in fp16, for keys that are rotated: (slot,
-        chunk) -> the slot's tokens, the chunk's channels."""
+        chunk) -> the slot's tokens, the chunk's channels.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not give single rows")

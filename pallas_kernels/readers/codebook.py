@@ -1,4 +1,4 @@
-"""Codes that index a codebook, the `table`: KVQuant's non-uniform formats and NormalFloat."""
+"""Read codes that index a codebook, the `table`: KVQuant's non-uniform formats and NormalFloat."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode_attention.outlier_values import outlier_values
 from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import LOG2E, add_up, by_slots, dot, query_planes, token_scale
 from pallas_kernels.readers.sparse_outliers import outlier_scores
-from pallas_kernels.readers.turn import Turn
+from pallas_kernels.readers.turn import TurnTables
 from pallas_kernels.tiles.arithmetic import half_multiply_add, multiply_add
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import PlaneLayout
-from pallas_kernels.tiles.table_lookup import LookedUp, Table
+from pallas_kernels.tiles.table_lookup import LookedUp, LookupTable
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import read_words
 
 
 @dataclasses.dataclass(frozen=True)
 class CodebookReader(Reader):
-    """value = scale * table[code] + zero, plus the residual where a channel of a token is an
+    """value = scale * table[code] + zero, plus a residual if that channel of the token is an
     outlier.
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table [2^bits],
     of 2, 3 or 4 bits; scale and zero:
 
         affine "channels"   [K, H], of a channel, the same for all tokens and sequences
-        affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] where all heads share them; 16-bit floats perhaps as uint16 bits
+        affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] if all heads share them;
+                            16-bit floats may be uint16 that holds the bits
 
-    and with outliers, of pools of `pool` tokens (readers/sparse_outliers.py): index [B, S / pool,
+    With outliers, in pools of `pool` tokens (readers/sparse_outliers.py), also: index [B, S / pool,
     P] uint16, residual [B, S / pool, P], and ends [B, S / pool, K] uint16.
 
-    The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a
-    channel's scale and zero point go to the query; a token's scale to its score, or to its weight;
-    its zero point adds to all channels of the group. Only values with scales of channels are
-    computed one by one.
+    The table is rounded to fp16, and so are queries times the scales of channels. No element is
+    multiplied: a channel's scale and zero point are applied to the query, a token's scale to its
+    score or to its weight, and a token's zero point adds to all channels of the group. Only values
+    with scales of channels are computed one by one.
     """
 
     layout: PlaneLayout
@@ -63,11 +64,10 @@ class CodebookReader(Reader):
         return self.layout.bits * self.layout.channels // 8
 
     @property
-    def step(self) -> Step:
-        selects = (
-            self.layout.bits == 4
-        )  # among 16 entries: in array operations a tree of 15 for each two elements
-        return Step(8192 // self.layout.channels, 2 if selects else 3, crowded=selects)
+    def step(self) -> LoopStep:
+        # among 16 entries: in array operations a tree of 15 for each two elements
+        selects = self.layout.bits == 4
+        return LoopStep(8192 // self.layout.channels, 2 if selects else 3, crowded=selects)
 
     @property
     def _sets(self) -> int:
@@ -82,11 +82,8 @@ class CodebookReader(Reader):
         return [range(c, c + per_group) for c in range(0, self.layout.chunks, per_group)]
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, table, (*scales,) = (
-            stored[: self._sets],
-            stored[self._sets],
-            stored[self._sets + 1 :][:2],
-        )
+        words, table = stored[: self._sets], stored[self._sets]
+        scales = list(stored[self._sets + 1 :][:2])
         entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(
@@ -101,14 +98,13 @@ class CodebookReader(Reader):
         return (*words, table[None, None], *scales)
 
     def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
-        table = Table.read(refs[self._sets], asm)
+        table = LookupTable.read(refs[self._sets], asm)
         return (*refs[: self._sets], table, *refs[self._sets + 1 :])
 
     @property
     def weight_exponent(self) -> int:
-        return (
-            0 if self.affine == "tokens" else super().weight_exponent
-        )  # times a token's scale, a larger weight would leave fp16's range
+        # Times a token's scale, a larger weight would leave the range of fp16.
+        return 0 if self.affine == "tokens" else super().weight_exponent
 
     @property
     def adds_scores(self) -> bool:
@@ -149,16 +145,14 @@ class CodebookReader(Reader):
         limits: Int[Array, " B"],
         launch: Launch,
         group: int,
-        turned: Turn | None = None,
+        turned: TurnTables | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         index, residual, ends = stored[-3:]
-        return (
-            outlier_scores(
-                q, index, residual, ends, limits, turned, launch, self.pool, group, first
-            )
-            if self.pool
-            else None
+        if not self.pool:
+            return None
+        return outlier_scores(
+            q, index, residual, ends, limits, turned, launch, self.pool, group, first
         )
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
@@ -169,13 +163,12 @@ class CodebookReader(Reader):
             offset = jnp.sum(q * zero, axis=-1) * (LOG2E * self.layout.channels**-0.5)
             return query_planes(q * scale, self.layout.chunks), offset
         planes = query_planes(q, self.layout.chunks)
-        sums = jnp.sum(
-            planes.astype(jnp.float32), axis=-1
-        )  # [B, K, chunks, GP], of the rounded queries
+        # [B, K, chunks, GP], of the rounded queries
+        sums = jnp.sum(planes.astype(jnp.float32), axis=-1)
         batch, heads, _, columns = sums.shape
         return planes, jnp.sum(sums.reshape(batch, heads, len(self._groups), -1, columns), axis=3)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         looked_up, scores = self._look_up(refs, tile, 1, asm), []
         for slot in range(self.slots):
             total = None
@@ -194,7 +187,7 @@ class CodebookReader(Reader):
         return scores
 
     def weigh(
-        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+        self, weights: SlotRows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
     ) -> list[Array]:
         looked_up, sums = self._look_up(refs, tile, 0, asm), list(sums)
         for slot, w in enumerate(weights):
@@ -203,10 +196,11 @@ class CodebookReader(Reader):
                     scaled, shift = w, jnp.zeros((), jnp.float32)
                 else:
                     scale, zero = (s[:, None] for s in self._of_tokens(refs, group, slot, tile))
+                    # The zero point adds the same to all channels of the group.
                     scaled, shift = (
                         w * scale,
                         jnp.sum(w * zero, axis=0)[None, :],
-                    )  # adds the same to all channels of the group
+                    )
                 half = scaled.astype(jnp.float16)
                 for c in chunks:
                     values = looked_up.plane(slot, c)

@@ -1,4 +1,4 @@
-"""Full-precision rows, read as they are stored."""
+"""Read full-precision rows as they are stored."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import LOG2E, dot
 from pallas_kernels.tiles.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseReader(Reader):
-    """Full-precision rows: [B, K, S, H] in bfloat16 or float16, perhaps as uint16 that holds their
-    bits."""
+    """Full-precision rows: [B, K, S, H] in bfloat16 or float16, or uint16 that holds the bits."""
 
     channels: int
     dtype: str
@@ -37,8 +36,8 @@ class DenseReader(Reader):
         return 2 * self.channels
 
     @property
-    def step(self) -> Step:
-        return Step(8192 // self.channels)
+    def step(self) -> LoopStep:
+        return LoopStep(8192 // self.channels)
 
     @property
     def packed(self) -> bool:
@@ -50,13 +49,13 @@ class DenseReader(Reader):
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         return (q.astype(self.dtype),)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         return [
             dot(self._rows(refs[0], tile), query[0][...], (1, 1)) * (LOG2E * self.channels**-0.5)
         ]
 
     def weigh(
-        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+        self, weights: SlotRows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
     ) -> list[Array]:
         return [sums[0] + dot(self._rows(refs[0], tile), weights[0].astype(self.dtype), (0, 0))]
 

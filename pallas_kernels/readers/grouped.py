@@ -1,4 +1,4 @@
-"""Packed codes with a scale, and perhaps a zero point, for each group."""
+"""Read packed codes with a scale, and perhaps a zero point, for each group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import (
     add_up,
     by_slots,
@@ -26,9 +26,9 @@ from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import WordTiles, read_words
 
-# (tokens of a step, stages) by head dim and code bits, for codes without a zero point and with one:
-# the most that a program's 255 registers hold without spilling in the loop, counted from machine
-# code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
+# (tokens of a step, stages) by head dim and code bits, for codes without and with a zero point.
+# They are the most that a program's 255 registers hold without spilling in the loop, counted from
+# machine code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
 _STEPS = {
     (128, 2): ((128, 3), (128, 3)),
     (128, 3): ((128, 2), (64, 3)),
@@ -49,10 +49,9 @@ class GroupedReader(Reader):
     * scale, or code * scale + zero.
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; scale and zero [B, K,
-    H / group, S] (axis "channels") or [B, K, S / group, H] (axis "tokens"). 16-bit floats may come
-    as uint16 that holds their bits; `scale_dtype` tells which. `centre` is None where a zero point
-    is stored. Groups over channels are whole chunks, groups over tokens whole spans, a power of two
-    of them.
+    H / group, S] (axis "channels") or [B, K, S / group, H] (axis "tokens"). 16-bit floats may be
+    uint16 that holds the bits of `scale_dtype`. `centre` is None if a zero point is stored. Groups
+    over channels are whole chunks. Groups over tokens are whole spans, a power of two of them.
     """
 
     layout: PlaneLayout
@@ -78,20 +77,20 @@ class GroupedReader(Reader):
         )
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LoopStep:
         tile, stages = _STEPS.get((self.layout.channels, self.layout.bits), ((128, 3), (128, 3)))[
             self.centre is None
         ]
-        # two groups of 64 with zero points spill in the loop; one of them does not, nor do four of
-        # 32
+        # Two groups of 64 with zero points spill in the loop. One of them does not, nor do four of
+        # 32.
         halved = self.axis == "tokens" and self.group == 64 and self.centre is None
-        return Step(min(tile, 64) if halved else tile, stages)
+        return LoopStep(min(tile, 64) if halved else tile, stages)
 
     @property
     def scores_tile(self) -> int:
-        # Steps of 128 tokens spill, for each score that is to be stored takes a register; but half
-        # as many load the scales of channels as two bytes for each lane, which costs 2-bit keys
-        # more than the spills (docs/kernels.md).
+        # Steps of 128 tokens spill, because each score to be stored takes a register. But shorter
+        # steps load the scales of channels as two bytes per lane, which costs 2-bit keys more than
+        # the spills (docs/kernels.md).
         return 128 if self.axis == "tokens" and self.layout.bits == 2 else 64
 
     @property
@@ -113,9 +112,8 @@ class GroupedReader(Reader):
         if self.axis == "tokens":
             return query
         p, planes = self.layout, query[0]
-        sums = [
-            jnp.sum(planes[c].astype(jnp.float32), axis=1) for c in range(p.chunks)
-        ]  # of the rounded queries
+        # of the rounded queries
+        sums = [jnp.sum(planes[c].astype(jnp.float32), axis=1) for c in range(p.chunks)]
         groups = [self._group_chunks(g) for g in range(self._groups)]
         offsets = [
             [p.field(a, c).bias + (self.centre or 0) for c in range(p.chunks)]
@@ -127,7 +125,7 @@ class GroupedReader(Reader):
         ]
         return planes, starts, [add_up(sums[c] for c in chunks) for chunks in groups]
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         words, scale, zero = self._open(refs, tile, 1, asm)
         q = [query[0][c] for c in range(self.layout.chunks)]
         scores = []
@@ -143,9 +141,9 @@ class GroupedReader(Reader):
                 )
                 multiply = dot if asm else dot_reordered
                 products = (multiply(value, q[c], (1, 1)) for c, value in enumerate(values))
-                # All dots before their sum: the other way round ptxas takes fewer registers, and
-                # more instructions. Array operations hold more at a time than assembly and would
-                # spill in the loop.
+                # In assembly, all dots come before their sum: ptxas then takes more registers but
+                # fewer instructions than the other way round. Array operations need more registers
+                # than assembly and would spill in the loop.
                 scores.append(add_up(list(products) if asm else products))
         return scores
 
@@ -160,8 +158,9 @@ class GroupedReader(Reader):
         tile: Tile,
         asm: bool,
     ) -> Array:
-        """Scale partial dot products of whole groups; the biases of their codes are the initial
-        value of the product."""
+        """Scale partial dot products of whole groups. The product starts from the biases of the
+        codes.
+        """
         total = None
         for group in range(self._groups):
             part = jnp.broadcast_to(
@@ -178,7 +177,7 @@ class GroupedReader(Reader):
         return total
 
     def weigh(
-        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+        self, weights: SlotRows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
     ) -> list[Array]:
         words, scale, zero = self._open(refs, tile, 0, asm)
         multiply = dot if asm or self.axis == "tokens" else dot_reordered

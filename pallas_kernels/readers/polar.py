@@ -1,7 +1,7 @@
-"""Keys in polar form: an angle and a radius for each RoPE pair.
+"""Read keys in polar form: an angle and a radius for each RoPE pair.
 
-Cosines and sines are calculated, one of each for every code: a table of a group's 16 angles would
-be made again for each tile, and hold more registers than there are (docs/kernels.md).
+One cosine and one sine are computed for every code. A table of a group's 16 angles would have to be
+made again for each tile, and take more registers than there are (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import add_up, channel_scale, dot, for_tokens, query_planes
 from pallas_kernels.tiles.arithmetic import multiply_add, subtract_scale_add
 from pallas_kernels.tiles.halves import Half, by_halves, joined
@@ -31,20 +31,20 @@ class PolarReader(Reader):
     """Keys as angle and radius of each RoPE pair (i, i + H/2): k_i = r cos(theta), k_{i+H/2} = r
     sin(theta). PolarQuant (Wu et al.).
 
-    The stored arrays: one code for a pair, radius code << angle_bits | angle code (as the public
-    code has it), packed like the codes of H/2 channels: int16 words of each plane set [B, K, S /
-    slots, tiles * W]; then step and least of the radii, and of the angles, of a pair and a group of
+    Stored arrays: one code per pair, radius code << angle_bits | angle code (as in the public
+    code), packed like the codes of H/2 channels: int16 words of each plane set [B, K, S / slots,
+    tiles * W]; then step and least value of the radii, and of the angles, of a pair and a group of
     tokens: [B, K, S / group, H/2], perhaps as uint16 that holds the bits. Both are dequantized at
     bin centres:
 
         r     = (radius code + 1/2) * step + least
         theta = (angle code + 1/2) * step + least       |theta| < 3 pi
 
-    Rounded to fp16: cos, sin, r and the key, which two dots multiply with the halves of q. cos and
-    sin err by 4e-5 before that, and by the rounding of theta: 5e-5 for steps of up to 0.4 (4 bits),
-    in proportion for larger ones.
-    A table of q_i cos + q_{i+H/2} sin for each query head would take a select tree for each head,
-    and leave nothing for tensor cores. Scores only: PolarQuant's values are in full precision.
+    cos, sin, r and the key are rounded to fp16. Two dots multiply the key with the halves of q.
+    Before that, cos and sin have an error of 4e-5, plus the rounding of theta: 5e-5 for steps of up
+    to 0.4 (4 bits), in proportion for larger ones. A table of q_i cos + q_{i+H/2} sin for each
+    query head would take a select tree for each head, and leave nothing for tensor cores. There are
+    only scores, because PolarQuant's values are in full precision.
     """
 
     layout: PlaneLayout
@@ -65,10 +65,10 @@ class PolarReader(Reader):
         return self.layout.bits * self.layout.channels // 8
 
     @property
-    def step(self) -> Step:
-        # cosines in array operations: one warp does not hold the smallest step of 256 channels
+    def step(self) -> LoopStep:
+        # Cosines in array operations: one warp does not hold the smallest step of 256 channels.
         channels = 2 * self.layout.channels
-        return Step(4096 // channels, warps=2 if channels == 256 else 1)
+        return LoopStep(4096 // channels, warps=2 if channels == 256 else 1)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         if len(stored) != (wanted := len(self.layout.sets) + 4):
@@ -81,7 +81,7 @@ class PolarReader(Reader):
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         return (query_planes(q, 2 * self.layout.chunks),)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         words, scales = read_words(refs, self.layout, tile, 1, asm), refs[len(self.layout.sets) :]
         pairs, scores = self.layout.chunks, []
         for slot in range(self.slots):
@@ -104,7 +104,7 @@ class PolarReader(Reader):
         return scores
 
     def weigh(
-        self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
+        self, weights: SlotRows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool
     ) -> list[Array]:
         raise NotImplementedError("polar codes hold keys; values need another reader")
 
@@ -125,9 +125,8 @@ class PolarReader(Reader):
     ) -> tuple[Half, Half]:
         code, bias = words.number(bits)
         step, least = (s.astype(jnp.float32) for s in of_groups)
-        start = (
-            least - (bias - 0.5) * step
-        )  # of a group: the bias of a code then costs its elements nothing
+        # Applied once per group, the bias of a code costs its elements nothing.
+        start = least - (bias - 0.5) * step
         step, start = (for_tokens(s, code.shape[0]) for s in (step, start))
         cos_sin = approximate_cos_sin if asm else polynomial_cos_sin
 
@@ -142,20 +141,20 @@ class PolarReader(Reader):
 # largest errors of 4e-5 and 6e-6.
 COSINE = (0.99995979, -19.73104148, 64.67342568, -82.40350831, 45.64645803)
 SINE = (6.28305579, -41.33121394, 81.36680896, -74.47796535, 32.78132138)
-ROUNDER = (
-    1.5 * 2**23
-)  # added to a number below 2^22 and subtracted again, it leaves the nearest whole one
+# Added to a number below 2^22 and subtracted again, it leaves the nearest whole number.
+ROUNDER = 1.5 * 2**23
 TURN = 2 * math.pi
 
 Theta = Float[Array, "rows W"]
 
 
 def polynomial_cos_sin(code: Theta, step: Theta, start: Theta) -> tuple[Theta, Theta]:
-    """Return cos and sin of code * step + start, in fp32; the library's functions reduce any angle,
-    with branches and local memory."""
+    """Return cos and sin of code * step + start, in fp32. The library's functions reduce any angle,
+    with branches and local memory.
+    """
     turns = code * (step / TURN) + start / TURN
-    # the maximum stands between the two constants, which XLA would otherwise join where it
-    # interprets the kernel
+    # The maximum separates the two constants, which XLA would otherwise combine when it interprets
+    # the kernel.
     x = turns - (jnp.maximum(turns + np.float32(ROUNDER), 0.0) - np.float32(ROUNDER))
     return _polynomial(COSINE, x * x), _polynomial(SINE, x * x) * x
 
@@ -170,7 +169,7 @@ def _polynomial(coefficients: Sequence[float], x: Theta) -> Theta:
 def approximate_cos_sin(code: Theta, step: Theta, start: Theta) -> tuple[Theta, Theta]:
     """Return cos and sin of code * step + start, in fp32, by one instruction each.
 
-    Absolute error 2^-20 for |theta| <= pi, a few times that for some turns more.
+    Absolute error 2^-20 for |theta| <= pi, and a few times that for some turns more.
     """
     theta = multiply_add(code, step, start, True)
     return _approximate("cos", theta), _approximate("sin", theta)

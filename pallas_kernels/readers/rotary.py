@@ -1,14 +1,16 @@
-"""Keys that were cached before RoPE, rotated while they are read.
+"""Rotate keys that were cached before RoPE while they are read.
 
-    score = q . R(position) k,     position = sink + number of the token in the body,     R(p + d) = R(p) R(d)
+    score = q . R(position) k,     position = sink + number of the token in the body
+    R(p + d) = R(p) R(d)
 
-A tile of tokens starts at p: the queries are turned back to it, once for a tile, and its keys are
-turned by their distance d from its start, by the same small table of cosines and sines for every
-tile. So a key costs two fp16 products and two multiply-adds for each two pairs of channels, and no
-table that grows with the context is read for each head.
+A tile of tokens starts at position p. The queries are turned back by p, once per tile. Keys are
+turned by their distance d from the start, with the same small table of cosines and sines for every
+tile. So a key costs two fp16 products and two multiply-adds per two pairs of channels, and no head
+reads a table that grows with the context.
 
-A shard of a body that was dealt out holds every D-th block: a tile still turns as a whole, by one
-table, as long as it is a part of a block or whole blocks, between which positions jump alike.
+A shard of a body that was dealt out holds every D-th block. One table still turns a whole tile,
+provided that the tile is a part of a block or whole blocks, because positions then jump by equal
+amounts.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.shared import dot, query_planes
-from pallas_kernels.readers.turn import Turn, turn
+from pallas_kernels.readers.turn import TurnTables, turn
 from pallas_kernels.tiles.arithmetic import half2
 from pallas_kernels.tiles.halves import Half, by_halves, joined
 from pallas_kernels.tiles.layout import SPAN
@@ -42,13 +44,13 @@ class RotatedReader(Reader):
     k2 sin, k2 cos + k1 sin).
 
     Stored arrays: the other reader's, then inverse_frequencies [H/2] and the attention factor a [],
-    both fp32, and, of several shards, the number of this one, [] int32. Token t of shard s stands
-    at position
+    both fp32, and, if there are several shards, the number of this one, [] int32. Token t of shard
+    s is at position
 
-        sink + (t // block * shards + s) * block + t % block        sink + t, where there is one shard
+        sink + (t // block * shards + s) * block + t % block        sink + t, if there is one shard
 
-    The halves of a head are whole chunks. Cosines, sines, queries and keys are fp16 before and
-    after.
+    The halves of a head are whole chunks. Cosines, sines, queries and keys are fp16, before and
+    after the rotation.
     """
 
     inner: Reader
@@ -76,7 +78,7 @@ class RotatedReader(Reader):
         return self.inner.row_bytes
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LoopStep:
         inner, (count, width) = self.inner.step, self.chunks
         tile = inner.tile // 2 if inner.crowded else min(inner.tile, 8192 // (count * width))
         return inner._replace(tile=tile, crowded=True)
@@ -88,7 +90,8 @@ class RotatedReader(Reader):
     @property
     def longest_tile(self) -> int:
         """Return the most tokens of a tile: a power of two, like the tile, that divides blocks or
-        is a multiple of them."""
+        is a multiple of them.
+        """
         of_block = self.block & -self.block
         return (
             LONGEST_TILE
@@ -116,7 +119,7 @@ class RotatedReader(Reader):
         limits: Int[Array, " B"],
         launch: Launch,
         group: int,
-        turned: Turn | None = None,
+        turned: TurnTables | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         if not self.inner.adds_scores:
@@ -130,7 +133,8 @@ class RotatedReader(Reader):
         self, stored: Sequence[Array]
     ) -> tuple[Sequence[Array], Array, Array, Int[Array, " spans"]]:
         """Return the other reader's arrays, the frequencies, the attention factor and the position
-        of each span's first token."""
+        of each span's first token.
+        """
         first: int | Array = self.sink
         if self.shards > 1:
             *stored, shard = stored
@@ -144,7 +148,7 @@ class RotatedReader(Reader):
         )
 
     def _distances(self, tokens: Int[Array, " n"]) -> Int[Array, " n"]:
-        """Return how far each token stands from the shard's first one."""
+        """Return the distance of each token from the shard's first one."""
         return (
             tokens
             if self.shards == 1
@@ -155,7 +159,7 @@ class RotatedReader(Reader):
         *inner, cosines, sines = refs
         return (*self.inner.opened_arrays(inner, asm), cosines, sines)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         *inner, cosines, sines = refs
         half, scores = self.chunks[0] // 2, []
         turned = [self._turned_back(query, tile, c, asm) for c in range(half)]
@@ -166,9 +170,9 @@ class RotatedReader(Reader):
                 multiply = functools.partial(
                     self._dots, turned[c], cosines, sines, tile, slot, c, asm
                 )
-                # Always true. Loads at the top of the loop would be copied to shared memory again
-                # for each tile, or be held in half of all registers; inside a condition they are
-                # read where they are used, from the first level of the cache.
+                # The condition is always true. At the top of the loop, loads would be copied to
+                # shared memory again for each tile, or take half of all registers. Inside a
+                # condition they stay at their use, and come from the first level of the cache.
                 total = lax.cond(
                     tile.start >= 0,
                     multiply,
@@ -183,8 +187,7 @@ class RotatedReader(Reader):
     def _turned_back(
         self, query: Sequence[Any], tile: Tile, chunk: int, asm: bool
     ) -> tuple[Array, Array]:
-        """Turn the queries of a chunk and of its partner back by the position of the tile's
-        start."""
+        """Turn the queries of a chunk and of its partner back by the tile's start position."""
         first, second = query[0][chunk], query[0][self.chunks[0] // 2 + chunk]
         cos, sin = (
             jnp.broadcast_to(table[tile.offset(SPAN), chunk][None, :], first.shape)
@@ -207,7 +210,8 @@ class RotatedReader(Reader):
         second: Half,
     ) -> Float[Array, "rows GP"]:
         """Add to `total` the queries times the keys of a chunk and of its partner, rotated by their
-        distance from the start."""
+        distance from the start.
+        """
         width = self.chunks[1]
         at = pl.ds(0, tile.size // SPAN), slot, slice(None), pl.ds(width * chunk, width)
         cos, sin = (table[at].reshape(tile.size // self.slots, width) for table in (cosines, sines))
@@ -216,7 +220,7 @@ class RotatedReader(Reader):
 
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],

@@ -1,30 +1,23 @@
-"""Rows in runs of channels of one width each, with one factor for each token and head: the method
-`waterfill`.
+"""Read rows in runs of channels of one width each, with one factor for each token and head: the
+method `waterfill`.
 
-    u^_tc = g_t x_tc step_c,    x = code + 1/2 - 2^(b-1),    g_t = 2^(scale_t / 8)            b and step are those of the channel's run
+    u^_tc = g_t x_tc step_c,    x = code + 1/2 - 2^(b-1),    g_t = 2^(scale_t / 8)
+            b and step are of the channel's run
 
-    scores    q . R(p) k^ = g_t sum_c s_c step_c x_c (q_c cos + q'_c sin) + sum_c mu_c (q_c cos + q'_c sin)        cos, sin of p w_c
+    scores    q . R(p) k^ = g_t sum_c s_c step_c x_c (q_c cos + q'_c sin)
+                            + sum_c mu_c (q_c cos + q'_c sin)        cos, sin of p w_c
     values    sum_t p_t v^_t = (step_c sum_t p_t g_t x_tc)_c A^-1 + mu sum_t p_t
 
-Keys are stored before RoPE, in a calibrated order of channels in which the two of a pair are
-neighbours; q' holds the partner of each query: the second of a pair for its first, minus the first
-for its second. So a rotation exchanges nothing between lanes. A token stands at
+Keys are stored before RoPE, in a calibrated order of channels that puts the two of a pair side by
+side. q' holds the partner of each query: for the first of a pair its second, and for the second
+minus its first. So a rotation exchanges nothing between lanes. A token is at position
 
-    p = start of the part + (32 s + r) + 2 k        span s of the tile, row r of two, slot k of the part
+    p = start of the part + (32 s + r) + 2 k
+        span s of the tile, row r of two, slot k of the part
 
-The queries are turned back by the start of the part, and by 2 from each slot to the next; keys meet
-the cosines and sines of their rows 32 s + r, which all parts share, times s step, and so do the
-means. All tables, queries and products are fp16, x is exact.
-
-A run of b bits has a number n of tokens in a row of words that depends on b. All are read as if
-they had the 16 of the thinnest plane: a slot of n is 16 / n of them, which lie in neighbouring
-rows. A tile is 256 tokens, 16 rows of each slot; a step takes the same four slots of every run, a
-fourth of the tile, and reads words that hold more of them again, from the first level of the cache.
-
-A dot takes chunks of 16 channels. A run of an odd multiple of 8 ends in half a chunk, which it
-shares with the next such run, so the last chunks hold channels of two runs each. Their words are
-chosen where they are loaded: each thread loads those of its own run, and what both runs store alike
-is unpacked once for the two.
+The queries are turned back by the start of the part, and by 2 from each slot to the next. Keys meet
+the cosines and sines of their rows 32 s + r, which all parts share, times s step. So do the means.
+All tables, queries and products are fp16, and x is exact. run_chunks.py reads the words.
 """
 
 from __future__ import annotations
@@ -32,92 +25,55 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Float16, Int, Int16
+from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
-from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.base import LoopStep, Reader, SlotRows
 from pallas_kernels.readers.rotary import rotated
+from pallas_kernels.readers.run_chunks import (
+    ROWS,
+    RUN,
+    SLOTS,
+    TILE,
+    WIDTH,
+    RunPiece,
+    channels_of_lanes,
+    pieces_of_chunks,
+    planes_of_chunk,
+    subtracted,
+    taken,
+)
 from pallas_kernels.readers.shared import dot, query_planes
 from pallas_kernels.tiles.arithmetic import (
     exp2,
-    half_add,
     half_multiply,
     multiply_add,
-    subtract_constant,
 )
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import Bit, SingleWords, paired
 
-SLOTS = 16
-ROWS = 16  # of a slot, the fewest that tensor cores take
-TILE = ROWS * SLOTS
-RUN = SPAN // SLOTS  # neighbouring tokens of a slot
-WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
-HALF = WIDTH // 2  # of a run at least: two of them share a chunk
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
 
-Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
-
-
-class Piece(NamedTuple):
-    """Neighbouring channels of a run, from a column on: all WIDTH lanes of a chunk, or HALF of
-    them."""
-
-    run: int
-    column: int
-    channels: int
-
-
-class PlaneWords(NamedTuple):
-    """The words of one plane set of a piece. half: the one of its chunk in which the piece is, if
-    it is no whole one."""
-
-    ref: Any
-    layout: PlaneLayout
-    piece: Piece
-    half: int
-
-    def read(
-        self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None
-    ) -> Int16[Array, "16 16"]:
-        """Read the words of a unit of slots. others: those of the lanes that are not the piece's;
-        None for 0."""
-        slots = self.layout.slots
-        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-        rows = tile.offset(slots) + number // RUN * (SPAN // slots) + number % RUN
-        shared = SLOTS // slots  # slots that one of the layout is read as, RUN rows of a span each
-        rows, column = (
-            rows + RUN * lax.rem(unit, shared),
-            lax.div(unit, shared) * self.layout.channels + self.piece.column,
-        )
-        if self.piece.channels == WIDTH:
-            return self.ref[rows, pl.ds(column, WIDTH)]
-        lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
-        own = lane >= HALF if self.half else lane < HALF
-        # Of a remainder, which stays inside the array, Triton knows that eight are neighbours, and
-        # loads them together.
-        place = self.ref.at[rows[:, None], column + lax.rem(lane, jnp.int32(HALF))]
-        return plt.load(place, mask=own, other=jnp.int16(0) if others is None else others)
+QueriesAndPartners = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
 
 
 @dataclasses.dataclass(frozen=True)
 class RunsReader(Reader):
-    """What keys and values in runs have in common.
+    """The common part of keys and values in runs.
 
     Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run
     first, each one plane of a multiple of 8 channels; the scale of the tokens [B, K, S], int8; the
-    steps of widths 1, 2, ... [8], fp32; then those of the side. S >= 256.
+    steps of widths 1, 2, ... [8], fp32; then the arrays of keys or of values. S >= 256.
     """
 
     layouts: tuple[PlaneLayout, ...]
@@ -132,8 +88,8 @@ class RunsReader(Reader):
         return sum(layout.bits * layout.channels for layout in self.layouts) // 8
 
     @property
-    def step(self) -> Step:
-        return Step(TILE, 1)
+    def step(self) -> LoopStep:
+        return LoopStep(TILE, 1)
 
     @property
     def parts(self) -> int:
@@ -153,32 +109,17 @@ class RunsReader(Reader):
         return sum(layout.channels for layout in self.layouts)
 
     @property
-    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Return what is in each stored chunk: first the whole ones of every run, then what is left
-        of the runs, in twos."""
-        whole = [
-            (Piece(i, at, WIDTH),)
-            for i, p in enumerate(self.layouts)
-            for at in range(0, p.channels - HALF, WIDTH)
-        ]
-        rest = [
-            Piece(i, p.channels - HALF, HALF)
-            for i, p in enumerate(self.layouts)
-            if p.channels % WIDTH
-        ]
-        return (*whole, *(tuple(rest[i : i + 2]) for i in range(0, len(rest), 2)))
+    def _pieces(self) -> tuple[tuple[RunPiece, ...], ...]:
+        return pieces_of_chunks(self.layouts)
 
     @property
     def _order(self) -> np.ndarray:
-        """Return which of the sorted channels each lane of the chunks has; those that are not
-        stored come last."""
-        starts = np.cumsum([0, *(layout.channels for layout in self.layouts)])
-        pieces = [
-            starts[p.run] + p.column + np.arange(p.channels)
-            for of_chunk in self._pieces
-            for p in of_chunk
-        ]
-        return np.concatenate([*pieces, np.arange(self.stored, self.channels)])
+        """Return the sorted channel in each lane of the chunks. Channels that are not stored come
+        last.
+        """
+        return np.concatenate(
+            [channels_of_lanes(self.layouts), np.arange(self.stored, self.channels)]
+        )
 
     @property
     def _words(self) -> int:
@@ -198,7 +139,7 @@ class RunsReader(Reader):
 
     def _in_chunks(self, array: Array) -> Array:
         """Put sorted channels, the last axis, into the order of the lanes."""
-        return _taken(array, self._order)
+        return taken(array, self._order)
 
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
         """Return the step of each stored channel."""
@@ -211,9 +152,10 @@ class RunsReader(Reader):
         self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool
     ) -> list[Half]:
         """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part.
-        Lanes without a channel have code 0."""
+        Lanes without a channel have code 0.
+        """
         pieces = self._pieces[chunk]
-        planes, shifts = self._planes(refs, pieces), refs[self._words + 1]
+        planes, shifts = planes_of_chunk(self.layouts, refs, pieces), refs[self._words + 1]
         tiles, by = [], []
         for (_, bits), halves in planes.items():
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
@@ -230,41 +172,22 @@ class RunsReader(Reader):
         words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
         middles = [2 ** (self.layouts[piece.run].bits - 1) - 0.5 for piece in pieces]
         places = [lowest + j for lowest, bits in planes for j in range(bits)]
-        found = []
+        numbers = []
         for slot in range(TOGETHER):
             fields = [
                 Bit(i, slot % bits, slot // bits * bits + j)
                 for i, (_, bits) in enumerate(planes)
                 for j in range(bits)
             ]
-            code, bias = words.number(
-                fields, places, least=1
-            )  # of at most 512, beside which fp16 holds halves
-            found.append(_subtracted(code, [bias + middle for middle in middles], asm))
-        return found
-
-    def _planes(
-        self, refs: Sequence[Any], pieces: Sequence[Piece]
-    ) -> dict[tuple[int, int], list[PlaneWords]]:
-        """Return the words of a chunk by what they hold of a code: its bits from which one on, and
-        how many.
-
-        The words of two runs are one tile where they hold the same of their codes. Others are tiles
-        of their own, 0 in the lanes of the run that has no such words.
-        """
-        found: dict[tuple[int, int], list[PlaneWords]] = {}
-        for half, piece in enumerate(pieces):
-            layout, at = self.layouts[piece.run], 0
-            before = sum(len(other.sets) for other in self.layouts[: piece.run])
-            for ref, bits in zip(refs[before:], layout.sets, strict=False):
-                found.setdefault((at, bits), []).append(PlaneWords(ref, layout, piece, half))
-                at += bits
-        return dict(sorted(found.items()))
+            # The bias is at most 512, so fp16 holds halves beside it.
+            code, bias = words.number(fields, places, least=1)
+            numbers.append(subtracted(code, [bias + middle for middle in middles], asm))
+        return numbers
 
     def _factor(
         self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool
     ) -> Float[Array, "16 1"]:
-        """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
+        """Return g of the tokens of a slot. It is finite, whatever unused capacity holds."""
         scale = refs[self._words][
             pl.ds(tile.offset(SPAN), TILE // SPAN), TOGETHER * tile.part + slot, :
         ].reshape(ROWS)
@@ -275,10 +198,9 @@ class RunsReader(Reader):
 class RunsKeys(RunsReader):
     """Keys before RoPE.
 
-    Stored arrays, after the steps: place [K, H] int32, where each channel stands in the order of
-    storage, pair (i, i + H/2) at neighbouring places; s and mu [K, H], in the model's order;
-    inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t stands at position sink
-    + t.
+    Stored arrays, after the steps: place [K, H] int32, the place of each channel in the order of
+    storage, with pair (i, i + H/2) at neighbouring places; s and mu [K, H], in the model's order;
+    inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t is at position sink + t.
     """
 
     sink: int = 0
@@ -342,16 +264,16 @@ class RunsKeys(RunsReader):
         cos, sin = cos_and_sin(positions, frequencies)
         return jnp.moveaxis(cos[:, pair], 0, 1), jnp.moveaxis(sin[:, pair], 0, 1)
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         columns = query[0].shape[1]
         start = (
             tile.start + TILE - 1
-        ) // TILE * self.parts + tile.part  # the last tile ends where the arrays do
+        ) // TILE * self.parts + tile.part  # The last tile ends at the end of the arrays.
         sums = [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * TOGETHER)
         for chunk in range(self.chunks[0]):
             add = functools.partial(self._add_chunk, query, refs, start, tile, chunk, asm)
-            # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds
-            # what is in registers at a time.
+            # The condition is always true. It keeps loads at their use (rotary.py), and limits how
+            # much is in registers at a time.
             sums = lax.cond(tile.start >= 0, add, lambda *sums: list(sums), *sums)
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
@@ -369,16 +291,15 @@ class RunsKeys(RunsReader):
         asm: bool,
         *sums: Float[Array, "16 GP"],
     ) -> list[Float[Array, "16 GP"]]:
-        """Add a chunk of channels to the sums of each slot, first those of its codes, then those of
-        the means."""
+        """Add a chunk of channels to the sums of each slot (of its codes, then of the means)."""
         turned = _turned_back(
             (query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm
         )
-        own = pl.ds(WIDTH * chunk, WIDTH)
-        cos, sin, mean_cos, mean_sin = (table[:, own] for table in refs[self._words + 2 :])
+        of_chunk = pl.ds(WIDTH * chunk, WIDTH)
+        cos, sin, mean_cos, mean_sin = (table[:, of_chunk] for table in refs[self._words + 2 :])
         numbers = self._numbers(refs, chunk, tile, 1, asm) if chunk < len(self._pieces) else []
         slot_turn = [table[0, chunk] for table in query[4:6]]
-        found = []
+        added = []
         for slot in range(TOGETHER):
             turned = _turned_back(turned, slot_turn, asm) if slot else turned
             codes, means = sums[2 * slot : 2 * slot + 2]
@@ -390,12 +311,12 @@ class RunsKeys(RunsReader):
                     dot(joined(half_multiply(numbers[slot], sin, asm)), turned[1], (1, 1)) + codes
                 )
             means = dot(mean_sin, turned[1], (1, 1)) + (dot(mean_cos, turned[0], (1, 1)) + means)
-            found += [codes, means]
-        return found
+            added += [codes, means]
+        return added
 
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],
@@ -406,11 +327,11 @@ class RunsKeys(RunsReader):
 
 @dataclasses.dataclass(frozen=True)
 class RunsValues(RunsReader):
-    """Values in a basis of their own, of which the first channels are stored. A kernel sums g x;
+    """Values in a basis in which only the first channels are stored. A kernel sums g x, and
     `values_of` does the rest.
 
-    Stored arrays, after the steps: A^-1 [K, H, H] (rows are multiplied from the left) and mu [K,
-    H], fp32.
+    Stored arrays, after the steps: A^-1 [K, H, H] (multiplied by rows from the left) and mu [K, H],
+    fp32.
     """
 
     @property
@@ -432,7 +353,7 @@ class RunsValues(RunsReader):
             array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :]
         )
         sums = (
-            _taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored])
+            taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored])
             * self._steps(stored)[None, None, None]
         )
         values = jnp.einsum(
@@ -443,12 +364,12 @@ class RunsValues(RunsReader):
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         raise NotImplementedError("keys are read by RunsKeys")
 
-    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> SlotRows:
         raise NotImplementedError("keys are read by RunsKeys")
 
     def weigh(
         self,
-        weights: Rows,
+        weights: SlotRows,
         refs: Sequence[Any],
         tile: Tile,
         sums: list[Float[Array, "W GP"]],
@@ -465,21 +386,9 @@ class RunsValues(RunsReader):
         return sums
 
 
-def _taken(array: Array, places: np.ndarray) -> Array:
-    """Return what is at these places of the last axis; the array itself where all are in order."""
-    return array if (np.diff(places) == 1).all() else jnp.take(array, places, axis=-1, mode="clip")
-
-
-def _subtracted(numbers: Half, constants: Sequence[float], asm: bool) -> Half:
-    """Return the numbers of a chunk minus one constant, or one for each half."""
-    if len(constants) == 1:
-        return subtract_constant(numbers, constants[0], asm)
-    lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
-    first, second = (jnp.float16(-constant) for constant in constants)
-    return half_add(numbers, jnp.where(lane < HALF, first, second), asm)
-
-
-def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:
+def _turned_back(
+    queries: QueriesAndPartners, angles: Sequence[Float16[Array, " W"]], asm: bool
+) -> QueriesAndPartners:
     """Return (q cos + partner sin, partner cos - q sin). angles: cos and -sin."""
     cos, minus_sin = (jnp.broadcast_to(table[None, :], queries[0].shape) for table in angles)
     first, second = rotated(*queries, cos, minus_sin, asm)

@@ -1,5 +1,6 @@
-"""Helpers of readers: loading the scales and zero points of a tile, cutting queries into planes,
-the tensor-core dot."""
+"""Helpers of readers: load the scales and zero points of a tile, cut queries into planes, and
+multiply on tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,9 @@ LN2 = 0.6931471805599453
 def token_scale(
     ref: Any, group: int, slots: int, slot: int, tile: Tile, dtype: str
 ) -> Float[Array, " rows"]:
-    """Load the scales, or zero points, of a slot's tokens for one group of channels; 0 for tokens
-    that do not count.
+    """Load the scales, or zero points, of a slot's tokens for one group of channels.
 
-    Unused capacity may hold anything, and 0 * nan is nan.
+    Tokens that do not count get 0, because unused capacity may hold anything, and 0 * nan is nan.
     """
     if slots == 1:
         stored = ref[group, pl.ds(tile.offset(1), tile.size)]
@@ -38,8 +38,9 @@ def token_scale(
 
 
 def by_slots(scales: Sequence[Array], slots: int) -> list[Array]:
-    """Give the tokens of a slot an axis of their own in scales and zero points [B, K, groups, S],
-    for `token_scale`. No copy."""
+    """Give the tokens of a slot a separate axis in scales and zero points [B, K, groups, S], for
+    `token_scale`, without a copy.
+    """
     if slots == 1:
         return list(scales)
     return [s.reshape(*s.shape[:3], s.shape[3] // SPAN, slots, SPAN // slots) for s in scales]
@@ -49,9 +50,7 @@ def channel_scale(
     ref: Any, layout: PlaneLayout, chunk: int, tile: Tile, group: int, dtype: str
 ) -> Float16[Array, "groups 1 W"]:
     """Load the scales, or zero points, of a chunk's channels for each group of tokens in the tile,
-    or for the one that holds it.
-
-    0 for groups that do not count.
+    or for the group that holds the tile. Groups that do not count get 0.
     """
     groups = max(1, tile.size // group)
     scale = as_float(
@@ -67,9 +66,8 @@ def channel_scale(
 def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "rows W"]:
     """Repeat the scales, or zero points, of groups of tokens for each word row.
 
-    A single group is repeated as two: a reshape that only drops an axis does not keep newer Triton
-    from giving words the layout of a dot's operand as they are loaded, in which it loads them one
-    at a time (docs/decisions/gpu_arithmetic.md).
+    A single group is repeated as two. If a reshape only drops an axis, newer Triton loads words in
+    the layout of a dot's operand, one at a time (docs/decisions/gpu_arithmetic.md).
     """
     groups, _, width = scale.shape
     groups = max(groups, 2)
@@ -77,7 +75,7 @@ def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "ro
 
 
 def as_float(stored: Array, dtype: str) -> Array:
-    """Return the floats whose bits uint16 holds; return other arrays as they are."""
+    """Return the floats whose bits uint16 holds. Other arrays are returned as they are."""
     return (
         lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint16 else stored
     )
@@ -91,7 +89,7 @@ def query_planes(q: Float[Array, "B K GP H"], chunks: int) -> Float16[Array, "B 
 
 
 def real_columns(x: Float[Array, "rows columns"], heads: int) -> Float[Array, "rows heads"]:
-    """Return the first columns, those of real query heads. Kernels cannot slice values."""
+    """Return the first columns, which belong to real query heads. Kernels cannot slice values."""
     rows, columns = x.shape
     if columns == heads:
         return x
@@ -111,11 +109,11 @@ def dot(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
 
 
 def dot_reordered(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
-    """Return the product that `dot` does, with the contracted axes of both in another order: for
-    array operations on scaled codes.
+    """Return the same product as `dot`, with the contracted axes in another order, for array
+    operations on scaled codes.
 
     In each 16, runs of 4 change places: 0, 2, 1, 3. In the usual order some versions of Triton load
-    scales as matrices for tensor cores, and what LLVM makes of these keeps ptxas from computing on
+    scales as matrices for tensor cores, and the resulting LLVM code keeps ptxas from computing on
     pairs (docs/decisions/gpu_arithmetic.md). Data does not move: each lane reads other places.
     """
     return dot(_reordered(a, contracted[0]), _reordered(b, contracted[1]), contracted)

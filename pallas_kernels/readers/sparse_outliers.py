@@ -1,15 +1,15 @@
-"""Outliers stored beside dense codes, in the slots of pools: runs of U tokens that share slots with
-all their heads.
+"""Read outliers stored beside dense codes, in the slots of pools. A pool is a run of U tokens that
+share slots, in all heads.
 
     scores    + sum over the slots of a head and token   residual * q[channel]
     values    + sum over tokens and their slots          p * residual at the channel
 
-The slots of a pool are sorted by head, then token: those of head k lie from ends[p, k - 1] to
-ends[p, k], each with the place t * H + h of its token in the pool and its channel. Outliers are
-read apart from the attention kernel. Scores come before it: a program takes a head of a pool, LANES
-slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are
-needed and nothing depends on the order of threads. Values come after it, from the scores that it
-stores (decode_attention/outlier_values.py).
+The slots of a pool are sorted by head, then token. Head k has slots ends[p, k - 1] to ends[p, k],
+each with the place t * H + h of its token in the pool and its channel. Outliers are read apart from
+the attention kernel. Scores come before it: a program takes a head of a pool, LANES slots at a
+time, and adds each slot's share to its token by a one-hot sum, so that no atomics are needed and
+results do not depend on the order of threads. Values come after it, from the scores that it stores
+(decode_attention/outlier_values.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import as_float
-from pallas_kernels.readers.turn import Turn
+from pallas_kernels.readers.turn import TurnTables
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
@@ -39,18 +39,26 @@ def outlier_scores(
     residual: Array,
     ends: UInt16[Array, "B n K"],
     limits: Int[Array, " B"],
-    turned: Turn | None,
+    turned: TurnTables | None,
     launch: Launch,
     pool: int,
     group: int,
     first: int = 0,
 ) -> Float[Array, "B k G S"]:
-    """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens;
-    unspecified for tokens from limits[b] on.
+    """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens. Tokens
+    from limits[b] on are unspecified.
 
-    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool:
-    its tokens, a power of two. group: the query heads of a KV head that scores are for, G; more
-    that q may have are padding. first: the KV head that q begins with.
+    Args:
+        q: queries.
+        index: places of the slots in their pool.
+        residual: [B, n, P], fp16, or uint16 that holds the bits.
+        ends: for each head, the first slot behind its slots.
+        limits: the number of tokens of each row.
+        turned: the positions of keys, if residuals belong to keys before RoPE.
+        launch: how the kernel is launched.
+        pool: tokens of a pool, a power of two.
+        group: G, the number of real query heads per KV head. The rest of q is padding.
+        first: the KV head of the first queries.
     """
     batch, heads, _, channels = q.shape
     pools = index.shape[1]
@@ -96,14 +104,14 @@ def _scores_kernel(
     channels: int,
     pool: int,
 ) -> None:
-    # ends [n, K]; index, residual [n, P]; q [Q, H]; the tables of a Turn or nothing; then the
+    # ends [n, K]; index, residual [n, P]; q [Q, H]; TurnTables or nothing; then the
     # scores [G, S]
     *tables, out_ref = refs
     head, number, half = first_ref[0] + pl.program_id(1), pl.program_id(2), channels // 2
     lanes, tokens = (lax.broadcasted_iota(jnp.int32, (size,), 0) for size in (LANES, pool))
     end = ends_ref[number, head].astype(jnp.int32)
     begin = jnp.where(head > 0, ends_ref[number, jnp.maximum(head - 1, 0)].astype(jnp.int32), 0)
-    counted = number * pool < limit_ref[0]  # where no token counts, ends may be anything
+    counted = number * pool < limit_ref[0]  # if no token counts, ends may be anything
     rounds = jnp.where(counted, (end - begin + LANES - 1) // LANES, 0)
 
     def body(i: Array, sums: Any) -> Any:

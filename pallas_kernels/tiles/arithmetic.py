@@ -1,5 +1,6 @@
 """Arithmetic on tiles of fp16 and fp32 numbers: inline assembly on pairs of fp16 (`half2`), or
-array operations on `Halves`."""
+array operations on `Halves`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from pallas_kernels.tiles.halves import Half, by_halves
 
 
 def subtract_scale(h: Half, constant: int | float, scale: Array, asm: bool) -> Half:
-    """Return (h - constant) * scale. The subtraction is exact for codes and their biases; constant
-    must be an fp16 number."""
+    """Return (h - constant) * scale. The subtraction is exact for codes and their biases. constant
+    must be an fp16 number.
+    """
     if asm:
         return half2(
             f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t;"
@@ -45,8 +47,7 @@ def subtract_scale_add(
 
 
 def subtract_constant(h: Half, constant: int | float, asm: bool) -> Half:
-    """Return h - constant. The constant must be an fp16 number; the difference is exact for codes
-    and their biases."""
+    """Return h - constant, exact for codes and their biases. constant must be an fp16 number."""
     if asm:
         return half2(
             f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 $0, $1, t; }}", h
@@ -74,8 +75,9 @@ def half_multiply_add(a: Half, b: Array, c: Array, asm: bool) -> Half:
 
 
 def half2(assembly: str, *operands: Any) -> Float16[Array, "rows W"]:
-    """Run inline assembly on pairs: each 32-bit operand $1, $2, ... holds two neighbouring 16-bit
-    elements, $0 the two fp16 results."""
+    """Run inline assembly on pairs. Each 32-bit operand $1, $2, ... holds two neighbouring 16-bit
+    elements, and $0 the two fp16 results.
+    """
     shape = operands[0].shape
     [result] = plt.elementwise_inline_asm(
         assembly,
@@ -88,12 +90,12 @@ def half2(assembly: str, *operands: Any) -> Float16[Array, "rows W"]:
 
 
 def twice(constant: int) -> str:
-    """Write a 16-bit constant for both halves of a register, as assembly spells it."""
+    """Write a 16-bit constant for both halves of a register, in assembly."""
     return f"{constant << 16 | constant:#x}"
 
 
 def half_twice(value: int | float) -> str:
-    """Write an fp16 number for both halves of a register. ValueError if it is none."""
+    """Write an fp16 number for both halves of a register. Raises ValueError if it is not one."""
     half = np.float16(value)
     if float(half) != value:
         raise ValueError(f"{value=} is not an fp16 number")
@@ -101,15 +103,16 @@ def half_twice(value: int | float) -> str:
 
 
 def multiply_add(a: Array, b: Array, c: Array, asm: bool) -> Array:
-    """Return a * b + c in fp32, in asm by one instruction: XLA's Triton pipeline writes two, which
-    ptxas keeps apart."""
+    """Return a * b + c in fp32, in asm by one instruction. XLA's Triton pipeline writes two, and
+    ptxas does not fuse them.
+    """
     if not asm:
         return a * b + c
     return _float("fma.rn.f32 $0, $1, $2, $3;", *jnp.broadcast_arrays(a, b, c))
 
 
 def exp2(x: Array, asm: bool) -> Array:
-    """Return 2^x in fp32; in asm without the guard for subnormal results, which are 0 here."""
+    """Return 2^x in fp32, in asm without the guard for subnormal results, which become 0."""
     return _float("ex2.approx.ftz.f32 $0, $1;", x) if asm else jnp.exp2(x)
 
 

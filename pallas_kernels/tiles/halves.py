@@ -1,10 +1,10 @@
 """Tiles of 16-bit numbers as the two halves of registers, for array operations.
 
-A register holds two fp16 numbers, and the tensor cores want neighbours along the contracted axis in
-it. Array operations know tiles of single numbers only; compilers take those of 16 bits one at a
-time and pack them again. So a tile is computed on as `Halves`: the first of each two neighbours,
-and the second. Splitting and joining are the register itself, nothing is left of them in machine
-code, and two operations on halves become one on a pair (docs/kernels.md has the counts).
+A register holds two fp16 numbers, and tensor cores want neighbours along the contracted axis in it.
+Array operations only know tiles of single numbers. Compilers process 16-bit ones one at a time and
+pack them again. So tiles are computed on as `Halves`: the first of each two neighbours, and the
+second. Splitting and joining cost no machine code, because the halves are the register itself, and
+two operations on halves become one on a pair (docs/kernels.md has the counts).
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ Half = Float16[Array, "rows W"] | Halves
 
 
 def joined(tile: Half) -> Float16[Array, "rows W"]:
-    """Return the whole tile, which a dot takes."""
+    """Return the whole tile, as a dot needs it."""
     return tile.joined() if isinstance(tile, Halves) else tile
 
 
 def by_halves(operation: Callable[..., Any], *operands: Array | Halves) -> Any:
-    """Apply an elementwise operation that gives an array or several; in halves if an operand is."""
+    """Apply an elementwise operation that returns one or several arrays. It is applied to halves if
+    an operand is `Halves`.
+    """
     axes = {operand.axis for operand in operands if isinstance(operand, Halves)}
     if not axes:
         return operation(*operands)
@@ -73,7 +75,7 @@ def by_halves(operation: Callable[..., Any], *operands: Array | Halves) -> Any:
     halves = [
         operand if isinstance(operand, Halves) else Halves.of(operand, axis) for operand in operands
     ]
-    # The second half first: ptxas makes pairs in this order, and would otherwise exchange the
+    # The second half first: ptxas makes pairs in this order. In the other it would exchange the
     # halves of every register before and after.
     second = operation(*(half.second for half in halves))
     return jax.tree.map(
@@ -82,7 +84,7 @@ def by_halves(operation: Callable[..., Any], *operands: Array | Halves) -> Any:
 
 
 def in_pairs(tile: Num[Array, "rows W"], axis: int) -> UInt32[Array, "a b"]:
-    """Put two neighbouring 16-bit numbers into one of 32 bits, the first one low."""
+    """Put two neighbouring 16-bit numbers into one of 32 bits, the first one in the low half."""
     halves = Halves.of(tile, axis)
     first, second = (
         lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32)
@@ -92,7 +94,7 @@ def in_pairs(tile: Num[Array, "rows W"], axis: int) -> UInt32[Array, "a b"]:
 
 
 def out_of_pairs(pairs: UInt32[Array, "a b"], axis: int) -> Halves:
-    """Return the fp16 numbers whose bits these are, as halves of a tile."""
+    """Return the fp16 numbers with these bits, as halves of a tile."""
     low, high = (
         lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16)
         for half in (pairs, pairs >> np.uint32(16))

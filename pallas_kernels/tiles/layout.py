@@ -1,31 +1,31 @@
-"""The layout of packed words: which bits of which tile hold a code, and their way into fp16
+"""The layout of packed words: which bits of which tile hold a code, and how to turn them into fp16
 numbers.
 
 Channel planes. A row of H channels is cut into c = H / W chunks of W neighbouring channels. The W
-words of a *tile* hold, in bit field i, the codes of one whole chunk: so unpacking a field of a tile
-is one shift and one mask, and the result (a *plane*) has the tile's shape: no reshape, no gather.
-Where one token does not fill whole words, n tokens share a row of words. In every span of P tokens,
-word row r holds tokens r, P/n + r, 2P/n + r, ...: slot a of row r is token a * P/n + r, so each
-slot of a span is a run of neighbouring tokens.
+words of a *tile* hold, in bit field i, the codes of one whole chunk. So unpacking a field of a tile
+takes one shift and one mask, and the result (a *plane*) has the tile's shape, without a reshape or
+a gather. If one token does not fill whole words, n tokens share a row of words. In every span of P
+tokens, word row r holds tokens r, P/n + r, 2P/n + r, ... Slot a of row r is token a * P/n + r, so
+each slot of a span is a run of neighbouring tokens.
 
 A row of words is m tiles wide, m = n * c * bits / 16. Field i of tile j holds slot and chunk number
 i * m + j, counted slot-major (number = slot * c + chunk). So field i of the whole row, m * W words,
 is one run of neighbouring channels: wide planes for a CPU, W-wide tiles for a GPU.
 
 Codes whose width is not a power of two are split into plane sets, low bits first: 3 = 2 + 1, 5 = 4
-+ 1, 9 = 8 + 1. Head dims that are not a multiple of 16 are padded with zero codes up to one, and
-the padding is stored (and counted).
++ 1, 9 = 8 + 1. A head dim that is not a multiple of 16 is padded to one with zero codes, and the
+padding is stored (and counted).
 
-From bits to fp16 without a conversion. Under the exponent bits (25 - p) << 10 the mantissa bit p of
-an fp16 number is worth 1. So a code at bit p there *is* the number 2^(10 - p) + code:
+From bits to fp16 without a conversion. Under the exponent bits (25 - p) << 10, mantissa bit p of an
+fp16 number is worth 1. So a code at bit p *is* the number 2^(10 - p) + code:
 
     fp16bits((w >> shift) & (mask << p) | (25 - p) << 10)  ==  bias + code,    bias = 2^(10 - p)
 
-One shift (often none) and one `lop3` convert a pair of codes. The bias is subtracted exactly later:
-from a partial dot product, or by an fp16 addition. p + bits <= 10, so codes of up to 8 bits fit.
+One shift (often none) and one `lop3` convert a pair of codes. The bias is subtracted exactly later,
+from a partial dot product or by an fp16 addition. p + bits <= 10, so codes of up to 8 bits fit.
 
-This module imports nothing: what packs the codes (`kvq_jax.arrays.packing`) and the kernels that
-read them share it.
+This module imports nothing, so that the kernels can share it with `kvq_jax.arrays.packing`, which
+packs the codes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ import math
 SUPPORTED_BITS = (2, 3, 4, 5, 8)  # of codes that kernels turn into fp16
 TABLE_BITS = (2, 3, 4)  # of codes that kernels look up in a table
 WORD_BITS = 16
-# tokens over which the slots of a word row are spread; the tiles that kernels read are whole spans
+# Tokens over which the slots of a word row are spread. The tiles that kernels read are whole spans.
 SPAN = 32
 
 
 def plane_sets(bits: int) -> tuple[int, ...]:
     """Return the powers of two that add up to `bits`, widest first: 2 -> (2,), 3 -> (2, 1), 9 ->
-    (8, 1)."""
+    (8, 1).
+    """
     if not 1 <= bits <= 15:
         raise ValueError(f"{bits=} cannot be packed: 1 to 15 bits fit a 16-bit word")
     return tuple(1 << i for i in reversed(range(4)) if bits >> i & 1)
@@ -54,8 +55,9 @@ class Field:
     """The place of one code, and the constants that make it fp16: (word[tile] >> shift) & mask at
     bit `position`, value bias + code.
 
-    A code with a bit in a second plane set (3 = 2 + 1 bits, 5 = 4 + 1) has it in `high_tile`, to be
-    moved right by `high_shift` to stand above the low bits. Negative shifts go left.
+    If a code has a bit in a second plane set (3 = 2 + 1 bits, 5 = 4 + 1), that bit is in
+    `high_tile`, and shifting it right by `high_shift` puts it above the low bits. Negative shifts
+    go left.
     """
 
     tile: int
@@ -85,8 +87,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class PlaneLayout:
-    """Where each code of a token block is stored. Static and hashable; derive it with
-    `plane_layout`."""
+    """The places of the codes of a token block. Static and hashable, from `plane_layout`."""
 
     bits: int  # of a code, all plane sets together
     channels: int  # H as the method sees it
@@ -101,15 +102,15 @@ class PlaneLayout:
         return plane_sets(self.bits)
 
     def tiles(self, set_bits: int) -> int:
-        """Count the W-wide tiles in one word row of the plane set with `set_bits` bits."""
+        """Return the number of W-wide tiles in a word row of the plane set with `set_bits` bits."""
         return self.slots * self.chunks * set_bits // WORD_BITS
 
     def words(self, set_bits: int) -> int:
-        """Count the words in one row of that plane set."""
+        """Return the number of words in one row of that plane set."""
         return self.tiles(set_bits) * self.width
 
     def field(self, slot: int, chunk: int) -> Field:
-        """Return where token slot `slot` has its chunk of W channels."""
+        """Return the place of chunk `chunk` of token slot `slot`."""
         return _field(self, slot * self.chunks + chunk)
 
 
@@ -117,10 +118,10 @@ class PlaneLayout:
 def plane_layout(bits: int, channels: int, block: int) -> PlaneLayout:
     """Return the layout for H channels and blocks of `block` tokens.
 
-    W is 32 where 32-channel chunks fill whole words by themselves, else 16. n is the smallest
-    number of tokens whose fields fill whole words of the thinnest plane set; where n does not
-    divide the span, tokens are padded with empty chunks instead, and n is the largest divisor of
-    the span that helps.
+    W is 32 if 32-channel chunks fill whole words by themselves, else 16. n is the smallest number
+    of tokens whose fields fill whole words of the thinnest plane set. If n does not divide the
+    span, tokens are padded with empty chunks instead, and n is the largest divisor of the span that
+    helps.
     """
     sets = plane_sets(bits)
     fields = WORD_BITS // sets[-1]
@@ -149,7 +150,7 @@ def _place(bit: int, low: int, bits: int) -> tuple[int, int]:
     the compiler shares them too.
 
     Position 0 means a bias of 1024, which costs a partial dot product three bits more than position
-    2: used where the field would need a shift of its own.
+    2. It is used if the field would otherwise need a separate shift.
     """
     if low == 8:
         return bit, 0

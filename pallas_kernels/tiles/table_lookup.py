@@ -1,21 +1,23 @@
 """Look up codes of 2, 3 or 4 bits in one table that all channels share, for four fields of a word
 at a time.
 
-A word of 16 bits that holds four codes in its four nibbles *is* a selector of `prmt`, which chooses
-four of eight bytes. So the low bytes of four entries take one instruction (two, and a selection,
-for 16 entries), their high bytes another, and putting the two together one for each pair of
-neighbouring words. For a register of two words and each four fields of both:
+A word of 16 bits with four codes in its four nibbles *is* a selector of `prmt`, which chooses four
+of eight bytes. So the low bytes of four entries take one instruction (for 16 entries two, and a
+selection), their high bytes another, and combining them one for each pair of neighbouring words.
+For a register of two words and each four fields of both:
 
-    codes to nibbles     4 bits: none      3 bits: three, from two plane sets      2 bits: a mask, perhaps a shift
+    codes to nibbles     4 bits: none
+                         3 bits: three, from two plane sets
+                         2 bits: a mask, perhaps a shift
     two of the fields    selector (1), low bytes (1 or 2), high bytes (1 or 2), 16 entries: a mask
                          (1) and two selections, fp16 pairs (2)
 
     instructions per element: 2 / 3 / 4 bits   1.4 / 1.7 / 2.75
 
-That is in assembly. In array operations an entry is chosen by the bits of its code, with a tree of
-selects on pairs: bit 0 halves the entries, bit 1 the rest, and so on, 2^bits - 1 selects for two
-elements. A table in memory cannot be indexed with a tile of codes: a gather for each element is
-what low-bit kernels must not do.
+That is in assembly. In array operations the bits of a code choose its entry, with a tree of selects
+on pairs: bit 0 halves the entries, bit 1 the rest, and so on, 2^bits - 1 selects for two elements.
+A table in memory cannot be indexed with a tile of codes, because low-bit kernels must not gather
+for each element.
 
 Exact: entries are copied, bit for bit.
 """
@@ -38,8 +40,9 @@ from pallas_kernels.tiles.words import Bit, PairedWords, WordTiles, code_bits
 
 
 def byte_planes(entries: Sequence[UInt32[Array, "*lead"]]) -> list[Int32[Array, "*lead"]]:
-    """Return fp16 entries, given as their bits, as `prmt` wants them: the low bytes of all, four in
-    a word, then the high bytes."""
+    """Return the bits of fp16 entries in the order of `prmt`: the low bytes of all entries, four in
+    a word, then the high bytes.
+    """
     planes = [entry & np.uint32(255) for entry in entries] + [
         entry >> np.uint32(8) for entry in entries
     ]
@@ -53,8 +56,9 @@ def byte_planes(entries: Sequence[UInt32[Array, "*lead"]]) -> list[Int32[Array, 
 def chosen(
     words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]
 ) -> Halves:
-    """Return entries[code] for the codes that `bits` (lowest first) spell: fp16 numbers, each given
-    in both halves of 32 bits."""
+    """Return entries[code] for the codes that `bits` (lowest first) spell. Entries are fp16
+    numbers, repeated in both halves of 32 bits.
+    """
     for bit in bits:
         mask = (words.moved(bit.set, bit.tile, bit.position) & np.uint32(0x10001)) * np.uint32(
             0xFFFF
@@ -67,15 +71,18 @@ def chosen(
     return out_of_pairs(chosen_entry, words.axis)
 
 
-class Table(NamedTuple):
-    """The entries of a table in both halves of 32 bits, for array operations, or the words of its
-    `byte_planes`, for assembly: made once outside of a loop."""
+class LookupTable(NamedTuple):
+    """The entries of a table, prepared once outside of a loop.
+
+    entries: each one in both halves of 32 bits, for array operations. bytes: the words of its
+    `byte_planes`, for assembly.
+    """
 
     entries: Sequence[UInt32[Array, "1 1"]]
     bytes: Sequence[Int32[Array, "1 1"]]
 
     @classmethod
-    def read(cls, ref: Any, asm: bool) -> Table:
+    def read(cls, ref: Any, asm: bool) -> LookupTable:
         """Read the numbers of a table, [entries]."""
         numbers = [ref[i].astype(jnp.float16).reshape(1, 1) for i in range(ref.shape[0])]
         bits = [
@@ -87,16 +94,17 @@ class Table(NamedTuple):
 
 
 class LookedUp(NamedTuple):
-    """The entries that the codes of a tile's words stand for, plane by plane; what fields of a word
-    share is computed once."""
+    """The table entries for the codes of a tile's words, plane by plane. Work that fields of a word
+    share is done once.
+    """
 
     words: WordTiles
     layout: PlaneLayout
-    table: Table
+    table: LookupTable
     by_nibbles: dict[tuple[int, int], list[Array]]  # four planes, by (tile, odd)
 
     @classmethod
-    def of(cls, words: WordTiles, layout: PlaneLayout, table: Table) -> LookedUp:
+    def of(cls, words: WordTiles, layout: PlaneLayout, table: LookupTable) -> LookedUp:
         return cls(words, layout, table, {})
 
     def plane(self, slot: int, chunk: int) -> Half:
@@ -105,9 +113,8 @@ class LookedUp(NamedTuple):
             return chosen(self.words, code_bits(self.layout, slot, chunk), self.table.entries)
         low = self.layout.sets[0]
         index, tile = divmod(slot * self.layout.chunks + chunk, self.layout.tiles(low))
-        nibble, odd = divmod(
-            index, 4 // low
-        )  # fields of 2 bits: the even ones are in the nibbles, the odd ones a shift away
+        # Of 2-bit fields, the even ones are in the nibbles, and the odd ones a shift away.
+        nibble, odd = divmod(index, 4 // low)
         key = tile, odd
         if key not in self.by_nibbles:
             self.by_nibbles[key] = self._four(tile, odd)
@@ -129,9 +136,9 @@ class LookedUp(NamedTuple):
 
 
 def in_registers(word: Int32[Array, "1 1"]) -> Int32[Array, "1 1"]:
-    """Return the same number without the compiler's knowing that all lanes have it.
+    """Return the same number, hiding from the compiler that all lanes have it.
 
-    It would keep the number in a uniform register, and copy it out of there for every `prmt` that
+    Otherwise it would keep the number in a uniform register, and copy it out for every `prmt` that
     reads it.
     """
     [register] = plt.elementwise_inline_asm(
@@ -148,7 +155,8 @@ def three_bit_nibbles(
     low: Int16[Array, "rows W"], high: Int16[Array, "rows W"], odd: int, position: int
 ) -> Int16[Array, "rows W"]:
     """Join codes whose low bits are every other field of `low` and whose third bits are every
-    fourth bit of `high` from `position` on."""
+    fourth bit of `high` from `position` on.
+    """
     by = position - 2
     moved = "mov.b32 u, $2;" if by == 0 else f"{'shr' if by > 0 else 'shl'}.b32 u, $2, {abs(by)};"
     fields = "shr.b32 t, $1, 2;" if odd else "mov.b32 t, $1;"
@@ -162,15 +170,14 @@ def three_bit_nibbles(
 def four_planes(
     nibbles: Int16[Array, "rows W"], bits: int, table: Sequence[Int32[Array, "1 1"]]
 ) -> list[Float16[Array, "rows W"]]:
-    """Return the entries for the codes in each of the four nibbles. Unused bits of a nibble are
-    0."""
+    """Return the entries for the codes in each of the four nibbles. Unused nibble bits are 0."""
     planes: list[Array] = []
     half = len(table) // 2
     low, high = table[:half], table[half:]
     plain = nibbles if bits < 4 else _pairs("and.b32 $0, $1, 0x77777777;", nibbles)
     for fields in range(2):
-        # of each of the two words the byte that holds these two nibbles: (word 0, word 1) is a
-        # selector of four
+        # Of each of the two words, take the byte that holds these two nibbles: (word 0, word 1) is
+        # a selector of four.
         selector = _pairs(f"prmt.b32 $0, $1, 0, {(0x20, 0x31)[fields]:#x};", plain)
         if bits == 2:
             low_bytes, high_bytes = (
@@ -182,8 +189,8 @@ def four_planes(
                 _bytes("prmt.b32 $0, $2, $4, $1;", selector, *plane) for plane in (low, high)
             )
         else:
-            # prmt repeats the top bit of a byte: the fourth bits of the nibbles, half of them after
-            # a shift, as four bytes of ones or zeros
+            # prmt can repeat the top bit of a byte. Here it repeats the fourth bits of the nibbles,
+            # half of them after a shift, as four bytes of ones or zeros.
             mask = _pairs(
                 f"shl.b32 t, $1, 4; prmt.b32 $0, t, $1, {(0xEAC8, 0xFBD9)[fields]:#x};", nibbles
             )
@@ -199,7 +206,7 @@ def four_planes(
 
 
 def _bytes(assembly: str, selector: Array, *table: Array, mask: Array | None = None) -> Array:
-    # a 32-bit operand is a pair of registers, one for each element: here the same twice
+    # A 32-bit operand is a pair of registers, one for each element. Here both hold the same word.
     tiles = [selector] if mask is None else [selector, mask]
     wide = [jnp.broadcast_to(word, selector.shape) for word in table]
     return _inline(assembly, [*tiles, *wide], ["r"] * len(tiles) + ["r,r"] * len(wide))
@@ -216,7 +223,8 @@ def _inline(
     dtype: jax.typing.DTypeLike = jnp.int16,
 ) -> Array:
     """Run inline assembly with one register for each two neighbouring words, whatever its bits
-    mean."""
+    mean.
+    """
     [result] = plt.elementwise_inline_asm(
         f"{{ .reg .b32 t, u; {assembly} }}",
         args=operands,

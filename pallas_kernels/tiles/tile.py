@@ -16,12 +16,17 @@ from pallas_kernels.tiles.layout import SPAN
 class Tile:
     """`size` tokens from `start` on.
 
-    index: start // size where the tile is a whole one, and then every offset is the index times a
-    constant, from which the compiler learns that loads are aligned; None for the last tile of a
-    split, which may start anywhere on a span.
-    first, limit: only tokens first <= token < limit count; None where all do.
-    part, parts: a step reads part number `part` of so many, each as many neighbouring slots of a
-    word row.
+    Args:
+        size: tokens.
+        start: the first token.
+        index: start // size for a whole tile. Every offset is then the index times a constant,
+            which tells the compiler that loads are aligned. None for the last tile of a split,
+            which may start anywhere on a span.
+        first: only tokens first <= token < limit count. None if all do.
+        limit: see first.
+        part: the part that a step reads, as many neighbouring slots of a word row as any other
+            part.
+        parts: how many parts there are.
     """
 
     size: int
@@ -33,8 +38,9 @@ class Tile:
     parts: int = 1
 
     def offset(self, unit: int) -> Int[Array, ""]:
-        """Return the start in units of `unit` tokens; if a unit is longer than the tile, the number
-        of the one that holds the start."""
+        """Return the start in units of `unit` tokens. If a unit is longer than the tile, this is
+        the number of the unit that holds the start.
+        """
         if self.index is None:
             return self.start // unit
         return (
@@ -49,15 +55,16 @@ class Tile:
         return self.limit is not None
 
     def counts(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Mark the tokens, numbered from the tile's start, that count."""
+        """Return a mask of the tokens that count. Tokens are numbered from the tile's start."""
         if self.first is None or self.limit is None:
             return jnp.ones(tokens.shape, bool)
         at = self.start + tokens
         return (at >= self.first) & (at < self.limit)
 
     def slot_tokens(self, slots: int, slot: int) -> Int[Array, " rows"]:
-        """Return the tokens, from the tile's start on, that slot `slot` (of the part) holds: a run
-        of SPAN / slots in each span."""
+        """Return the tokens, counted from the tile's start, in slot `slot` (of the part): a run of
+        SPAN / slots in each span.
+        """
         run = SPAN // slots
         row = lax.broadcasted_iota(jnp.int32, (self.size // slots,), 0)
         return row // run * SPAN + run * (self.part * (slots // self.parts) + slot) + row % run
@@ -66,10 +73,10 @@ class Tile:
 def change_slots(
     rows: list[Float[Array, "rows G"]], slots: int
 ) -> list[Float[Array, "other_rows G"]]:
-    """Rearrange rows of len(rows) token slots into `slots` token slots: needed where K and V pack
+    """Rearrange rows of len(rows) token slots into `slots` token slots, for K and V that pack
     different numbers of tokens in a row.
 
-    Kernels cannot slice or concatenate values, so slots are chosen with masks.
+    Kernels cannot slice or concatenate values, so masks choose the slots.
     """
     have = len(rows)
     if have == slots:

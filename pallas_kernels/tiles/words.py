@@ -24,7 +24,8 @@ from pallas_kernels.tiles.tile import Tile
 
 class Bit(NamedTuple):
     """The place of one bit of a code: bit `position` of the words of a tile, in one of the plane
-    sets."""
+    sets.
+    """
 
     set: int
     tile: int
@@ -33,7 +34,7 @@ class Bit(NamedTuple):
 
 @functools.cache
 def code_bits(layout: PlaneLayout, slot: int, chunk: int) -> tuple[Bit, ...]:
-    """Return where the bits of a chunk's codes are, lowest first."""
+    """Return the places of the bits of a chunk's codes, lowest first."""
     number, places = slot * layout.chunks + chunk, []
     for i, bits in enumerate(layout.sets):
         index, tile = divmod(number, layout.tiles(bits))
@@ -41,9 +42,10 @@ def code_bits(layout: PlaneLayout, slot: int, chunk: int) -> tuple[Bit, ...]:
     return tuple(places)
 
 
-class Run(NamedTuple):
+class BitRun(NamedTuple):
     """Bits of one word that move together: (words of the tile >> shift) & mask. Negative shifts go
-    left."""
+    left.
+    """
 
     set: int
     tile: int
@@ -53,25 +55,27 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WordTiles(abc.ABC):
-    """The packed words of a tile of tokens. tiles[set][j]: the j-th tile of a plane set, W words of
-    each of the tile's rows."""
+    """The packed words of a tile of tokens. tiles[set][j] is the j-th tile of a plane set, with W
+    words for each of the tile's rows.
+    """
 
     tiles: list[list[Any]]
 
     @abc.abstractmethod
     def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> WordTiles:
-        """Return the words of each plane set, moved right by as many bits as the kernel finds when
-        it runs; what comes from above is no code."""
+        """Return the words of each plane set shifted right by amounts that are known when the
+        kernel runs. The bits shifted in are no code.
+        """
 
     @abc.abstractmethod
-    def gathered(self, runs: Sequence[Run], bits: int) -> Half:
-        """Return the fp16 numbers whose bits are `bits`, or-ed with those of the runs."""
+    def gathered(self, runs: Sequence[BitRun], bits: int) -> Half:
+        """Return the fp16 numbers whose bits are `bits`, or-ed with the bits of the runs."""
 
     def codes(self, field: Field) -> Half:
         """Return bias + code of one field, exactly."""
-        runs = [Run(0, field.tile, field.shift, field.mask)]
+        runs = [BitRun(0, field.tile, field.shift, field.mask)]
         if field.high_tile is not None:
-            runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
+            runs.append(BitRun(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
     def number(
@@ -80,29 +84,30 @@ class WordTiles(abc.ABC):
         """Return (bias + code, bias) of the codes that `bits` spell, by the exponent trick of
         layout.py.
 
-        places: which bit of the code each one is; None for 0, 1, ... Two may be the same where
-        every lane has 0 in the words of one. least: the lowest bit of the mantissa that a code may
-        begin at, which bounds the bias.
+        Args:
+            bits: the places of the bits of a code.
+            places: which bit of the code each one is. None means 0, 1, ... Two may be the same if
+                every lane has 0 in the words of one of them.
+            least: the lowest bit of the mantissa at which a code may begin, which bounds the bias.
         """
         places = range(len(bits)) if places is None else places
-        # no shift, or one that many fields share, where the ten bits of the mantissa then hold the
-        # code
+        # No shift, or one that many fields share, if the ten bits of the mantissa then hold the
+        # code.
         first = bits[0].position
         at = next(place for place in (first, first - 8, least) if least <= place < 10 - max(places))
-        runs: list[Run] = []
+        runs: list[BitRun] = []
         for bit, i in zip(bits, places, strict=True):
             shift, mask = bit.position - (at + i), 1 << (at + i)
             if runs and runs[-1][:3] == (bit.set, bit.tile, shift):
                 runs[-1] = runs[-1]._replace(mask=runs[-1].mask | mask)
             else:
-                runs.append(Run(bit.set, bit.tile, shift, mask))
+                runs.append(BitRun(bit.set, bit.tile, shift, mask))
         return self.gathered(runs, (25 - at) << 10), 1 << (10 - at)
 
 
 @dataclasses.dataclass(frozen=True)
 class SingleWords(WordTiles):
-    """Words as int16 [rows, W], for inline assembly, which takes two neighbours at a time by
-    itself."""
+    """Words as int16 [rows, W], for inline assembly, which takes two neighbours at a time."""
 
     tiles: list[list[Int16[Array, "rows W"]]]
 
@@ -114,9 +119,10 @@ class SingleWords(WordTiles):
             ]
         )
 
-    def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
+    def gathered(self, runs: Sequence[BitRun], bits: int) -> Float16[Array, "rows W"]:
         """Gather with one `lop3` for each run and pair of words, and a shift, which other fields
-        may share."""
+        may share.
+        """
         if (
             len(runs) == 1
             and (byte := runs[0]).mask == 0xFF
@@ -130,7 +136,7 @@ class SingleWords(WordTiles):
             )
         numbers: Array | None = None
         for run in runs:
-            # bits that cross from one half of the register into the other are masked off
+            # The mask removes bits that cross from one half of the register into the other.
             move = f"{'shr' if run.shift > 0 else 'shl'}.b32 t, $1, {abs(run.shift)};"
             rest = twice(bits) if numbers is None else "$2"
             operands = [self.tiles[run.set][run.tile], *([] if numbers is None else [numbers])]
@@ -144,11 +150,11 @@ class SingleWords(WordTiles):
 
 @dataclasses.dataclass(frozen=True)
 class PairedWords(WordTiles):
-    """Words as uint32, two neighbours along `axis` in each, for array operations: they mask and
-    move two words at a time.
+    """Words as uint32, two neighbours along `axis` in each, for array operations, which mask and
+    shift two words at a time.
 
-    zero: 0, but compilers do not know it. They would write a constant mask into a register before
-    each of its uses; constants that this is added to stay in one.
+    zero: 0, but unknown to compilers. They would write a constant mask into a register before each
+    of its uses. Constants that this is added to stay in a register.
     """
 
     tiles: list[list[UInt32[Array, "a b"]]]
@@ -170,20 +176,19 @@ class PairedWords(WordTiles):
             return words >> np.uint32(shift)
         return words << np.uint32(-shift) if shift < 0 else words
 
-    def gathered(self, runs: Sequence[Run], bits: int) -> Halves:
+    def gathered(self, runs: Sequence[BitRun], bits: int) -> Halves:
         pairs: Array = np.uint32(bits * 0x10001) + self.zero
         for i, run in enumerate(runs):
-            masked = self.moved(run.set, run.tile, run.shift) & np.uint32(
-                run.mask * 0x10001
-            )  # what crosses between halves is masked off
-            # the same, for no bit is in both; but compilers would move the constant to the end of a
-            # chain of one kind: one more instruction
+            # The mask removes bits that cross between halves.
+            masked = self.moved(run.set, run.tile, run.shift) & np.uint32(run.mask * 0x10001)
+            # Both give the same, because no bit is in both. But in a chain of one kind, compilers
+            # would move the constant to the end, which takes one more instruction.
             pairs = pairs ^ masked if i % 2 else pairs | masked
         return out_of_pairs(pairs, self.axis)
 
 
 def moved_right(words: Int16[Array, "rows W"], by: Int32[Array, "1 1"]) -> Int16[Array, "rows W"]:
-    """Move the bits of two neighbouring words together."""
+    """Shift two neighbouring words right together."""
     [moved] = plt.elementwise_inline_asm(
         "shr.b32 $0, $1, $2;",
         args=[words, jnp.broadcast_to(by, words.shape)],
@@ -197,8 +202,15 @@ def moved_right(words: Int16[Array, "rows W"], by: Int32[Array, "1 1"]) -> Int16
 def read_words(
     refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, asm: bool
 ) -> WordTiles:
-    """Read the words of a tile of tokens. axis: along which neighbours are computed on together,
-    the one that a dot will contract."""
+    """Read the words of a tile of tokens.
+
+    Args:
+        refs: words of each plane set.
+        layout: of the words.
+        tile: the tokens.
+        axis: along which neighbours are paired, the one that a dot will contract.
+        asm: compute with inline assembly.
+    """
     rows = pl.ds(tile.offset(layout.slots), tile.size // layout.slots)
     tiles = [
         [ref[rows, pl.ds(layout.width * j, layout.width)] for j in range(layout.tiles(bits))]
@@ -210,8 +222,9 @@ def read_words(
 def paired(
     tiles: Sequence[Sequence[Int16[Array, "rows W"]]], axis: int, start: Int32[Array, ""]
 ) -> PairedWords:
-    """Put neighbouring words together. start: any number that is not negative, known only when the
-    kernel runs."""
+    """Put neighbouring words together. `start` may be any non-negative number that is known only
+    when the kernel runs.
+    """
     zero = lax.bitcast_convert_type(start >> np.int32(31), jnp.uint32)
     return PairedWords(
         [[in_pairs(words, axis) for words in of_set] for of_set in tiles], axis, zero

@@ -1,5 +1,6 @@
-"""What tests share that compile for GPUs: they read what the compiler writes, so nothing may come
-from a cache."""
+"""Fixtures of tests that compile for GPUs. They read the compiler's output, so nothing may come
+from a cache.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The kernel that appends a token compiles for both GPUs with every writer of blocks: in place, and
-with few registers spilled."""
+"""The kernel that appends a token compiles for both GPUs with every writer of blocks, updates in
+place, and spills few registers.
+"""
 
 from __future__ import annotations
 

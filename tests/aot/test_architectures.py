@@ -1,5 +1,6 @@
-"""Kernels compile for every architecture that they are for, and as many of their programs run there
-as the schedule takes for granted."""
+"""Kernels compile for every supported architecture, and as many of their programs run there as the
+schedule assumes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
-from tests.pallas_kernels.kernel_cases import format_of, reader_of, stored_structs
+from tests.pallas_kernels.grouped_sides import format_of, reader_of, stored_structs
 
 pytestmark = [
     pytest.mark.aot,
@@ -41,7 +42,7 @@ FORMATS = {
 def tuning_on(
     target: Target, readers: tuple[Reader, Reader], monkeypatch: pytest.MonkeyPatch
 ) -> Tuning:
-    """Return the tuning that a process on such a GPU takes."""
+    """Return the tuning in a process on such a GPU."""
     device = types.SimpleNamespace(
         compute_capability=f"{target.capability[0]}.{target.capability[1]}", core_count=target.cores
     )

@@ -1,5 +1,6 @@
-"""A whole decode step of a Llama 3.1 8B, compiled for an H200 that is not there: memory, and
-nothing of a cache's size is moved."""
+"""A whole decode step of a Llama 3.1 8B, compiled for an H200 without having one: its memory, and
+that nothing as large as a cache is moved.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +41,18 @@ BYTES = {
 }
 
 MOVES = "copy|transpose|convert|reverse|pad|concatenate|select|gather"
-# of a layer's q, k and v, inside of the multiplication: more than all temporary memory
+# of a layer's q, k and v, inside the multiplication: more than all temporary memory
 MERGED_WEIGHTS = "concatenate bf16[4096,6144]"
 
 
 def moved(hlo: str, at_least: int) -> list[str]:
-    """Results of at least so many bytes that are only another arrangement of what there is."""
-    found = []
+    """Return the results of at least so many bytes that only rearrange data."""
+    moves = []
     for dtype, shape, op in re.findall(rf"= (\w+)\[([\d,]*)\]\{{[^}}]*\}} ({MOVES})\(", hlo):
         size = BYTES.get(dtype, 8) * math.prod(int(n) for n in shape.split(",") if n)
         if size >= at_least:
-            found.append(f"{op} {dtype}[{shape}], {size} bytes")
-    return found
+            moves.append(f"{op} {dtype}[{shape}], {size} bytes")
+    return moves
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,10 @@ def test_a_step_moves_and_needs_nothing_of_the_size_of_a_cache(spec: str, layers
 
 
 def test_a_step_rebuilds_keys_chunk_by_chunk():
-    """Through a layer of latents, a base layer and one of differences: beside the accumulator, in
-    place, a step needs less than a tenth of a layer's dense keys and values. So those of the
-    context never exist."""
+    """Test a layer of latents, a base layer and one of differences. Beside the accumulator, which
+    is updated in place, a step needs less than a tenth of a layer's dense keys and values, so the
+    dense rows of the context never exist.
+    """
     spec, config = "xquant_cl:bits=2,base_layer=1,accumulator_dtype=bfloat16", llama_config(3)
     cache = kvq.layout(spec, config, BATCH, CAPACITY, "bfloat16")
     llama = prepare(abstract_llama(config, "bfloat16"), spec)

@@ -1,5 +1,6 @@
-"""Kernels compiled for GPUs that are not there keep their limits: instructions per cached element,
-waiting loads, spills."""
+"""Kernels compiled for GPUs keep their limits: instructions per cached element, waiting loads,
+spills.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ pytestmark = [
 ]
 
 
-# The same kernels: all of them, a second time, would take these tests from seven minutes of a core
-# to eleven. The command compiles all, and ends with an error where a limit is broken on either GPU.
+# The same kernels: compiling all of them a second time would take seven to eleven minutes of a
+# core. The command compiles all, and fails if a limit is broken on either GPU.
 ON_AN_A100 = (
     "innerq, 2-bit sym, H 128, asm",
     "innerq, 3-bit hybrid, H 128, asm",

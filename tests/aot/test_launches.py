@@ -1,5 +1,6 @@
-"""A layer of a decode step launches few kernels, whatever the batch, and no loop or branch that a
-graph could not capture."""
+"""A layer of a decode step launches few kernels, whatever the batch, without a loop or branch that
+a graph could not capture.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,12 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
 ]
 
-# beside the projections: queries, keys and values, append and windows, body, merge, a product, and
-# twice a sum and a norm
+# Beside the projections: queries, keys and values, append and windows, body, merge, a product, and
+# twice a sum and a norm.
 MOST = 10
 OUTLIERS = 2  # of keys before the body, and of values after it
-MORE = {
-    ("innerq:bits=2", 64): 1
-}  # XLA cuts the queries out of the projection before two kernels take them, each in its own form
+# XLA cuts the queries out of the projection before two kernels take them, each in a different form.
+MORE = {("innerq:bits=2", 64): 1}
 POLAR = "k=polarquant+v=innerq:bits=4"
 
 
@@ -32,10 +32,11 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     most = MOST + MORE.get((spec, batch), OUTLIERS if spec == "kvquant:bits=4" else 0)
     assert row.total - row.matrices <= most, f"{row.total} launches: {row.launches}"
     assert row.launches["decode_attention"] == 1
+    # estimated: close to the time of the cache's bytes
     if batch == 16 and spec not in (
         "kvquant:bits=4",
         POLAR,
-    ):  # as estimated: near the time of the cache's bytes
+    ):
         for tokens, most in ((32768, 1.6), (4096, 2.5)):
             assert over_limit(row.beside, limit_us(spec, batch, tokens)) < most, f"{tokens} tokens"
     assert (row.graphs, row.outside) == (
@@ -46,8 +47,9 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
 
 @pytest.mark.parametrize("batch", [1, 64])
 def test_outliers_take_two_launches_at_any_batch(batch: int):
-    """Scores before the attention kernel, values after it; at 64 all heads' scores fill 256 MiB.
-    XLA sums none of them."""
+    """Scores come before the attention kernel, values after it. At 64, all heads' scores fill 256
+    MiB. XLA sums none of them.
+    """
     row = measure("kvquant:bits=4", batch)
     assert (row.loops, row.branches, row.graphs, row.outside) == (0, 0, 1, 0)
     once = "append_token", "outlier_scores", "decode_attention", "outlier_values"

@@ -1,5 +1,6 @@
-"""Machine code is read right: loops, classes of instructions, loads that wait, spills. Needs
-nothing but a listing."""
+"""Machine code is read correctly: loops, classes of instructions, waiting loads, spills. Needs only
+a listing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from benchmarks.machine_code.sass import Instruction
 from benchmarks.machine_code.target import A100, H200, TARGETS
 from benchmarks.results_page import RESULTS
 
-# What `nvdisasm -c` prints, shortened: an outer loop over splits (1) with a main loop (2) and its
+# A shortened output of `nvdisasm -c`: an outer loop over splits (1) with a main loop (2) and its
 # masked copy (3), then a loop without matrix instructions (5) and the endless loop after the end
 # (6). The main loop skips an instruction (4) and has an exit for diverged warps that lies after the
 # end and comes back (7, 8).
@@ -119,8 +120,8 @@ def test_a_listing_has_its_functions_and_nothing_else():
 
 
 def test_loops_are_those_that_control_flow_makes():
-    found = {addresses(loop)[0]: addresses(loop) for loop in sass.loops(FUNCTIONS["attend"])}
-    assert {start: (len(body), body[-1]) for start, body in found.items()} == {
+    loops = {addresses(loop)[0]: addresses(loop) for loop in sass.loops(FUNCTIONS["attend"])}
+    assert {start: (len(body), body[-1]) for start, body in loops.items()} == {
         0x30: (29, 0x1F0),
         0x40: (13, 0x100),
         0x110: (14, 0x1E0),
@@ -248,7 +249,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_committed_counts_are_of_the_cases_and_within_their_limits():
-    """Both targets, every case: what a test that compiles can afford only for some."""
+    """Check both targets and every case, which tests that compile can afford only for some."""
     rows = {
         (row.name, row.target): row for row in Instructions.read(RESULTS / "instructions.json").rows
     }

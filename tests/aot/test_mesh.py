@@ -1,5 +1,6 @@
-"""A layer of a Llama 3.1 8B over 10M tokens, compiled for eight H200s that are not there: kernels
-on each, and nothing is gathered."""
+"""A layer of a Llama 3.1 8B over 10M tokens, compiled for eight H200s without having them: each
+runs kernels, and nothing is gathered.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
 ]
 
+# at any length XLA joins the weights of gate and up, 29 MB
 CONFIG, CAPACITY = (
     llama_config(1),
     10 << 20,
-)  # at any length XLA joins the weights of gate and up, 29 MB
+)
 
 
 LAYERS = llama_config().num_hidden_layers  # of the whole model, which share temporary memory
@@ -51,8 +53,10 @@ LAYERS = llama_config().num_hidden_layers  # of the whole model, which share tem
 def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(
     spec: str, heads: int, tokens: int, share: float
 ):
-    """Keys after RoPE, and before it, which are rotated to where each shard's blocks stand;
-    outliers, whose kernels keep scores. share: of a layer's cache, temporary memory at most."""
+    """Test keys after RoPE, keys before it (rotated to the positions of each shard's blocks), and
+    outliers, whose kernels keep scores. share: the most temporary memory, as a share of a layer's
+    cache.
+    """
     placement = kvq.Placement(
         mesh_of(H200, {"heads": heads, "tokens": tokens}), heads="heads", tokens="tokens"
     )
@@ -77,8 +81,8 @@ def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(
         f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
     )
     most = max(CONFIG.hidden_size, CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
-    found = collectives(program.compiled)
-    assert len(found) == memory_mesh.collectives(CONFIG, "bfloat16", placement), (
-        f"{found}: `kvq memory` counts others"
+    transfers = collectives(program.compiled)
+    assert len(transfers) == memory_mesh.collectives(CONFIG, "bfloat16", placement), (
+        f"{transfers}: `kvq memory` counts others"
     )
-    assert max(found)[0] <= most, f"{max(found)}, more than {most} bytes"
+    assert max(transfers)[0] <= most, f"{max(transfers)}, more than {most} bytes"

@@ -1,5 +1,6 @@
-"""Kernels without a loop over the cache compile for both GPUs; what they hold in registers is
-capped, not their instructions."""
+"""Kernels without a loop over the cache compile for both GPUs. Limits are on their registers, not
+on their instructions.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +143,9 @@ def test_pieces_are_merged_within_registers(batch, arithmetic, target):
 
 
 def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None = None) -> int:
-    """Bytes, of pools of 32 tokens with 12 slots each and four query heads; with no more registers
-    for a thread than are given."""
+    """Return the spilled bytes for pools of 32 tokens with 12 slots each and four query heads, with
+    at most this many registers per thread.
+    """
     q, positions = (
         jax.ShapeDtypeStruct((2, 8, 4, 128), jnp.float32),
         jax.ShapeDtypeStruct((64,), jnp.float32),
@@ -187,8 +189,9 @@ def test_scores_of_outliers_are_kept_in_registers(turned, target):
 @on_both_gpus
 @pytest.mark.parametrize(("group", "channels", "most"), [(4, 128, 0), (1, 64, 0), (8, 256, 3)])
 def test_sums_of_outliers_are_kept_in_registers(group, channels, most, target):
-    """most: spills of a step, some with the most query heads that a head dim of 256 may have;
-    beside it a share's place may be spilled."""
+    """most: spills of a step, some with the most query heads for a head dim of 256. A share's place
+    may also be spilled.
+    """
     tuning, slots = (
         outlier_values.tuning_for(group),
         jax.ShapeDtypeStruct((2, 128, 384), jnp.uint16),

@@ -1,4 +1,4 @@
-"""What counts of a kernel without a loop is its shortest way. Needs nothing but a listing."""
+"""A kernel without a loop is counted by its shortest way. Needs only a listing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from benchmarks.machine_code import sass
 from benchmarks.machine_code.other_cases import OTHER_CASES, shortest_way
 
-# two conditions one after the other: each has a short way and one with three more instructions, the
-# second at its end
+# Two conditions, one after the other. Each has a short way and one with three more instructions,
+# the second at its end.
 LISTING = """
 	.section	.text.quantize,"ax",@progbits
         /*0000*/                   LDG.E R0, desc[UR18][R2.64] ;

@@ -1,5 +1,6 @@
-"""The loop that times a candidate, compiled for an H200 that is not there: all that a call does is
-inside of it."""
+"""The loop that times a candidate, compiled for an H200 without having one, contains all the work
+of a call.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ pytestmark = [
 
 
 def done_before_the_loop() -> list[str]:
-    """Return what the timed program of the candidate that dequantizes does with the stored arrays
-    before its loop begins."""
+    """Return the operations on stored arrays before the loop in the timed program of the candidate
+    that dequantizes.
+    """
     task = next(
         t
         for t in attention_tasks(shape_of("Llama-3.1-8B", 4096, 16), ())
@@ -32,8 +34,8 @@ def done_before_the_loop() -> list[str]:
     x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
     loop = device_timing.timing_loop(task.calls[0][1], task.feed, 3)
     text = compile_for(H200, loop, (x, [copy] * 2)).compiled.as_text()
-    before, found, _ = text[text.index("\nENTRY") :].partition(" while(")
-    assert found, "there is no loop"
+    before, keyword, _ = text[text.index("\nENTRY") :].partition(" while(")
+    assert keyword, "there is no loop"
     return re.findall(r"(?:fusion|transpose|copy)\([^)]*copies_[^)]*\)", before)
 
 

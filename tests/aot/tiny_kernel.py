@@ -1,5 +1,6 @@
-"""A small kernel to try the counting on: decode attention over fp16 K and V, unsplit and
-unscaled."""
+"""A small kernel to test the counting with: decode attention over fp16 K and V, unsplit and
+unscaled.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ def dense_attention(
     columns: int = 8,
     warps: int = 1,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Decode attention over fp16 K and V, unsplit and unscaled: the skeleton of a kernel without
-    anything to unpack."""
+    """Decode attention over fp16 K and V, unsplit and unscaled: the skeleton of a kernel that
+    unpacks nothing.
+    """
 
     def kernel(q_ref, k_ref, v_ref, o_ref):
         q = q_ref[...]  # [columns, H]

@@ -1,5 +1,6 @@
-// Runs the kernels over bodies of many layouts without XLA, for sanitizers: every array is a heap block of exactly its size. Each kernel of
-// this processor must agree with the baseline, and threads must not change a bit.
+// Runs the kernels over bodies of many layouts without XLA, for sanitizers: every array is a heap
+// block of exactly its size. Each kernel of this processor must agree with the baseline, and the
+// number of threads must not change a bit.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -26,7 +27,7 @@ static std::vector<T> random_array(int64_t count, uint32_t mask) {
 
 static int64_t divisor(int64_t a, int64_t b) { return b ? divisor(b, a % b) : a; }
 
-// As plane_layout of pallas_kernels/tiles/layout.py.
+// The same as plane_layout of pallas_kernels/tiles/layout.py.
 static Body layout(int64_t bits, int64_t channels, int64_t block) {
   Body b{};
   b.bits = bits, b.channels = channels;
@@ -34,10 +35,12 @@ static Body layout(int64_t bits, int64_t channels, int64_t block) {
     b.chunks = (channels + 15) / 16, b.width = 16, b.slots = b.span = 1;
     return b;
   }
-  for (b.low_bits = 8; b.low_bits > bits; b.low_bits /= 2) {}
+  for (b.low_bits = 8; b.low_bits > bits; b.low_bits /= 2) {
+  }
   const int64_t fields = 16 / (bits == b.low_bits ? bits : bits - b.low_bits);
   const bool wide = bits == b.low_bits && channels % 32 == 0 && channels / 32 % fields == 0;
-  b.width = wide ? 32 : 16, b.chunks = (channels + b.width - 1) / b.width, b.span = divisor(block, 32);
+  b.width = wide ? 32 : 16, b.chunks = (channels + b.width - 1) / b.width,
+  b.span = divisor(block, 32);
   b.slots = divisor(fields / divisor(fields, b.chunks), b.span);
   const int64_t unit = fields / divisor(fields, b.slots);
   b.chunks = (b.chunks + unit - 1) / unit * unit;
@@ -53,21 +56,26 @@ struct StoredSide {
   Side side;
 };
 
-// Outliers whose slots hold anything, as in a cache that was never written; and angles of keys before RoPE.
-static void fill_more(StoredSide& s, const Body& body, int64_t batch, int64_t heads, int64_t capacity) {
+// Fill in outliers whose slots hold anything, as in a cache that was never written, and angles of
+// keys before RoPE.
+static void fill_more(StoredSide& s, const Body& body, int64_t batch, int64_t heads,
+                      int64_t capacity) {
   if (body.pool) {
     const int64_t pools = capacity / body.pool, slots = 2 * body.pool + 1;
-    s.index = random_array<uint16_t>(batch * pools * slots, 0xFFFF), s.residual = random_array<uint16_t>(batch * pools * slots, 0x2FFF);
+    s.index = random_array<uint16_t>(batch * pools * slots, 0xFFFF),
+    s.residual = random_array<uint16_t>(batch * pools * slots, 0x2FFF);
     s.ends = random_array<uint16_t>(batch * pools * heads, 0x003F);
     s.side.outliers.index = {reinterpret_cast<const char*>(s.index.data()), 2 * pools * slots, 0};
-    s.side.outliers.residual = {reinterpret_cast<const char*>(s.residual.data()), 2 * pools * slots, 0};
+    s.side.outliers.residual = {reinterpret_cast<const char*>(s.residual.data()), 2 * pools * slots,
+                                0};
     s.side.outliers.ends = {reinterpret_cast<const char*>(s.ends.data()), 2 * pools * heads, 0};
     s.side.outliers.slots = slots, s.side.outliers.heads = heads;
   }
   if (body.rotated) {
     const int64_t half = body.channels / 2, count = (capacity + kDecoded - 1) / kDecoded;
     const int64_t near_count = std::min(count, kNear), far_count = (count + kNear - 1) / kNear;
-    s.steps.resize(2 * kDecoded * half), s.near.resize(2 * near_count * half), s.far.resize(2 * far_count * half);
+    s.steps.resize(2 * kDecoded * half), s.near.resize(2 * near_count * half),
+        s.far.resize(2 * far_count * half);
     for (auto* angles : {&s.steps, &s.near, &s.far})
       for (auto& x : *angles) x = float(random_bits() % 2001) / 1000 - 1;
     s.side.turns = {s.steps.data(), s.near.data(), s.far.data(), near_count, far_count};
@@ -80,8 +88,9 @@ static std::vector<float> random_floats(int64_t count) {
   return values;
 }
 
-// Runs of channels of one width each.
-static void fill_runs(StoredSide& s, const Body& body, int64_t batch, int64_t heads, int64_t capacity) {
+// Fill in runs of channels of one width each.
+static void fill_runs(StoredSide& s, const Body& body, int64_t batch, int64_t heads,
+                      int64_t capacity) {
   RunSide& runs = s.side.runs;
   for (int64_t width = 1; width <= kRunWidths; width++) {
     const int64_t channels = body.run_channels[width - 1];
@@ -89,18 +98,23 @@ static void fill_runs(StoredSide& s, const Body& body, int64_t batch, int64_t he
       const int64_t head = capacity * channels * run_set_bits(width, set) / 16;
       auto& words = s.runs[width - 1][set];
       words = random_array<uint16_t>(batch * heads * head, 0xFFFF);
-      runs.words[width - 1][set] = {reinterpret_cast<const char*>(words.data()), 2 * head * heads, 2 * head};
+      runs.words[width - 1][set] = {reinterpret_cast<const char*>(words.data()), 2 * head * heads,
+                                    2 * head};
     }
   }
   const int64_t row = 4 * body.channels;
   s.exponent = random_array<int8_t>(batch * heads * capacity, 0x0F);
   s.place.resize(heads * body.channels);
-  for (int64_t i = 0; i < heads * body.channels; i++)  // pairs in another order for each head, those of a pair side by side
-    s.place[i] = int32_t(2 * ((i + i / body.channels + 3) % (body.channels / 2)) + i % body.channels / (body.channels / 2));
-  s.run_steps = random_floats(kRunWidths), s.factors = random_floats(heads * body.channels), s.mean = random_floats(heads * body.channels);
+  for (int64_t i = 0; i < heads * body.channels;
+       i++)  // pairs in another order for each head, side by side
+    s.place[i] = int32_t(2 * ((i + i / body.channels + 3) % (body.channels / 2)) +
+                         i % body.channels / (body.channels / 2));
+  s.run_steps = random_floats(kRunWidths), s.factors = random_floats(heads * body.channels),
+  s.mean = random_floats(heads * body.channels);
   s.synthesis = random_floats(heads * body.channels * body.channels);
   runs.exponent = {reinterpret_cast<const char*>(s.exponent.data()), heads * capacity, capacity};
-  runs.place = {reinterpret_cast<const char*>(s.place.data()), 0, row}, runs.scale = {reinterpret_cast<const char*>(s.factors.data()), 0, row};
+  runs.place = {reinterpret_cast<const char*>(s.place.data()), 0, row},
+  runs.scale = {reinterpret_cast<const char*>(s.factors.data()), 0, row};
   runs.mean = {reinterpret_cast<const char*>(s.mean.data()), 0, row};
   runs.synthesis = {reinterpret_cast<const char*>(s.synthesis.data()), 0, row * body.channels};
   runs.steps = s.run_steps.data();
@@ -119,17 +133,22 @@ static void fill(StoredSide& s, Body body, int64_t batch, int64_t heads, int64_t
   for (int64_t set = 0; set < body.sets(); set++) {
     const int64_t head = capacity / body.slots * body.row_words(set);
     s.words[set] = random_array<uint16_t>(batch * heads * head, 0xFFFF);
-    s.side.words[set] = {reinterpret_cast<const char*>(s.words[set].data()), 2 * head * heads, 2 * head};
+    s.side.words[set] = {reinterpret_cast<const char*>(s.words[set].data()), 2 * head * heads,
+                         2 * head};
   }
   const int64_t head = body.affine == kChannelGroups ? body.channels / body.group * capacity
-                       : body.affine == kTokenGroups ? capacity / body.group * body.channels : body.channels;
-  const int64_t rows = body.affine == kChannels ? 1 : batch, row = body.affine == kChannels ? 0 : 2 * head * heads / body.heads;
+                       : body.affine == kTokenGroups ? capacity / body.group * body.channels
+                                                     : body.channels;
+  const int64_t rows = body.affine == kChannels ? 1 : batch,
+                row = body.affine == kChannels ? 0 : 2 * head * heads / body.heads;
   s.scale = random_array<uint16_t>(rows * heads / body.heads * head, 0x2FFF);
   s.zero = random_array<uint16_t>(rows * heads / body.heads * head, 0x2FFF);
   s.side.scale = {reinterpret_cast<const char*>(s.scale.data()), row, 2 * head};
-  if (body.stores_zero()) s.side.zero = {reinterpret_cast<const char*>(s.zero.data()), row, 2 * head};
+  if (body.stores_zero())
+    s.side.zero = {reinterpret_cast<const char*>(s.zero.data()), row, 2 * head};
   if (body.form == kPolar) {
-    s.angle_scale = random_array<uint16_t>(batch * heads * head, 0x2FFF), s.angle_zero = random_array<uint16_t>(batch * heads * head, 0x3FFF);
+    s.angle_scale = random_array<uint16_t>(batch * heads * head, 0x2FFF),
+    s.angle_zero = random_array<uint16_t>(batch * heads * head, 0x3FFF);
     s.side.angle_scale = {reinterpret_cast<const char*>(s.angle_scale.data()), row, 2 * head};
     s.side.angle_zero = {reinterpret_cast<const char*>(s.angle_zero.data()), row, 2 * head};
   }
@@ -143,10 +162,12 @@ struct Output {
 
 static Output run(Call call, AttendSpan kernel, int helpers) {
   const int64_t rows = call.batch * call.heads * call.rows;
-  Output out{std::vector<float>(rows), std::vector<float>(rows), std::vector<float>(rows * call.values.body.head_dim())};
+  Output out{std::vector<float>(rows), std::vector<float>(rows),
+             std::vector<float>(rows * call.values.body.head_dim())};
   call.m = out.m.data(), call.l = out.l.data(), call.o = out.o.data();
   std::vector<std::thread> threads;
-  attend(call, kernel, helpers, [&threads](std::function<void()> work) { threads.emplace_back(std::move(work)); });
+  attend(call, kernel, helpers,
+         [&threads](std::function<void()> work) { threads.emplace_back(std::move(work)); });
   for (auto& thread : threads) thread.join();
   return out;
 }
@@ -159,14 +180,15 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
   std::vector<float> q(batch * heads * rows * k.head_dim());
   for (auto& x : q) x = float(random_bits() % 2001) / 1000 - 1;
   std::vector<int32_t> limits(batch * queries);
-  for (int64_t i = 0; i < batch * queries; i++) limits[i] = int32_t(i < queries ? capacity - i : random_bits() % (capacity + 1));
+  for (int64_t i = 0; i < batch * queries; i++)
+    limits[i] = int32_t(i < queries ? capacity - i : random_bits() % (capacity + 1));
   Call call{};
   call.keys = keys.side, call.values = values.side, call.q = q.data(), call.limits = limits.data();
   std::vector<float> exact_q(q.rbegin(), q.rend());
   std::vector<uint16_t> exact[4];
   std::vector<uint8_t> seen;
   const int64_t tokens[2] = {queries == 1 ? 5 : 0, 131};
-  if (queries == 1) {  // windows of bfloat16, every third token of which is not seen
+  if (queries == 1) {  // bfloat16 windows in which every third token is not seen
     for (int i = 0; i < 4; i++) {
       const int64_t head = tokens[i % 2] * k.head_dim();
       exact[i] = random_array<uint16_t>(batch * heads * head, 0x3FFF);
@@ -178,22 +200,27 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
     seen.shrink_to_fit();
     call.windows.q = exact_q.data(), call.windows.type = kBfloat16, call.windows.seen = seen.data();
   }
-  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries, call.capacity = capacity;
-  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3), best = run(call, best_kernel(), 2);
+  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
+  call.capacity = capacity;
+  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3),
+               best = run(call, best_kernel(), 2);
   double difference = 0, size = 0;
   for (size_t i = 0; i < one.o.size(); i++) {
     difference += std::pow(double(best.o[i]) - one.o[i], 2);
     size += std::pow(double(one.o[i]), 2);
   }
-  const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) && !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
+  const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) &&
+                    !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
   if (same && size > 0 && difference <= 1e-10 * size) return 0;
-  std::printf("form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", int(k.form), int(k.bits), int(k.channels), int(rows),
-              same ? "threads agree" : "threads differ", difference, size);
+  std::printf("form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", int(k.form),
+              int(k.bits), int(k.channels), int(rows), same ? "threads agree" : "threads differ",
+              difference, size);
   return 1;
 }
 
 int main(int count, char** arguments) {
-  if (count > 1 && !std::strcmp(arguments[1], "overrun")) {  // the negative control: one entry too many
+  if (count > 1 &&
+      !std::strcmp(arguments[1], "overrun")) {  // the negative control: one entry too many
     const std::vector<float> array(7);
     const volatile float* entries = array.data();
     return entries[7] > 0;
@@ -215,19 +242,23 @@ int main(int count, char** arguments) {
             v.affine = kChannels, v.group = 1, v.heads = 1, v.centre = -1;
             k.heads = 1, k.group = channels / 4;
           }
-          failures += check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows, rows == 6 ? 3 : 1);
+          failures +=
+              check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows, rows == 6 ? 3 : 1);
           checked++;
         }
   for (int64_t channels : {8, 64, 80})
     for (int64_t block : {12, 32})
       for (int64_t rows : {1, 4, 7}) {
-        Body k = layout(3, channels, block), v = layout(4, channels, block), whole = layout(0, channels, 1), polar = layout(8, channels / 2, block);
+        Body k = layout(3, channels, block), v = layout(4, channels, block),
+             whole = layout(0, channels, 1), polar = layout(8, channels / 2, block);
         k.affine = kTokenGroups, k.group = k.pool = block, k.rotated = 1, k.centre = -1;
         v.affine = kChannelGroups, v.group = channels, v.pool = 4, v.table = 1, v.centre = -1;
         whole.form = kRows, whole.affine = kChannels, whole.group = 1, whole.scale_type = kBfloat16;
-        polar.form = kPolar, polar.affine = kTokenGroups, polar.group = block, polar.angle_bits = 4, polar.centre = -1;
+        polar.form = kPolar, polar.affine = kTokenGroups, polar.group = block, polar.angle_bits = 4,
+        polar.centre = -1;
         for (Body* body : {&k, &v, &whole, &polar}) body->heads = 1;
-        failures += check(k, v, block * 9, rows, 1) + check(polar, whole, block * 9, rows, rows == 7 ? 7 : 1);
+        failures += check(k, v, block * 9, rows, 1) +
+                    check(polar, whole, block * 9, rows, rows == 7 ? 7 : 1);
         v.affine = kChannels, v.group = 1;
         failures += check(whole, v, block * 9, rows, 1);
         checked += 3;
@@ -236,19 +267,27 @@ int main(int count, char** arguments) {
     for (int64_t block : {16, 32})
       for (int64_t rows : {1, 4, 7}) {
         Body k = layout(0, channels, 1), v = k;
-        for (Body* body : {&k, &v}) body->form = kRuns, body->affine = kChannels, body->group = body->heads = 1, body->span = block;
-        k.rotated = 1, k.run_channels[4] = 2, k.run_channels[2] = channels / 2 - 4, k.run_channels[0] = channels / 4;
-        v.run_channels[6] = 4, v.run_channels[3] = channels / 2, v.run_channels[1] = channels / 2 - 4;
+        for (Body* body : {&k, &v})
+          body->form = kRuns, body->affine = kChannels, body->group = body->heads = 1,
+          body->span = block;
+        k.rotated = 1, k.run_channels[4] = 2, k.run_channels[2] = channels / 2 - 4,
+        k.run_channels[0] = channels / 4;
+        v.run_channels[6] = 4, v.run_channels[3] = channels / 2,
+        v.run_channels[1] = channels / 2 - 4;
         failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
         checked++;
       }
   for (int64_t block : {8, 16, 32})  // whole registers of words
     for (int64_t rows : {1, 4, 7}) {
       Body k = layout(0, 80, 1), v = k;
-      for (Body* body : {&k, &v}) body->form = kRuns, body->affine = kChannels, body->group = body->heads = 1, body->span = block;
-      k.rotated = 1, k.run_channels[7] = 16, k.run_channels[5] = 8, k.run_channels[3] = 24, k.run_channels[1] = 8;
+      for (Body* body : {&k, &v})
+        body->form = kRuns, body->affine = kChannels, body->group = body->heads = 1,
+        body->span = block;
+      k.rotated = 1, k.run_channels[7] = 16, k.run_channels[5] = 8, k.run_channels[3] = 24,
+      k.run_channels[1] = 8;
       v.run_channels[7] = 8, v.run_channels[3] = 16, v.run_channels[1] = 40;
-      if (block > 8) k.run_channels[6] = 16, k.run_channels[2] = 8, v.run_channels[4] = 8, v.run_channels[0] = 8;
+      if (block > 8)
+        k.run_channels[6] = 16, k.run_channels[2] = 8, v.run_channels[4] = 8, v.run_channels[0] = 8;
       failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
       checked++;
     }

@@ -1,4 +1,6 @@
-"""Bodies with random codes and scales, as the kernels take them, and what they stand for."""
+"""Bodies with random codes and scales, as the kernels take them, and the vectors that they stand
+for.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from pallas_kernels.tiles.layout import SPAN, plane_layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One side of a body: bits of a code, head dim, block of tokens, what has a scale, and how many
-    elements share it; what else is as in `Body`."""
+class BodyCase:
+    """One side of a body: bits of a code, head dim, block of tokens, the unit of scales, and how
+    many elements share a scale. The other fields are as in `Body`.
+    """
 
     bits: int
     channels: int
@@ -54,13 +57,15 @@ class Case:
             )
         if self.form == "runs":
             chunks, span = -(-self.channels // 16), math.gcd(self.block, SPAN)
-            own = {"rotated": self.rotated, "run_channels": self.run_channels}
-            return Body(0, 0, self.channels, chunks, 16, 1, span, "channels", 1, form="runs", **own)
+            options = {"rotated": self.rotated, "run_channels": self.run_channels}
+            return Body(
+                0, 0, self.channels, chunks, 16, 1, span, "channels", 1, form="runs", **options
+            )
         p = plane_layout(
             self.bits, self.channels // 2 if self.form == "polar" else self.channels, self.block
         )
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[3:]}
-        return Body(p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span, **own)
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[3:]}
+        return Body(p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span, **options)
 
     def random(
         self, batch: int, heads: int, tokens: int, seed: int
@@ -106,8 +111,9 @@ class Case:
         )
 
     def _outliers(self, rng: np.random.Generator, vectors: np.ndarray) -> list[np.ndarray]:
-        """Add residuals to some of the vectors; return their slots, the unused ones full of
-        garbage."""
+        """Add residuals to some of the vectors. Return their slots, with garbage in the unused
+        ones.
+        """
         batch, heads, tokens, channels = vectors.shape
         pools, slots = tokens // self.pool, 3 * self.pool
         index, ends = (
@@ -121,10 +127,10 @@ class Case:
             for head in range(heads):
                 count = rng.integers(0, most + 1)
                 places = np.sort(rng.choice(self.pool * channels, count, replace=False))
-                own = slice(first, first + count)
-                index[b, p, own] = places
+                of_head = slice(first, first + count)
+                index[b, p, of_head] = places
                 vectors[b, head, p * self.pool + places // channels, places % channels] += (
-                    np.asarray(residual, np.float64)[b, p, own]
+                    np.asarray(residual, np.float64)[b, p, of_head]
                 )
                 first = ends[b, p, head] = first + count
         used = np.arange(slots) < ends[:, :, -1:]
@@ -199,10 +205,11 @@ class Case:
         )
 
 
+# The position of the first token of a body of keys before RoPE, and RoPE's attention factor.
 SINK, FACTOR = (
     3,
     1.25,
-)  # where the first token of a body of keys before RoPE stands, and RoPE's attention factor
+)
 
 
 def _bits(array: jnp.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a program without XLA or
-Python."""
+Python.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     if avx2:
         parts["attention_avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     objects = [str(folder / f"{name}.o") for name in parts]
-    for (name, flags), made in zip(parts.items(), objects, strict=True):
+    for (name, flags), output in zip(parts.items(), objects, strict=True):
         subprocess.run(
-            [compiler, *SANITIZED, *flags, "-c", str(SOURCES / f"{name}.cc"), "-o", made],
+            [compiler, *SANITIZED, *flags, "-c", str(SOURCES / f"{name}.cc"), "-o", output],
             check=True,
         )
     program = folder / "driver"

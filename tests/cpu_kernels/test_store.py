@@ -87,11 +87,11 @@ def test_blocks_land_where_they_belong_and_nothing_else_changes(case: str):
 
 def test_donated_arrays_are_written_where_they_lie():
     stored, blocks = arrays()
-    given = [jnp.asarray(a) for a in stored]
-    program = write.lower(given, blocks, jnp.zeros(3, int), jnp.ones(3, int)).compile()
+    donated = [jnp.asarray(a) for a in stored]
+    program = write.lower(donated, blocks, jnp.zeros(3, int), jnp.ones(3, int)).compile()
     assert program.memory_analysis().alias_size_in_bytes == sum(a.nbytes for a in stored)
-    places = [a.unsafe_buffer_pointer() for a in given]
-    written = program(given, blocks, jnp.zeros(3, int), jnp.ones(3, int))
+    places = [a.unsafe_buffer_pointer() for a in donated]
+    written = program(donated, blocks, jnp.zeros(3, int), jnp.ones(3, int))
     assert [a.unsafe_buffer_pointer() for a in written] == places
 
 

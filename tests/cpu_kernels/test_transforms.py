@@ -1,4 +1,4 @@
-"""The C++ kernel inside compiled loops, in several threads, and in a process that forked."""
+"""The C++ kernel inside compiled loops, in several threads, and in a forked process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ import pytest
 from jax import lax
 
 from cpu_kernels import attention, library
-from tests.cpu_kernels.random_bodies import Case
+from tests.cpu_kernels.random_bodies import BodyCase
 
 if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
-K, V, CAPACITY = Case(4, 64, 32, "token groups", 32), Case(4, 64, 32, "channel groups", 32), 4096
+K, V, CAPACITY = (
+    BodyCase(4, 64, 32, "token groups", 32),
+    BodyCase(4, 64, 32, "channel groups", 32),
+    4096,
+)
 
 
 def arrays(seed: int = 0):
@@ -43,17 +47,19 @@ def test_a_compiled_loop_calls_it_with_other_lengths_each_time():
     @jax.jit
     def loop(q, keys, values):
         def step(carry):
-            i, found = carry
-            return i + 1, found.at[i].set(attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32)))
+            i, results = carry
+            return i + 1, results.at[i].set(
+                attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32))
+            )
 
         return lax.while_loop(lambda carry: carry[0] < 4, step, (0, jnp.zeros((4, *q.shape))))[1]
 
-    found = np.asarray(loop(q, keys, values))
+    results = np.asarray(loop(q, keys, values))
     for i in range(4):
         np.testing.assert_array_equal(
-            found[i], attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32))
+            results[i], attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32))
         )
-    assert np.abs(found[1] - found[2]).max() > 1e-3
+    assert np.abs(results[1] - results[2]).max() > 1e-3
 
 
 def test_threads_at_once_get_what_each_would_alone():
@@ -70,7 +76,7 @@ def test_threads_at_once_get_what_each_would_alone():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_child_of_a_process_that_loaded_it_runs_it():
-    """JAX itself must not run before a fork; loading and registering the library may."""
+    """JAX itself must not run before a fork, but loading and registering the library may."""
     program = """
         import os
         from cpu_kernels import library

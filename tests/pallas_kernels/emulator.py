@@ -1,9 +1,9 @@
-"""The kernels' inline assembly, executed in NumPy: one PTX instruction after the other, on what a
-GPU's registers would hold.
+"""Execute the kernels' inline assembly in NumPy, one PTX instruction after another, on the contents
+of a GPU's registers.
 
-Integer instructions are those of the PTX manual, bit for bit. Pairs of fp16 are computed in float64
-and rounded once, to even: exact, for 53 bits hold every product of two fp16 numbers, and of its sum
-with a third as much as the rounding can see.
+Integer instructions follow the PTX manual, bit for bit. Pairs of fp16 are computed in float64 and
+rounded once, to even. That is exact: 53 bits hold every product of two fp16 numbers, and enough of
+its sum with a third for the rounding.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from jax.core import Tracer
 from pallas_kernels.launch import Launch
 
 U = np.uint32
-LANE = 21  # of which no result may depend
+LANE = 21  # no result may depend on it
 
 
 def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """prmt.b32: each of the four low nibbles of the selector chooses a byte of b:a; its top bit
-    repeats that byte's top bit instead."""
+    """Execute prmt.b32: each of the four low nibbles of the selector chooses a byte of b:a. Its top
+    bit repeats that byte's top bit instead.
+    """
     a, b, selector = np.broadcast_arrays(a, b, selector)
-    source, found = (
+    source, chosen = (
         np.stack([(r >> U(8 * i)) & U(255) for r in (a, b) for i in range(4)]),
         np.zeros_like(a),
     )
     for i in range(4):
         nibble = selector >> U(4 * i) & U(15)
         byte = np.take_along_axis(source, (nibble & U(7)).astype(np.int64)[None], axis=0)[0]
-        found |= np.where(nibble & U(8), (byte >> U(7)) * U(255), byte) << U(8 * i)
-    return found
+        chosen |= np.where(nibble & U(8), (byte >> U(7)) * U(255), byte) << U(8 * i)
+    return chosen
 
 
 def logical(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """lop3.b32: bit (a, b, c) of the table for each bit."""
+    """Execute lop3.b32: look bit (a, b, c) up in the table for each bit."""
     terms = []
     for i in range(8):
         if int(table) >> i & 1:
@@ -50,7 +51,7 @@ def logical(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> n
 
 
 def on_halves(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """An instruction on two fp16 numbers in each register."""
+    """Return an instruction on two fp16 numbers in each register."""
 
     def instruction(*registers: np.ndarray) -> np.ndarray:
         halves = [
@@ -64,8 +65,9 @@ def on_halves(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 
 
 def on_floats(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """An instruction on fp32 numbers; float64 in between, which is a rounding closer than some
-    instructions are."""
+    """Return an instruction on fp32 numbers. It computes in float64, and so rounds closer than some
+    instructions.
+    """
 
     def instruction(*registers: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -100,10 +102,11 @@ INSTRUCTIONS = {
 
 
 def computed(assembly: str, pack: int, result: jax.ShapeDtypeStruct, *args: Any) -> np.ndarray:
-    """Return what the assembly leaves in $0.
+    """Return the contents of $0 after the assembly.
 
-    Elements of 16 bits share a register in pairs, those of 32 have one each: of a pack of two, the
-    first and the second come as operands of their own."""
+    Elements of 16 bits share a register in pairs. Elements of 32 bits have one each, so the first
+    and the second of a pack of two are separate operands.
+    """
     operands = [np.ascontiguousarray(a).view(U) for a in args]
     if pack == 2:
         sizes = [np.dtype(a.dtype).itemsize for a in args]
@@ -127,7 +130,7 @@ def computed(assembly: str, pack: int, result: jax.ShapeDtypeStruct, *args: Any)
 def execute(
     assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any
 ) -> list[jax.Array]:
-    """Stands for `plt.elementwise_inline_asm`, in interpreted kernels too."""
+    """Replace `plt.elementwise_inline_asm`, also in interpreted kernels."""
     [result] = result_shape_dtypes
     function = functools.partial(computed, assembly, pack, result)
     if any(isinstance(a, Tracer) for a in args):
@@ -137,8 +140,9 @@ def execute(
 
 @dataclasses.dataclass(frozen=True)
 class Emulated(Launch):
-    """Kernels in assembly, interpreted: `execute` has to stand for the instruction that Triton
-    would compile (fixture `assembler`)."""
+    """Interpret kernels in assembly. `execute` must replace the instruction that Triton would
+    compile (fixture `assembler`).
+    """
 
     interpret: bool = True
 

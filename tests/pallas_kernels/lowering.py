@@ -1,5 +1,6 @@
-"""Lowering a kernel for CUDA on a host without a GPU: shows that Triton accepts it, in any
-supported version of JAX."""
+"""Lower a kernel for CUDA on a host without a GPU, which shows that Triton accepts it in any
+supported version of JAX.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ import jax
 
 @contextlib.contextmanager
 def cuda_lowering() -> Iterator[None]:
-    """Where code is lowered for an H200 that is not there. JAX 0.11 and later ask for the device
-    that they lower for."""
+    """Lower code for an H200 without having one. JAX 0.11 and later ask for the device that they
+    lower for.
+    """
     if jax.__version_info__ < (0, 11):
         yield
         return
@@ -31,6 +33,6 @@ def cuda_lowering() -> Iterator[None]:
 
 
 def lower_for_cuda(function: Callable, *args: Any) -> str:
-    """Return the StableHLO of a function of arrays or ShapeDtypeStructs, kernels included."""
+    """Return the StableHLO of a function of arrays or ShapeDtypeStructs, including its kernels."""
     with cuda_lowering():
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

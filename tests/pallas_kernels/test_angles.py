@@ -22,7 +22,7 @@ FREQUENCIES = np.concatenate(
 
 
 def error(tables: tuple[Array, Array], positions: np.ndarray, frequencies: np.ndarray) -> float:
-    """Return the largest error of cosines and sines against those of the exact products."""
+    """Return the largest error of cosines and sines against float64 on the exact products."""
     angles = positions[:, None].astype(np.float64) * frequencies.astype(np.float64)
     wanted = np.cos(angles), np.sin(angles)
     return max(
@@ -57,8 +57,7 @@ def test_operations_one_by_one_agree_with_the_compiled_loop():
 
 @pytest.mark.parametrize("factor", [1 / 32, 1 / 3, 2.5])
 def test_rescaled_frequencies_and_all_other_positions_hold_too(factor: float):
-    """Scaled RoPE divides frequencies; positions before 0 and past 2^24 are what an int32 can
-    hold."""
+    """Scaled RoPE divides frequencies. Positions before 0 and past 2^24 must fit an int32."""
     positions = np.concatenate([-POSITIONS, POSITIONS * np.int32(127)])
     frequencies = (FREQUENCIES * np.float32(factor)).astype(np.float32)
     tables = jax.jit(cos_and_sin)(jnp.asarray(positions), jnp.asarray(frequencies))

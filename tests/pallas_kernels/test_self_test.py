@@ -1,5 +1,6 @@
-"""The self-test that decides whether kernels run in assembly, with the emulator of PTX in the place
-of a GPU."""
+"""The self-test that decides whether kernels run in assembly, with the emulator of PTX instead of a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +32,22 @@ def test_right_assembly_passes(spec):
 
 @pytest.mark.usefixtures("assembler")
 def test_wrong_assembly_is_told_from_right(monkeypatch):
-    """A shift by one bit more, as a compiler's mistake would be: other codes, and scores that are
-    finite all the same."""
+    """Shift by one bit more, as a compiler's mistake might: codes are wrong, and scores are still
+    finite.
+    """
     right = INSTRUCTIONS["lop3.b32"]
     monkeypatch.setitem(INSTRUCTIONS, "lop3.b32", lambda a, *rest: right(a >> np.uint32(1), *rest))
-    found = self_test.difference(format("kivi:bits=4"), Emulated())
-    assert found is not None
-    assert "attention differs by" in found
+    reason = self_test.difference(format("kivi:bits=4"), Emulated())
+    assert reason is not None
+    assert "attention differs by" in reason
 
 
 def test_what_cannot_run_is_told_in_one_line():
-    """Assembly on a CPU: the compiler refuses it."""
-    found = self_test.difference(format("kivi:bits=4"), Launch("asm"), jax.devices("cpu")[0])
-    assert found is not None
-    assert found.startswith("it cannot run: ")
-    assert "\n" not in found
+    """The compiler refuses assembly on a CPU."""
+    reason = self_test.difference(format("kivi:bits=4"), Launch("asm"), jax.devices("cpu")[0])
+    assert reason is not None
+    assert reason.startswith("it cannot run: ")
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize("spec", SERVED)
@@ -57,8 +59,7 @@ def test_every_format_has_random_arrays_that_its_reader_takes(spec):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("spec", SERVED)
 def test_assembly_passes_on_a_gpu(spec):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     assert self_test.difference(format(spec), Launch("asm")) is None

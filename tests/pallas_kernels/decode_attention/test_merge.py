@@ -1,5 +1,4 @@
-"""The kernel that merges splits, interpreted, against the softmax over all tokens at once; and its
-lowering for CUDA."""
+"""The kernel that merges splits, interpreted, against the softmax over all tokens at once."""
 
 from __future__ import annotations
 
@@ -14,12 +13,11 @@ from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
-from tests.pallas_kernels.kernel_cases import row_errors
+from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 64, 100
 POSITIONS = np.array([0, CAPACITY - 1, CAPACITY], np.int32)
-INTERPRETED = Launch(interpret=True)
 
 
 @functools.partial(jax.jit, static_argnames=("group", "dtype", "launch"))
@@ -32,7 +30,8 @@ def random_parts(
     splits: tuple[int, ...], group: int
 ) -> tuple[list[Splits], np.ndarray, np.ndarray]:
     """Return splits of five tokens each, every third empty, and the scores and values of all
-    tokens; -inf where they do not count."""
+    tokens. Scores of tokens that do not count are -inf.
+    """
     rng, padded = np.random.default_rng(0), 1 << (group - 1).bit_length()
     parts, scores, values = [], [], []
     for count in splits:
@@ -82,8 +81,9 @@ def test_no_token_is_zero():
 def pieces_of(
     limits: np.ndarray, schedule: Schedule, score: np.ndarray, value: np.ndarray
 ) -> Pieces:
-    """Return what programs leave of scores [B, K, S, R] and values [B, K, S, H]; NaN in places of
-    no unit."""
+    """Return the pieces that programs leave for scores [B, K, S, R] and values [B, K, S, H], with
+    NaN in places without a unit.
+    """
     padded, per = (
         score.shape[3],
         schedule.per_program(jnp.int32(schedule.heads * np.sum(-(-limits // schedule.tile)))),
@@ -102,11 +102,11 @@ def pieces_of(
                     range(at, min(at + schedule.tile, int(limit)))
                 )
                 number += 1
-            for place, own in parts.items():
-                m = score[b, k, own].max(axis=0)
-                weights = np.exp2(score[b, k, own] - m)
+            for place, tokens in parts.items():
+                m = score[b, k, tokens].max(axis=0)
+                weights = np.exp2(score[b, k, tokens] - m)
                 for array, part in zip(
-                    arrays, (m, weights.sum(axis=0), value[b, k, own].T @ weights), strict=True
+                    arrays, (m, weights.sum(axis=0), value[b, k, tokens].T @ weights), strict=True
                 ):
                     array[place] = part
     m, l, o = map(jnp.asarray, arrays)
@@ -116,8 +116,9 @@ def pieces_of(
 @pytest.mark.parametrize("programs", [1, 5, 90])
 @pytest.mark.parametrize("limits", [(64, 0, 33), (1, 640, 64)], ids=str)
 def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, programs):
-    """One row has more pieces than a step of the loop takes, another none; and places of no unit
-    hold NaN."""
+    """One row has more pieces than a step of the loop takes, and another none. Places without a
+    unit hold NaN.
+    """
     schedule, rng, group = Schedule(programs, 4, BATCH, HEADS), np.random.default_rng(1), 2
     [window], scores, values = random_parts((1,), group)
     score, value = (
@@ -126,7 +127,7 @@ def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, progra
     )
     pieces = pieces_of(np.array(limits), schedule, score, value)
     assert np.isnan(np.asarray(pieces.l)).any(), "no place is free: nothing is shown of those"
-    found = np.asarray(
+    actual = np.asarray(
         merge([window, pieces], jnp.zeros(BATCH, jnp.int32), group, jnp.float32, INTERPRETED)[1]
     )
     live = np.arange(max(limits))[None, None, :, None] < np.array(limits)[:, None, None, None]
@@ -140,9 +141,9 @@ def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, progra
             np.concatenate([values, value], axis=2),
         )
 
-    assert row_errors(found, softmax(score, value, live)).max() < 1e-5
+    assert row_errors(actual, softmax(score, value, live)).max() < 1e-5
     fewer = live & (np.arange(max(limits))[None, None, :, None] > 0)
-    assert row_errors(found, softmax(score, value, fewer)).max() > 1e-3, (
+    assert row_errors(actual, softmax(score, value, fewer)).max() > 1e-3, (
         "without a token it would pass"
     )
 
@@ -150,20 +151,17 @@ def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, progra
 @pytest.mark.parametrize("splits", [(1, 8), (1, 131)], ids=str)
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 def test_it_lowers_for_cuda(splits, arithmetic):
-    given = jax.eval_shape(lambda parts: parts, random_parts(splits, 4)[0])
+    structs = jax.eval_shape(lambda parts: parts, random_parts(splits, 4)[0])
     row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     text = lower_for_cuda(
-        lambda parts, row: merge(parts, row, 4, jnp.bfloat16, Launch(arithmetic)), given, row
+        lambda parts, row: merge(parts, row, 4, jnp.bfloat16, Launch(arithmetic)), structs, row
     )
     assert "finish_attention" in text
     assert "merge_splits" in text
 
 
-@pytest.mark.gpu
+@on_a_gpu
 @pytest.mark.parametrize("splits", [(1, 8), (1, 131), (3,)], ids=str)
 @pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 def test_it_runs_on_a_gpu(splits, group, arithmetic):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     check(splits, group, Launch(arithmetic))

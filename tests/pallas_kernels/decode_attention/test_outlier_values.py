@@ -1,5 +1,4 @@
-"""The kernel of weighted outliers, interpreted, against float64 sums over their slots; its lowering
-for CUDA."""
+"""The kernel of weighted outliers, interpreted, against float64 sums over their slots."""
 
 from __future__ import annotations
 
@@ -19,21 +18,19 @@ from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import LN2
 from tests.exhaustive import some
-from tests.pallas_kernels.kernel_cases import row_errors
+from tests.pallas_kernels.codebook_sides import random_slots
+from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
-from tests.pallas_kernels.nonuniform_cases import slots
 
 HEADS = 3
 TOLERANCE = 1e-3  # weights are rounded to 11 bits
-INTERPRETED = Launch(interpret=True)
-FEW = Tuning(
-    tile=128, stages=1, cores=5, resident=1
-)  # programs: each reads tiles of several heads and rows
+# Each program reads tiles of several heads and rows.
+FEW = Tuning(tile=128, stages=1, cores=5, resident=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """count: slots of a token, in the mean over its pool. scale: of scores, in powers of two."""
+class OutlierCase:
+    """count: slots of a token, on average over its pool. scale: of scores, in powers of two."""
 
     id: str
     head_dim: int
@@ -45,14 +42,13 @@ class Case:
     scale: float = 2.0
 
 
+# The last tile is cut short, and a head has up to 128 slots of a pool.
 CASES = (
-    Case(
-        "h128", 128, 4, 32, 4, (0, 1, 31, 32, 33, 129, 416), 416
-    ),  # the last tile is a part of one; a head has up to 128 slots of a pool
-    Case("h64_one_query", 64, 1, 64, 3, (64, 0, 320), 320),
-    Case("h256_wide_scores", 256, 8, 128, 5, (128, 130, 256), 256, scale=40.0),
-    Case("h128_one_query", 128, 1, 32, 9, (128, 70), 128, scale=0.1),
-    Case("h64", 64, 16, 32, 2, (224, 17), 224),
+    OutlierCase("h128", 128, 4, 32, 4, (0, 1, 31, 32, 33, 129, 416), 416),
+    OutlierCase("h64_one_query", 64, 1, 64, 3, (64, 0, 320), 320),
+    OutlierCase("h256_wide_scores", 256, 8, 128, 5, (128, 130, 256), 256, scale=40.0),
+    OutlierCase("h128_one_query", 128, 1, 32, 9, (128, 70), 128, scale=0.1),
+    OutlierCase("h64", 64, 16, 32, 2, (224, 17), 224),
 )
 each = pytest.mark.parametrize("case", some(CASES, CASES[:2]), ids=lambda case: case.id)
 
@@ -60,7 +56,8 @@ each = pytest.mark.parametrize("case", some(CASES, CASES[:2]), ids=lambda case: 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
     """Slots, the rows [B, K, S, H] that they stand for, and scores [B, K, R, S], the largest of
-    which are far from 0."""
+    which are far from 0.
+    """
 
     index: np.ndarray
     residual: np.ndarray
@@ -70,10 +67,10 @@ class Arrays:
 
 
 @functools.cache
-def arrays_of(case: Case) -> Arrays:
+def arrays_of(case: OutlierCase) -> Arrays:
     rng = np.random.default_rng(len(case.id))
     shape = len(case.limits), HEADS, case.capacity, case.head_dim
-    index, residual, ends, rows = slots(rng, case.count, case.pool, shape)
+    index, residual, ends, rows = random_slots(rng, case.count, case.pool, shape)
     scores = (
         rng.normal(size=(*shape[:2], case.group, case.capacity)) * case.scale
         + rng.normal(size=(*shape[:2], case.group, 1)) * 300
@@ -83,7 +80,7 @@ def arrays_of(case: Case) -> Arrays:
 
 @functools.partial(jax.jit, static_argnames=("case", "tuning", "launch", "first"))
 def pieces_of(
-    case: Case,
+    case: OutlierCase,
     scores,
     index,
     residual,
@@ -107,9 +104,13 @@ def pieces_of(
 
 
 def sums(
-    case: Case, a: Arrays, tuning: Tuning | None = FEW, launch: Launch = INTERPRETED, first: int = 0
+    case: OutlierCase,
+    a: Arrays,
+    tuning: Tuning | None = FEW,
+    launch: Launch = INTERPRETED,
+    first: int = 0,
 ) -> PartialAttention:
-    """Return what the pieces merge to."""
+    """Return the merged pieces."""
     scores = jnp.asarray(a.scores[:, first:])
     pieces = pieces_of(
         case,
@@ -130,7 +131,7 @@ def largest(scores: np.ndarray) -> np.ndarray:
 
 
 def weighted(
-    case: Case, rows: np.ndarray, scores: np.ndarray, limits: tuple[int, ...]
+    case: OutlierCase, rows: np.ndarray, scores: np.ndarray, limits: tuple[int, ...]
 ) -> np.ndarray:
     """Return sum of 2^(score - largest score of a row) * row over the tokens that count, in
     float64."""
@@ -141,19 +142,19 @@ def weighted(
     return np.einsum("bkgs,bksh->bkgh", weights, rows)
 
 
-def check(case: Case, tuning: Tuning | None, launch: Launch) -> None:
+def check(case: OutlierCase, tuning: Tuning | None, launch: Launch) -> None:
     a, limits = arrays_of(case), case.limits
     assert np.diff(a.ends.astype(int), axis=2, prepend=0).max() > case.pool, (
         "no head has more slots of a pool than a step takes"
     )
     part = sums(case, a, tuning, launch)
-    found = np.asarray(part.o, np.float64) * np.exp(
+    actual = np.asarray(part.o, np.float64) * np.exp(
         np.asarray(part.m, np.float64) - largest(a.scores) * LN2
     )
     wanted = weighted(case, a.rows, a.scores, limits)
     assert (np.asarray(part.l) == 0).all(), "weights are counted twice"
     errors = np.where(
-        (wanted == 0).all(axis=-1), np.abs(found).max(axis=-1), row_errors(found, wanted)
+        (wanted == 0).all(axis=-1), np.abs(actual).max(axis=-1), row_errors(actual, wanted)
     ).max(axis=(1, 2))
     assert errors.max() < TOLERANCE, f"errors by row {dict(zip(limits, errors, strict=True))}"
     heaviest = (
@@ -162,7 +163,7 @@ def check(case: Case, tuning: Tuning | None, launch: Launch) -> None:
     heaviest[np.arange(case.capacity) >= np.asarray(limits)[:, None, None].repeat(HEADS, 1)] = 0
     without = np.where(heaviest == heaviest.max(axis=(2, 3), keepdims=True), 0, a.rows)
     wrong = {
-        "zeros": np.zeros(found.shape),
+        "zeros": np.zeros(actual.shape),
         "slots of the next head": weighted(case, np.roll(a.rows, 1, axis=1), a.scores, limits),
         "weights of the next token": weighted(case, np.roll(a.rows, 1, axis=2), a.scores, limits),
         "the next channel": np.roll(wanted, 1, axis=3),
@@ -174,7 +175,7 @@ def check(case: Case, tuning: Tuning | None, launch: Launch) -> None:
             case, a.rows, np.roll(a.scores, 1, axis=2), limits
         )
     for name, rows in wrong.items():
-        assert row_errors(found, rows).max() > 5 * TOLERANCE, f"{name} would pass"
+        assert row_errors(actual, rows).max() > 5 * TOLERANCE, f"{name} would pass"
 
 
 @pytest.mark.parametrize("tuning", [FEW, None], ids=["few_programs", "as_on_a_gpu"])
@@ -185,8 +186,9 @@ def test_sums_are_those_over_the_slots_of_the_tokens_that_count(case, tuning):
 
 @each
 def test_what_no_token_that_counts_has_is_never_read(case):
-    """Scores of other tokens, slots behind those of the last head, and whatever lies in pools
-    without a token that counts."""
+    """Spoil scores of other tokens, slots behind the last head's, and everything in pools without a
+    token that counts.
+    """
     a = arrays_of(case)
     clean, dirty = (
         sums(case, a),
@@ -257,7 +259,7 @@ def test_tiles_are_whole_pools():
         sums(case, arrays_of(case), Tuning(tile=64))
 
 
-def structs(case: Case) -> list[jax.ShapeDtypeStruct]:
+def structs(case: OutlierCase) -> list[jax.ShapeDtypeStruct]:
     a, limits = arrays_of(case), jax.ShapeDtypeStruct((len(case.limits),), jnp.int32)
     arrays = a.scores, a.index, a.residual.view(np.uint16), a.ends
     return [*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays), limits]
@@ -273,10 +275,7 @@ def test_the_kernel_lowers_for_cuda(case, arithmetic):
     assert "outlier_values" in text
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@on_a_gpu
 @each
 def test_the_kernel_runs_on_a_gpu(case, arithmetic):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     check(case, None, Launch(arithmetic))

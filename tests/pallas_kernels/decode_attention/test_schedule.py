@@ -1,5 +1,6 @@
-"""Programs share the live tiles of a ragged batch evenly: who reads what, and where the pieces lie,
-computed as a kernel computes it."""
+"""Programs share the live tiles of a ragged batch evenly: their tiles and the places of their
+pieces, computed as in a kernel.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +18,28 @@ from pallas_kernels.decode_attention.tuning import Tuning
 
 H200 = Tuning(tile=128, cores=132, resident=8)
 RAGGED = np.array([131072, *[1024] * 63], np.int32)  # one long row among short ones
+# Bytes per second that an H200 copies, and bytes of a token of one KV head with 4-bit KIVI.
 COPY, TOKEN_BYTES = (
     4.3e12,
     2 * 128 * 5 / 8,
-)  # bytes a second that an H200 copies; of a token of one KV head with 4-bit KIVI
+)
 
 
 @functools.partial(jax.jit, static_argnames=("schedule", "most"))
 def runs(limits: jax.Array, schedule: Schedule, most: int) -> jax.Array:
-    """Return (row, head, first, end, limit) of each program's runs [P, most, 5], -1 where there is
-    none."""
+    """Return (row, head, first, end, limit) of each program's runs [P, most, 5], or -1 if there is
+    none.
+    """
 
     def of(program: jax.Array) -> jax.Array:
         begin, end = schedule.share(limits, program)
 
         def read(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            at, found = carry
+            at, runs_so_far = carry
             run = schedule.run(limits, jnp.minimum(at, end - 1), end)
             return (
                 jnp.where(at < end, at + run.end - run.first, at),
-                found.at[i].set(jnp.where(at < end, jnp.stack(run), -1)),
+                runs_so_far.at[i].set(jnp.where(at < end, jnp.stack(run), -1)),
             )
 
         return lax.fori_loop(0, most, read, (begin, jnp.full((most, 5), -1, jnp.int32)))[1]
@@ -57,12 +60,12 @@ def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
     """Check a schedule and return the tiles of each program."""
     total = schedule.heads * int(np.sum(-(-limits // schedule.tile)))
     per = max(LEAST, -(-total // schedule.programs))
-    found = np.asarray(runs(jnp.asarray(limits), schedule, per))
+    of_all = np.asarray(runs(jnp.asarray(limits), schedule, per))
     read, pieces, of_programs = Counter[tuple[int, int, int]](), dict[int, tuple[int, int]](), []
-    for program, own in enumerate(found):
-        own = own[own[:, 0] >= 0]
-        of_programs.append(int(np.sum(own[:, 3] - own[:, 2])))
-        for row, head, first, end, limit in own:
+    for program, of_program in enumerate(of_all):
+        of_program = of_program[of_program[:, 0] >= 0]
+        of_programs.append(int(np.sum(of_program[:, 3] - of_program[:, 2])))
+        for row, head, first, end, limit in of_program:
             assert limit == limits[row]
             read.update((int(row), int(head), tile) for tile in range(first, end))
             place = program + int(row) * schedule.heads + int(head)
@@ -80,9 +83,9 @@ def check(limits: np.ndarray, schedule: Schedule) -> list[int]:
     assert max(pieces, default=0) < schedule.pieces
     for b in range(schedule.batch):
         for k in range(schedule.heads):
-            own = [place for place, unit in pieces.items() if unit == (b, k)]
-            assert own == list(range(first[b, k], end[b, k])), (
-                f"row {b}, head {k}: pieces in {own}, merged {first[b, k]}..{end[b, k]}"
+            of_unit = [place for place, unit in pieces.items() if unit == (b, k)]
+            assert of_unit == list(range(first[b, k], end[b, k])), (
+                f"row {b}, head {k}: pieces in {of_unit}, merged {first[b, k]}..{end[b, k]}"
             )
     return of_programs
 
@@ -114,8 +117,9 @@ def test_random_lengths_are_shared_out_too(seed):
 
 
 def from_the_capacity(limits: np.ndarray, tuning: Tuning, heads: int) -> list[int]:
-    """Return the tiles of each program where each row is cut into as many splits as its capacity
-    asks for."""
+    """Return the tiles of each program if each row is cut into as many splits as its capacity asks
+    for.
+    """
     splits = tuning.splits(len(limits) * heads, int(limits.max()))
     per_split = np.ceil(np.ceil(limits / splits) / tuning.tile).astype(int)
     return [
@@ -126,8 +130,9 @@ def from_the_capacity(limits: np.ndarray, tuning: Tuning, heads: int) -> list[in
 
 
 def test_one_long_row_among_short_ones_takes_what_its_bytes_take():
-    """A model of an H200 in rounds: all programs run at a time, so the longest one's tiles are what
-    a batch takes, and their mean what its bytes take."""
+    """Model an H200 in rounds. All programs run at the same time, so a batch takes as long as the
+    longest program's tiles. Its bytes alone would take the mean.
+    """
     heads = 8
     schedule = Schedule(
         H200.programs(len(RAGGED) * heads, int(RAGGED.max())), H200.tile, len(RAGGED), heads

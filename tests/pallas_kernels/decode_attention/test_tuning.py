@@ -1,5 +1,4 @@
-"""How many programs a kernel is cut into, from its shape and its device: it changes nothing but
-speed."""
+"""The number of programs follows from a kernel's shape and its device, and changes only speed."""
 
 from __future__ import annotations
 
@@ -17,17 +16,11 @@ from pallas_kernels.decode_attention.tuning import (
     shared_bytes,
     tuning_for,
 )
-from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import plane_layout
-from tests.pallas_kernels.decode_attention.test_decode import LONG, outputs, stored
-from tests.pallas_kernels.kernel_cases import (
-    KernelCase,
-    format_of,
-    kernel_cases,
-    reader_of,
-    row_errors,
-)
+from tests.pallas_kernels.grouped_sides import format_of, reader_of
+from tests.pallas_kernels.harness import INTERPRETED, LONG, outputs, row_errors
+from tests.pallas_kernels.kernel_cases import named
 
 
 def polar_keys(head_dim: int) -> Reader:
@@ -45,8 +38,8 @@ def pair(bits: int, scheme: str, head_dim: int = 128) -> tuple[Reader, Reader]:
 
 
 EXACT = reader_of(None, 128)
-# programs on a multiprocessor of an H200, and KB that each asks for: benchmarks/results, table of
-# instructions
+# Programs on a multiprocessor of an H200, and the KB that each asks for. Source:
+# benchmarks/results, table of instructions.
 COUNTED = [
     (pair(1, "sym"), 8, 20.5),
     (pair(2, "asym"), 8, 24.5),
@@ -76,8 +69,9 @@ def test_no_step_holds_two_groups_of_64_tokens(size, tile):
 
 
 def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
-    """Return the share of a device's places for programs that read tiles, until all tiles are
-    read."""
+    """Return the average share of a device's places that are reading tiles until all tiles are
+    read.
+    """
     assert tuning.cores is not None
     places, tiles = tuning.cores * tuning.resident, tokens // tuning.tile
     rounds = -(-programs * splits // places)
@@ -126,36 +120,30 @@ def test_cores_are_those_of_the_device(monkeypatch):
 
 
 def test_programs_share_the_memory_that_their_device_has(monkeypatch):
-    """Rows in full precision ask for 82 KB: two programs fit an H200, one an A100 or an RTX 4090,
-    and one is always started."""
-    found = {}
+    """Rows in full precision ask for 82 KB. Two such programs fit an H200, one an A100 or an RTX
+    4090, and one is always started.
+    """
+    resident = {}
     for capability in ("9.0", "8.0", "8.9", "99.0"):
         monkeypatch.setattr(
             jax,
             "devices",
             lambda capability=capability: [types.SimpleNamespace(compute_capability=capability)],
         )
-        found[capability] = (
+        resident[capability] = (
             tuning_for(EXACT, EXACT, 8, 16384, True).resident,
             tuning_for(*pair(3, "sym"), 8, 16384, True).resident,
         )
-    assert found == {"9.0": (2, 5), "8.0": (1, 4), "8.9": (1, 2), "99.0": (1, 2)}
+    assert resident == {"9.0": (2, 5), "8.0": (1, 4), "8.9": (1, 2), "99.0": (1, 2)}
 
 
-@kernel_cases("innerq1_sym_h128_g4")
-def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
-    arrays, launch = stored(case, LONG), Launch(interpret=True)
-    found = [
-        outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), launch)
-        for cores in (132, 16, 1)
-    ]
-    assert [
-        Tuning(tile=64, cores=cores, resident=2).programs(14, LONG.capacity)
-        for cores in (132, 16, 1)
-    ] == [119, 32, 2]
-    for other in found[1:]:
-        assert row_errors(other, found[0])[1:].max() < 2e-3
-        assert row_errors(other[2:], found[0][1:-1]).max() > 3e-2, (
-            "rows of other lengths must differ"
-        )
-    assert np.isfinite(found[0]).all()
+@named("innerq1_sym_h128_g4")
+def test_devices_of_other_sizes_give_the_same_but_for_rounding(case):
+    k, v = (side.arrays for side in case.sides(LONG))
+    tunings = [Tuning(tile=64, cores=cores, resident=2) for cores in (132, 16, 1)]
+    assert [tuning.programs(14, LONG.capacity) for tuning in tunings] == [119, 32, 2]
+    first, *others = (outputs(case, (k, v), LONG, tuning, INTERPRETED) for tuning in tunings)
+    for other in others:
+        assert row_errors(other, first)[1:].max() < 2e-3
+        assert row_errors(other[2:], first[1:-1]).max() > 3e-2, "rows of other lengths must differ"
+    assert np.isfinite(first).all()

@@ -1,5 +1,6 @@
-"""The kernel that attends to the full-precision windows, interpreted, against float64; what slots
-without a token hold is never used."""
+"""The kernel that attends to the full-precision windows, interpreted, against float64. Slots
+without a token hold NaN.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.decode_attention.windows import Queries
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.append import Places, Side, append_token
-from tests.pallas_kernels.kernel_cases import row_errors
+from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu, row_errors, structs
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS, GROUP, CHANNELS = 2, 3, 64
@@ -27,7 +28,7 @@ FACTOR = np.float32(1.25)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the windows, in tokens; whole tiles do not fill a ring of 100 slots."""
+    """Tokens of the windows. Whole tiles do not fill a ring of 100 slots."""
 
     sink: int
     recent: int = 68
@@ -41,13 +42,14 @@ class Sizes:
         return np.maximum(tokens - self.sink - self.recent, 0) // self.block * self.block
 
 
+# The last two have fewer slots than a tile.
 SIZES = (
     Sizes(0),
     Sizes(20),
     Sizes(32),
     Sizes(1, recent=0),
     Sizes(5, recent=4, block=8),
-)  # the last two have fewer slots than a tile
+)
 each_size = pytest.mark.parametrize(
     "sizes", SIZES, ids=lambda sizes: f"{sizes.sink}-{sizes.recent}-{sizes.block}"
 )
@@ -58,7 +60,7 @@ before_or_after_rope = pytest.mark.parametrize(
 
 @functools.partial(jax.jit, static_argnames="launch")
 def attend(q, sink, ring, tokens, limits, rotation=None, launch=LAUNCH):
-    """Attend to windows into which no new token comes."""
+    """Attend to windows without a new token."""
     batch, heads, _, channels = q.shape
     row, nothing = (
         jnp.zeros((batch, heads, 1, channels), ring[0].dtype),
@@ -73,7 +75,8 @@ def attend(q, sink, ring, tokens, limits, rotation=None, launch=LAUNCH):
 
 def rows(sizes: Sizes, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple, np.ndarray]:
     """Return queries [B, K, G, H], the windows with NaN in slots that hold no token, and all keys
-    and values [2, B, K, S, H]."""
+    and values [2, B, K, S, H].
+    """
     rng = np.random.default_rng(3)
     everything = rng.normal(size=(2, len(TOKENS), HEADS, int(TOKENS.max()), CHANNELS)).astype(
         np.float32
@@ -96,7 +99,8 @@ def rows(sizes: Sizes, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple
 
 def rotated(keys: np.ndarray, positions: np.ndarray, rotation: tuple, dtype: str) -> np.ndarray:
     """Return keys [..., S, H] after RoPE at positions [S], rotated in float64 and rounded to the
-    windows' dtype before the factor."""
+    windows' dtype before the factor is applied.
+    """
     frequencies, factor = rotation
     first, second = np.split(keys.astype(np.float64), 2, axis=-1)
     angles = positions[:, None].astype(np.float64) * frequencies.astype(np.float64)
@@ -113,8 +117,9 @@ def expected(
     shift: int = 0,
     dtype: str = "bfloat16",
 ) -> PartialAttention:
-    """Return m, l, o over the tokens that are not in the body, in float64; of keys before RoPE at
-    their positions plus `shift`."""
+    """Return m, l, o over the tokens that are not in the body, in float64. Keys before RoPE are
+    rotated to their positions plus `shift`.
+    """
     at, body = np.arange(everything.shape[3]), sizes.body(TOKENS)
     keys = (
         everything[0] if rotation is None else rotated(everything[0], at + shift, rotation, dtype)
@@ -131,15 +136,15 @@ def expected(
     )
 
 
-def wrong_in(found: PartialAttention, wanted: PartialAttention) -> str | None:
-    """Compare the rows that have tokens: all but the first."""
+def wrong_in(actual: PartialAttention, wanted: PartialAttention) -> str | None:
+    """Compare the rows that have tokens, which are all but the first."""
     a, b = (
-        np.asarray(part.m[1:]) + np.log(np.maximum(part.l[1:], 1e-30)) for part in (found, wanted)
+        np.asarray(part.m[1:]) + np.log(np.maximum(part.l[1:], 1e-30)) for part in (actual, wanted)
     )
     if not np.allclose(a, b, rtol=1e-2, atol=1e-2):
         return f"the logarithm of the sum of all weights is off by {np.abs(a - b).max():.1e}"
     out, other = (
-        np.asarray(part.o) / np.maximum(np.asarray(part.l), 1e-30) for part in (found, wanted)
+        np.asarray(part.o) / np.maximum(np.asarray(part.l), 1e-30) for part in (actual, wanted)
     )
     errors = row_errors(out[1:], other[1:])
     return (
@@ -152,18 +157,18 @@ def wrong_in(found: PartialAttention, wanted: PartialAttention) -> str | None:
 @before_or_after_rope
 @each_size
 def test_attention_is_that_of_the_tokens_outside_the_body(sizes, rotation):
-    check(sizes, rotation, Launch(interpret=True))
+    check(sizes, rotation, INTERPRETED)
 
 
 def check(sizes: Sizes, rotation: tuple | None, launch: Launch) -> None:
     q, first, ring, everything = rows(sizes)
     limits = sizes.body(TOKENS)
-    found, wanted = (
+    actual, wanted = (
         attend(q, first, ring, TOKENS, limits, rotation, launch),
         expected(q, everything, sizes, rotation),
     )
-    assert (wrong := wrong_in(found, wanted)) is None, wrong
-    assert not np.asarray(found.l[0]).any(), "a row without tokens has seen some"
+    assert (wrong := wrong_in(actual, wanted)) is None, wrong
+    assert not np.asarray(actual.l[0]).any(), "a row without tokens has seen some"
     assert limits.max() > 0, "no row has a body: nothing would show what is read from it"
     late = attend(q, first, ring, TOKENS, limits + sizes.block, rotation, launch)
     assert wrong_in(late, wanted), "a window that begins one block later would pass"
@@ -174,7 +179,7 @@ def check(sizes: Sizes, rotation: tuple | None, launch: Launch) -> None:
 @before_or_after_rope
 @each_size
 def test_the_newest_token_is_taken_from_its_row_while_it_is_written(sizes, rotation):
-    """Where it goes, the windows hold NaN."""
+    """The slot for the new token holds NaN."""
     q, first, ring, everything = rows(sizes)
     newest = TOKENS - 1
     new = [
@@ -200,20 +205,18 @@ def test_the_newest_token_is_taken_from_its_row_while_it_is_written(sizes, rotat
     places = Places(jnp.asarray(newest), jnp.asarray(newest >= 0), nothing, nothing, nothing > 0)
 
     def part(new: list[jax.Array]) -> PartialAttention:
-        sides = [Side(*given, None) for given in zip(new, sink, ring, strict=True)]
+        sides = [Side(*side, None) for side in zip(new, sink, ring, strict=True)]
         queries = Queries(
             q,
             jnp.asarray(TOKENS),
             jnp.asarray(sizes.body(TOKENS)),
             rotation and jax.tree.map(jnp.asarray, rotation),
         )
-        after, found = append_token(
-            sides, places, block=1, queries=queries, launch=Launch(interpret=True)
-        )
+        after, actual = append_token(sides, places, block=1, queries=queries, launch=INTERPRETED)
         assert not any(
             np.isnan(np.asarray(side.ring[6].astype(jnp.float32))).any() for side in after
         ), "it was not written"
-        return merged([found], GROUP, launch=Launch(interpret=True))
+        return merged([actual], GROUP, launch=INTERPRETED)
 
     wanted = expected(q, everything, sizes, rotation)
     assert (wrong := wrong_in(part(new), wanted)) is None, wrong
@@ -222,36 +225,37 @@ def test_the_newest_token_is_taken_from_its_row_while_it_is_written(sizes, rotat
 
 @each_size
 def test_keys_before_rope_are_rotated_to_their_own_positions(sizes):
-    launch, rotation = Launch(interpret=True), (FREQUENCIES, FACTOR)
+    launch, rotation = INTERPRETED, (FREQUENCIES, FACTOR)
     q, first, ring, everything = rows(sizes)
-    found = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, launch)
+    actual = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, launch)
     for shift in (-1, 1):
-        assert wrong_in(found, expected(q, everything, sizes, rotation, shift)), (
+        assert wrong_in(actual, expected(q, everything, sizes, rotation, shift)), (
             f"keys rotated to position {shift:+} would pass"
         )
-    assert wrong_in(found, expected(q, everything, sizes)), "keys that are not rotated would pass"
-    assert wrong_in(found, expected(q, everything, sizes, (FREQUENCIES, 1.0))), (
+    assert wrong_in(actual, expected(q, everything, sizes)), "keys that are not rotated would pass"
+    assert wrong_in(actual, expected(q, everything, sizes, (FREQUENCIES, 1.0))), (
         "keys without the attention factor would pass"
     )
 
 
 def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
-    """Ten million tokens, of which the ring holds the last: slot s those with position s modulo its
-    slots."""
+    """Test ten million tokens, of which the ring holds the last: slot s holds a position that is s
+    modulo the number of slots.
+    """
     sizes, tokens = Sizes(0), 10_000_000
     q, _, ring, _ = rows(sizes)
     q, ring = q[-1:], tuple(side[-1:] for side in ring)
     newest = tokens - 1
     positions = newest - (newest - np.arange(sizes.ring)) % sizes.ring
     count, limit = (jnp.full((1,), n, jnp.int32) for n in (tokens, tokens - sizes.ring))
-    found = attend(
+    actual = attend(
         q,
         tuple(side[:, :, :0] for side in ring),
         ring,
         count,
         limit,
         (FREQUENCIES, FACTOR),
-        Launch(interpret=True),
+        INTERPRETED,
     )
 
     def in_float64(positions: np.ndarray) -> np.ndarray:
@@ -263,9 +267,9 @@ def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         return np.einsum("bkgs,bksh->bkgh", weights / weights.sum(-1, keepdims=True), values)
 
-    error = row_errors(np.asarray(found.o / found.l), in_float64(positions)).max()
+    error = row_errors(np.asarray(actual.o / actual.l), in_float64(positions)).max()
     assert error < 1e-2, f"off by {error:.1e}"
-    assert row_errors(np.asarray(found.o / found.l), in_float64(positions + 1)).max() > 0.1, (
+    assert row_errors(np.asarray(actual.o / actual.l), in_float64(positions + 1)).max() > 0.1, (
         "the next token's angles would pass"
     )
 
@@ -285,31 +289,28 @@ def test_windows_that_kernels_cannot_read_are_refused():
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @before_or_after_rope
-@each_size
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[3]], ids=["long", "short"])
 def test_it_lowers_for_cuda(sizes, rotation, arithmetic):
     q, first, ring, _ = rows(sizes)
-    given = jax.eval_shape(lambda *given: given, q, first, ring, TOKENS, TOKENS, rotation)
+    inputs = structs((q, first, ring, TOKENS, TOKENS, rotation))
 
-    def attention(*given):
-        return attend(*given, launch=Launch(arithmetic))
+    def attention(*inputs):
+        return attend(*inputs, launch=Launch(arithmetic))
 
-    assert "append_token" in lower_for_cuda(attention, *given)
+    assert "append_token" in lower_for_cuda(attention, *inputs)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@on_a_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @before_or_after_rope
 @each_size
 def test_it_runs_on_a_gpu(sizes, rotation, dtype, arithmetic):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     q, first, ring, everything = rows(sizes, dtype)
-    found = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, Launch(arithmetic))
+    actual = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, Launch(arithmetic))
     assert (
-        wrong := wrong_in(found, expected(q, everything, sizes, rotation, dtype=dtype))
+        wrong := wrong_in(actual, expected(q, everything, sizes, rotation, dtype=dtype))
     ) is None, wrong
     if rotation is not None:
-        assert wrong_in(found, expected(q, everything, sizes, rotation, 1, dtype)), (
+        assert wrong_in(actual, expected(q, everything, sizes, rotation, 1, dtype)), (
             "keys rotated to the next position would pass"
         )

@@ -1,5 +1,6 @@
-"""The kernel that appends a block to a body: its bits are those of quantize_rows in their place,
-and nothing else changes."""
+"""The kernel that appends a block to a body writes the bits of quantize_rows in their place, and
+changes nothing else.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ import pytest
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side, append_token
 from pallas_kernels.quantize.blocks import GroupedBlocks
-from pallas_kernels.quantize.kernel import Packed, quantize_rows
+from pallas_kernels.quantize.kernel import PackedRows, quantize_rows
 from pallas_kernels.quantize.rounding import Job
 from tests.exhaustive import some
+from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu, structs
 from tests.pallas_kernels.lowering import lower_for_cuda
+from tests.pallas_kernels.quantize.placement import misplaced_rows
 from tests.pallas_kernels.quantize.test_quantize import (
     CASES,
-    INTERPRETED,
     QuantizeCase,
     divisor_of,
     reader_of,
@@ -38,7 +40,7 @@ def block_of(case: QuantizeCase) -> int:
 @functools.partial(jax.jit, static_argnames=("case", "launch", "block"))
 def append(
     case: QuantizeCase,
-    body: Packed,
+    body: PackedRows,
     ring: jax.Array,
     first: jax.Array,
     leaving: jax.Array,
@@ -66,57 +68,56 @@ def append(
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
 def quantized(
     case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch
-) -> Packed:
+) -> PackedRows:
     return quantize_rows(
         rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch
     )
 
 
-def arrays_of(case: QuantizeCase, packed: Packed) -> dict[str, np.ndarray]:
-    """Return the arrays with their tokens on axis 2, and as bits."""
+def arrays_of(case: QuantizeCase, packed: PackedRows) -> dict[str, np.ndarray]:
+    """Return the bits of the arrays, with tokens on axis 2."""
     swap = case.format.axis == "channels"
     scales = {"scale": packed.scale} | ({} if packed.zero is None else {"zero": packed.zero})
-    found = {f"words {i}": np.asarray(w) for i, w in enumerate(packed.words)}
-    found |= {
+    actual = {f"words {i}": np.asarray(w) for i, w in enumerate(packed.words)}
+    actual |= {
         name: np.swapaxes(np.asarray(a), 2, 3) if swap else np.asarray(a)
         for name, a in scales.items()
     }
-    return {name: array.view(f"u{array.itemsize}") for name, array in found.items()}
+    return {name: array.view(f"u{array.itemsize}") for name, array in actual.items()}
 
 
 def wrong_in(
     case: QuantizeCase,
     ring: jax.Array,
-    before: Packed,
-    after: Packed,
+    before: PackedRows,
+    after: PackedRows,
     first: np.ndarray,
     leaving: np.ndarray,
     launch: Launch,
     place: np.ndarray | None = None,
     block: int | None = None,
 ) -> list[str]:
-    """Name every row and array that is not what it should be. first, place: as `Places` has them;
-    one is the other by default."""
+    """Name every wrong row and array. `first` and `place` are as in `Places`. `place` defaults to
+    `first`.
+    """
     place = first if place is None else place
     block, slots = block or block_of(case), ring.shape[2]
     rows = jnp.stack([ring[b][:, (first[b] + np.arange(block)) % slots] for b in range(len(ring))])
     new = arrays_of(case, quantized(case, rows, divisor_of(case, len(ring)), launch))
-    old, found = arrays_of(case, before), arrays_of(case, after)
-    wrong = []
-    for name, array in found.items():
-        for b in range(len(ring)):
-            expected, per = old[name][b].copy(), new[name].shape[2] / block
-            if leaving[b]:
-                start = int(place[b] * per)
-                expected[:, start : start + new[name].shape[2]] = new[name][b]
-            if not np.array_equal(array[b], expected):
-                wrong.append(f"{name} of row {b}")
-    return wrong
+    old, actual = arrays_of(case, before), arrays_of(case, after)
+    return [
+        f"{name} of row {b}"
+        for name, array in actual.items()
+        for b in misplaced_rows(
+            old[name], array, new[name], place * new[name].shape[2] // block, leaving, 2
+        )
+    ]
 
 
-def inputs_of(case: QuantizeCase) -> tuple[Packed, jax.Array, np.ndarray]:
-    """Return a body of other rows, a ring, and the tokens at which blocks are to be written: the
-    first, a middle and the last place."""
+def inputs_of(case: QuantizeCase) -> tuple[PackedRows, jax.Array, np.ndarray]:
+    """Return a body of other rows, a ring, and the tokens where blocks are written: the first, a
+    middle and the last place.
+    """
     rng, block = np.random.default_rng(2), block_of(case)
     shape = (len(LEAVING), 2, BODY, case.format.channels)
     body = quantized(
@@ -167,10 +168,11 @@ def test_a_shard_writes_a_block_where_it_holds_it():
 @pytest.mark.parametrize("case", [CASES[2], CASES[6]], ids=lambda case: case.id)
 def test_a_block_may_wrap_between_the_groups_of_its_tokens(case):
     body, ring, _ = inputs_of(case)
+    # Of 96 slots: the second half of the first block is at the beginning of the ring.
     first, block = (
         np.array([64, 0, 0], np.int32),
         64,
-    )  # of 96 slots: the second half of the first block is at the ring's begin
+    )
     after = append(case, body, ring, first, LEAVING, None, INTERPRETED, block=block)
     assert not (
         wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, block=block)
@@ -206,19 +208,18 @@ def check_windows(launch: Launch) -> None:
     wanted = [[sink.copy(), ring.copy()] for _, sink, ring in sides]
     for (row, _, _), (sink, ring) in zip(sides, wanted, strict=True):
         sink[0, :, 1] = row[0, :, 0]
-        for b, slot in enumerate(
-            [SLOTS - 2, 0, 5]
-        ):  # the first before the ring's first token, where nothing is yet
+        # The first token comes before the ring's first token, so its slot is still free.
+        for b, slot in enumerate([SLOTS - 2, 0, 5]):
             ring[b, :, slot] = row[b, :, 0]
     zeros = jnp.zeros(len(NEW), jnp.int32)
-    given = [Side(*map(jnp.asarray, side), None) for side in sides]
-    found, _ = append_token(
-        given,
+    before = [Side(*map(jnp.asarray, side), None) for side in sides]
+    actual, _ = append_token(
+        before,
         Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros, zeros > 0),
         block=32,
         launch=launch,
     )
-    for after, before, (sink, ring) in zip(found, sides, wanted, strict=True):
+    for after, before, (sink, ring) in zip(actual, sides, wanted, strict=True):
         np.testing.assert_array_equal(after.sink, sink)
         np.testing.assert_array_equal(after.ring, ring)
         assert (sink != before[1]).any(axis=(1, 2, 3)).tolist() == [True, False, False, False]
@@ -229,11 +230,8 @@ def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink():
     check_windows(INTERPRETED)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@on_a_gpu
 def test_a_new_token_is_one_row_on_a_gpu(arithmetic):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     check_windows(Launch(arithmetic))
 
 
@@ -241,7 +239,7 @@ def test_a_new_token_is_one_row_on_a_gpu(arithmetic):
 @pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
 def test_every_case_lowers_for_cuda(case, arithmetic):
     body, ring, first = (
-        *jax.eval_shape(lambda given: given, inputs_of(case)[:2]),
+        *structs(inputs_of(case)[:2]),
         jax.ShapeDtypeStruct((3,), jnp.int32),
     )
     divisor = (
@@ -253,12 +251,9 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
     assert "append_token" in text, "the kernel has lost its name"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@on_a_gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_case_runs_on_a_gpu(case, arithmetic):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     body, ring, first = inputs_of(case)
     after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), Launch(arithmetic))
     assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), (
@@ -267,8 +262,9 @@ def test_every_case_runs_on_a_gpu(case, arithmetic):
 
 
 def rows_and_places() -> tuple[jax.Array, jax.Array, jax.Array, Places]:
-    """Return a body of rows, a ring of one slot, new rows, and where they go: into a shard, which
-    has other numbers than the whole."""
+    """Return a body of rows, a ring of one slot, new rows, and their places in a shard, which are
+    numbered differently from the whole.
+    """
     rng = np.random.default_rng(3)
     body, ring, row = (
         jnp.asarray(rng.normal(size=(3, 2, tokens, 64)), jnp.bfloat16) for tokens in (40, 1, 1)
@@ -308,12 +304,12 @@ def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
 
 
 def test_a_body_of_rows_lowers_for_cuda():
-    given = jax.eval_shape(rows_and_places)
-    assert "append_token" in lower_for_cuda(lambda *given: append_rows(*given, Launch()), *given)
+    inputs = jax.eval_shape(rows_and_places)
+    text = lower_for_cuda(lambda *inputs: append_rows(*inputs, Launch()), *inputs)
+    assert "append_token" in text
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 def test_a_body_of_rows_takes_the_new_one_on_a_gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     check_rows(Launch())

@@ -1,5 +1,6 @@
-"""Blocks of polar keys, of tables and of outliers that the appending kernel quantizes: they are
-those of the codecs, in their place."""
+"""The appending kernel quantizes blocks of polar keys, of tables and of outliers as their codecs
+do, in their place.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ from pallas_kernels.quantize.table import TableBlocks
 from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import parameters_of
 from tests.kvq_jax.origins import GENERATED
+from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu
 from tests.pallas_kernels.lowering import lower_for_cuda
+from tests.pallas_kernels.quantize.placement import misplaced_rows
 
-INTERPRETED = Launch(interpret=True)
 HEADS, BODY = 2, 3  # blocks
 LEAVING = np.array([True, False, True])
 
@@ -73,24 +75,25 @@ each = pytest.mark.parametrize(
 
 
 def rows_of(case: WriterCase, blocks: int) -> jax.Array:
-    """Return rows with far entries and all kinds that need care. Those of the second sequence are
-    coarse, so that many are equal."""
+    """Return rows with far entries and all kinds that need care. The second sequence has coarse
+    rows, so that many entries are equal.
+    """
     _, _, block = case.layer
-    found = (
+    actual = (
         np.random.default_rng(0)
         .standard_t(4, size=(len(LEAVING), HEADS, blocks * block, case.head_dim))
         .astype(np.float32)
     )
-    found[1:] = np.round(found[1:] * 4) / 4
+    actual[1:] = np.round(actual[1:] * 4) / 4
     for start in range(0, blocks * block, block):
-        found[0, 0, start + 3] = 0
-        found[0, 1, start + 5, 4] = np.nan
-        found[2, 0, start + 2] = np.inf
-        found[2, 1, start + 7, 5] = -np.inf
-        found[2, 1, start + 8] = 2
-        found[2, 0, start + 9] = np.nan
-        found[2, 0, start + 10, :2] = 60000, -40000
-    return jnp.asarray(found)
+        actual[0, 0, start + 3] = 0
+        actual[0, 1, start + 5, 4] = np.nan
+        actual[2, 0, start + 2] = np.inf
+        actual[2, 1, start + 7, 5] = -np.inf
+        actual[2, 1, start + 8] = 2
+        actual[2, 0, start + 9] = np.nan
+        actual[2, 0, start + 10, :2] = 60000, -40000
+    return jnp.asarray(actual)
 
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
@@ -103,7 +106,7 @@ def append(
     launch: Launch,
 ) -> list[jax.Array]:
     codec, params, block = case.layer
-    writer = codec.kernel_writer(params, ())
+    writer = codec.kernels.writer(params, (), False)
     assert writer is not None, "no kernel writes this format"
     [side], _ = append_token(
         [Side(row, ring[:, :, :0], ring, Blocks(body, *writer))], places, block=block, launch=launch
@@ -130,32 +133,25 @@ def wrong_in(
     rows: jax.Array,
     place: np.ndarray,
 ) -> list[str]:
-    """Name every array and row that is not what it should be: `rows`, quantized, from token
-    place[b] on, where row b leaves."""
-    wrong = []
-    for i, (old, found, new, spec) in enumerate(
-        zip(before, after, quantized(case, rows), specs_of(case), strict=True)
-    ):
+    """Name every wrong array and row. Expected are `rows`, quantized, from token place[b] on if row
+    b leaves.
+    """
+    blocks, wrong = place // case.layer[2], []
+    arrays = zip(before, after, quantized(case, rows), specs_of(case), strict=True)
+    for i, (old, written, new, spec) in enumerate(arrays):
         axis = spec.axis("tokens")
-        old, found, new = (np.moveaxis(np.asarray(array), axis, 1) for array in (old, found, new))
-        entries = new.shape[1]
-        for b, leaves in enumerate(LEAVING):
-            expected, at = old[b].copy(), int(place[b]) // case.layer[2] * entries
-            if leaves:
-                expected[at : at + entries] = new[b]
-            if not np.array_equal(
-                found[b], expected
-            ):  # as numbers: the smaller of 0 and -0 may be either
-                wrong.append(f"array {i} of row {b}")
+        rows_of_array = misplaced_rows(old, written, new, blocks * new.shape[axis], LEAVING, axis)
+        wrong += [f"array {i} of row {b}" for b in rows_of_array]
     return wrong
 
 
 def run(
     case: WriterCase, slots: int, first: np.ndarray, launch: Launch
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, np.ndarray]:
-    """Return the body before and after, the rows that leave and where they go: the block from token
-    first[b] of the sequence on leaves a ring of so many slots. Where the ring is no longer than a
-    block, its last token is the new one, and the ring holds NaN in its place.
+    """Return the body before and after, the rows that leave and their places.
+
+    The block from token first[b] of the sequence on leaves a ring of `slots` slots. If the ring is
+    no longer than a block, its last token is the new one, and the ring holds NaN in its place.
     """
     _, _, block = case.layer
     rows, place = rows_of(case, 1), np.array([2, 0, 1]) * block
@@ -201,7 +197,7 @@ def test_a_block_is_that_of_its_codec_and_nothing_else_changes(case):
 
 
 def test_some_pools_have_more_outliers_than_slots_and_equal_ones():
-    """So that the test above shows which are kept."""
+    """Show that the test above shows which outliers are kept."""
     dropped = {}
     for case in CASES:
         codec, params, _ = case.layer
@@ -249,7 +245,7 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
     )
     number, flag = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((batch,), bool)
     text = lower_for_cuda(
-        lambda *given: append(case, *given, launch=Launch(arithmetic)),
+        lambda *inputs: append(case, *inputs, launch=Launch(arithmetic)),
         body,
         ring,
         row,
@@ -259,23 +255,21 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
 
 
 def off_by_rounding(case: WriterCase, launch: Launch) -> list[str]:
-    """Name the arrays in which more than one entry of a thousand differs: what a device computes
-    otherwise by rounding alone."""
+    """Name the arrays in which more than one entry in a thousand differs. Devices differ less, by
+    rounding alone.
+    """
     _, _, block = case.layer
     before, after, rows, place = run(case, 2 * block, np.array([block, 0, 2 * block]), launch)
     _, wanted, _, _ = run(case, 2 * block, np.array([block, 0, 2 * block]), INTERPRETED)
     assert wrong_in(case, before, after, rows[:, ::-1], place), "the heads could be exchanged"
     shares = [
-        np.mean(np.asarray(found) != np.asarray(expected))
-        for found, expected in zip(after, wanted, strict=True)
+        np.mean(np.asarray(actual) != np.asarray(expected))
+        for actual, expected in zip(after, wanted, strict=True)
     ]
     return [f"array {i}: {share:.1e}" for i, share in enumerate(shares) if share > 1e-3]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@on_a_gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_case_runs_on_a_gpu(case, arithmetic):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     assert not (wrong := off_by_rounding(case, Launch(arithmetic))), wrong

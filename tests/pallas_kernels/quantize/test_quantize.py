@@ -1,5 +1,6 @@
-"""The quantize-and-pack kernel, interpreted, against kvq_jax.arrays.grouped_array.quantize; its
-rounding; its lowering for CUDA."""
+"""The quantize-and-pack kernel, interpreted, against kvq_jax.arrays.grouped_array.quantize, and its
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ import pytest
 from kvq_jax.arrays import grouped_array, uniform
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat, Scheme
 from pallas_kernels.launch import Launch
-from pallas_kernels.quantize.kernel import Packed, quantize_rows
+from pallas_kernels.quantize.kernel import PackedRows, quantize_rows
 from pallas_kernels.quantize.rounding import Job, Quantizer
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import PlaneLayout
 from tests.exhaustive import some
-from tests.pallas_kernels.kernel_cases import format_of
+from tests.pallas_kernels.grouped_sides import format_of
+from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu
 from tests.pallas_kernels.lowering import lower_for_cuda
 
-INTERPRETED = Launch(interpret=True)
 TOKENS, HEADS = 128, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeCase:
-    """scheme: of the rows; the format's may be hybrid where they are symmetric."""
+    """rows_scheme: the scheme of the rows. The format may be hybrid even if they are symmetric."""
 
     format: GroupFormat
     dtype: str
@@ -43,10 +44,11 @@ class QuantizeCase:
     def id(self) -> str:
         f = self.format
         rows = f"_of_{self.rows_scheme}" if self.rows_scheme else ""
-        return f"{f.scheme}{f.bits}{rows}_{f.axis}{f.group_size}_h{f.channels}_{self.dtype}_{f.scale_dtype}{'_divided' * self.divided}"
+        format = f"{f.scheme}{f.bits}{rows}_{f.axis}{f.group_size}_h{f.channels}"
+        return f"{format}_{self.dtype}_{f.scale_dtype}{'_divided' * self.divided}"
 
 
-# Every two of scheme, axis, head dim, dtype meet, and every code width with each axis.
+# Every two of scheme, axis, head dim and dtype meet, and every code width meets each axis.
 CASES = (
     QuantizeCase(format_of(2, "hybrid", "channels", 128), "bfloat16", divided=True),
     QuantizeCase(format_of(4, "hybrid", "channels", 256), "float16"),
@@ -81,21 +83,22 @@ def reader_of(format: GroupFormat) -> GroupedReader:
 
 
 def ordinary_rows(case: QuantizeCase, batch: int = 2, tokens: int = TOKENS) -> jax.Array:
-    found = (
+    actual = (
         np.random.default_rng(0)
         .standard_normal((batch, HEADS, tokens, case.format.channels))
         .astype(np.float32)
     )
-    skewed = found[:, :, ::3] if case.format.axis == "channels" else found[..., ::3]
+    skewed = actual[:, :, ::3] if case.format.axis == "channels" else actual[..., ::3]
     skewed += 4  # whole groups, which hybrid stores as asymmetric ones
-    return jnp.asarray(found, case.dtype)
+    return jnp.asarray(actual, case.dtype)
 
 
 def special_rows(case: QuantizeCase) -> jax.Array:
-    """[2, HEADS, ...]: row 0 of the batch ordinary, row 1 with every kind of group that needs
-    care."""
-    found = np.array(ordinary_rows(case).astype(jnp.float32))
-    special, size = found[1], case.format.group_size
+    """Return [2, HEADS, ...]: row 0 of the batch is ordinary, and row 1 has every kind of group
+    that needs care.
+    """
+    actual = np.array(ordinary_rows(case).astype(jnp.float32))
+    special, size = actual[1], case.format.group_size
     if case.format.axis == "tokens":
         special = special.swapaxes(1, 2)  # a view: groups run over the last axis
     groups = special[:, :20, :size]
@@ -117,7 +120,7 @@ def special_rows(case: QuantizeCase) -> jax.Array:
     groups[:, 13, -1] = -1
     groups[:, 14] = np.arange(size) - size // 2
     groups[:, 15] = np.where(np.arange(size) % 2, 0.5, -0.5)
-    return jnp.asarray(found, case.dtype)
+    return jnp.asarray(actual, case.dtype)
 
 
 def divisor_of(case: QuantizeCase, batch: int = 2) -> jax.Array | None:
@@ -130,7 +133,9 @@ def divisor_of(case: QuantizeCase, batch: int = 2) -> jax.Array | None:
 
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
-def fused(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch) -> Packed:
+def fused(
+    case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch
+) -> PackedRows:
     return quantize_rows(
         rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch
     )
@@ -142,8 +147,8 @@ def reference(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None) ->
     return grouped_array.quantize(scaled, case.format, case.scheme)
 
 
-def ulps(found: jax.Array, wanted: jax.Array) -> np.ndarray:
-    """Distance in units of the last place, counted through the bits."""
+def ulps(actual: jax.Array, expected: jax.Array) -> np.ndarray:
+    """Return the distance in units of the last place, counted through the bits."""
 
     def ordered(x: jax.Array) -> np.ndarray:
         bits = (
@@ -152,20 +157,22 @@ def ulps(found: jax.Array, wanted: jax.Array) -> np.ndarray:
         sign = 1 << (8 * x.dtype.itemsize - 1)
         return np.where(bits & sign, sign - bits, bits)
 
-    return np.abs(ordered(found) - ordered(wanted))
+    return np.abs(ordered(actual) - ordered(expected))
 
 
-def codes_of(packed: Packed, like: GroupedArray) -> np.ndarray:
+def codes_of(packed: PackedRows, like: GroupedArray) -> np.ndarray:
     return np.asarray(grouped_array.codes(dataclasses.replace(like, words=packed.words)), np.int64)
 
 
-def wanted_codes(
-    case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, wanted: GroupedArray
+def expected_codes(
+    case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, expected: GroupedArray
 ) -> np.ndarray:
-    """The codes of the reference, but with ties rounded half to even: XLA replaces its division by
-    a product with a reciprocal, which misses some (2.5e-4 of all codes in one of the cases
-    here)."""
-    codes = np.asarray(grouped_array.codes(wanted), np.int64)
+    """Return the codes of the reference, but with ties rounded half to even.
+
+    XLA replaces its division by a product with a reciprocal, which misses some ties (2.5e-4 of all
+    codes in one of these cases).
+    """
+    codes = np.asarray(grouped_array.codes(expected), np.int64)
     f, x = (
         case.format,
         np.asarray(rows.astype(jnp.float32), np.float64)
@@ -173,7 +180,7 @@ def wanted_codes(
     )
     scale, zero = (
         np.asarray(grouped_array.per_element(s, f), np.float64)
-        for s in (wanted.scale, grouped_array.zeros(wanted))
+        for s in (expected.scale, grouped_array.zeros(expected))
     )
     with np.errstate(all="ignore"):
         stored = (-f.centre * scale).astype(jnp.dtype(f.scale_dtype))
@@ -191,28 +198,31 @@ def wanted_codes(
 
 
 def disagreement(
-    case: QuantizeCase, found: Packed, wanted: GroupedArray, codes: np.ndarray, share: float = 1e-4
+    case: QuantizeCase,
+    actual: PackedRows,
+    expected: GroupedArray,
+    codes: np.ndarray,
+    share: float = 1e-4,
 ) -> str | None:
     """Return what is wrong, if anything. At most `share` of the codes may differ, by one."""
-    assert found.scale.dtype == jnp.dtype(case.format.scale_dtype)
-    assert [w.shape for w in found.words] == [w.shape for w in wanted.words]
-    if (found.zero is None) != (wanted.zero is None):
+    assert actual.scale.dtype == jnp.dtype(case.format.scale_dtype)
+    assert [w.shape for w in actual.words] == [w.shape for w in expected.words]
+    if (actual.zero is None) != (expected.zero is None):
         return "one stores zeros, the other does not"
     for name, one, other in (
-        ("scale", found.scale, wanted.scale),
-        ("zero", found.zero, wanted.zero),
+        ("scale", actual.scale, expected.scale),
+        ("zero", actual.zero, expected.zero),
     ):
         if one is None or other is None:
             continue
         assert one.shape == other.shape, name
-        allowed = (
-            1 if one.dtype.itemsize == 2 else 4
-        )  # fp32 scales are not rounded, which would hide how a quotient was made
+        # fp32 scales are not rounded, so they show how a quotient was computed.
+        allowed = 1 if one.dtype.itemsize == 2 else 4
         if (far := ulps(one, other) > allowed).any():
             return (
                 f"{name} is {int(ulps(one, other).max())} ulp off, first at {np.argwhere(far)[0]}"
             )
-    off = np.abs(codes_of(found, wanted) - codes)
+    off = np.abs(codes_of(actual, expected) - codes)
     if off.max() > 1:
         return f"a code is {off.max()} off, first at {np.argwhere(off > 1)[0]}"
     return (
@@ -225,24 +235,24 @@ def disagreement(
 @each()
 def test_codes_scales_and_zeros_are_those_of_quantize(case):
     rows, divisor = special_rows(case), divisor_of(case)
-    found, wanted = fused(case, rows, divisor, INTERPRETED), reference(case, rows, divisor)
+    actual, expected = fused(case, rows, divisor, INTERPRETED), reference(case, rows, divisor)
     assert (
-        wrong := disagreement(case, found, wanted, wanted_codes(case, rows, divisor, wanted))
+        wrong := disagreement(case, actual, expected, expected_codes(case, rows, divisor, expected))
     ) is None, wrong
-    body = dataclasses.replace(wanted, words=found.words, scale=found.scale, zero=found.zero)
+    body = dataclasses.replace(expected, words=actual.words, scale=actual.scale, zero=actual.zero)
     assert np.isfinite(np.asarray(grouped_array.dequantize(body))).all()
 
 
 @each(CASES[0], CASES[6], CASES[4])
 def test_the_comparison_notices_what_is_wrong(case):
     rows, divisor = ordinary_rows(case), divisor_of(case)
-    wanted = reference(case, rows, divisor)
-    codes = wanted_codes(case, rows, divisor, wanted)
+    expected = reference(case, rows, divisor)
+    codes = expected_codes(case, rows, divisor, expected)
     right = fused(case, rows, divisor, INTERPRETED)
-    assert disagreement(case, right, wanted, codes) is None
+    assert disagreement(case, right, expected, codes) is None
     axis, size = (3 if case.format.axis == "channels" else 2), case.format.group_size
     shifted_rows = fused(case, jnp.roll(rows, size, axis), divisor, INTERPRETED)
-    assert disagreement(case, shifted_rows, wanted, codes, 0.1), "rows shifted by one group"
+    assert disagreement(case, shifted_rows, expected, codes, 0.1), "rows shifted by one group"
     groups = 2
     wrong = {
         "scales shifted by one group": right._replace(scale=jnp.roll(right.scale, 1, groups)),
@@ -255,12 +265,12 @@ def test_the_comparison_notices_what_is_wrong(case):
         ),
     }
     for name, packed in wrong.items():
-        assert disagreement(case, packed, wanted, codes, 0.1), name
+        assert disagreement(case, packed, expected, codes, 0.1), name
 
 
 @each(*(case for case in CASES if case.scheme == "hybrid"))
 def test_hybrid_cases_hold_groups_of_both_schemes(case):
-    """Else the tests above would not show how the kernel chooses."""
+    """Otherwise the tests above would not show how the kernel chooses."""
     rows = special_rows(case)
     hybrid, sym = (
         reference(dataclasses.replace(case, rows_scheme=scheme), rows, None)
@@ -272,15 +282,16 @@ def test_hybrid_cases_hold_groups_of_both_schemes(case):
 
 @pytest.mark.parametrize("code_bits", [2, 3, 4, 5, 8])
 def test_ties_round_to_even_though_the_reciprocal_is_approximate(code_bits):
-    """A GPU's quotients are up to 2 ulp off; a tie must come out as one, and a quotient that is not
-    near one as it is."""
+    """A GPU's quotients are up to 2 ulp off. A tie must still come out as one, and other quotients
+    must not change.
+    """
     top = 2**code_bits - 1
     rng = np.random.default_rng(code_bits)
     scale = rng.uniform(0.001, 10, (4000, 1)).astype(np.float16).astype(np.float32)
     level = rng.integers(0, 2 * top + 1, (4000, 32)) / 2
     near = rng.uniform(-0.45, 0.45, level.shape) * (rng.random(level.shape) < 0.5)
     x = np.where(near == 0, level * scale, (np.floor(level) + near) * scale).astype(np.float32)
-    wanted = np.where(near == 0, np.round(level), np.floor(level)).clip(
+    expected = np.where(near == 0, np.round(level), np.floor(level)).clip(
         0, top
     )  # np.round is half to even
     reader = GroupedReader(PlaneLayout(code_bits, 128, 4, 32, 1), "channels", 32, None)
@@ -288,14 +299,14 @@ def test_ties_round_to_even_though_the_reciprocal_is_approximate(code_bits):
     missed = 0
     for ulp in (-2, -1, 0, 1, 2):
         inverse = (1 / scale.astype(np.float64) * (1 + ulp * 2.0**-24)).astype(np.float32)
-        found = jax.jit(job.levels)(
+        actual = jax.jit(job.levels)(
             x,
             Quantizer(
                 scale, np.zeros_like(scale), np.zeros_like(scale), inverse, job.near, float(top)
             ),
         )
-        assert (np.asarray(found) - 1.5 * 2**23 == wanted).all(), f"{ulp=}"
-        missed += (np.round((x * inverse).clip(0, top)) != wanted).sum()
+        assert (np.asarray(actual) - 1.5 * 2**23 == expected).all(), f"{ulp=}"
+        missed += (np.round((x * inverse).clip(0, top)) != expected).sum()
     assert missed > 100, "the plain product would have done: the inputs are too easy"
 
 
@@ -339,20 +350,19 @@ def test_what_the_kernel_cannot_do_is_refused_with_the_reason(change, rows, sche
         quantize_rows(jnp.zeros(rows), dataclasses.replace(READER, **change), scheme, bits)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@on_a_gpu
 @each()
 def test_every_case_runs_on_a_gpu(case, arithmetic):
-    if jax.default_backend() != "gpu":
-        pytest.skip("no GPU in this process")
     for rows, divisor in (
         (special_rows(case), divisor_of(case)),
         (ordinary_rows(case, 4, 4096), divisor_of(case, 4)),
     ):
-        found, wanted = (
+        actual, expected = (
             fused(case, rows, divisor, Launch(arithmetic)),
             reference(case, rows, divisor),
         )
         assert (
-            wrong := disagreement(case, found, wanted, wanted_codes(case, rows, divisor, wanted))
+            wrong := disagreement(
+                case, actual, expected, expected_codes(case, rows, divisor, expected)
+            )
         ) is None, wrong

@@ -1,5 +1,6 @@
-"""Codes of packed words as fp16 numbers, and operations on these: in array operations, and in
-assembly, executed in NumPy (emulator.py)."""
+"""Codes of packed words as fp16 numbers, and operations on them, in array operations and in
+assembly, executed in NumPy (emulator.py).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,7 @@ def fields(p: PlaneLayout) -> list[Field]:
 
 
 def tile(seed: int) -> np.ndarray:
-    """Return every word, in some order, beside some other one in its 32-bit register: [4096,
-    32]."""
+    """Return every word, in some order, beside another one in its 32-bit register: [4096, 32]."""
     rng = np.random.default_rng(seed)
     return (
         np.stack([rng.permutation(65536) for _ in range(2)], axis=-1)
@@ -42,8 +42,9 @@ def swapped(pairs: np.ndarray) -> np.ndarray:
 @pytest.mark.usefixtures("assembler")
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
-    """In assembly and in array operations. What a shift brings over from one half of a register
-    into the other is masked off."""
+    """Test assembly and array operations. Bits that a shift moves from one half of a register into
+    the other are masked off.
+    """
     p = plane_layout(bits, 64, 32)
     words = [tile(i) for i in range(len(p.sets))]
     tiles = [
@@ -64,10 +65,10 @@ def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
             code |= (w >> b * (number // p.tiles(b)) & (1 << b) - 1) << above
             above += b
         for name, reader in readers.items():
-            found = np.asarray(joined(reader.codes(field)))
-            assert found.dtype == np.float16
-            assert (found == field.bias + code).all(), f"{name}, {field}"
-            assert (found != field.bias + swapped(code)).mean() > 0.7, (
+            actual = np.asarray(joined(reader.codes(field)))
+            assert actual.dtype == np.float16
+            assert (actual == field.bias + code).all(), f"{name}, {field}"
+            assert (actual != field.bias + swapped(code)).mean() > 0.7, (
                 "words in each other's place would pass"
             )
             if len(tiles) == 2:
@@ -75,7 +76,7 @@ def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
                     reader, tiles=[reader.tiles[1] * p.tiles(p.sets[0]), reader.tiles[0]]
                 )
                 other = np.asarray(joined(exchanged.codes(field)))
-                assert (other != found).mean() > 0.7, "plane sets in each other's place would pass"
+                assert (other != actual).mean() > 0.7, "plane sets in each other's place would pass"
 
 
 @pytest.mark.parametrize("channels", [64, 128, 256])
@@ -95,11 +96,11 @@ def test_fields_find_the_codes_that_packing_stored(bits, channels):
         token = token // run * 32 + run * slot + token % run
         for chunk in range(p.chunks):
             field = p.field(slot, chunk)
-            found = (
+            actual = (
                 np.asarray(joined(paired(tiles, slot % 2, START).codes(field)), np.float32)
                 - field.bias
             )
-            assert (found == stored[token][:, p.width * chunk : p.width * (chunk + 1)]).all(), (
+            assert (actual == stored[token][:, p.width * chunk : p.width * (chunk + 1)]).all(), (
                 f"{bits=} {channels=} {slot=} {chunk=}"
             )
 
@@ -107,17 +108,18 @@ def test_fields_find_the_codes_that_packing_stored(bits, channels):
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_fields_share_few_shifts(bits):
     """Each different shift costs an instruction for every pair of words."""
-    found = {field.shift for field in fields(plane_layout(bits, 128, 32))} - {0}
-    assert len(found) <= 2, f"{bits=}: shifts {found}"
+    actual = {field.shift for field in fields(plane_layout(bits, 128, 32))} - {0}
+    assert len(actual) <= 2, f"{bits=}: shifts {actual}"
 
 
 def halves(seed: int) -> np.ndarray:
-    """fp16 numbers of all magnitudes and both signs, zeros and subnormals among them, whose
-    products do not overflow: [256, 32]."""
+    """Return fp16 numbers of all magnitudes and both signs, including zeros and subnormals, whose
+    products do not overflow: [256, 32].
+    """
     rng = np.random.default_rng(seed)
-    found = rng.normal(size=(256, 32)) * 2.0 ** rng.integers(-14, 6, (256, 32))
-    found[rng.random(found.shape) < 0.05] = 0
-    return found.astype(np.float16)
+    actual = rng.normal(size=(256, 32)) * 2.0 ** rng.integers(-14, 6, (256, 32))
+    actual[rng.random(actual.shape) < 0.05] = 0
+    return actual.astype(np.float16)
 
 
 def half(x: np.ndarray) -> np.ndarray:
@@ -136,9 +138,9 @@ def test_assembly_rounds_once_where_array_operations_round_after_each():
         )
         for axis in (0, 1):
             first, *rest = [Halves.of(on_arrays[0], axis), *on_arrays[1:]]
-            found = joined(operation(first, *rest, False))
+            actual = joined(operation(first, *rest, False))
             np.testing.assert_array_equal(
-                found, half(once if twice is None else twice), err_msg=f"{name}, {axis=}"
+                actual, half(once if twice is None else twice), err_msg=f"{name}, {axis=}"
             )
         assert (half(once) != half(once)[::-1]).mean() > 0.9, f"{name}: other operands would pass"
         if twice is not None:

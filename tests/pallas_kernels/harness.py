@@ -1,0 +1,336 @@
+"""A decode-attention kernel against its reference: one set of checks for every stored format.
+
+A case (`KernelCase`) names a format of keys and one of values. Its sides (`StoredSide`) hold arrays
+as a cache stores them, the rows in float64 that they stand for, and rows that a wrong reading would
+give. Each check compares a kernel with float64 attention over the rows, and then shows that it
+would notice a wrong kernel: every wrong result must be further away than the tolerance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attention import matvec
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.tuning import TUNING, Tuning
+from pallas_kernels.launch import Launch
+from pallas_kernels.readers.base import Reader
+from tests.pallas_kernels.lowering import lower_for_cuda
+
+HEADS = 2
+INTERPRETED = Launch(interpret=True)
+FLOATS = (float("nan"), float("inf"), 60000.0)  # 60000 times a code is infinite in fp16
+
+Shape = tuple[int, int, int, int]  # [B, K, S, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredSide:
+    """Keys or values as a cache stores them, and what they stand for.
+
+    Args:
+        reader: reads the arrays.
+        arrays: as a cache stores them.
+        rows: the rows that they stand for [B, K, S, H], rotated if keys are stored before RoPE.
+        misread: () -> rows that wrong readings of the arrays would give, by what is wrong.
+        spoiled: (limits, garbage) -> the arrays, with everything overwritten that no token below a
+            row's limit reads.
+    """
+
+    reader: Reader
+    arrays: Sequence[Any]
+    rows: np.ndarray
+    misread: Callable[[], Mapping[str, np.ndarray]]
+    spoiled: Callable[[Sequence[int], Any], Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The rows of a batch, which end around the borders of tiles."""
+
+    capacity: int
+    limits: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.limits)
+
+
+def tuned(splits: int, tile: int = 128, batch: int = 7) -> Tuning:
+    """Return a tuning with this number of splits of each row and head."""
+    return Tuning(tile=tile, cores=splits * HEADS * batch, resident=1)
+
+
+# The capacity is not a multiple of the tile, so the last tile moves back.
+SHORT = Lengths(320, (0, 1, 127, 128, 129, 257, 320))
+LONG = Lengths(1088, (0, 1, 127, 128, 257, 1001, 1088))  # several splits in the default tuning
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCase:
+    """A format of keys and one of values.
+
+    Args:
+        id: the name of the case.
+        keys: (shape, seed) -> stored keys.
+        values: (shape, seed) -> stored values.
+        head_dim: H.
+        group: query heads per KV head.
+        short: lengths for interpreted kernels.
+        long: lengths for GPUs, and for lowering.
+        tuning: of interpreted kernels. None is the default of the readers.
+        tolerance: relative error of an output row.
+        margin: the error of a wrong result is more than `margin` times the tolerance.
+        product_tolerance: relative error of the products by themselves.
+        garbage: what `spoiled` is called with.
+        span: tokens that `spoiled` cannot tell apart.
+    """
+
+    id: str
+    keys: Callable[[Shape, int], StoredSide]
+    values: Callable[[Shape, int], StoredSide]
+    head_dim: int
+    group: int = 4
+    short: Lengths = SHORT
+    long: Lengths = LONG
+    tuning: Tuning | None = dataclasses.field(default_factory=lambda: tuned(2))
+    tolerance: float = 1e-2
+    margin: float = 3
+    product_tolerance: float = 3e-3
+    garbage: tuple[Any, ...] = FLOATS
+    span: int = 1
+
+    def sides(self, lengths: Lengths) -> tuple[StoredSide, StoredSide]:
+        return _sides(self, lengths.batch, lengths.capacity)
+
+    def queries(self, batch: int) -> jax.Array:
+        shape = batch, HEADS, self.group, self.head_dim
+        return jnp.asarray(np.random.default_rng(9).standard_normal(shape), jnp.float32)
+
+
+@functools.lru_cache(maxsize=8)  # all of them would crowd out compiled programs
+def _sides(case: KernelCase, batch: int, tokens: int) -> tuple[StoredSide, StoredSide]:
+    shape = batch, HEADS, tokens, case.head_dim
+    return case.keys(shape, 0), case.values(shape, 1)
+
+
+def row_errors(actual: Any, expected: Any) -> np.ndarray:
+    """Return the relative error of each last-axis row. Rows that are not finite are infinitely
+    wrong.
+    """
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    size = np.maximum(np.linalg.norm(expected, axis=-1), 1e-30)
+    error = np.linalg.norm(actual - expected, axis=-1) / size
+    return np.where(np.isfinite(error), error, np.inf)
+
+
+def reference(q: Any, k: np.ndarray, v: np.ndarray, limits: Sequence[int]) -> np.ndarray:
+    """Return softmax(q k^T / sqrt(H)) v over the first limits[b] tokens, or zeros without any."""
+    scores = np.asarray(q, np.float64) @ np.swapaxes(k, 2, 3) * k.shape[-1] ** -0.5
+    seen = np.arange(k.shape[2]) < np.asarray(limits)[:, None, None, None]
+    weights = np.where(seen, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
+    return weights @ v / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+
+
+@functools.partial(jax.jit, static_argnames=("readers", "capacity", "tuning", "launch"))
+def attend(
+    readers: tuple[Reader, Reader],
+    q: jax.Array,
+    k: Sequence[Any],
+    v: Sequence[Any],
+    limits: jax.Array,
+    capacity: int,
+    tuning: Tuning | None,
+    launch: Launch,
+) -> Any:
+    keys, values = zip(readers, (k, v), strict=True)
+    return decode_attention(
+        q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch
+    )
+
+
+def outputs(
+    case: KernelCase,
+    arrays: tuple[Sequence[Any], Sequence[Any]],
+    lengths: Lengths,
+    tuning: Tuning | None,
+    launch: Launch,
+) -> np.ndarray:
+    """Return the kernel's attention to the first limits[b] tokens of these arrays."""
+    readers = tuple(side.reader for side in case.sides(lengths))
+    limits, q = jnp.asarray(lengths.limits), case.queries(lengths.batch)
+    return output(attend(readers, q, *arrays, limits, lengths.capacity, tuning, launch))
+
+
+def output(part: Any) -> np.ndarray:
+    return np.asarray(part.o / jnp.maximum(part.l, 1e-30))
+
+
+def check_attention(
+    case: KernelCase, lengths: Lengths, tuning: Tuning | None, launch: Launch = INTERPRETED
+) -> None:
+    """Check a kernel against attention over the rows that its arrays stand for."""
+    (k, v), limits = case.sides(lengths), lengths.limits
+    q, live = case.queries(lengths.batch), np.asarray(limits) > 0
+    actual = outputs(case, (k.arrays, v.arrays), lengths, tuning, launch)
+    assert (actual[~live] == 0).all(), "a row without tokens has no output"
+    errors = row_errors(actual, reference(q, k.rows, v.rows, limits)).max(axis=(1, 2))
+    by_row = dict(zip(limits, errors, strict=True))
+    assert errors[live].max() < case.tolerance, f"errors by row {by_row}"
+    fewer = [max(limit - 1, 0) for limit in limits]
+    more = [min(limit + 1, lengths.capacity) for limit in limits]
+    wrong = {
+        "zeros": np.zeros(actual.shape),
+        "the next row": np.roll(actual, 1, axis=0),
+        "values in the place of keys": reference(q, v.rows, v.rows, limits),
+        "keys in the place of values": reference(q, k.rows, k.rows, limits),
+        "one token fewer": reference(q, k.rows, v.rows, fewer),
+        "one token more": reference(q, k.rows, v.rows, more),
+        "keys of the next head": reference(q, np.roll(k.rows, 1, axis=1), v.rows, limits),
+        "keys of the next group": reference(q, np.roll(k.rows, 32, axis=2), v.rows, limits),
+        **{
+            f"keys {name}": reference(q, rows, v.rows, limits) for name, rows in k.misread().items()
+        },
+        **{f"values {name}": reference(q, k.rows, r, limits) for name, r in v.misread().items()},
+    }
+    expected = reference(q, k.rows, v.rows, limits)
+    for name, result in wrong.items():
+        close = expected if name == "the next row" else actual
+        error = row_errors(close, result)[live].max()
+        assert error > case.margin * case.tolerance, f"{name} would pass: {error}"
+
+
+def check_unused_capacity(
+    case: KernelCase,
+    lengths: Lengths,
+    tuning: Tuning | None,
+    launch: Launch = INTERPRETED,
+    tolerance: float = 0.0,
+) -> None:
+    """Check that whatever lies at a row's limit and behind it changes no bit (or no more than the
+    tolerance).
+    """
+    sides, limits = case.sides(lengths), np.asarray(lengths.limits)
+    clean = tuple(side.arrays for side in sides)
+    further = np.minimum(limits + case.span, lengths.capacity)
+    shown = -(-limits // case.span) * case.span < further
+    longer = dataclasses.replace(lengths, limits=tuple(map(int, further)))
+    expected = outputs(case, clean, lengths, tuning, launch)
+    expected_further = outputs(case, clean, longer, tuning, launch)[shown]
+    assert shown.any(), "no row can show that its next tokens are spoiled"
+    for garbage in case.garbage:
+        dirty = tuple(side.spoiled(lengths.limits, garbage) for side in sides)
+        for before, after in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+            of_tokens = np.ndim(before) > 2 and np.shape(before)[0] == lengths.batch
+            changed = (np.asarray(before) != np.asarray(after)).any()
+            assert changed or not of_tokens, "an array of tokens was not spoiled"
+        actual = outputs(case, dirty, lengths, tuning, launch)
+        assert np.isfinite(actual).all(), f"{garbage} leaks"
+        if tolerance:
+            assert row_errors(actual, expected).max() <= tolerance, f"{garbage} leaks"
+        else:
+            np.testing.assert_array_equal(actual, expected, err_msg=f"{garbage} leaks")
+        other = outputs(case, dirty, longer, tuning, launch)[shown]
+        differ = (other != expected_further).any(axis=(1, 2, 3))
+        assert differ.all(), "the tokens at the limit are not spoiled: nothing was shown"
+
+
+@functools.partial(jax.jit, static_argnames=("reader", "capacity", "tuning", "launch"))
+def scores(
+    reader: Reader,
+    q: jax.Array,
+    stored: Sequence[Any],
+    capacity: int,
+    tuning: Tuning | None,
+    launch: Launch,
+) -> jax.Array:
+    return matvec.scores(q, reader, stored, capacity=capacity, tuning=tuning, launch=launch)
+
+
+@functools.partial(jax.jit, static_argnames=("reader", "tuning", "launch"))
+def weighted_values(
+    reader: Reader, p: jax.Array, stored: Sequence[Any], tuning: Tuning | None, launch: Launch
+) -> jax.Array:
+    return matvec.weighted_values(p, reader, stored, tuning=tuning or TUNING, launch=launch)
+
+
+def check_scores(
+    case: KernelCase,
+    capacity: int = 256,
+    tuning: Tuning | None = None,
+    launch: Launch = INTERPRETED,
+) -> None:
+    """Check q K^T by itself against the product with the rows that the keys stand for."""
+    (keys, values), q = case.sides(Lengths(capacity, (capacity,))), case.queries(1)
+    actual = scores(keys.reader, q, keys.arrays, capacity, tuning, launch)
+    assert actual.shape == (1, HEADS, case.group, capacity)
+
+    def error(rows: np.ndarray) -> float:
+        return row_errors(actual, np.asarray(q, np.float64) @ np.swapaxes(rows, 2, 3)).max()
+
+    assert error(keys.rows) < case.product_tolerance
+    assert np.abs(actual).max() > 1, "zeros would pass"
+    assert error(values.rows) > 0.1, "values in the place of keys would pass"
+    assert error(np.roll(keys.rows, 1, axis=2)) > 0.1, "the scores of the tokens before would pass"
+    for name, rows in keys.misread().items():
+        assert error(rows) > 10 * case.product_tolerance, f"keys {name} would pass: {error(rows)}"
+
+
+def check_values(
+    case: KernelCase,
+    capacity: int = 256,
+    tuning: Tuning | None = None,
+    launch: Launch = INTERPRETED,
+) -> None:
+    """Check p V by itself against the product with the rows that the values stand for."""
+    keys, values = case.sides(Lengths(capacity, (capacity,)))
+    shape = 1, HEADS, case.group, capacity
+    p = jnp.asarray(np.random.default_rng(5).random(shape), jnp.float32)
+    actual = weighted_values(values.reader, p, values.arrays, tuning, launch)
+    assert actual.shape == (1, HEADS, case.group, case.head_dim)
+
+    def error(rows: np.ndarray) -> float:
+        return row_errors(actual, np.asarray(p, np.float64) @ rows).max()
+
+    assert error(values.rows) < case.product_tolerance
+    assert np.abs(actual).max() > 1, "zeros would pass"
+    assert error(keys.rows) > 0.1, "keys in the place of values would pass"
+    assert error(np.roll(values.rows, 1, axis=2)) > 0.02, "weights of other tokens would pass"
+    for name, rows in values.misread().items():
+        assert error(rows) > 10 * case.product_tolerance, f"values {name} would pass: {error(rows)}"
+
+
+def structs(tree: Any) -> Any:
+    """Return the shapes and dtypes of arrays."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), tree)
+
+
+def lowered_attention(case: KernelCase, launch: Launch) -> str:
+    """Return the StableHLO of attention over the long arrays of a case, in its default tuning."""
+    k, v = case.sides(case.long)
+    limits = jax.ShapeDtypeStruct((case.long.batch,), jnp.int32)
+    return lower_for_cuda(
+        lambda *args: attend((k.reader, v.reader), *args, case.long.capacity, None, launch),
+        *structs((case.queries(case.long.batch), k.arrays, v.arrays)),
+        limits,
+    )
+
+
+def on_a_gpu(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a test on a GPU, for both values of its argument `arithmetic`."""
+    marks = (
+        pytest.mark.gpu,
+        pytest.mark.usefixtures("gpu"),
+        pytest.mark.parametrize("arithmetic", ["jnp", "asm"]),
+    )
+    for mark in marks:
+        test = mark(test)
+    return test
