@@ -1,11 +1,12 @@
 """The polar form of keys: an angle and a radius for each RoPE pair (i, i + H/2), packed into one
 code.
 
-    k_i = r cos(theta),  k_{i+H/2} = r sin(theta)               code = radius code << angle_bits | angle code
+    k_i = r cos(theta),  k_{i+H/2} = r sin(theta)
+    code = radius code << angle_bits | angle code
 
     grouped   v ~ (code + 1/2) * step + least, with step = (most - least) / 2^b, for r and for theta
-              of a pair and a group of tokens; with radius_scale="sqrt" for sqrt(r), so that the
-              steps of small radii are smaller than those of large ones
+              of a pair and a group of tokens. With radius_scale="sqrt", for sqrt(r) in place of r,
+              which gives small radii smaller steps than large ones.
     global    theta ~ code * 2 pi / 2^b - pi,  r ~ code * step of the pair, one for the whole
               sequence
 
@@ -45,8 +46,8 @@ OfGroups = Float[Array, "B K groups half"]
 class PolarFormat:
     """The quantization format of keys. Static and hashable.
 
-    cut: where the circle of a group's angles is opened, "fixed" at the angle 0. radius_scale: what
-    has equal steps within a group.
+    cut: where the circle of a group's angles is opened. "fixed" opens it at the angle 0.
+    radius_scale: the quantity that has equal steps within a group.
     """
 
     angle_bits: int
@@ -73,9 +74,9 @@ class PolarFormat:
 class PolarArray:
     """Packed codes of keys in polar form, with their scales and zero points.
 
-    words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token. The others, [B, K,
-    S/group, H/2], are the step (scale) and the least value (zero) of the radii, or of their square
-    roots, and of the angles; None on the global grid.
+    words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token.
+    The other arrays, [B, K, S/group, H/2]: the step (scale) and the least value (zero) of the radii,
+        or of their square roots, and of the angles. None on the global grid.
     """
 
     words: Words
@@ -115,7 +116,8 @@ def to_polar(
 ) -> tuple[Pairs, Pairs, Bool[Array, "B K T half"]]:
     """Return the radii, the angles in [-pi, pi), both fp32, and the mask of finite pairs.
 
-    A NaN counts as 0, an infinite entry as one of magnitude `limit`, which bounds radii too.
+    A NaN counts as 0, an infinite entry as one of magnitude `limit`. Radii are bounded by `limit`
+    too.
     """
     x, y = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
     finite = jnp.isfinite(x) & jnp.isfinite(y)
@@ -129,8 +131,13 @@ def quantize(
     format: PolarFormat,
     step: Float[Array, "B K 1 half"] | None = None,
 ) -> PolarArray:
-    """Quantize keys [B, K, T, H] after RoPE, T a multiple of the block. step: that of the radii, on
-    the global grid only."""
+    """Quantize keys after RoPE.
+
+    Args:
+        rows: [B, K, T, H], T a multiple of the block.
+        format: the quantization format.
+        step: the step of the radii, on the global grid only.
+    """
     radius, angle, finite = to_polar(rows, saturation_limit(format.scale_dtype))
     if format.grid == "global":
         assert step is not None, "the global grid has a step for each pair"
@@ -156,15 +163,14 @@ def quantize(
 def dequantize(
     body: PolarArray, step: Float[Array, "B K 1 half"] | None = None
 ) -> Float[Array, "B K T H"]:
-    """Return fp32 keys [B, K, T, H]. step: that of the radii, on the global grid only."""
+    """Return fp32 keys [B, K, T, H]. step: the step of the radii, on the global grid only."""
     return jnp.concatenate(key_halves(body, step), axis=-1)
 
 
 def key_halves(
     body: PolarArray, step: Float[Array, "B K 1 half"] | None = None
 ) -> tuple[Pairs, Pairs]:
-    """Return (k_i, k_{i+H/2}) in fp32. cos and sin are looked up in tables, which all tokens of a
-    group share."""
+    """Return (k_i, k_{i+H/2}) in fp32. Tables of cos and sin serve all tokens of a group."""
     format = body.format
     radius, angle_codes = _radii_and_codes(body, step)
     if format.grid == "global":
@@ -180,15 +186,16 @@ def key_halves(
 def row_scores(
     q: Float[Array, "B K 1 H"], body: PolarArray, step: Float[Array, "B K 1 half"] | None = None
 ) -> Float[Array, "B K 1 T"]:
-    """Return q . k for one query row, fp32. Its products with the angles are looked up and
-    multiplied by the radius; no key is made.
+    """Return q . k for one query row, fp32.
+
+    The query's products with the angles are looked up and multiplied by the radius. No key is made.
 
     On the global grid, one table of q_i cos(theta) + q_{i+H/2} sin(theta) serves the whole cache,
     with 2^angle_bits entries for each pair. For groups, with theta = high + low as in
     `_half_tables`,
 
-        q . k = r (cos(high) (q_i cos(low) + q_{i+H/2} sin(low)) + sin(high) (q_{i+H/2} cos(low) -
-        q_i sin(low)))
+        q . k = r (cos(high) (q_i cos(low) + q_{i+H/2} sin(low))
+                   + sin(high) (q_{i+H/2} cos(low) - q_i sin(low)))
     """
     format = body.format
     radius, angle_codes = _radii_and_codes(body, step)
@@ -213,8 +220,10 @@ def row_scores(
 
 
 def _radii_and_codes(body: PolarArray, step: Array | None) -> tuple[Array, Array]:
-    """Return (fp32 radii, codes of the angles): [B, K, T, H/2] on the global grid, [B, K, groups,
-    size, H/2] for groups."""
+    """Return the radii, fp32, and the codes of the angles.
+
+    Both are [B, K, T, H/2] on the global grid and [B, K, groups, size, H/2] for groups.
+    """
     format = body.format
     codes = unpack(body.words, format.layout).astype(jnp.uint16)
     angle_codes, radius = (
@@ -254,9 +263,8 @@ def _half_tables(body: PolarArray) -> tuple[tuple[Array, Array], tuple[Array, Ar
 
     Each is [entries, B, K, groups, 1, H/2]. An angle is the sum of the two, so two tables of
     2^(b/2) entries take the place of one of 2^b: 12 selects for a pair instead of 30 at 4 bits. The
-    loop of two steps, sin v = cos(v - pi/2), is what keeps XLA's CPU backend from moving the
-    cosines into the loop over tokens: it does so past any barrier
-    (docs/decisions/queries_and_latents.md).
+    loop of two steps, sin v = cos(v - pi/2), keeps XLA's CPU backend from moving the cosines into
+    the loop over tokens, which it does past any barrier (docs/decisions/queries_and_latents.md).
     """
     scale, zero = (
         s.astype(jnp.float32)[None, :, :, :, None]
@@ -292,10 +300,10 @@ def _floor_codes(
     bits: int,
     format: PolarFormat,
 ) -> tuple[UInt16[Array, "B K groups size half"], OfGroups, OfGroups]:
-    """Return (codes, step, least): the bin of each entry in its group's range, whose step and least
-    value are as they are stored.
+    """Return (codes, step, least): the bin of each entry in its group's range, and the range's step
+    and least value as stored.
 
-    Only entries that are `counted` make the range; a group without any has bin 0 everywhere.
+    Only entries that are `counted` make the range. A group without any has bin 0 everywhere.
     """
     low, high = (
         jnp.min(jnp.where(counted, v, jnp.inf), axis=3),
