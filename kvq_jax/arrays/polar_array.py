@@ -75,8 +75,8 @@ class PolarArray:
     """Packed codes of keys in polar form, with their scales and zero points.
 
     words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token.
-    The other arrays, [B, K, S/group, H/2]: the step (scale) and the least value (zero) of the radii,
-        or of their square roots, and of the angles. None on the global grid.
+    others: [B, K, S/group, H/2], the step (scale) and the least value (zero) of the radii, or of
+        their square roots, and of the angles. None on the global grid.
     """
 
     words: Words
