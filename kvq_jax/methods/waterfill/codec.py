@@ -24,9 +24,9 @@ from kvq_jax.types.rope import Rope
 class KeyCodec(RunsCodec):
     """Keys before RoPE, minus their mean, divided by the deviation of their pair.
 
-    Parameters: mean, scale [K, H] in the model's order; place [K, H], where each channel stands
-    among the sorted ones; energies [K, H/2]. The mean's share of the scores is exact: whole keys
-    are rotated.
+    Parameters: mean, scale [K, H] in the model's order; place [K, H], the place of each channel
+    among the sorted ones; energies [K, H/2]. The mean's share of the scores is exact, because whole
+    keys are rotated.
     """
 
     side: Side = "k"
@@ -84,17 +84,14 @@ class ValueCodec(RunsCodec):
         return fit.values(rows, gradients)
 
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
-        finite = jnp.where(
-            jnp.isfinite(rows), rows, 0
-        )  # one entry that is not would enter every channel
+        # One entry that is not finite would enter every channel.
+        finite = jnp.where(jnp.isfinite(rows), rows, 0)
         return _turned(finite - params["mean"][None, :, None], params["analysis"])
 
     def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
         params = calibrated(params)
-        return (
-            self._synthesized(params, run_array.levels(body) * run_array.factor(body.scale))
-            + params["mean"][None, :, None]
-        )
+        u = run_array.levels(body) * run_array.factor(body.scale)
+        return self._synthesized(params, u) + params["mean"][None, :, None]
 
     def weighted(
         self,
@@ -106,13 +103,10 @@ class ValueCodec(RunsCodec):
         rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
         params = calibrated(params)
-        sums = weigh_rows(
-            weights * jnp.swapaxes(run_array.factor(body.scale), -1, -2), run_array.levels(body)
-        )
-        return (
-            self._synthesized(params, sums)
-            + jnp.sum(weights, axis=-1, keepdims=True) * params["mean"][None, :, None]
-        )
+        scaled = weights * jnp.swapaxes(run_array.factor(body.scale), -1, -2)
+        sums = weigh_rows(scaled, run_array.levels(body))
+        mean = params["mean"][None, :, None]
+        return self._synthesized(params, sums) + jnp.sum(weights, axis=-1, keepdims=True) * mean
 
     def _synthesized(
         self, params: Tree, u: Float[Array, "B K T stored"]
