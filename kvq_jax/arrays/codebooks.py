@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
-# The largest level before scaling is this quantile. QLoRA uses it for 4 bits; here it also serves 2
+# The largest level before scaling is this quantile. QLoRA uses it for 4 bits. Here it also serves 2
 # and 3 bits.
 NORMAL_FLOAT_TAIL = 0.9677083
 

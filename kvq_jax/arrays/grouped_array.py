@@ -147,11 +147,9 @@ def split(rows: Float[Array, "B K T H"], format: GroupFormat) -> tuple[Array, Ax
 def stored(statistic: Array, format: GroupFormat) -> Array:
     """Lay out a statistic that was reduced over the axes of `split` (kept with size 1) as it is
     stored."""
-    return (
-        format.channel_group.stored(statistic)
-        if format.axis == "channels"
-        else jnp.squeeze(statistic, TOKEN_AXIS)
-    )
+    if format.axis == "channels":
+        return format.channel_group.stored(statistic)
+    return jnp.squeeze(statistic, TOKEN_AXIS)
 
 
 def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-# A column that the columns before it leave less than this of, relative, is rounding and becomes 0.
+# If less than this share of a column is left after projecting out the columns before it, the rest
+# is rounding and becomes 0.
 DEPENDENT = 1e-5
 
 

@@ -25,11 +25,9 @@ def run_layout(bits: int, channels: int, block: int) -> PlaneLayout:
     that, it is the layout that kernels read, padding included.
     """
     slots, span = WORD_BITS // plane_sets(bits)[-1], math.gcd(block, SPAN)
-    return (
-        PlaneLayout(bits, channels, 1, channels, slots, span)
-        if span % slots == 0
-        else plane_layout(bits, channels, block)
-    )
+    if span % slots:
+        return plane_layout(bits, channels, block)
+    return PlaneLayout(bits, channels, 1, channels, slots, span)
 
 
 def pack(codes: Integer[Array, "*batch tokens channels"], layout: PlaneLayout) -> Words:

@@ -94,15 +94,8 @@ def specs(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArra
         (Axis("batch", batch), Axis("kv_heads", heads), groups, Axis("pairs", format.half)),
         format.scale_dtype,
     )
-    words, names = (
-        word_specs(format.layout, batch, heads, tokens),
-        (
-            "radius_scale",
-            "radius_zero",
-            "angle_scale",
-            "angle_zero",
-        ),
-    )
+    words = word_specs(format.layout, batch, heads, tokens)
+    names = "radius_scale", "radius_zero", "angle_scale", "angle_zero"
     return describe(
         PolarArray,
         words=words,
@@ -204,18 +197,14 @@ def row_scores(
         cos, sin = (f(_full_circle(format)) for f in (jnp.cos, jnp.sin))
         products = look_up(x * cos + y * sin, angle_codes)
     else:
-        ((cos, sin), high), (low_codes, high_codes) = (
-            _half_tables(body),
-            _halves(angle_codes, format),
-        )
+        (cos, sin), high = _half_tables(body)
+        low_codes, high_codes = _halves(angle_codes, format)
         x, y = x[..., None, :], y[..., None, :]
         along, across = look_up(x * cos + y * sin, low_codes), look_up(y * cos - x * sin, low_codes)
         products = look_up(high[0], high_codes) * along + look_up(high[1], high_codes) * across
-    # a dot with ones: XLA's CPU backend does not vectorize a sum over the last axis
-    rows, ones = (
-        (radius * products).reshape(-1, format.half),
-        jnp.ones((format.half, 1), jnp.float32),
-    )
+    # A dot with ones, because XLA's CPU backend does not vectorize a sum over the last axis.
+    rows = (radius * products).reshape(-1, format.half)
+    ones = jnp.ones((format.half, 1), jnp.float32)
     return jnp.dot(rows, ones, precision=lax.Precision.HIGHEST).reshape(*radius.shape[:2], 1, -1)
 
 
@@ -226,10 +215,8 @@ def _radii_and_codes(body: PolarArray, step: Array | None) -> tuple[Array, Array
     """
     format = body.format
     codes = unpack(body.words, format.layout).astype(jnp.uint16)
-    angle_codes, radius = (
-        codes & jnp.uint16((1 << format.angle_bits) - 1),
-        (codes >> jnp.uint16(format.angle_bits)).astype(jnp.float32),
-    )
+    angle_codes = codes & jnp.uint16((1 << format.angle_bits) - 1)
+    radius = (codes >> jnp.uint16(format.angle_bits)).astype(jnp.float32)
     if format.grid == "global":
         assert step is not None, "the global grid has a step for each pair"
         return radius * step, angle_codes
@@ -305,15 +292,11 @@ def _floor_codes(
 
     Only entries that are `counted` make the range. A group without any has bin 0 everywhere.
     """
-    low, high = (
-        jnp.min(jnp.where(counted, v, jnp.inf), axis=3),
-        jnp.max(jnp.where(counted, v, -jnp.inf), axis=3),
-    )
+    low = jnp.min(jnp.where(counted, v, jnp.inf), axis=3)
+    high = jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
-    step, least = (
-        ((high - low) / (1 << bits)).astype(format.scale_dtype),
-        low.astype(format.scale_dtype),
-    )
+    step = ((high - low) / (1 << bits)).astype(format.scale_dtype)
+    least = low.astype(format.scale_dtype)
     wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
     bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))
     return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, least

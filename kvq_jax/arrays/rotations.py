@@ -5,7 +5,7 @@ signs.
 
 H is Sylvester's Hadamard matrix. C_n[i, j] = cos(2 pi i j / n) + sin(2 pi i j / n) is the matrix of
 the discrete Hartley transform, 1 for n = 1. Both are symmetric and orthogonal up to their size, so
-R is orthogonal for every head dim. Every entry of a Hadamard matrix has the same size; the largest
+R is orthogonal for every head dim. Every entry of a Hadamard matrix has the same size. The largest
 entries of C_n are sqrt(2) times the mean. Signs are bits of SHA-256, the same on every machine and
 in every version, because a cache's file depends on them. Source: Ashkboos et al., QuaRot, section
 3. Hartley's matrix in place of a table of Hadamard matrices of other sizes is ours.

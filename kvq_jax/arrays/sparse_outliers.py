@@ -5,12 +5,12 @@ fixed number of slots.
 
 for the slot e of t's pool p whose place is (t, k, h).
 
-A pool is a run of neighbouring tokens whose heads share its slots. The number of outliers varies
-less between pools than between tokens or heads, and the data decide it. The slots of a pool
-are sorted by head, then token, then channel. ends[p, k] is the first slot behind those of head k,
-and index[p, e] = (t within the pool) * H + h. Slots behind ends[p, -1] are unused and hold zeros.
-Source: the dense-and-sparse representation of Hooper et al., KVQuant, sections 3.4 and 3.7, here in
-a shape that does not depend on the data.
+A pool is a run of neighbouring tokens whose heads share its slots. The data decide how many
+outliers a token or a head has, but the number varies much less between pools. The slots of a pool
+are sorted by head, then token, then channel. ends[p, k] is the first slot behind the slots of
+head k, and index[p, e] = (t within the pool) * H + h. Slots behind ends[p, -1] are unused and hold
+zeros. Source: the dense-and-sparse representation of Hooper et al., KVQuant, sections 3.4 and 3.7,
+here in a shape that does not depend on the data.
 """
 
 from __future__ import annotations
@@ -137,11 +137,9 @@ def collect(
     place, values = lax.sort((jnp.where(used, place, heads * places), values), num_keys=1)
     ends = jnp.sum(place[..., None] < places * jnp.arange(1, heads + 1)[None, None, None], axis=2)
     index = jnp.where(place < heads * places, place % places, 0)
-    dropped = (
-        jnp.clip(jnp.sum(wanted, axis=-1) - pool.slots, 0, MOST_SLOTS).astype(jnp.uint16)
-        if pool.overflows
-        else None
-    )
+    dropped = None
+    if pool.overflows:
+        dropped = jnp.clip(jnp.sum(wanted, axis=-1) - pool.slots, 0, MOST_SLOTS).astype(jnp.uint16)
     return SparseOutliers(
         index.astype(jnp.uint16), values.astype(dtype), ends.astype(jnp.uint16), dropped
     )

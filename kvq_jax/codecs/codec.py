@@ -4,10 +4,10 @@ reads it.
 A codec is a frozen dataclass of resolved static values (bits, group size, head dim). Its functions
 are pure:
 
-    rows, body, quantize, dequantize, vectors      what is cached, its arrays, and the way back
+    rows, body, quantize, dequantize, vectors      the cached rows, their arrays, and the way back
     query, scores, weighted                        attention over a chunk of the body
-    statistics, facts, kernels, learning           values: what a prompt fixes, what others may rely
-                                                   on, who else reads the body, what is learned
+    statistics, facts, kernels, learning           values: numbers that a prompt fixes, promises to
+                                                   others, other readers of the body, parameters
 
 Only `rows`, `body`, `quantize` and `dequantize` must be written. Attention then dequantizes. Write
 `query`, `scores` and `weighted` if the algebra does better than dequantizing every element: a scale

@@ -93,11 +93,11 @@ class Facts:
         `Codec.vectors` rotates to their positions, with no other change. "other": anything else.
     joint: both sides share one body, its windows and one tree of parameters, which the codec of the
         key side handles.
-    rebuilds: rows are not keys or values. The layer's weights make these from them.
+    rebuilds: True if keys and values are rebuilt from rows with the layer's weights.
     cross_layer: how the codec builds on the layer below, or None.
     row_axes: (K, H) -> the axes of a token's cached rows, heads and channels.
-    couples: "rows" if what a batch row stores depends on other rows of its batch, "heads" if what a
-        KV head stores depends on other heads although each has arrays of its own.
+    couples: "rows" if the codes of a batch row depend on other rows of its batch, "heads" if the
+        codes of a KV head depend on other heads although each has its own arrays.
     code_layout: the layout of packed codes, or None if the body packs none in planes.
     channel_group_bits: bits of codes in groups of the model's own channels, or None. The channels
         of a group share a token's scale, so one with a large constant makes all of them coarse.

@@ -34,7 +34,7 @@ class Learning:
     narrowed: names of parameters that GPU kernels read in another dtype, and that dtype. Cast once,
         when the parameters are attached to a model, they save a step the launches.
     weights: the layer's weights -> parameters that follow from them alone, made once when a model
-        is loaded; None if the codec takes none. From descriptions it makes descriptions, and
+        is loaded. None if the codec takes none. From descriptions it makes descriptions, and
         weights that are used as they are come back as the same objects.
     key: the options that the parameters depend on, as text. Parameters of one key serve every codec
         with that key.

@@ -1,7 +1,7 @@
 """A method: a frozen, hashable set of options that makes a codec for each side of each layer.
 
 A method is a frozen dataclass whose options are fields declared with `option(...)`. The spec
-grammar, `kvq methods` and error messages all read these declarations; nothing else describes an
+grammar, `kvq methods` and error messages all read these declarations. Nothing else describes an
 option.
 """
 

@@ -1,6 +1,6 @@
 """KVQuant's codec: the sources of its ranges, thresholds and codebooks.
 
-The stored arrays are those of arrays/codebook_array.py and arrays/sparse_outliers.py.
+The stored arrays are in arrays/codebook_array.py and arrays/sparse_outliers.py.
 """
 
 from __future__ import annotations
@@ -79,11 +79,10 @@ class KVQuantCodec(OneSideCodec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
         rows = rows.astype(jnp.float32)
-        clean, scale, zero, exact = (
-            self._by_channel(params, stats, rows)
-            if self.per_channel
-            else self._by_token(params, rows)
-        )
+        if self.per_channel:
+            clean, scale, zero, exact = self._by_channel(params, stats, rows)
+        else:
+            clean, scale, zero, exact = self._by_token(params, rows)
         return codebook_array.quantize(
             clean, self.format, self._levels(params), self._values(params), scale, zero, exact
         )
@@ -146,7 +145,7 @@ class KVQuantCodec(OneSideCodec):
             )
         elif self.per_matrix and self.format.pool:
             axes |= {"lower": (), "upper": ()}
-        return {name: ArraySpec(shape, "float32") for name, shape in axes.items()}
+        return {name: ArraySpec(array_axes, "float32") for name, array_axes in axes.items()}
 
     def _key(self) -> str:
         ranges = "channel" if self.per_channel else "token"

@@ -131,8 +131,10 @@ class PolarCodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class PolarQuant(Method):
-    """Keys as the angle and radius of each RoPE pair; values in full precision. Source: Wu et al.,
-    PolarQuant, section 3."""
+    """Keys as the angle and radius of each RoPE pair, values in full precision.
+
+    Source: Wu et al., PolarQuant, section 3.
+    """
 
     name: ClassVar[str] = "polarquant"
     summary: ClassVar[str] = (

@@ -24,9 +24,13 @@ from kvq_jax.types.rope import Rope
 class KeyCodec(RunsCodec):
     """Keys before RoPE, minus their mean, divided by the deviation of their pair.
 
-    Parameters: mean, scale [K, H] in the model's order; place [K, H], the place of each channel
-    among the sorted ones; energies [K, H/2]. The mean's share of the scores is exact, because whole
-    keys are rotated.
+    Parameters:
+
+        mean, scale [K, H]    in the model's order
+        place [K, H]          the place of each channel among the sorted ones
+        energies [K, H/2]     of the sorted pairs
+
+    The mean's share of the scores is exact, because whole keys are rotated.
     """
 
     side: Side = "k"
@@ -35,10 +39,8 @@ class KeyCodec(RunsCodec):
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
-        flat, pairs = (
-            ArraySpec(rows, "float32"),
-            ArraySpec((rows[0], Axis("pairs", self.format.channels // 2)), "float32"),
-        )
+        flat = ArraySpec(rows, "float32")
+        pairs = ArraySpec((rows[0], Axis("pairs", self.format.channels // 2)), "float32")
         return {"mean": flat, "scale": flat, "place": ArraySpec(rows, "int32"), "energies": pairs}
 
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
@@ -63,8 +65,13 @@ class ValueCodec(RunsCodec):
     """Values minus their mean, in the eigenbasis in which errors of equal energy cost the loss the
     same.
 
-    Parameters: mean [K, H]; analysis and synthesis [K, H, H], inverses of each other; energies [K,
-    H]. A weighted sum is taken over normalized channels and meets `synthesis` once for a chunk of
+    Parameters:
+
+        mean [K, H]
+        analysis, synthesis [K, H, H]    inverses of each other
+        energies [K, H]                  of the sorted channels
+
+    A weighted sum is taken over normalized channels and meets `synthesis` once for a chunk of
     tokens.
     """
 
@@ -74,10 +81,8 @@ class ValueCodec(RunsCodec):
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
-        flat, matrix = (
-            ArraySpec(rows, "float32"),
-            ArraySpec((*rows, Axis("none", self.format.channels)), "float32"),
-        )
+        flat = ArraySpec(rows, "float32")
+        matrix = ArraySpec((*rows, Axis("none", self.format.channels)), "float32")
         return {"mean": flat, "analysis": matrix, "synthesis": matrix, "energies": flat}
 
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from kvq_jax.codecs.fitting import Rows, check_rows, square_roots
 
 RIDGE = 1e-3  # of M's mean eigenvalue: directions without a gradient in the text keep some weight
-FLOOR = 1e-8  # of the largest energy: a direction that is constant in the text is divided by this
+FLOOR = 1e-8  # of the largest energy: the least energy of a direction, also if it is constant
 
 
 def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:

@@ -97,7 +97,7 @@ class _XRows(Codec):
         return self.input_of(inputs)[:, None]
 
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
-        return _given(inputs.x, "x")
+        return _required(inputs.x, "x")
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return jax.tree.map(
@@ -207,11 +207,11 @@ class XCrossLayerCodec(_XRows):
 
     Cached rows are X, or X U of min(D, 2 K H) channels: U is linear, so (X - X^) U = X U - X^ U
     does not need X itself. In the latent form `input_kernel` [D, K * H] projects the accumulator.
-    `reading` says what X is:
+    X depends on `reading`:
 
         post_norm        the layer's input x = w h / rms(h)
-        unit_norm        h / rms(h), before the layer's own gains w. W_k and W_v take w X
-        residual_stream  h. W_k and W_v take w X / rms(X)
+        unit_norm        h / rms(h), before the layer's own gains w (W_k and W_v take w X)
+        residual_stream  h (W_k and W_v take w X / rms(X))
     """
 
     width: int

@@ -5,8 +5,8 @@ layer's weights.
     latent form   K = (x U_k) S_k B_k^T + b_k,   W_k = U_k S_k B_k^T (thin SVD), W_v likewise
 
 K is then normalized per head if the model has QK-norm, and rotated. The latent form is exact up to
-rounding: the orthonormal columns of U span those of W, so U U^T W = W. U is as large as W and is
-not kept for a side by itself, since x U = (x W) B / S follows from the model's own projection.
+rounding: the orthonormal columns of U span the columns of W, so U U^T W = W. U is as large as W and
+is not kept for a side by itself, since x U = (x W) B / S follows from the model's own projection.
 Source: Tomar et al., XQuant, sections 3.1 and 3.3.
 """
 
@@ -44,9 +44,8 @@ def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrSpec]:
     bias: [K * H], if the model has one.
     k_norm, norm_eps: [H] and [], for keys with QK-norm.
     """
-    kernel, bias = (
-        (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
-    )
+    kernel = weights.k_kernel if side == "k" else weights.v_kernel
+    bias = weights.k_bias if side == "k" else weights.v_bias
     arrays = {"kernel": kernel}
     if bias is not None:
         arrays["bias"] = bias
@@ -124,11 +123,9 @@ def normalized(
     is None."""
     wide = x.astype(jnp.float32)
     unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (
-        unit
-        if scale is None
-        else unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
-    )
+    if scale is None:
+        return unit
+    return unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
 
 
 def latents(arrays: Projection, x: Float[Array, "B T D"]) -> Float[Array, "B 1 T R"]:

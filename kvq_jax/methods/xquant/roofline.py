@@ -7,10 +7,10 @@ tokens, one layer of it
     computes   f l           FLOPs
     reads      c l + w       bytes
 
-with f the FLOPs per token to rebuild what attention reads (a multiply-add counts as two), c the
-bytes of the cache per token, and w the bytes of weights, read once for all sequences of a batch. At
-best the two overlap. With P = peak FLOP/s / peak bandwidth, the ridge point, computing takes no
-longer than reading up to
+with f the FLOPs per token to rebuild the keys and values that attention reads (a multiply-add
+counts as two), c the bytes of the cache per token, and w the bytes of weights, read once for all
+sequences of a batch. At best the two overlap. With P = peak FLOP/s / peak bandwidth, the ridge
+point, computing takes no longer than reading up to
 
     f l = P (c l + w)        l = P w / (f - P c),  and any length if f <= P c
 
@@ -18,8 +18,8 @@ The paper's equations (3) and (4) are this with its own f, c and w (`paper_cost`
 rest of a step, the projections of the one new token and attention itself, and so do we. l counts
 the tokens of all sequences together: each of B equally long ones has l / B.
 
-What differs here: values are never rebuilt. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so the N
-query heads weigh cached rows, and only their sums are projected:
+Here values are never rebuilt, unlike in the paper. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so
+the N query heads weigh cached rows, and only their sums are projected:
 
     f = 2 C_k K H + 2 N C_v
 

@@ -1,5 +1,5 @@
-"""ZipCache's codec: keys and values of a block's salient tokens get more bits than those of the
-others. Equations: README.md beside this file."""
+"""ZipCache's codec: keys and values of a block's salient tokens get more bits than the others.
+Equations: README.md beside this file."""
 
 from __future__ import annotations
 
