@@ -38,7 +38,7 @@ def parameters(
     per_side: int,
     weighting: str,
 ) -> Mapping[str, np.ndarray]:
-    """Return all arrays that `KVQuantCodec.learning` may describe, fp32.
+    """Return every parameter that a `KVQuantCodec` may ask for, fp32.
 
     Args:
         rows: [tokens, K, H].
