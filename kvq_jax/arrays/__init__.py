@@ -1,2 +1,2 @@
-"""Stored arrays: packed codes with their scales, codebooks, polar pairs, sparse outliers;
-quantizing into them and reading them back."""
+"""Stored arrays (packed codes with their scales, codebooks, polar pairs, sparse outliers), and
+functions that quantize into them and read them back."""

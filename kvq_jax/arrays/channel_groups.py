@@ -1,8 +1,8 @@
 """Groups of neighbouring channels of one token: inside a head, or whole heads side by side.
 
-A group of g channels of the layer's KV width (heads side by side) lies inside one head where g <=
-H, and spans `heads` whole heads where g is larger. Its statistics (a scale, a zero point) are
-stored as [B, K / heads, H / channels, S].
+A group of g channels of the layer's KV width (heads side by side) lies inside one head if g <= H.
+If g is larger, it spans `heads` whole heads. Its statistics (a scale, a zero point) are stored as
+[B, K / heads, H / channels, S].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvq_jax.types.array_types import Axis
 
 @dataclasses.dataclass(frozen=True)
 class ChannelGroup:
-    """heads x channels neighbouring entries of one token; channels == H wherever heads > 1."""
+    """heads x channels neighbouring entries of one token. channels == H whenever heads > 1."""
 
     heads: int
     channels: int
@@ -25,14 +25,18 @@ class ChannelGroup:
     AXES = (2, 5)  # the axes of one group in the result of `cut`
 
     def cut(self, rows: Array) -> Array:
-        """Split heads and channels into groups: [B, K, T, H] -> [B, K / heads, heads, T, H /
-        channels, channels]."""
+        """Split heads and channels into groups.
+
+        [B, K, T, H] -> [B, K / heads, heads, T, H / channels, channels].
+        """
         b, k, t, h = rows.shape
         return rows.reshape(b, k // self.heads, self.heads, t, h // self.channels, self.channels)
 
     def stored(self, statistic: Array) -> Array:
-        """Lay out a statistic that was reduced over AXES (kept with size 1) as it is stored: [B, K
-        / heads, H / channels, T]."""
+        """Lay out a statistic that was reduced over AXES (kept with size 1) as it is stored.
+
+        Returns [B, K / heads, H / channels, T].
+        """
         return jnp.swapaxes(jnp.squeeze(statistic, self.AXES), 2, 3)
 
     def repeated(self, statistic: Shaped[Array, "B groups rest S"]) -> Shaped[Array, "B K S H"]:
@@ -57,11 +61,15 @@ class ChannelGroup:
 
 
 def channel_group(requested: int, heads: int, head_dim: int) -> ChannelGroup:
-    """Return the group of `requested` channels of a KV width of heads * head_dim; 0 requests the
-    whole width.
+    """Return the group of `requested` channels of a KV width of heads * head_dim.
 
-    Raises ValueError, listing the possible sizes, where the groups would not be equal parts of
-    heads or whole heads.
+    Args:
+        requested: channels in a group. 0 requests the whole width.
+        heads: K.
+        head_dim: H.
+
+    Raises ValueError, listing the possible sizes, if the groups would not be equal parts of heads
+    or whole heads.
     """
     size = requested or heads * head_dim
     if head_dim % size == 0:

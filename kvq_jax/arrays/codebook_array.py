@@ -1,7 +1,9 @@
 """The non-uniformly quantized array: packed codes that index a codebook, a scale and a zero point,
 perhaps sparse outliers.
 
-    x[b, k, t, h]  ~  levels[code[b, k, t, h]] * scale + zero   (+ residual, where (t, k * H + h) is an outlier)
+    x[b, k, t, h]  ~  levels[code[b, k, t, h]] * scale + zero
+
+plus a residual if (t, k * H + h) is an outlier.
 
 The levels, the codebook's entries, are sorted and lie in [-1, 1]. Scale and zero point are half a
 range and its middle. The range is either that of a channel, fixed and kept by the method (then they
@@ -33,11 +35,12 @@ Rows = Float[Array, "B K T H"]
 class CodebookFormat:
     """The quantization format of a body. Static and hashable.
 
-    group: the channels of a token that share a stored scale and zero point; None where these belong
-    to channels and are not stored. stores_zero: False where the zero point of groups is 0. pool:
-    the tokens that share slots for outliers, and how many; None where there are no slots.
-    scale_dtype: the dtype of scales and zero points; residuals are float32 where it is, float16
-    otherwise.
+    group: the channels of a token that share a stored scale and zero point. None if these belong to
+        channels and are not stored.
+    pool: the tokens that share slots for outliers, and how many. None if there are no slots.
+    scale_dtype: the dtype of scales and zero points. Residuals are float32 if it is float32, else
+        float16.
+    stores_zero: False if the zero point of groups is 0.
     """
 
     bits: int
@@ -62,9 +65,10 @@ class CodebookFormat:
 class CodebookArray:
     """Packed codes with their scales, zero points and outliers.
 
-    words: int16 [B, K, S/n, w] for each plane set. scale, zero: [B, K / heads, H / channels, S] of
-    `format.group`, or None without one; zero is None too where the format stores none. outliers:
-    None without a pool.
+    words: int16 [B, K, S/n, w] for each plane set.
+    scale, zero: [B, K / heads, H / channels, S] of `format.group`, or None without one. zero is
+        also None if the format stores none.
+    outliers: None without a pool.
     """
 
     words: Words
@@ -103,13 +107,17 @@ def quantize(
     zero: Float[Array, "..."] | None,
     exact: Bool[Array, "B K T H"] | None = None,
 ) -> CodebookArray:
-    """Quantize finite rows: find the nearest of `levels` to (x - zero) / scale, which will be read
-    as the same entry of `values`.
+    """Quantize finite rows, each entry to the nearest of `levels` to (x - zero) / scale.
 
-    scale and zero are as they are stored where the format stores them (None for a zero point that
-    it does not), and broadcast against the rows where not. `exact` marks the outliers
-    that get a slot. Their residuals are taken against the dequantized codes, so that the rounding
-    of a residual is the only error left.
+    Args:
+        rows: [B, K, T, H], finite.
+        format: the quantization format.
+        levels: the codebook in which the nearest entry is looked up.
+        values: the codebook that codes are read with, entry by entry the same as `levels`.
+        scale: as stored if the format stores it, else any shape that broadcasts against the rows.
+        zero: likewise. None if the format has groups but stores no zero point.
+        exact: marks the outliers that get a slot. Their residuals are taken against the dequantized
+            codes, so the rounding of a residual is the only error left.
     """
     group = format.group
 
@@ -139,8 +147,8 @@ def dequantize(
     scale: Array | None = None,
     zero: Array | None = None,
 ) -> Rows:
-    """Return fp32 rows [B, K, T, H]. scale and zero are given where the format does not store them;
-    they broadcast against the rows."""
+    """Return fp32 rows [B, K, T, H]. scale and zero are needed only if the format does not store
+    them. They broadcast against the rows."""
     group = body.format.group
     if group is not None:
         assert body.scale is not None, "the format stores scales"

@@ -1,7 +1,8 @@
 """Codebooks of non-uniform number formats: sorted levels in [-1, 1], the code of a number, and the
 level of a code.
 
-    code(y) = index of the nearest level, the lower one on a tie          level(code) = levels[code]
+    code(y) = index of the nearest level, the lower one on a tie
+    level(code) = levels[code]
 
 Source of NormalFloat: Dettmers et al., QLoRA, section 3 and Appendix E.
 """
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
-# the largest level before scaling is this quantile: QLoRA's for 4 bits, here used for 2 and 3 bits
-# as well
+# The largest level before scaling is this quantile. QLoRA uses it for 4 bits. Here it also serves 2
+# and 3 bits.
 NORMAL_FLOAT_TAIL = 0.9677083
 
 
@@ -28,8 +29,10 @@ def uniform_levels(bits: int) -> tuple[float, ...]:
 
 @functools.cache
 def normal_float_levels(bits: int) -> tuple[float, ...]:
-    """Return quantiles of a normal distribution scaled to [-1, 1], with an exact 0, 2^(bits-1)
-    positive levels and one fewer negative."""
+    """Return quantiles of a normal distribution, scaled to [-1, 1].
+
+    There are 2^(bits-1) positive levels, an exact 0, and one negative level fewer.
+    """
     quantile, half = NormalDist().inv_cdf, 2 ** (bits - 1)
     positive = [quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half + 1)[:-1]]
     negative = [-quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half)[:-1]]
@@ -49,8 +52,9 @@ def nearest_codes(y: Float[Array, "..."], levels: Float[Array, " entries"]) -> U
 def look_up(
     levels: Float[Array, "entries ..."], codes: Integer[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Return levels[codes] for 2^n levels, by a tree of selects: bit 0 of a code halves the
-    entries, bit 1 the rest, and so on.
+    """Return levels[codes] for 2^n levels, by a tree of selects.
+
+    Bit 0 of a code halves the entries, bit 1 halves the rest, and so on.
 
     XLA's CPU backend vectorizes selects, but no gather (docs/decisions/packed_layout.md).
     """

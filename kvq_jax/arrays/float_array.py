@@ -1,5 +1,5 @@
-"""The array of small floats: packed codes, and for each block of neighbouring channels of a token
-perhaps a scale.
+"""The array of small floats: packed codes, with an optional scale for each block of neighbouring
+channels of a token.
 
     x[b, k, t, h]  ~  number(code[b, k, t, h]) * scale[block]
 
@@ -32,8 +32,10 @@ LARGEST_INPUT = 2.0**100
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """The format of a body. Static and hashable. group: the channels of a token that share a scale,
-    of the kind that `scale` names."""
+    """The format of a body. Static and hashable.
+
+    scale: the kind of scale that `group` channels of a token share.
+    """
 
     element: Minifloat
     channels: int
@@ -52,17 +54,18 @@ class FloatFormat:
     @property
     def largest(self) -> float:
         """Return the largest number that the format holds."""
-        return (
-            self.element.largest
-            * {"none": 1.0, "e8m0": 2.0**E8M0_BIAS, "e4m3": E4M3.largest}[self.scale]
-        )
+        largest_scale = {"none": 1.0, "e8m0": 2.0**E8M0_BIAS, "e4m3": E4M3.largest}[self.scale]
+        return self.element.largest * largest_scale
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class FloatArray:
-    """words: int16 [B, K, S/n, w] for each plane set. scale: [B, K, H/group, S], the bits of E8M0
-    or E4M3 numbers, or None."""
+    """Packed codes with the scales of their blocks.
+
+    words: int16 [B, K, S/n, w] for each plane set.
+    scale: [B, K, H/group, S], the bits of E8M0 or E4M3 numbers, or None.
+    """
 
     words: Words
     scale: UInt8[Array, "B K groups S"] | None
@@ -91,35 +94,31 @@ def quantize(rows: Float[Array, "B K T H"], format: FloatFormat) -> FloatArray:
         return FloatArray(pack(encode(x, format.element), format.layout), None, format)
     group = format.channel_group
     largest = group.stored(jnp.max(jnp.abs(group.cut(x)), ChannelGroup.AXES, keepdims=True))
-    scale = (
-        shared_exponent(largest, format.element)
-        if format.scale == "e8m0"
-        else encode(largest / format.element.largest, E4M3)
-    )
+    if format.scale == "e8m0":
+        scale = shared_exponent(largest, format.element)
+    else:
+        scale = encode(largest / format.element.largest, E4M3)
     bits = scale.astype(jnp.uint8)
     step = group.spread(scale_values(bits, format.scale))
-    return FloatArray(
-        pack(encode(x / jnp.where(step == 0, 1, step), format.element), format.layout), bits, format
-    )
+    codes = encode(x / jnp.where(step == 0, 1, step), format.element)
+    return FloatArray(pack(codes, format.layout), bits, format)
 
 
 def dequantize(body: FloatArray) -> Float[Array, "B K T H"]:
     """Return fp32 rows. Exact."""
     format = body.format
     numbers = decode(unpack(body.words, format.layout), format.element)
-    return (
-        numbers
-        if body.scale is None
-        else numbers * format.channel_group.spread(scale_values(body.scale, format.scale))
-    )
+    if body.scale is None:
+        return numbers
+    return numbers * format.channel_group.spread(scale_values(body.scale, format.scale))
 
 
 def shared_exponent(largest: Float[Array, "..."], element: Minifloat) -> Array:
     """Return E8M0 codes of 2^(floor(log2 largest) - floor(log2 of the largest element)), the rule
     of the MX specification.
 
-    The code of 2^-127 is not used: its number is subnormal in fp32, and some backends flush those
-    to zero.
+    The code of 2^-127 is not used: its number is subnormal in fp32, and some backends flush
+    subnormal numbers to zero.
     """
     exponent = exponent_of(largest) - exponent_of(jnp.asarray(element.largest, jnp.float32))
     return jnp.clip(exponent + E8M0_BIAS, 1, 2 * E8M0_BIAS)
@@ -129,6 +128,5 @@ def scale_values(bits: UInt8[Array, "..."], kind: ScaleKind) -> Float[Array, "..
     """Return the scales that stored bits stand for, fp32."""
     if kind == "e4m3":
         return decode(bits.astype(jnp.uint16), E4M3)
-    return power_of_two(
-        jnp.maximum(bits.astype(jnp.int32), 1) - E8M0_BIAS
-    )  # an empty body holds zeros
+    # An empty body holds zeros.
+    return power_of_two(jnp.maximum(bits.astype(jnp.int32), 1) - E8M0_BIAS)

@@ -1,5 +1,4 @@
-"""The quantized array: packed codes with one scale (and zero point) for each group, as a value with
-one invariant.
+"""The uniformly quantized array: packed codes with one scale (and zero point) for each group.
 
     x[b, k, t, h]  ~  code[b, k, t, h] * scale[group] + zero[group]
 
@@ -35,10 +34,11 @@ TOKEN_AXIS = 3  # of the tokens of one group, in rows that are split over tokens
 class GroupFormat:
     """The quantization format of a body. Static and hashable.
 
-    `bits` counts as the scheme's paper does: symmetric and hybrid codes take one bit more (the
-    sign), which `code_bits` includes. `scale_dtype` is the dtype of scales and zero points. `heads`
-    is the number of heads that a group spans: 1, or more where it runs over channels and takes all
-    H of each head.
+    bits: as the scheme's paper counts them. Symmetric and hybrid codes take one more (the sign),
+        which `code_bits` includes.
+    scale_dtype: the dtype of scales and zero points.
+    heads: the number of heads that a group spans: 1, or more if it runs over channels and takes all
+        H of each head.
     """
 
     bits: int
@@ -77,9 +77,9 @@ class GroupFormat:
 class GroupedArray:
     """x ~ code * scale + zero.
 
-    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K/heads,
-    H/group, S] where grouped over channels, [B, K, S/group, H] where grouped over tokens; zero is
-    None in the symmetric scheme, where it is -(2^bits - 1) * scale.
+    words: int16 [B, K, S/n, w] for each plane set of `format.layout`.
+    scale, zero: [B, K/heads, H/group, S] if grouped over channels, [B, K, S/group, H] if grouped
+        over tokens. zero is None in the symmetric scheme: it is -(2^bits - 1) * scale.
     """
 
     words: Words
@@ -89,7 +89,7 @@ class GroupedArray:
 
 
 def grouped_axes(format: GroupFormat, batch: int, heads: int, tokens: int) -> tuple[Axis, ...]:
-    """Return the axes of what is stored once for each group of a body of `tokens` tokens."""
+    """Return the axes of statistics with one entry for each group of a body of `tokens` tokens."""
     if format.axis == "channels":
         return format.channel_group.axes(batch, heads, tokens, format.channels)
     groups = Axis("tokens", tokens, per=format.group_size)
@@ -112,8 +112,14 @@ def specs(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedAr
 def quantize(
     rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None
 ) -> GroupedArray:
-    """Quantize rows [B, K, T, H], T a multiple of the block. `scheme` names that of these rows
-    where it is not the format's: a hybrid body also takes symmetric groups."""
+    """Quantize rows [B, K, T, H].
+
+    Args:
+        rows: [B, K, T, H], T a multiple of the block.
+        format: the quantization format.
+        scheme: the scheme of these rows if it is not the format's. A hybrid body also takes
+            symmetric groups.
+    """
     grouped, axis = split(rows, format)
     quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[
         scheme or format.scheme
@@ -131,7 +137,7 @@ def quantize(
 
 
 def split(rows: Float[Array, "B K T H"], format: GroupFormat) -> tuple[Array, Axes]:
-    """Return (the rows with axes of their own for the elements of a group, those axes)."""
+    """Return the rows with separate axes for the elements of a group, and these axes."""
     if format.axis == "channels":
         return format.channel_group.cut(rows), ChannelGroup.AXES
     b, k, t, h = rows.shape
@@ -141,15 +147,13 @@ def split(rows: Float[Array, "B K T H"], format: GroupFormat) -> tuple[Array, Ax
 def stored(statistic: Array, format: GroupFormat) -> Array:
     """Lay out a statistic that was reduced over the axes of `split` (kept with size 1) as it is
     stored."""
-    return (
-        format.channel_group.stored(statistic)
-        if format.axis == "channels"
-        else jnp.squeeze(statistic, TOKEN_AXIS)
-    )
+    if format.axis == "channels":
+        return format.channel_group.stored(statistic)
+    return jnp.squeeze(statistic, TOKEN_AXIS)
 
 
 def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:
-    """Return the unsigned codes [B, K, T, H], which include the sign where there is one."""
+    """Return the unsigned codes [B, K, T, H], the sign included if there is one."""
     return unpack(body.words, body.format.layout)
 
 
@@ -163,7 +167,7 @@ def per_element(
 def repeated(
     statistic: Shaped[Array, "B heads groups rest"], format: GroupFormat
 ) -> Shaped[Array, "B K T H"]:
-    """Repeat what is stored once for each group to one entry for each element."""
+    """Repeat a statistic of each group to one entry for each element."""
     if format.axis == "channels":
         return format.channel_group.repeated(statistic)
     return jnp.repeat(statistic, format.group_size, axis=2)
@@ -177,7 +181,7 @@ def zeros(body: GroupedArray) -> Float[Array, "B K groups rest"]:
 
 
 def dequantize(body: GroupedArray) -> Float[Array, "B K T H"]:
-    """Return code * scale + zero, fp32 [B, K, T, H]: what the codes stand for, to fp32 rounding."""
+    """Return code * scale + zero, fp32 [B, K, T, H], to fp32 rounding."""
     scale = per_element(body.scale, body.format)
     return codes(body).astype(jnp.float32) * scale + per_element(zeros(body), body.format)
 
@@ -188,10 +192,10 @@ def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
 
 
 def resolve_group(requested: int, size: int, extent: str, largest: int = 32) -> int:
-    """Return the group size for an axis of `size` entries: `requested`, or for 0 the largest
-    divisor up to `largest`.
+    """Return the group size for an axis of `size` entries.
 
-    Raises ValueError, listing the divisors, where `requested` is none of them.
+    It is `requested`, or for 0 the largest divisor up to `largest`. Raises ValueError, listing the
+    divisors, if `requested` is none of them.
     """
     if requested == 0:
         return divisors(size, largest)[-1]

@@ -1,12 +1,11 @@
-"""The low-rank part of a block of rows: token factors times channel factors, found by subspace
-iteration.
+"""The low-rank part of a block of rows, token factors times channel factors, by subspace iteration.
 
     E [tokens, channels]  ~  L R^T,    L [tokens, r] orthonormal,  R = E^T L
 
 L spans E (E^T E)^(turns - 1) P for a start P [channels, r], so L R^T is the projection of E to that
-span. More turns come nearer to the r largest singular directions, and no other L R^T with
-orthonormal L in the span is closer to E. Source: Vogels et al., PowerSGD, Algorithm 1; Kang et al.,
-GEAR, section 3.
+span. More turns come nearer to the r largest singular directions. No other L R^T with orthonormal L
+in the span is closer to E. Source: Vogels et al., PowerSGD, Algorithm 1; Kang et al., GEAR,
+section 3.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-# what is left of a column beside the columns before it, relative: less is rounding, and becomes 0
+# If less than this share of a column is left after projecting out the columns before it, the rest
+# is rounding and becomes 0.
 DEPENDENT = 1e-5
 
 

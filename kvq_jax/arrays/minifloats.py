@@ -1,10 +1,11 @@
 """Floats of few bits: a sign, e exponent bits and m mantissa bits, with subnormal numbers and
 without infinities.
 
-    code = sign | field | mantissa          |x| = 2^(field - bias) (1 + mantissa / 2^m),  or  2^(1 - bias) mantissa / 2^m  where field = 0
+    code = sign | field | mantissa
+    |x|  = 2^(field - bias) (1 + mantissa / 2^m)
+    |x|  = 2^(1 - bias) mantissa / 2^m                  if field = 0
 
-`encode` rounds to the nearest number, to the even mantissa on a tie, and saturates; `decode` is
-exact. A number of up to 5 exponent and 10 mantissa bits is one of float16 with another bias, so
+`encode` rounds to the nearest number, to the even mantissa on a tie, and saturates. `decode` is
 decoding is a shift of the code's bits and a multiplication by a power of two: no table, and no
 dtype of 8 bits, which not every backend has. Source: Open Compute Project, OFP8 (2023) and
 Microscaling Formats (MX) specification 1.0, section 5.3.
@@ -22,8 +23,10 @@ from jaxtyping import Array, Float, Int, UInt16
 
 @dataclasses.dataclass(frozen=True)
 class Minifloat:
-    """A format of 1 + exponent + mantissa bits. largest: the largest number; larger ones saturate
-    there."""
+    """A format of 1 + exponent + mantissa bits.
+
+    largest: the largest number. Larger ones saturate there.
+    """
 
     exponent: int
     mantissa: int
@@ -39,14 +42,12 @@ class Minifloat:
 
     @property
     def least_exponent(self) -> int:
-        """Return the exponent of the least normal number, which is also that of the subnormal
-        ones."""
+        """Return the exponent of the least normal number and of all subnormal ones."""
         return 1 - self.bias
 
 
-E4M3 = Minifloat(
-    4, 3, 448.0
-)  # float8_e4m3fn: the code of every bit set is NaN, and is never written
+# float8_e4m3fn. The code with every bit set is NaN and is never written.
+E4M3 = Minifloat(4, 3, 448.0)
 E2M1 = Minifloat(2, 1, 6.0)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
 
 
@@ -54,9 +55,8 @@ def encode(x: Float[Array, "..."], format: Minifloat) -> UInt16[Array, "..."]:
     """Return the codes of fp32 numbers. NaN becomes 0."""
     size = jnp.clip(jnp.abs(jnp.where(jnp.isnan(x), 0, x)), 0, format.largest)
     exponent = jnp.maximum(exponent_of(size), format.least_exponent)
-    mantissa = jnp.round(size * power_of_two(format.mantissa - exponent)).astype(
-        jnp.int32
-    )  # up to 2^(m + 1), which is the next exponent
+    # up to 2^(m + 1), which is the next exponent
+    mantissa = jnp.round(size * power_of_two(format.mantissa - exponent)).astype(jnp.int32)
     code = ((exponent - format.least_exponent) << format.mantissa) + mantissa
     negative = (lax.bitcast_convert_type(x, jnp.int32) < 0) & (size > 0)
     return (code | (negative.astype(jnp.int32) << (format.bits - 1))).astype(jnp.uint16)
@@ -72,11 +72,13 @@ def decode(codes: UInt16[Array, "..."], format: Minifloat) -> Float[Array, "..."
 
 
 def exponent_of(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Return floor(log2 x) of positive normal fp32 numbers; -127 of 0 and of subnormal ones."""
+    """Return floor(log2 x) of positive normal fp32 numbers, -127 for 0 and subnormal ones."""
     return (lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
 
 
 def power_of_two(exponent: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Return 2^exponent, fp32, for exponents of normal numbers, -126 to 127. Exact, which
-    `jnp.exp2` is not on every backend."""
+    """Return 2^exponent, fp32, for exponents of normal numbers, -126 to 127.
+
+    Exact, unlike `jnp.exp2`, which is inexact on some backends.
+    """
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

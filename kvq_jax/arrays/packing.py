@@ -19,22 +19,24 @@ Words = tuple[Int16[Array, "..."], ...]
 
 
 def run_layout(bits: int, channels: int, block: int) -> PlaneLayout:
-    """Return the layout of any number of neighbouring channels without padding: tokens share rows
-    of words, and a plane is the whole run.
+    """Return the layout of any number of neighbouring channels without padding.
 
-    Where blocks hold too few tokens for that, it is the layout that kernels read, padding included.
+    Tokens share rows of words, and a plane is the whole run. If blocks hold too few tokens for
+    that, it is the layout that kernels read, padding included.
     """
     slots, span = WORD_BITS // plane_sets(bits)[-1], math.gcd(block, SPAN)
-    return (
-        PlaneLayout(bits, channels, 1, channels, slots, span)
-        if span % slots == 0
-        else plane_layout(bits, channels, block)
-    )
+    if span % slots:
+        return plane_layout(bits, channels, block)
+    return PlaneLayout(bits, channels, 1, channels, slots, span)
 
 
 def pack(codes: Integer[Array, "*batch tokens channels"], layout: PlaneLayout) -> Words:
-    """Pack codes [..., T, H] (T a multiple of the layout's span) into one int16 array [..., T/n,
-    words] for each plane set."""
+    """Pack codes into one int16 array [..., T/n, words] for each plane set.
+
+    Args:
+        codes: [..., T, H], T a multiple of the layout's span.
+        layout: the layout of the words.
+    """
     *batch, tokens, channels = codes.shape
     n, c, width, span = layout.slots, layout.chunks, layout.width, layout.span
     padded = jnp.pad(
@@ -61,7 +63,7 @@ def unpack(words: Words, layout: PlaneLayout) -> UInt16[Array, "*batch tokens ch
     fields, low_bit = jnp.zeros((), jnp.uint16), 0
     for set_bits, word in zip(layout.sets, words, strict=True):
         count = WORD_BITS // set_bits
-        # a multiplication moves a field to the top of its word, one shift brings it down: no mask
+        # A multiplication moves a field to the top of its word, and one shift brings it down.
         to_top = np.repeat(
             1 << np.arange(WORD_BITS - set_bits, -1, -set_bits), word.shape[-1]
         ).astype(np.uint16)
@@ -83,9 +85,9 @@ def _repeat_rows(
 ) -> Int16[Array, "*batch rows fields"]:
     """Repeat every row of words `count` times: one entry for each field.
 
-    Written as a concatenation because XLA's CPU backend keeps one apart, so that the unpacking of a
-    field becomes one long vectorized loop; rows too short for that (under 256 bytes) are joined
-    with their neighbours first (docs/decisions/streaming_attention.md).
+    A concatenation, because XLA's CPU backend keeps one apart, so that the unpacking of a field
+    becomes one long vectorized loop. Rows too short for that (under 256 bytes) are joined with
+    their neighbours first (docs/decisions/streaming_attention.md).
     """
     *batch, rows, width = word.shape
     joined = 1

@@ -1,11 +1,12 @@
 """The polar form of keys: an angle and a radius for each RoPE pair (i, i + H/2), packed into one
 code.
 
-    k_i = r cos(theta),  k_{i+H/2} = r sin(theta)               code = radius code << angle_bits | angle code
+    k_i = r cos(theta),  k_{i+H/2} = r sin(theta)
+    code = radius code << angle_bits | angle code
 
     grouped   v ~ (code + 1/2) * step + least, with step = (most - least) / 2^b, for r and for theta
-              of a pair and a group of tokens; with radius_scale="sqrt" for sqrt(r), so that the
-              steps of small radii are smaller than those of large ones
+              of a pair and a group of tokens. With radius_scale="sqrt", for sqrt(r) in place of r,
+              which gives small radii smaller steps than large ones.
     global    theta ~ code * 2 pi / 2^b - pi,  r ~ code * step of the pair, one for the whole
               sequence
 
@@ -45,8 +46,8 @@ OfGroups = Float[Array, "B K groups half"]
 class PolarFormat:
     """The quantization format of keys. Static and hashable.
 
-    cut: where the circle of a group's angles is opened, "fixed" at the angle 0. radius_scale: what
-    has equal steps within a group.
+    cut: where the circle of a group's angles is opened. "fixed" opens it at the angle 0.
+    radius_scale: the quantity that has equal steps within a group.
     """
 
     angle_bits: int
@@ -73,9 +74,9 @@ class PolarFormat:
 class PolarArray:
     """Packed codes of keys in polar form, with their scales and zero points.
 
-    words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token. The others, [B, K,
-    S/group, H/2], are the step (scale) and the least value (zero) of the radii, or of their square
-    roots, and of the angles; None on the global grid.
+    words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token.
+    others: [B, K, S/group, H/2], the step (scale) and the least value (zero) of the radii, or of
+        their square roots, and of the angles. None on the global grid.
     """
 
     words: Words
@@ -93,15 +94,8 @@ def specs(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArra
         (Axis("batch", batch), Axis("kv_heads", heads), groups, Axis("pairs", format.half)),
         format.scale_dtype,
     )
-    words, names = (
-        word_specs(format.layout, batch, heads, tokens),
-        (
-            "radius_scale",
-            "radius_zero",
-            "angle_scale",
-            "angle_zero",
-        ),
-    )
+    words = word_specs(format.layout, batch, heads, tokens)
+    names = "radius_scale", "radius_zero", "angle_scale", "angle_zero"
     return describe(
         PolarArray,
         words=words,
@@ -115,7 +109,8 @@ def to_polar(
 ) -> tuple[Pairs, Pairs, Bool[Array, "B K T half"]]:
     """Return the radii, the angles in [-pi, pi), both fp32, and the mask of finite pairs.
 
-    A NaN counts as 0, an infinite entry as one of magnitude `limit`, which bounds radii too.
+    A NaN counts as 0, an infinite entry as one of magnitude `limit`. Radii are bounded by `limit`
+    too.
     """
     x, y = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
     finite = jnp.isfinite(x) & jnp.isfinite(y)
@@ -129,8 +124,13 @@ def quantize(
     format: PolarFormat,
     step: Float[Array, "B K 1 half"] | None = None,
 ) -> PolarArray:
-    """Quantize keys [B, K, T, H] after RoPE, T a multiple of the block. step: that of the radii, on
-    the global grid only."""
+    """Quantize keys after RoPE.
+
+    Args:
+        rows: [B, K, T, H], T a multiple of the block.
+        format: the quantization format.
+        step: the step of the radii, on the global grid only.
+    """
     radius, angle, finite = to_polar(rows, saturation_limit(format.scale_dtype))
     if format.grid == "global":
         assert step is not None, "the global grid has a step for each pair"
@@ -156,15 +156,14 @@ def quantize(
 def dequantize(
     body: PolarArray, step: Float[Array, "B K 1 half"] | None = None
 ) -> Float[Array, "B K T H"]:
-    """Return fp32 keys [B, K, T, H]. step: that of the radii, on the global grid only."""
+    """Return fp32 keys [B, K, T, H]. step: the step of the radii, on the global grid only."""
     return jnp.concatenate(key_halves(body, step), axis=-1)
 
 
 def key_halves(
     body: PolarArray, step: Float[Array, "B K 1 half"] | None = None
 ) -> tuple[Pairs, Pairs]:
-    """Return (k_i, k_{i+H/2}) in fp32. cos and sin are looked up in tables, which all tokens of a
-    group share."""
+    """Return (k_i, k_{i+H/2}) in fp32. Tables of cos and sin serve all tokens of a group."""
     format = body.format
     radius, angle_codes = _radii_and_codes(body, step)
     if format.grid == "global":
@@ -180,15 +179,16 @@ def key_halves(
 def row_scores(
     q: Float[Array, "B K 1 H"], body: PolarArray, step: Float[Array, "B K 1 half"] | None = None
 ) -> Float[Array, "B K 1 T"]:
-    """Return q . k for one query row, fp32. Its products with the angles are looked up and
-    multiplied by the radius; no key is made.
+    """Return q . k for one query row, fp32.
+
+    The query's products with the angles are looked up and multiplied by the radius. No key is made.
 
     On the global grid, one table of q_i cos(theta) + q_{i+H/2} sin(theta) serves the whole cache,
     with 2^angle_bits entries for each pair. For groups, with theta = high + low as in
     `_half_tables`,
 
-        q . k = r (cos(high) (q_i cos(low) + q_{i+H/2} sin(low)) + sin(high) (q_{i+H/2} cos(low) -
-        q_i sin(low)))
+        q . k = r (cos(high) (q_i cos(low) + q_{i+H/2} sin(low))
+                   + sin(high) (q_{i+H/2} cos(low) - q_i sin(low)))
     """
     format = body.format
     radius, angle_codes = _radii_and_codes(body, step)
@@ -197,30 +197,26 @@ def row_scores(
         cos, sin = (f(_full_circle(format)) for f in (jnp.cos, jnp.sin))
         products = look_up(x * cos + y * sin, angle_codes)
     else:
-        ((cos, sin), high), (low_codes, high_codes) = (
-            _half_tables(body),
-            _halves(angle_codes, format),
-        )
+        (cos, sin), high = _half_tables(body)
+        low_codes, high_codes = _halves(angle_codes, format)
         x, y = x[..., None, :], y[..., None, :]
         along, across = look_up(x * cos + y * sin, low_codes), look_up(y * cos - x * sin, low_codes)
         products = look_up(high[0], high_codes) * along + look_up(high[1], high_codes) * across
-    # a dot with ones: XLA's CPU backend does not vectorize a sum over the last axis
-    rows, ones = (
-        (radius * products).reshape(-1, format.half),
-        jnp.ones((format.half, 1), jnp.float32),
-    )
+    # A dot with ones, because XLA's CPU backend does not vectorize a sum over the last axis.
+    rows = (radius * products).reshape(-1, format.half)
+    ones = jnp.ones((format.half, 1), jnp.float32)
     return jnp.dot(rows, ones, precision=lax.Precision.HIGHEST).reshape(*radius.shape[:2], 1, -1)
 
 
 def _radii_and_codes(body: PolarArray, step: Array | None) -> tuple[Array, Array]:
-    """Return (fp32 radii, codes of the angles): [B, K, T, H/2] on the global grid, [B, K, groups,
-    size, H/2] for groups."""
+    """Return the radii, fp32, and the codes of the angles.
+
+    Both are [B, K, T, H/2] on the global grid and [B, K, groups, size, H/2] for groups.
+    """
     format = body.format
     codes = unpack(body.words, format.layout).astype(jnp.uint16)
-    angle_codes, radius = (
-        codes & jnp.uint16((1 << format.angle_bits) - 1),
-        (codes >> jnp.uint16(format.angle_bits)).astype(jnp.float32),
-    )
+    angle_codes = codes & jnp.uint16((1 << format.angle_bits) - 1)
+    radius = (codes >> jnp.uint16(format.angle_bits)).astype(jnp.float32)
     if format.grid == "global":
         assert step is not None, "the global grid has a step for each pair"
         return radius * step, angle_codes
@@ -254,9 +250,8 @@ def _half_tables(body: PolarArray) -> tuple[tuple[Array, Array], tuple[Array, Ar
 
     Each is [entries, B, K, groups, 1, H/2]. An angle is the sum of the two, so two tables of
     2^(b/2) entries take the place of one of 2^b: 12 selects for a pair instead of 30 at 4 bits. The
-    loop of two steps, sin v = cos(v - pi/2), is what keeps XLA's CPU backend from moving the
-    cosines into the loop over tokens: it does so past any barrier
-    (docs/decisions/queries_and_latents.md).
+    loop of two steps, sin v = cos(v - pi/2), keeps XLA's CPU backend from moving the cosines into
+    the loop over tokens, which it does past any barrier (docs/decisions/queries_and_latents.md).
     """
     scale, zero = (
         s.astype(jnp.float32)[None, :, :, :, None]
@@ -292,20 +287,16 @@ def _floor_codes(
     bits: int,
     format: PolarFormat,
 ) -> tuple[UInt16[Array, "B K groups size half"], OfGroups, OfGroups]:
-    """Return (codes, step, least): the bin of each entry in its group's range, whose step and least
-    value are as they are stored.
+    """Return (codes, step, least): the bin of each entry in its group's range, and the range's step
+    and least value as stored.
 
-    Only entries that are `counted` make the range; a group without any has bin 0 everywhere.
+    Only entries that are `counted` make the range. A group without any has bin 0 everywhere.
     """
-    low, high = (
-        jnp.min(jnp.where(counted, v, jnp.inf), axis=3),
-        jnp.max(jnp.where(counted, v, -jnp.inf), axis=3),
-    )
+    low = jnp.min(jnp.where(counted, v, jnp.inf), axis=3)
+    high = jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
-    step, least = (
-        ((high - low) / (1 << bits)).astype(format.scale_dtype),
-        low.astype(format.scale_dtype),
-    )
+    step = ((high - low) / (1 << bits)).astype(format.scale_dtype)
+    least = low.astype(format.scale_dtype)
     wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
     bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))
     return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, least

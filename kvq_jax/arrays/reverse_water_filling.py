@@ -1,5 +1,4 @@
-"""Reverse water-filling: how many bits each of several independent normal variables gets from a
-common budget.
+"""Reverse water-filling: sharing out a budget of bits over independent normal variables.
 
     minimize  sum_i w_i D(b_i)     subject to   sum_i b_i <= budget,   b_i in 0 .. 8
 
@@ -19,15 +18,15 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-# of the best uniform quantizer of 2^b levels, b = 0 .. 8, for a normal variable of variance 1
+# Steps of the best uniform quantizer of 2^b levels, b = 0 .. 8, for a normal variable of variance 1
 STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
 MOST = len(STEPS) - 1
 
 
 def allocate(energies: Float[np.ndarray, " n"], budget: int) -> Int[np.ndarray, " n"]:
-    """Return the widths of n items that cost one unit for each bit: the optimum for these energies
-    w and this budget."""
+    """Return the optimal widths of n items with energies w, if an item costs one unit for each bit
+    and the sum is at most the budget."""
     widths = np.zeros(len(energies), np.int64)
     gain = -np.diff(ERRORS)
     heap = [(-energy * gain[0], item) for item, energy in enumerate(energies)]
@@ -50,24 +49,24 @@ def expected_error(energies: Float[np.ndarray, " n"], widths: Sequence[int]) -> 
 def layer_widths(
     energies: Sequence[Sequence[Float[np.ndarray, " n"]]], budgets: Sequence[int], profiles: int
 ) -> list[list[tuple[int, ...]]]:
-    """Return widths for each layer and each of its sides, from the energies of their items: at most
-    `profiles` different ones in all.
+    """Return widths for each layer and each of its sides, from the energies of their items.
 
-    Layers of equal widths share compiled programs, and the spec stays short. Every layer's own
-    optimum is a candidate; of these, the set is chosen greedily that least increases the layers'
-    errors, each relative to its optimum and summed over sides.
+    There are at most `profiles` different ones, so that layers share compiled programs and the spec
+    stays short. Every layer's optimum is a candidate. Candidates are chosen greedily to increase
+    the layers' errors least, each relative to its optimum and summed over sides.
     """
-    own = [
+    optima = [
         [
             tuple(map(int, allocate(side, budget)))
             for side, budget in zip(sides, budgets, strict=True)
         ]
         for sides in energies
     ]
-    candidates = list(dict.fromkeys(map(tuple, own)))
+    candidates = list(dict.fromkeys(map(tuple, optima)))
+    # [layers, candidates, sides]
     errors = np.array(
         [[list(map(expected_error, sides, one)) for one in candidates] for sides in energies]
-    )  # layers, candidates, sides
+    )
     excess = (errors / errors.min(axis=1, keepdims=True)).sum(axis=-1)
     chosen: list[int] = []
     while len(chosen) < min(profiles, len(candidates)):

@@ -1,14 +1,14 @@
-"""The rotation that spreads what is large in one channel of a head over all of them: a Hadamard
-matrix with random signs.
+"""A rotation that spreads a large channel of a head over all of them: a Hadamard matrix with random
+signs.
 
     R = (H_{2^m} (x) C_n) diag(signs) / sqrt(2^m n),    2^m n channels, n odd
 
-H is Sylvester's Hadamard matrix and C_n[i, j] = cos(2 pi i j / n) + sin(2 pi i j / n) that of the
-discrete Hartley transform, 1 for n = 1. Both are symmetric and orthogonal up to their size, so R is
-orthogonal for every head dim. Every entry of a Hadamard matrix has the same size; the largest of
-C_n's are sqrt(2) times the mean. Signs are bits of SHA-256, the same on every machine and in every
-version: they are part of what a cache's file means. Source: Ashkboos et al., QuaRot, section 3;
-Hartley's matrix in place of a table of Hadamard matrices of other sizes is ours.
+H is Sylvester's Hadamard matrix. C_n[i, j] = cos(2 pi i j / n) + sin(2 pi i j / n) is the matrix of
+the discrete Hartley transform, 1 for n = 1. Both are symmetric and orthogonal up to their size, so
+R is orthogonal for every head dim. Every entry of a Hadamard matrix has the same size. The largest
+entries of C_n are sqrt(2) times the mean. Signs are bits of SHA-256, the same on every machine and
+in every version, because a cache's file depends on them. Source: Ashkboos et al., QuaRot, section
+3. Hartley's matrix in place of a table of Hadamard matrices of other sizes is ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 @functools.cache
 def rotation(channels: int) -> Float[np.ndarray, "H H"]:
-    """Return R, fp32; R x for the rows x of an array is `rows @ R.T`."""
+    """Return R, fp32. R x for the rows x of an array is `rows @ R.T`."""
     odd = channels
     matrix = np.ones((1, 1))
     while odd % 2 == 0:

@@ -1,12 +1,14 @@
 """The array of runs: rows of normalized channels in runs of one width each, and one logarithmic
 scale for each token and head.
 
-    code = clip(floor(u / (g step_b)), -2^(b-1), 2^(b-1) - 1)        b: the width of the run that a channel is in
-    u^   = g (code + 1/2) step_b                                     step_b: of the best uniform quantizer of a normal variable
-    g    = 2^(scale / 8)                                             the root mean square of a token's stored channels, or more
+    code = clip(floor(u / (g step_b)), -2^(b-1), 2^(b-1) - 1)
+    u^   = g (code + 1/2) step_b
+    g    = 2^(scale / 8)
 
-g is more where a channel of at least UNCLIPPED bits needs it for its largest code. Codes are packed
-with 2^(b-1) added. What is not finite counts as 0 or saturates.
+b is the width of the run that a channel is in, and step_b the step of the best uniform quantizer of
+a normal variable. g is the root mean square of a token's stored channels, or more if a channel of
+at least UNCLIPPED bits needs it for its largest code. Codes are packed with 2^(b-1) added. Entries
+that are not finite count as 0 or saturate.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from kvq_jax.types.pytree import describe, pytree
 
 PER_OCTAVE = 8  # steps of the logarithmic scale in a factor of 2
 LARGEST = 1e18  # its square is finite in fp32
-# bits from which on no channel is clipped: there a clipped entry costs more than the longer steps
-# (docs/decisions/calibration.md)
+# From this many bits on, no channel is clipped: a clipped entry costs more there than the longer
+# steps (docs/decisions/calibration.md).
 UNCLIPPED = 5
 
 
@@ -35,8 +37,8 @@ UNCLIPPED = 5
 class RunFormat:
     """The quantization format of a body. Static and hashable.
 
-    widths: bits of the chunks of a row's channels, the widest first; those of width 0 are not
-    stored.
+    widths: bits of the chunks of a row's channels, the widest first. Chunks of width 0 are not
+        stored.
     """
 
     channels: int
@@ -63,8 +65,8 @@ class RunFormat:
 
     @property
     def ends(self) -> Float[np.ndarray, " stored"]:
-        """Return how far the codes of each stored channel reach, where that bounds g: 2^(b-1)
-        step_b, or infinity below UNCLIPPED bits."""
+        """Return the largest |u| / g that the codes of each stored channel reach, if it bounds g:
+        2^(b-1) step_b, or infinity below UNCLIPPED bits."""
         reach = [
             2 ** (width - 1) * STEPS[width] if width >= UNCLIPPED else np.inf
             for width, _ in self.runs
@@ -123,5 +125,5 @@ def levels(array: RunArray) -> Float[Array, "B K T stored"]:
 
 
 def factor(scale: Int8[Array, "B K T"]) -> Float[Array, "B K T 1"]:
-    """Return g of each token, to be multiplied with its channels."""
+    """Return g of each token, by which its channels are multiplied."""
     return jnp.exp2(scale.astype(jnp.float32)[..., None] / PER_OCTAVE)

@@ -1,13 +1,14 @@
-"""The hybrid array as InnerQ's paper stores it: signs and zero points share one 32-bit slot for
-each group.
+"""The hybrid array as InnerQ's paper stores it, with a 32-bit slot for the signs or the zero point
+of each group.
 
-    x[b, k, t, h]  ~  +-code * scale              in a symmetric group: the slot holds the sign of element i in bit i
-    x[b, k, t, h]  ~    code * scale + zero       in an asymmetric group: the slot holds the zero point, fp32
+    x[b, k, t, h]  ~  +-code * scale            in a symmetric group
+    x[b, k, t, h]  ~    code * scale + zero     in an asymmetric group
 
-Codes have `format.bits` bits in both, the mode is one bit for each group, and a group has at most
-32 elements. So a group of 32 takes bits + 1 + 16 / 32 + 1 / 32 bits for each element, 3.53 with 2
-bits and 16-bit scales, where `grouped_array`, which stores signs and a zero point apart, takes 4.
-Source: Tayaranian et al., InnerQ, section 4.1.2.
+The slot of a symmetric group holds the sign of element i in bit i. The slot of an asymmetric one
+holds its zero point, fp32. Codes have `format.bits` bits in both, the mode is one bit for each
+group, and a group has at most 32 elements. So a group of 32 takes bits + 1 + 16 / 32 + 1 / 32 bits
+for each element: 3.53 with 2 bits and 16-bit scales. `grouped_array`, which stores signs and a zero
+point apart, takes 4. Source: Tayaranian et al., InnerQ, section 4.1.2.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ MODE_BITS = 8  # of the bytes that hold the modes of neighbouring groups
 class SlotArray:
     """x ~ +-code * scale, or code * scale + zero, group by group.
 
-    words: int16 [B, K, S/n, w] for each plane set of `layout(format)`; scale, slot: [B, K, H/group,
-    S] where grouped over channels, [B, K, S/group, H] where grouped over tokens; mode: the same
-    with up to 8 neighbours of the last axis in a byte, the first in its lowest bit, 1 for
-    symmetric. `format` is hybrid.
+    words: int16 [B, K, S/n, w] for each plane set of `layout(format)`.
+    scale, slot: [B, K, H/group, S] if grouped over channels, [B, K, S/group, H] if grouped over
+        tokens.
+    mode: the same with up to 8 neighbours of the last axis in a byte, the first in its lowest bit,
+        1 for symmetric.
+    format: a hybrid format.
     """
 
     words: Words
@@ -56,7 +59,7 @@ def layout(format: GroupFormat) -> PlaneLayout:
 
 
 def modes_together(format: GroupFormat) -> int:
-    """Return the number of modes in a byte: 8, or fewer where those of a block, or of a row's
+    """Return the number of modes in a byte: 8, or fewer if the modes of a block, or of a row's
     channels, would not fill whole bytes."""
     return math.gcd(MODE_BITS, format.block if format.axis == "channels" else format.channels)
 
@@ -77,8 +80,13 @@ def specs(format: GroupFormat, batch: int, heads: int, tokens: int) -> SlotArray
 def quantize(
     rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None
 ) -> SlotArray:
-    """Quantize rows [B, K, T, H], T a multiple of the block. scheme="sym": all groups are
-    symmetric, whatever their errors."""
+    """Quantize rows [B, K, T, H].
+
+    Args:
+        rows: [B, K, T, H], T a multiple of the block.
+        format: a hybrid format.
+        scheme: "sym" makes all groups symmetric, whatever their errors.
+    """
     grouped, axis = split(rows, format)
     hybrid = uniform.hybrid_modes(
         grouped, format.bits, axis, jnp.dtype(format.scale_dtype), jnp.float32
@@ -100,23 +108,21 @@ def quantize(
 
 
 def dequantize(body: SlotArray) -> Float[Array, "B K T H"]:
-    """Return what the codes stand for, fp32 [B, K, T, H]."""
+    """Return the rows that the codes stand for, fp32 [B, K, T, H]."""
     format = body.format
     codes = unpack(body.words, layout(format)).astype(jnp.float32)
     symmetric = _modes(body.mode, modes_together(format))
     zero = jnp.where(symmetric, 0, lax.bitcast_convert_type(body.slot, jnp.float32))
     signs = repeated(jnp.where(symmetric, body.slot, 0), format)
-    negative = (
-        signs
-        >> lax.broadcasted_iota(jnp.int32, codes.shape, 3 if format.axis == "channels" else 2)
-        % format.group_size
-    ) & 1
+    element_axis = 3 if format.axis == "channels" else 2
+    place = lax.broadcasted_iota(jnp.int32, codes.shape, element_axis) % format.group_size
+    negative = (signs >> place) & 1
     scale = repeated(body.scale.astype(jnp.float32), format)
     return codes * jnp.where(negative == 1, -scale, scale) + repeated(zero, format)
 
 
 def _signs(negative: Bool[Array, "..."], axis: Axes) -> Int32[Array, "..."]:
-    """Return one word for each group, bit i of which tells whether element i is negative."""
+    """Return one word for each group. Its bit i is 1 if element i is negative."""
     place = lax.broadcasted_iota(
         jnp.uint32, negative.shape, axis if isinstance(axis, int) else axis[-1]
     )
@@ -135,10 +141,11 @@ def _packed_modes(
 def _modes(
     packed: UInt8[Array, "B K groups bytes"], together: int
 ) -> Bool[Array, "B K groups rest"]:
-    held = jnp.repeat(packed, together, axis=-1)
-    return ((held >> _places(held, together)) & 1) == 1
+    spread = jnp.repeat(packed, together, axis=-1)
+    return ((spread >> _places(spread, together)) & 1) == 1
 
 
-def _places(held: UInt8[Array, "..."], together: int) -> UInt8[Array, "..."]:
-    """Return which bit of its byte each entry of the last axis is about."""
-    return (lax.broadcasted_iota(jnp.int32, held.shape, held.ndim - 1) % together).astype(jnp.uint8)
+def _places(modes: UInt8[Array, "..."], together: int) -> UInt8[Array, "..."]:
+    """Return the place within its byte of each entry of the last axis."""
+    index = lax.broadcasted_iota(jnp.int32, modes.shape, modes.ndim - 1)
+    return (index % together).astype(jnp.uint8)

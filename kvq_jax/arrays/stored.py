@@ -1,13 +1,13 @@
-"""The arrays of a cache's body: how they are described, stored, read in chunks and written block by
-block.
+"""The arrays of a cache's body: describing them, storing them, reading chunks and writing blocks.
 
-A codec describes its body as a tree of `BodySpec`; the state holds arrays of the same tree. 16-bit
-floats are stored as the uint16 that holds their bits: XLA's CPU backend widens a slice of them by
-converting the whole array to float32, each step; integers it moves as they are
+A codec describes its body as a tree of `BodySpec`, and the state holds arrays of the same tree.
+16-bit floats are stored as the uint16 that holds their bits: XLA's CPU backend widens a slice of
+16-bit floats by converting the whole array to float32 in each step, but moves integers as they are
 (docs/decisions/packed_layout.md).
+
 Everything here takes and returns values in their own dtype, except `stored` trees, which are as the
-state holds them. `block` is always the codec's tree of descriptions for one block: the entries of
-its token axes are those of a block.
+state holds them. `block` is always the codec's tree of descriptions for one block: the token axes
+have the entries of one block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, Tree
 
 @dataclasses.dataclass(frozen=True)
 class BodySpec(ArraySpec):
-    """The description of one array that grows with the body's tokens. `dtype` is that of its
+    """The description of one array that grows with the body's tokens. `dtype` is the dtype of its
     values."""
 
     @property
@@ -51,7 +51,7 @@ class BodySpec(ArraySpec):
 
 
 def word_specs(layout: PlaneLayout, batch: int, heads: int, tokens: int) -> tuple[BodySpec, ...]:
-    """Describe the packed words of each plane set: [B, K, S/n, w], where n tokens share a row of w
+    """Describe the packed words of each plane set, [B, K, S/n, w]. n tokens share a row of w
     words."""
     rows = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens, per=layout.slots)
     return tuple(
@@ -110,10 +110,10 @@ def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: Lengt
     index = spec.along("tokens", jnp.arange(width))
 
     def write(array: Array, update: Array, first: Array, count: Array, *row: Array) -> Array:
-        """Return `array`, a row or, with its index, all rows, with the leading `count` blocks of
-        `update` from block `first` on."""
+        """Return `array` with the leading `count` blocks of `update` from block `first` on. `array`
+        is one row, or all rows together with the index `row` of one."""
         at = jnp.minimum(first * entries, size - width)
-        shift = first * entries - at  # where the window had to start early to stay inside the array
+        shift = first * entries - at  # > 0 if the window starts early to stay inside the array
         tokens = axis - 1 + len(row)
         if width > entries:
             update = jnp.roll(update, shift, tokens)

@@ -1,26 +1,28 @@
 """Uniform quantizers of one group: asymmetric, symmetric, and InnerQ's hybrid of both.
 
-All three return unsigned codes u with  x ~ u * scale + zero,  so that reading a cache needs one rule:
+All three return unsigned codes u with  x ~ u * scale + zero,  so one rule reads every cache:
 
-    asymmetric(b)   zero = min,  scale = (max - min) / (2^b - 1),  u in 0 .. 2^b - 1                        (KIVI, section 3)
-    symmetric(b)    m = 2^b - 1,  scale = max|x| / m,  zero = -m * scale (implied),  u in 0 .. 2m: b
-                    bits and a sign  (InnerQ, 4.1.1)
-    hybrid(b)       per group, whichever of the two has the smaller L1 error; ties go to asymmetric         (InnerQ, 4.1.2)
+    asymmetric(b)   zero = min,  scale = (max - min) / (2^b - 1),  u in 0 .. 2^b - 1
+                    (KIVI, section 3)
+    symmetric(b)    m = 2^b - 1,  scale = max|x| / m,  zero = -m * scale (implied),
+                    u in 0 .. 2m: b bits and a sign  (InnerQ, 4.1.1)
+    hybrid(b)       for each group the one of the two with the smaller L1 error, asymmetric on a tie
+                    (InnerQ, 4.1.2)
 
-Ranges are those of the finite entries. +-inf is quantized as the group's finite extreme and nan as
-its level nearest zero. Rounding is half to even.
+Ranges are taken over the finite entries. +-inf is quantized as the group's finite extreme, and nan
+as its level nearest zero. Rounding is half to even.
 
 Codes are computed against the scale and zero point *as stored*. Rounding these to 16 bits moves the
-range: an entry inside the stored range is off by at most half a step, and one left outside by as
+range. An entry inside the stored range is off by at most half a step, and one left outside by as
 far as the ends moved,
 
-    |x^ - x| <= max(scale / 2, (ulp(zero) + top * ulp(scale)) / 2)        ulp: spacing of the stored dtype there; top: the largest code
+    |x^ - x| <= max(scale / 2, (ulp(zero) + top * ulp(scale)) / 2)
 
-So a group far from zero can cost more than its steps: around 100, half an ulp of a float16 zero
-point is 0.03, and a constant group dequantizes to its value rounded to the stored dtype (100.03 to
-100.0). Where the zero point is implied, its ulp counts nothing; where it is written out for a
-symmetric group of a hybrid body, half of it is added. Entries beyond half the stored dtype's range
-(32720 for float16) saturate there first.
+with ulp the spacing of the stored dtype there, and top the largest code. So a group far from zero
+can cost more than its steps: around 100, half an ulp of a float16 zero point is 0.03, and a
+constant group dequantizes to its value rounded to the stored dtype (100.03 to 100.0). An implied
+zero point adds no ulp. One that is written out for a symmetric group of a hybrid body adds half of
+one. Entries beyond half the stored dtype's range (32720 for float16) saturate there first.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ Axes: TypeAlias = int | tuple[int, ...]
 
 
 class GroupCodes(NamedTuple):
-    """Codes of groups along some axes; scale and zero point have size 1 there. `zero` is None for
-    symmetric: it is -(2^b - 1) * scale."""
+    """Codes of groups along some axes.
+
+    scale, zero: they have size 1 along these axes. `zero` is None for symmetric groups: it is
+        -(2^b - 1) * scale.
+    """
 
     codes: UInt8[Array, "..."]
     scale: Float[Array, "..."]
@@ -46,7 +51,7 @@ class GroupCodes(NamedTuple):
 
 def finite_range(x: Float[Array, "..."], axis: Axes, limit: float) -> tuple[Array, Array, Array]:
     """Return (x without non-finite entries, minimum, maximum) over the finite entries of each
-    group; a group with none counts as zeros."""
+    group. A group with none counts as zeros."""
     finite = jnp.isfinite(x)
     x = jnp.clip(x, -limit, limit)
     low = jnp.min(jnp.where(finite, x, jnp.inf), axis, keepdims=True)
@@ -65,15 +70,21 @@ def _code_dtype(top: int) -> DTypeLike:
 
 
 def saturation_limit(dtype: DTypeLike) -> float:
-    """Return the largest magnitude that is quantized without saturating: a group's range, its scale
-    rounded up, must fit the stored dtype, in which kernels multiply a code by its scale."""
+    """Return the largest magnitude that is quantized without saturating.
+
+    A group's range, its scale rounded up, must fit the stored dtype, in which kernels multiply a
+    code by its scale.
+    """
     known = jnp.finfo(dtype)
     return float(known.max) / 2 * (1 - float(known.eps))
 
 
 def finite_rows(rows: Float[Array, "... H"], limit: float) -> Float[Array, "... H"]:
-    """Return rows in fp32 whose degenerate entries stay in their token: NaN counts as 0, infinities
-    as the largest finite magnitude of their row, and all entries saturate at `limit`."""
+    """Return rows in fp32 whose degenerate entries stay in their token.
+
+    NaN counts as 0, infinities count as the largest finite magnitude of their row, and all entries
+    saturate at `limit`.
+    """
     x = rows.astype(jnp.float32)
     finite = jnp.where(jnp.isfinite(x), x, 0)
     largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True)
@@ -88,28 +99,34 @@ def asymmetric(
     dtype: DTypeLike = jnp.float32,
     zero_dtype: DTypeLike | None = None,
 ) -> GroupCodes:
-    """Quantize x asymmetrically, in fp32, in groups along `axis`; scale and zero point are stored
-    as `dtype`, or the zero point as `zero_dtype`."""
+    """Quantize x asymmetrically, in fp32, in groups along `axis`.
+
+    Args:
+        x: the rows.
+        bits: bits of a code.
+        axis: the axes that a group spans.
+        dtype: the dtype of stored scales.
+        zero_dtype: the dtype of stored zero points, by default `dtype`.
+    """
     top = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
-    scale, zero = (
-        ((high - low) / top).astype(dtype),
-        low.astype(dtype if zero_dtype is None else zero_dtype),
-    )
+    scale = ((high - low) / top).astype(dtype)
+    zero = low.astype(dtype if zero_dtype is None else zero_dtype)
     return GroupCodes(_levels(x, scale, zero, top).astype(_code_dtype(top)), scale, zero)
 
 
 def symmetric(
     x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32
 ) -> GroupCodes:
-    """Quantize x symmetrically, in fp32: b-bit magnitudes with a sign, in offset binary 0 .. 2 *
-    (2^b - 1)."""
+    """Quantize x symmetrically, in fp32, to b-bit magnitudes with a sign.
+
+    Codes are offset binary, 0 .. 2 * (2^b - 1).
+    """
     reach = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
     scale = (jnp.maximum(-low, high) / reach).astype(dtype)
     codes = _levels(x, scale, -reach * scale.astype(jnp.float32), 2 * reach)
-    # a group of zeros has scale 0: any code dequantizes to 0, the middle one is the canonical
-    # choice
+    # A group of zeros has scale 0. Any code dequantizes to 0, and the middle one is canonical.
     codes = jnp.where(scale == 0, reach, codes)
     return GroupCodes(codes.astype(_code_dtype(2 * reach)), scale, None)
 
@@ -117,7 +134,7 @@ def symmetric(
 def hybrid(
     x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32
 ) -> GroupCodes:
-    """Quantize each group by whichever of symmetric(b) and asymmetric(b) has the smaller L1 error.
+    """Quantize each group by symmetric(b) or asymmetric(b), whichever has the smaller L1 error.
 
     A symmetric group stores zero = -m * scale, so that one rule dequantizes both.
     """
@@ -127,8 +144,10 @@ def hybrid(
 
 
 class HybridModes(NamedTuple):
-    """Groups quantized in both modes, the zero point written out, and whether the symmetric one has
-    the smaller error (a tie is False)."""
+    """Groups quantized in both modes, with the zero point written out.
+
+    symmetric: True if the symmetric mode has the smaller error. A tie is False.
+    """
 
     asym: GroupCodes
     sym: GroupCodes
@@ -138,7 +157,7 @@ class HybridModes(NamedTuple):
 def hybrid_modes(
     x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike, zero_dtype: DTypeLike
 ) -> HybridModes:
-    """Quantize each group in both modes; scales are stored as `dtype`, zero points as
+    """Quantize each group in both modes. Scales are stored as `dtype`, zero points as
     `zero_dtype`."""
     asym = asymmetric(x, bits, axis, dtype, zero_dtype)
     sym = with_stored_zero(symmetric(x, bits, axis, dtype), bits, zero_dtype)
@@ -150,8 +169,10 @@ def hybrid_modes(
 
 
 def with_stored_zero(group: GroupCodes, bits: int, dtype: DTypeLike | None = None) -> GroupCodes:
-    """Write out the implied zero point of a symmetric group, rounded once to `dtype` (default: the
-    scale's; in float16 by at most 2^-11 of max|x|)."""
+    """Write out the implied zero point of a symmetric group, rounded once to `dtype`.
+
+    The default dtype is the scale's. In float16 rounding moves it by at most 2^-11 of max|x|.
+    """
     zero = (-(2**bits - 1) * group.scale.astype(jnp.float32)).astype(
         group.scale.dtype if dtype is None else dtype
     )

@@ -1,2 +1,2 @@
-"""Codecs: how the rows of one side of one layer become stored arrays, and how attention reads
-them."""
+"""Codecs, which turn the rows of one side of one layer into stored arrays, and read them for
+attention."""

@@ -1,15 +1,18 @@
 """Keys whose constant part is known: k_proj's bias is subtracted before a codec sees them, and its
 share of the scores is added exactly.
 
-    k_pre = x W_k + b,   k_rot = R_p k_pre          rows are  k_pre - b,  or after RoPE  k_rot - R_p b = R_p (k_pre - b)
-    q . R_p b = a sum_i cos(p w_i) A_i + sin(p w_i) B_i,    A_i = q_i b_i + q_j b_j,   B_i = q_j b_i - q_i b_j,   j = i + H/2
+    k_pre = x W_k + b,   k_rot = R_p k_pre
+    rows  = k_pre - b,   or after RoPE  k_rot - R_p b = R_p (k_pre - b)
+
+    q . R_p b = a sum_i cos(p w_i) A_i + sin(p w_i) B_i
+    A_i = q_i b_i + q_j b_j,   B_i = q_j b_i - q_i b_j,   j = i + H/2
 
 with i over the RoPE pairs, p the key's position, w and a of rope.py. A and B belong to a query and
-are computed once; cosines and sines of a chunk's positions serve all heads. So scores cost one
+are computed once. Cosines and sines of a chunk's positions serve all heads. So scores cost one
 product [rows of all heads, H] x [H, C] more, and no key is made for any head.
 
-The reason: the channels of a group share a scale, and one with a constant of 100 makes it coarse
-for all of them (Qwen2 and Qwen2.5 have such biases). Without the bias, codes do not depend on it at
+The channels of a group share a scale, and one channel with a constant of 100 makes it coarse for
+all of them (Qwen2 and Qwen2.5 have such biases). Without the bias, codes do not depend on it at
 all.
 """
 
@@ -40,8 +43,8 @@ class BiasSubtracting(Wrapped):
     """The key codec `inner`, applied to keys without their bias. Windows hold rows without it too,
     and `vectors` restores it.
 
-    Parameters: those of `inner`, and `bias` [K * H], the model's own array. Exact to fp32 rounding
-    of the bias's share of the scores (relative 2^-24 of |q| |b|), as in the model.
+    Parameters: the parameters of `inner`, and `bias` [K * H], the model's own array. Exact to fp32
+    rounding of the bias's share of the scores (relative 2^-24 of |q| |b|), as in the model.
     """
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
@@ -137,7 +140,7 @@ def check_bias(weights: LayerWeights) -> None:
 
 
 def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
-    """Return the bias of each KV head, fp32. Raises ValueError if parameters were not prepared."""
+    """Return the bias of each KV head, fp32. Raises ValueError if there are no parameters."""
     if not params:
         raise ValueError(
             f"{OPTION} needs the key projection's bias: kvq.prepare_layer or kvq_models.prepare"
@@ -162,17 +165,13 @@ def _unbiased(params: Tree, inputs: LayerInputs) -> LayerInputs:
     """Return the same inputs with keys as if the projection had no bias, in the dtype of the
     keys."""
     head_dim, dtype = inputs.k_rot.shape[-1], inputs.k_rot.dtype
-    k_rot = inputs.k_rot.astype(jnp.float32) - rotated_bias(
-        params, head_dim, inputs.positions, inputs.rope
-    )
-    k_pre = (
-        None
-        if inputs.k_pre is None
-        else inputs.k_pre.astype(jnp.float32) - bias_of(params, head_dim)[None, :, None]
-    )
-    return dataclasses.replace(
-        inputs, k_rot=k_rot.astype(dtype), k_pre=None if k_pre is None else k_pre.astype(dtype)
-    )
+    bias = rotated_bias(params, head_dim, inputs.positions, inputs.rope)
+    k_rot = (inputs.k_rot.astype(jnp.float32) - bias).astype(dtype)
+    k_pre = inputs.k_pre
+    if k_pre is not None:
+        bias = bias_of(params, head_dim)[None, :, None]
+        k_pre = (k_pre.astype(jnp.float32) - bias).astype(dtype)
+    return dataclasses.replace(inputs, k_rot=k_rot, k_pre=k_pre)
 
 
 def _without_bias(params: Tree) -> Tree:

@@ -4,15 +4,15 @@ reads it.
 A codec is a frozen dataclass of resolved static values (bits, group size, head dim). Its functions
 are pure:
 
-    rows, body, quantize, dequantize, vectors      what is cached, its arrays, and the way back
+    rows, body, quantize, dequantize, vectors      the cached rows, their arrays, and the way back
     query, scores, weighted                        attention over a chunk of the body
-    statistics, facts, kernels, learning           values: what a prompt fixes, what others may rely
-                                                   on, who else reads the body, what is learned
+    statistics, facts, kernels, learning           values: numbers that a prompt fixes, promises to
+                                                   others, other readers of the body, parameters
 
 Only `rows`, `body`, `quantize` and `dequantize` must be written. Attention then dequantizes. Write
 `query`, `scores` and `weighted` if the algebra does better than dequantizing every element: a scale
 times a partial dot product, a table look-up that query heads share. Nobody looks at a codec's
-class: accounting, commands and kernels ask its values.
+class. Accounting, commands and kernels ask its values.
 
 In every signature, `params` are the method's parameters for this layer and side (calibrated tables,
 bases; `()` if it has none), and `stats` its prompt statistics (`()` likewise).
@@ -38,7 +38,7 @@ Side = Literal["k", "v"]
 
 
 class Origin(NamedTuple):
-    """Where the rows that are quantized come from.
+    """The source of the rows that are quantized.
 
     positions: [B, T] int32, the tokens' indices in their sequences.
     prefill: True for tokens of a prompt, False for generated ones. Static.
@@ -86,7 +86,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
-        """Quantize whole blocks of rows, which stand `at` these positions."""
+        """Quantize whole blocks of rows, whose tokens stand `at` these positions."""
 
     @abc.abstractmethod
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
@@ -99,9 +99,9 @@ class Codec(abc.ABC):
         return rows
 
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
-        """Return what `scores` needs of the queries, computed once for all chunks.
+        """Return the form of the queries that `scores` takes, computed once for all chunks.
 
-        R = G * T query rows share a KV head. q is as the model made it: the caller scales scores.
+        R = G * T query rows share a KV head. q is as the model made it. The caller scales scores.
         """
         return q
 
@@ -133,22 +133,22 @@ class Codec(abc.ABC):
 
     @property
     def statistics(self) -> Statistics:
-        """What a prompt fixes for the rest of its sequence: nothing, for most codecs."""
+        """The statistics that a prompt fixes for the rest of its sequence, none for most codecs."""
         return Statistics()
 
     @property
     def facts(self) -> Facts:
-        """What the library may rely on."""
+        """The facts that the library may rely on."""
         return Facts()
 
     @property
     def kernels(self) -> Kernels:
-        """How compiled kernels read and write the body, or why they do not."""
+        """The kernels that read and write the body, or the reason why none does."""
         return unserved(f"{type(self).__name__} has no kernel")
 
     @property
     def learning(self) -> Learning:
-        """Which parameters the codec needs and where they come from: none, for most codecs."""
+        """The parameters that the codec needs, and their sources. Most codecs need none."""
         return Learning()
 
     def describe(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Dot products of attention: the query rows of a KV head are the rows of one dot, keys and values
-are never repeated."""
+"""Dot products of attention. The query rows of a KV head are the rows of one dot, so keys and
+values are never repeated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jaxtyping import Array, Float
 def dot_rows(
     q: Float[Array, "B K R H"], k: Float[Array, "B K C H"], precision: lax.Precision | None = None
 ) -> Float[Array, "B K R C"]:
-    """Return q . k in fp32: the query rows of a KV head are the rows of one dot, K is never
-    repeated.
+    """Return q . k in fp32.
 
-    precision: that of fp32 factors on a GPU.
+    The query rows of a KV head are the rows of one dot, so K is never repeated.
+
+    precision: the precision of fp32 factors on a GPU.
     """
     q = q.astype(k.dtype)
     if q.shape[2] >= k.shape[2]:

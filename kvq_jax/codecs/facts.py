@@ -1,4 +1,4 @@
-"""What the library may rely on about a codec. Each fact is declared here and checked by a law over
+"""Facts about a codec that the library may rely on. Each is declared here and checked by a law over
 the table of methods, so that nobody has to look at a codec's class."""
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ class Outliers:
 
 @dataclasses.dataclass(frozen=True)
 class CrossLayer:
-    """How a codec builds on the layers below it: it stores differences from an accumulator
-    [B, S, D] over the body's tokens, which flows through the layers as `carry`.
+    """The way in which a codec builds on the layers below it: it stores differences from an
+    accumulator [B, S, D] over the body's tokens, which flows through the layers as `carry`.
 
     `body` holds quantized differences. Attention reads the accumulator as it is after this layer,
     so `scores` and `weighted` get a chunk of it in place of the body.
 
-    starts: True in the base layer, which no accumulator enters and one leaves.
-    flops: of adding one token's differences to the accumulator; a multiply-add counts as two.
+    starts: True in the base layer, which starts the accumulator instead of taking one.
+    flops: the cost of adding one token's differences to the accumulator. A multiply-add counts as
+        two.
     accumulator: (batch, tokens) -> the description of the array.
-    expected: (params, accumulator [B, T, D]) -> the rows that the layers below predict, fp32; they
+    expected: (params, accumulator [B, T, D]) -> the rows that the layers below predict, fp32. They
         are subtracted before quantization and added after dequantization.
     accumulated: (params, accumulator, differences) -> the accumulator with this layer's dequantized
         differences added, fp32. The base layer adds to a scalar 0.
@@ -67,7 +68,7 @@ class CrossLayer:
 
 @dataclasses.dataclass(frozen=True)
 class PaperCount:
-    """How the method's paper counts bits and bytes; None if its rule says nothing of this codec.
+    """Bits and bytes as the method's paper counts them. None if its rule does not cover this codec.
 
     bits: (KV width, context, with pointers) -> average bits of an element, by the KVQuant paper's
         rule (cache/paper_bits.py).
@@ -88,15 +89,15 @@ class Facts:
     """Facts about one side of one layer, for the options that its codec was made with.
 
     exact: the body holds rows in full precision, so nothing is quantized.
-    form: what cached rows are. "vectors": keys after RoPE, or values. "before_rope": keys that
-        `Codec.vectors` rotates to their positions, and does nothing else. "other": anything else.
+    form: the form of cached rows. "vectors": keys after RoPE, or values. "before_rope": keys that
+        `Codec.vectors` rotates to their positions, with no other change. "other": anything else.
     joint: both sides share one body, its windows and one tree of parameters, which the codec of the
         key side handles.
-    rebuilds: rows are not keys or values, but what these are made from with the layer's weights.
+    rebuilds: True if keys and values are rebuilt from rows with the layer's weights.
     cross_layer: how the codec builds on the layer below, or None.
     row_axes: (K, H) -> the axes of a token's cached rows, heads and channels.
-    couples: "rows" if what a batch row stores depends on other rows of its batch, "heads" if what a
-        KV head stores depends on other heads although each has arrays of its own.
+    couples: "rows" if the codes of a batch row depend on other rows of its batch, "heads" if the
+        codes of a KV head depend on other heads although each has its own arrays.
     code_layout: the layout of packed codes, or None if the body packs none in planes.
     channel_group_bits: bits of codes in groups of the model's own channels, or None. The channels
         of a group share a token's scale, so one with a large constant makes all of them coarse.
@@ -104,8 +105,8 @@ class Facts:
     requantizes: "exact" if rows that the body gives back are quantized to themselves, to the
         rounding of scales. "drifts" if each pass changes them, so that errors add up.
     outliers: the slots for outliers, or None.
-    unmet: K -> what an option asks for and a layer with K KV heads is too small for, with a remedy
-        in one line; None if nothing is.
+    unmet: K -> an option that a layer with K KV heads is too small for, with a remedy in one line.
+        None if there is none.
     paper: how the paper counts.
     """
 

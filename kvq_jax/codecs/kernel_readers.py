@@ -1,8 +1,8 @@
 """Readers for the arrays that codecs store, as `pallas_kernels.readers` defines them, or the reason
 why a kernel cannot read them.
 
-Each reader is imported where it is made: its kernels need `jax.experimental.pallas.triton`, which
-is deprecated, and all that runs on XLA works without it. Ask `dispatch.no_triton` first.
+Readers are imported inside functions: their kernels need `jax.experimental.pallas.triton`, which is
+deprecated, and everything that runs on XLA works without it. Ask `dispatch.no_triton` first.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS, PlaneLayout
 
 HEAD_DIMS = (64, 128, 256)
-POLAR_BITS = {
-    64: (4, 6, 8),
-    128: (4, 6, 8),
-    256: (8,),
-}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
-# of what kernels compute with: bfloat16 has numbers that it does not hold, and float32 more digits
+# by head dim. Others take a minute to compile, or spill (docs/kernels.md).
+POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}
+# Kernels compute with this dtype: bfloat16 has numbers that it does not hold, and float32 more
+# digits.
 SCALE_DTYPE = "float16"
 RUN_HEAD_DIMS = (64, 128)  # at 256 a step spills, and compiles for minutes (docs/kernels.md)
 RUN_CHANNELS = 8  # two runs share the 16 that tensor cores sum over
-TOKEN_GROUPS = (
-    32,
-    64,
-    128,
-)  # powers of two, like all sizes in a kernel, from a span to the longest step
+# powers of two, like all sizes in a kernel, from a span to the longest step
+TOKEN_GROUPS = (32, 64, 128)
 
 
 @runtime_checkable
 class StoredGroup(Protocol):
-    """The part of a `ChannelGroup` that kernels depend on: the heads, and the channels of each,
-    that share a scale."""
+    """The part of a `ChannelGroup` that kernels depend on: the number of heads, and of channels of
+    each, that share a scale."""
 
     @property
     def heads(self) -> int: ...
@@ -43,7 +38,7 @@ class StoredGroup(Protocol):
 
 
 def grouped(format: GroupFormat, *, pre_rope: bool = False) -> Reader | str:
-    """Return the reader of uniformly quantized groups, or one line that says why there is none."""
+    """Return the reader of uniformly quantized groups, or one line with the reason for none."""
     layout = format.layout
     if reason := head_dim_unsupported(format.channels) or scales_unsupported(format.scale_dtype):
         return reason
@@ -81,16 +76,22 @@ def nonuniform(
     pool: int = 0,
     pre_rope: bool = False,
 ) -> Reader | str:
-    """Return the reader of codes that index one table, or one line that says why there is none.
+    """Return the reader of codes that index one table, or one line with the reason for none.
 
         x^ = table[code] * scale + zero (+ residual)
 
-    group: the channels that share the scale and zero point of a token; None where each channel has
-    its own, the same for all tokens. pool: the tokens that share slots for outliers, 0 for no
-    outliers. The reader takes these arrays, in this order: words of each plane set [B, K, S / n,
-    w]; table [2^bits]; scale and zero, [K, H] without a group, else as stored, [B, K / heads, H /
-    channels, S]; with outliers their index and residual, [B, S / pool, P], and the ends of heads
-    among them, [B, S / pool, K].
+    Args:
+        layout: the layout of the codes.
+        group: the channels that share the scale and zero point of a token. None if each channel has
+            its own, the same for all tokens.
+        scale_dtype: the dtype of stored scales and zero points.
+        pool: the tokens that share slots for outliers, 0 for no outliers.
+        pre_rope: True if keys are cached before RoPE.
+
+    The reader takes these arrays, in this order: words of each plane set [B, K, S / n, w]; table
+    [2^bits]; scale and zero, [K, H] without a group, else as stored, [B, K / heads, H / channels,
+    S]; with outliers their index and residual, [B, S / pool, P], and the ends of heads among them,
+    [B, S / pool, K].
     """
     if reason := head_dim_unsupported(layout.channels) or (
         scales_unsupported(scale_dtype) if group or pool else None
@@ -110,9 +111,8 @@ def nonuniform(
             f"outliers of {pool} tokens share slots; kernels read those of"
             f" {', '.join(map(str, TOKEN_GROUPS))}"
         )
-    affine, channels = (
-        ("channels", layout.channels) if group is None else ("tokens", group.channels)
-    )
+    affine = "channels" if group is None else "tokens"
+    channels = layout.channels if group is None else group.channels
     from pallas_kernels.readers.codebook import CodebookReader
 
     reader = CodebookReader(layout, affine, channels, scale_dtype, pool)
@@ -120,26 +120,23 @@ def nonuniform(
 
 
 def rotated(reader: Reader) -> Reader | str:
-    """Return the reader of the same keys cached before RoPE, or one line that says why there is
-    none. The caller fills in the sink."""
+    """Return the reader of the same keys cached before RoPE, or one line with the reason for none.
+    The caller fills in the sink."""
     from pallas_kernels.readers.rotary import RotatedReader
 
     chunks, width = reader.chunks
-    return (
-        f"the halves of a head are not whole planes of {width} channels"
-        if chunks % 2
-        else RotatedReader(reader)
-    )
+    if chunks % 2:
+        return f"the halves of a head are not whole planes of {width} channels"
+    return RotatedReader(reader)
 
 
 def polar(
     layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: str, *, grouped_angles: bool
 ) -> Reader | str:
-    """Return the reader of keys in polar form, or one line that says why there is none.
+    """Return the reader of keys in polar form, or one line with the reason for none.
 
-    It takes the words of each plane set, of the codes of H / 2 pairs; then step and least of the
-    radii, and of the angles,
-    [B, K, S / group, H / 2].
+    It takes the words of each plane set, of the codes of H / 2 pairs, then step and least value of
+    the radii, and of the angles, [B, K, S / group, H / 2].
     """
     if not grouped_angles:
         return "one step of the radii for a whole sequence; kernels read radii in groups of tokens"
@@ -160,7 +157,7 @@ def polar(
 
 def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Reader | str:
     """Return the reader of keys before RoPE, or of values, in runs of channels of one width, or one
-    line that says why there is none."""
+    line with the reason for none."""
     if channels not in RUN_HEAD_DIMS:
         return (
             f"runs of channels at head_dim {channels}; kernels read them at"
@@ -180,7 +177,7 @@ def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Re
 
 
 def dense(channels: int, dtype: str) -> Reader | str:
-    """Return the reader of full-precision rows, or one line that says why there is none."""
+    """Return the reader of full-precision rows, or one line with the reason for none."""
     if dtype not in ("bfloat16", "float16"):
         return f"full-precision rows in {dtype}; kernels read bfloat16 and float16"
     from pallas_kernels.readers.dense import DenseReader
@@ -189,17 +186,15 @@ def dense(channels: int, dtype: str) -> Reader | str:
 
 
 def head_dim_unsupported(channels: int) -> str | None:
-    """Return why kernels do not serve a head dim, in one line; None if they do."""
-    return (
-        None
-        if channels in HEAD_DIMS
-        else f"head_dim {channels}; kernels serve {', '.join(map(str, HEAD_DIMS))}"
-    )
+    """Return the reason why kernels do not serve a head dim, in one line, or None if they do."""
+    if channels in HEAD_DIMS:
+        return None
+    return f"head_dim {channels}; kernels serve {', '.join(map(str, HEAD_DIMS))}"
 
 
 def scales_unsupported(dtype: str) -> str | None:
-    """Return why kernels do not serve scales and zero points of this dtype, in one line; None if
-    they do."""
-    return (
-        None if dtype == SCALE_DTYPE else f"scales in {dtype}; kernels compute with {SCALE_DTYPE}"
-    )
+    """Return the reason why kernels do not serve scales and zero points of this dtype, in one line,
+    or None if they do."""
+    if dtype == SCALE_DTYPE:
+        return None
+    return f"scales in {dtype}; kernels compute with {SCALE_DTYPE}"

@@ -1,8 +1,9 @@
-"""Writers for the blocks that codecs store, as `pallas_kernels.quantize.writer` defines them: what
-quantizes a block in a kernel.
+"""Writers, which quantize blocks in a kernel as codecs store them.
 
-Each writer is imported where it is made: its kernels need `jax.experimental.pallas.triton`, which
-is deprecated, and all that runs on XLA works without it.
+`pallas_kernels.quantize.writer` defines them.
+
+Writers are imported inside functions: their kernels need `jax.experimental.pallas.triton`, which is
+deprecated, and everything that runs on XLA works without it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from pallas_kernels.quantize.writer import BlockWriter
 
 
 class KernelWriter(NamedTuple):
-    """What quantizes blocks of other formats, in the kernel that appends a token: a `BlockWriter`
-    (pallas_kernels/quantize/writer.py), and the arrays that it reads beside the rows, [B, K, ...],
-    where an axis may be 1 long."""
+    """The quantization of blocks of other formats, in the kernel that appends a token.
+
+    blocks: the `BlockWriter` (pallas_kernels/quantize/writer.py).
+    inputs: the arrays that it reads beside the rows, [B, K, ...]. An axis may be 1 long.
+    """
 
     blocks: BlockWriter
     inputs: list[Array]
@@ -31,16 +34,14 @@ def polar(format: PolarFormat) -> KernelWriter:
     """Return the writer of keys in polar form, in groups of tokens with linear radii."""
     from pallas_kernels.quantize.polar import PolarBlocks
 
-    return KernelWriter(
-        PolarBlocks(
-            format.layout,
-            format.angle_bits,
-            format.group_size,
-            format.cut == "gap",
-            format.scale_dtype,
-        ),
-        [],
+    writer = PolarBlocks(
+        format.layout,
+        format.angle_bits,
+        format.group_size,
+        format.cut == "gap",
+        format.scale_dtype,
     )
+    return KernelWriter(writer, [])
 
 
 def table(
@@ -52,22 +53,23 @@ def table(
     thresholds: Sequence[Float[Array, "..."]] = (),
     per_side: int = 0,
 ) -> KernelWriter:
-    """Return the writer of codes that index a table: the nearest of `levels`, read as the same of
-    `values`.
+    """Return the writer of codes that index a table.
 
-    of_channels: scale and zero point of channels, where the format stores none. thresholds: below
-    and above which entries are outliers, of channels [K, H] or of all [], where the format has
-    slots; none where a token has `per_side` outliers on each side.
+    Args:
+        format: the quantization format.
+        levels: the codebook in which the nearest entry is looked up.
+        values: the codebook that codes are read with, entry by entry the same as `levels`.
+        of_channels: scale and zero point of channels, if the format stores none.
+        thresholds: below and above which entries are outliers, [K, H] for channels or [] for all of
+            them, if the format has slots. Empty if a token has `per_side` outliers on each side.
+        per_side: outliers of a token on each side, without thresholds.
     """
     from pallas_kernels.quantize.outlier_slots import Slots
     from pallas_kernels.quantize.table import TableBlocks
 
     group, pool = format.group, format.pool
     slots = None if pool is None else Slots(pool.tokens, pool.slots, pool.overflows)
-    given = [
-        *of_channels,
-        *(bound.reshape(1, 1) if bound.ndim == 0 else bound for bound in thresholds if pool),
-    ]
+    bounds = [bound.reshape(1, 1) if bound.ndim == 0 else bound for bound in thresholds if pool]
     writer = TableBlocks(
         format.layout,
         group.channels if group else None,
@@ -76,6 +78,5 @@ def table(
         slots=slots,
         per_side=0 if thresholds else per_side,
     )
-    return KernelWriter(
-        writer, [array.astype(jnp.float32)[None] for array in (levels[None], values[None], *given)]
-    )
+    inputs = [levels[None], values[None], *of_channels, *bounds]
+    return KernelWriter(writer, [array.astype(jnp.float32)[None] for array in inputs])

@@ -1,7 +1,7 @@
-"""How compiled kernels read and write a codec's body: one value, with builders for each format.
+"""The compiled kernels that read and write a codec's body, as one value with builders by format.
 
 `kernel_readers` and `kernel_writers` describe a format to the GPU kernels, `native_bodies` to the
-C++ kernels. Those modules import a kernel only when it is asked for, so `Kernels` holds functions.
+C++ kernels. Those modules import a kernel only if it is asked for, so `Kernels` holds functions.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def by_xla(params: Tree, stats: Tree, prefill: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """How compiled kernels read and write a body.
+    """The compiled kernels that read and write a body.
 
     reader: () -> the reader of the fused GPU kernels, or one line that says why there is none.
     native: () -> the description for the C++ kernels, or one line that says why there is none.
     arrays: (params, body) -> the arrays that both read, in their order.
-    writer: (params, stats, prefill) -> what quantizes blocks on a GPU. A `KernelJob` serves prompts
-        and steps, a `KernelWriter` steps alone; None leaves it to XLA.
-    sum: weights . v from the weighted sum of what the body's arrays hold, a linear map; None if
-        these are the values themselves, so that kernels may add vectors of the windows.
+    writer: (params, stats, prefill) -> the quantizer of blocks on a GPU. A `KernelJob` serves
+        prompts and steps, a `KernelWriter` steps alone. None leaves it to XLA.
+    sum: turns the sum over the body's stored numbers into weights . v, by a linear map. None if the
+        sum is weights . v already, so that kernels may add vectors of the windows.
     """
 
     reader: Callable[[], Reader | str]
@@ -63,7 +63,7 @@ class Kernels:
     sum: Sum | None = None
 
     def summed(self, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-        """Return weights . v from what kernels sum."""
+        """Return weights . v from the sums of the kernels."""
         return weighted if self.sum is None else self.sum(weighted)
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a codec: which arrays it needs beside the codes, and where they come from."""
+"""The parameters of a codec: the arrays that it needs beside the codes, and their sources."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ def _none(heads: int) -> dict[str, ArraySpec]:
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """Where the parameters of a codec come from: a calibration, the layer's weights, both, or
-    nowhere.
+    """The source of a codec's parameters: a calibration, the layer's weights, both, or none.
 
     parameters: K -> the calibrated arrays, by name.
     fit: (rows, gradients of the mean loss with respect to them) -> these arrays, in NumPy. It
-        raises ValueError, in one line, if the rows do not determine them.
+    before_rope: True if the rows that `fit` takes are keys before RoPE.
     before_rope: the rows that `fit` takes are keys before RoPE.
     bias: (params, H) -> the constant [K, H] fp32 that is subtracted from keys before they are
         cached, or None.
     narrowed: names of parameters that GPU kernels read in another dtype, and that dtype. Cast once,
         when the parameters are attached to a model, they save a step the launches.
     weights: the layer's weights -> parameters that follow from them alone, made once when a model
-        is loaded; None if the codec takes none. From descriptions it makes descriptions, and
+        is loaded. None if the codec takes none. From descriptions it makes descriptions, and
         weights that are used as they are come back as the same objects.
     key: the options that the parameters depend on, as text. Parameters of one key serve every codec
         with that key.
@@ -63,7 +62,7 @@ class Learning:
         return () if self.weights is None else self.weights(weights)
 
     def derived(self, heads: int) -> dict[str, ArraySpec]:
-        """Describe what `derive` returns for K KV heads."""
+        """Describe the arrays that `derive` returns for K KV heads."""
         described = self.parameters(heads)
         return {
             FOR_KERNELS + name: dataclasses.replace(described[name], dtype=dtype)
@@ -71,8 +70,8 @@ class Learning:
         }
 
     def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
-        """Return calibrated parameters in the dtypes that GPU kernels read. `params` may have them
-        beside the others, or not."""
+        """Return calibrated parameters in the dtypes that GPU kernels read. `params` may hold them
+        beside the others."""
         return {FOR_KERNELS + name: calibrated[name].astype(dtype) for name, dtype in self.narrowed}
 
 

@@ -47,9 +47,8 @@ def nonuniform(
         return reason
     if layout.bits > 4:
         return f"{layout.bits}-bit codes; CPU kernels look up tables for up to 4 bits"
-    residual_dtype = (
-        "float32" if scale_dtype == "float32" else "float16"
-    )  # as CodebookFormat stores them
+    # as CodebookFormat stores them
+    residual_dtype = "float32" if scale_dtype == "float32" else "float16"
     options = {"table": True, "pool": pool, "residual_dtype": residual_dtype, "rotated": pre_rope}
     if group is None:
         return _body(layout, "channels", 1, scale_dtype="float32", **options)
@@ -72,8 +71,10 @@ def polar(
     grouped_angles: bool,
     root: bool,
 ) -> Body | str:
-    """Describe keys in polar form, or say in one line why kernels cannot read them. Arguments:
-    `kernel_readers.polar`; root: radii are the squares of what is stored."""
+    """Describe keys in polar form, or say in one line why kernels cannot read them.
+
+    root: radii are the squares of the stored numbers. Other arguments: `kernel_readers.polar`.
+    """
     if not grouped_angles:
         return (
             "one step of the radii for a whole sequence; CPU kernels read radii in groups of tokens"

@@ -1,5 +1,5 @@
-"""The part that codecs of keys alone, or of values alone, share: which rows they cache, and how
-these become keys and values."""
+"""The part that codecs of keys alone, or of values alone, share: caching their rows, and turning
+these into keys and values."""
 
 from __future__ import annotations
 

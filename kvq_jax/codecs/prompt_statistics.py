@@ -17,7 +17,7 @@ def _nothing(*_: object) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """The prompt statistics of a codec; without arguments, none.
+    """The prompt statistics of a codec. Without arguments, there are none.
 
     spec: (batch, K) -> a tree of `ArraySpec` that describes their arrays.
     of: (params, inputs) -> the arrays, from all valid tokens of a prompt, the sink included.

@@ -1,10 +1,10 @@
-"""Rows that are rotated before they are quantized, so that a few large channels do not make the
-steps of all others coarse.
+"""Rotation of rows before they are quantized, so that a few large channels do not make the steps of
+all others coarse.
 
     body = quantize(R k)        q . k = (R q) . (R k)        sum_t p_t v_t = R^T sum_t p_t (R v_t)
 
 R is one orthogonal matrix for all heads (arrays/rotations.py). Attention turns the query, once for
-a step, and the weighted sum, once for a chunk of the body or for a kernel's whole sum; nothing is
+a step, and the weighted sum, once for a chunk of the body or for a kernel's whole sum. Nothing is
 stored for it and no cached row is turned back. Keys that are cached before RoPE are the exception:
 a rotation of all channels does not commute with RoPE, so each is turned back before it is rotated
 to its position. Windows hold rows as they are. Source: Ashkboos et al., QuaRot, section 4.
@@ -87,7 +87,7 @@ class Rotating(Wrapped):
 
     @property
     def kernels(self) -> Kernels:
-        """Those of `inner`, but no kernel rotates the rows that it would quantize."""
+        """The kernels of `inner`, but none rotates the rows that it would quantize."""
         if not self._commutes:
             return unserved(BEFORE_ROPE)
         kernels: Kernels = self.inner.kernels

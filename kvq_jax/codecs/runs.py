@@ -1,4 +1,4 @@
-"""The codec of rows that are stored as normalized channels, in runs of one width each
+"""The codec of rows that are stored as normalized channels, in runs of channels of one width
 (arrays/run_array.py)."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvq_jax.types.array_types import ArraySpec, CachedRows, Tree
 
 @dataclasses.dataclass(frozen=True)
 class RunsCodec(OneSideCodec):
-    """Rows stored as u, which `analysed` makes of them, without the last channels if these have no
-    bits.
+    """Rows stored as the normalized channels u that `analysed` returns. The last channels are left
+    out if they have no bits.
 
     read_by_kernels: names of the parameters that kernels read after the body and the table of
         steps, in their order.

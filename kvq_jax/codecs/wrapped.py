@@ -1,4 +1,5 @@
-"""A codec around another one. Whatever a wrapper does not define, the inner codec answers."""
+"""A codec around another one. The inner codec answers for everything that the wrapper leaves
+undefined."""
 
 from __future__ import annotations
 

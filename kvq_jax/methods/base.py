@@ -1,7 +1,7 @@
 """A method: a frozen, hashable set of options that makes a codec for each side of each layer.
 
 A method is a frozen dataclass whose options are fields declared with `option(...)`. The spec
-grammar, `kvq methods` and error messages all read these declarations; nothing else describes an
+grammar, `kvq methods` and error messages all read these declarations. Nothing else describes an
 option.
 """
 
@@ -21,8 +21,8 @@ from kvq_jax.types.array_types import ModelDims
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """An integer that differs by layer: the first range that contains a layer gives its value,
-    `default` that of all others.
+    """An integer that differs by layer. The first range that contains a layer gives its value,
+    `default` the value of all others.
 
     Written 4@0-2/2: 4 in layers 0 to 2, else 2.
     """
@@ -59,10 +59,13 @@ def at_layer(value: int | PerLayer, layer: int) -> int:
 def option(
     default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer: bool = False
 ) -> Any:
-    """Declare an option of a method. Its type is that of `default`; `choices` are the allowed
-    values (any if empty).
+    """Declare an option of a method.
 
-    per_layer: its value may differ by layer (`PerLayer`).
+    Args:
+        default: the default value. Its type is the option's.
+        help: shown by `kvq methods`.
+        choices: the allowed values, any if empty.
+        per_layer: True if the value may differ by layer (`PerLayer`).
     """
     return dataclasses.field(
         default=default, metadata={"help": help, "choices": choices, "per_layer": per_layer}
@@ -72,7 +75,7 @@ def option(
 def shared_option(help: str, *, wrap: Callable[[Codec, Any], Codec]) -> dict[str, Any]:
     """Return the metadata of an option of every method that does not decline it.
 
-    wrap: (codec, value) -> the codec with the option's effect. It is asked whatever the value is.
+    wrap: (codec, value) -> the codec with the option's effect. It is called for every value.
     """
     return {"help": help, "choices": (), "per_layer": False, "wrap": wrap}
 
@@ -91,10 +94,10 @@ class Windows:
 class Method(abc.ABC):
     """A quantization method: it makes the codec for each side of each layer.
 
-    A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry. name: as a spec
-    writes it. summary, source: shown by `kvq methods`. The other class variables are facts about
-    the method that hold for all of its options. A `shared_option` below is an option of every method
-    that does not decline it.
+    A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry. `name` is the name
+    that a spec writes. `kvq methods` shows `summary` and `source`. The other class variables are
+    facts about the method that hold for all of its options. A `shared_option` below is an option of
+    every method that does not decline it.
     """
 
     name: ClassVar[str]
@@ -104,12 +107,10 @@ class Method(abc.ABC):
     reads_queries: ClassVar[bool] = False
     keys_only: ClassVar[bool] = False  # values stay in full precision
     declines: ClassVar[frozenset[str]] = frozenset()  # shared options that it does not take
-    replaces: ClassVar[
-        Mapping[str, tuple[str, ...]]
-    ] = {}  # by option: the options that it overrides where it is not 0
-    presets: ClassVar[
-        Mapping[str, str]
-    ] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
+    # by option: the options that it overrides if it is not 0
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    # named options, as a spec writes them: `name:preset=...` stands for them
+    presets: ClassVar[Mapping[str, str]] = {}
 
     rotate: bool = dataclasses.field(
         default=False,
@@ -129,31 +130,32 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def windows(self) -> Windows:
-        """Return the default window sizes: those closest to the paper's that the one ageing rule
+        """Return the default window sizes, the closest to the paper's that the one ageing rule
         (layer/regions.py) allows."""
 
     def carries_from(self) -> int | None:
-        """Return the layer at which a cross-layer method starts its accumulator; None where layers
+        """Return the layer at which a cross-layer method starts its accumulator, or None if layers
         are independent."""
         return None
 
     def fitted(
         self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
     ) -> Method:
-        """Return the method with the options that a calibration decides, where the spec leaves them
-        open; by default there are none.
+        """Return the method with the options that a calibration decides, if the spec leaves them
+        open. By default there are none.
 
-        calibrated: the parameters of every layer, for the sides that this method serves; empty for
-        layers that have none.
+        calibrated: the parameters of every layer, for the sides that this method serves. Empty for
+            layers that have none.
         """
         return self
 
     def predicted_divergence(
         self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
     ) -> float | None:
-        """Return the KL divergence in nats per token that a calibration predicts, to second order
-        in the errors of rows, where gradients are those of the sum of the losses; None for methods
-        whose calibration does not tell. calibrated: as in `fitted`.
+        """Return the KL divergence in nats per token that a calibration predicts.
+
+        It is to second order in the errors of rows, with gradients of the sum of the losses. None
+        for methods whose calibration does not predict it. calibrated: as in `fitted`.
         """
         return None
 
@@ -169,6 +171,12 @@ class Method(abc.ABC):
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         """Return the method's own codec for one side of one layer.
 
-        block: tokens that are quantized at once. dtype: that of rows in full precision. Raises
-        ValueError, in one line, where the options do not fit the model or the block.
+        Args:
+            side: "k" or "v".
+            layer: the layer's index.
+            dims: the model's dimensions.
+            block: tokens that are quantized at once.
+            dtype: the dtype of rows in full precision.
+
+        Raises ValueError, in one line, if the options do not fit the model or the block.
         """

@@ -1,5 +1,5 @@
-"""The cache in full precision: rows in the model's dtype. It is the baseline, and what skipped
-layers use."""
+"""The cache in full precision: rows in the model's dtype. It is the baseline, and skipped layers
+use it."""
 
 from kvq_jax.methods.dense.method import Dense, DenseCodec
 

@@ -25,7 +25,7 @@ from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 from kvq_jax.types.rope import Rope
 
-# How much larger than the prompt's largest entry a later one can be before it saturates.
+# A later entry can be this many times larger than the prompt's largest before it saturates.
 HEADROOM = 2.0
 
 SequenceScale = Literal["tensor", "head", "none"]
@@ -35,9 +35,10 @@ SequenceScale = Literal["tensor", "head", "none"]
 class FloatCodec(OneSideCodec):
     """x^ = number(code) * scale of a block * scale of the sequence.
 
-    sequence: "tensor", one scale for all heads of the side of a layer, "head", one for each, both
-    from the prompt; or "none". The statistics are these scales, [B, K, 1, 1] fp32, 1 for rows
-    without a prompt.
+    sequence: "tensor", one scale for all heads of the side of a layer, or "head", one for each,
+        both from the prompt. Or "none".
+
+    The statistics are these scales, [B, K, 1, 1] fp32, 1 for rows without a prompt.
     """
 
     side: Side
@@ -106,8 +107,8 @@ class FloatCodec(OneSideCodec):
         )
 
     def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt; 1 if
-        these are all 0."""
+        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt, or 1
+        if these are all 0."""
         rows = self.rows(params, inputs).astype(jnp.float32)
         counted = inputs.valid[:, None, :, None] & jnp.isfinite(rows)
         axes = (2, 3) if self.sequence == "head" else (1, 2, 3)

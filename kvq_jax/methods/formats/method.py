@@ -57,10 +57,8 @@ class TokenFormat(Method):
         return Windows(sink=0, recent=0, block=32)
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        group, before_rope = (
-            channel_group(self.group_size, dims.num_key_value_heads, dims.head_dim),
-            self.pre_rope and side == "k",
-        )
+        group = channel_group(self.group_size, dims.num_key_value_heads, dims.head_dim)
+        before_rope = self.pre_rope and side == "k"
         if self.levels == "nf":
             levels = CodebookFormat(
                 self.bits, dims.head_dim, block, group, scale_dtype=self.scale_dtype

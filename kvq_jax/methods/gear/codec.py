@@ -1,5 +1,5 @@
-"""GEAR's codec: uniform groups, and what they miss as a low-rank product and as outliers.
-Equations: README.md beside this file."""
+"""GEAR's codec: uniform groups, with a low-rank product and outliers for their errors. Equations:
+README.md beside this file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ FACTOR_DTYPE = "float16"
 @pytree
 @dataclasses.dataclass(frozen=True)
 class GearArray:
-    """dense: uniform codes. left [B, K, S, r] and right [B, K, S/block, H r]: the factors of each
-    block, or None. outliers, or None."""
+    """Uniform codes, with low-rank factors and outliers of their errors.
+
+    dense: uniform codes.
+    left: [B, K, S, r], factors of each block, or None.
+    right: [B, K, S/block, H r], likewise.
+    outliers: None without any.
+    """
 
     dense: GroupedArray
     left: Float[Array, "B K S r"] | None
@@ -42,9 +47,10 @@ class GearArray:
 class GearCodec(OneSideCodec):
     """x^ = code * scale + zero + L R^T + outliers.
 
-    rank, turns: of the low-rank part of each block and head (`low_rank.factors`). per_side: the
-    outliers on each side of a channel's run of `pool.tokens` tokens (keys), or of a token's KV
-    width (values); pool is None without any.
+    rank, turns: of the low-rank part of each block and head (`low_rank.factors`).
+    per_side: the outliers on each side of a channel's run of `pool.tokens` tokens (keys), or of a
+        token's KV width (values).
+    pool: None without outliers.
     """
 
     side: Side
@@ -70,8 +76,8 @@ class GearCodec(OneSideCodec):
         return describe(GearArray, dense=dense, left=left, right=right, outliers=outliers)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> GearArray:
-        """Quantize rows without their outliers, then approximate what the codes miss, then store
-        the outliers against both.
+        """Quantize rows without their outliers, then approximate the errors of the codes, then
+        store the outliers against both.
 
         NaN counts as 0, infinities as the largest entry of their row.
         """
@@ -175,7 +181,7 @@ def _counts(body: GearArray) -> OutlierCounts:
 
 @functools.cache
 def start_matrix(channels: int, rank: int) -> Float[np.ndarray, "H r"]:
-    """Return where the iteration starts, the same for every block: cosines of different frequencies
-    (those of the DCT), fp32."""
+    """Return the matrix that the iteration starts from, the same for every block: cosines of
+    different frequencies, as in the DCT, fp32."""
     grid = np.outer(np.arange(channels) + 0.5, np.arange(rank) + 1)
     return np.cos(np.pi * grid / channels).astype(np.float32)

@@ -16,9 +16,8 @@ from kvq_jax.methods.gear.codec import GearCodec
 from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4, 8)
-GROUP = (
-    64  # tokens of a block, and elements of a group: the public code's streaming gap and group size
-)
+# tokens of a block, and elements of a group: the public code's streaming gap and group size
+GROUP = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +40,10 @@ class Gear(Method):
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(
-        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     v_bits: int | PerLayer = option(
-        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     group_size: int = option(0, "elements that share a scale (0: 64, or the largest divisor below)")
     backbone: Literal["kivi", "kcvt"] = option(
@@ -67,21 +66,20 @@ class Gear(Method):
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         self._check(dims, block)
-        own = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
+        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
         heads, channels = dims.num_key_value_heads, dims.head_dim
         per_side, pool = self._outliers(side, heads, channels, block)
-        format = self._format(side, own or at_layer(self.bits, layer), heads, channels, block)
+        bits = side_bits or at_layer(self.bits, layer)
+        format = self._format(side, bits, heads, channels, block)
         return GearCodec(
             side, format, self.rank, self.turns, per_side, pool, self.pre_rope and side == "k"
         )
 
     def _format(self, side: Side, bits: int, heads: int, channels: int, block: int) -> GroupFormat:
         if side == "k":
-            group = (
-                block
-                if self.backbone == "kcvt"
-                else resolve_group(self.group_size, block, "the block of tokens", GROUP)
-            )
+            group = block
+            if self.backbone != "kcvt":
+                group = resolve_group(self.group_size, block, "the block of tokens", GROUP)
             return GroupFormat(bits, "asym", "tokens", group, channels, block, self.scale_dtype)
         if self.backbone == "kcvt":
             token = channel_group(0, heads, channels)
@@ -101,8 +99,8 @@ class Gear(Method):
     def _outliers(
         self, side: Side, heads: int, channels: int, block: int
     ) -> tuple[int, Pool | None]:
-        """Return the outliers on each side of what they are chosen from, at least one, and their
-        slots."""
+        """Return the number of outliers on each side of a channel's run or a token, at least one,
+        and their slots."""
         if not self.outliers:
             return 0, None
         run = max(

@@ -1,5 +1,5 @@
-"""InnerQ's codec, and the same with the paper's storage. Equations and deviations: README.md beside
-this file."""
+"""InnerQ's codec, and the same codec with the paper's storage. Equations and deviations: README.md
+beside this file."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class InnerQCodec(GroupedCodec):
         return grouped_array.dequantize(body)
 
     def _bytes(self, elements: int) -> int:
-        """Return the bytes of the paper's hybrid groups: codes at `bits` each, one 32-bit slot
+        """Return the bytes of the paper's hybrid groups: codes of `bits` bits, one 32-bit slot
         (signs, or an fp32 zero point), an fp16 scale and one bit for the mode."""
         groups = elements // self.format.group_size
         beside_codes = groups * (SLOT_BITS + SCALE_BITS + MODE_BITS)

@@ -38,10 +38,10 @@ class InnerQ(Method):
         per_layer=True,
     )
     k_bits: int | PerLayer = option(
-        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     v_bits: int | PerLayer = option(
-        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     total_bits: int = option(
         0,
@@ -58,8 +58,8 @@ class InnerQ(Method):
     )
     storage: Storage = option(
         "planes",
-        "of hybrid groups. planes: signs in a bit plane, and a zero point; slot: the paper's word"
-        " of signs or an fp32 zero point, smaller, without a kernel",
+        "of hybrid groups. planes: a bit plane of signs, and a zero point. slot: the paper's word"
+        " of signs or an fp32 zero point, smaller, but no kernel reads it",
         choices=("planes", "slot"),
     )
 
@@ -67,8 +67,8 @@ class InnerQ(Method):
         return Windows(sink=32, recent=96, block=self.group_size or 32)
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        own = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
-        bits = own or at_layer(self.bits, layer)
+        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
+        bits = side_bits or at_layer(self.bits, layer)
         if self.total_bits:
             bits = self.total_bits - (self.mode != "asym")
         scheme: Scheme = "hybrid" if self.mode == "hybrid_prefill" else self.mode

@@ -1,6 +1,6 @@
 """KVQuant's codec: the sources of its ranges, thresholds and codebooks.
 
-The stored arrays are those of arrays/codebook_array.py and arrays/sparse_outliers.py.
+The stored arrays are in arrays/codebook_array.py and arrays/sparse_outliers.py.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ RANGES = ("scale", "zero", "lower", "upper")  # of a channel
 class KVQuantCodec(OneSideCodec):
     """x^ = values[code] * scale + zero, and outliers in full precision.
 
-    `format.group` is None where ranges belong to channels (calibrated, so known before a token
-    arrives), and spans the whole KV width where they belong to tokens. per_side: the outliers among
-    a token's largest entries, and among its smallest, for thresholds of tokens. outliers: their
-    fraction; 0 where each token has thresholds of its own and the option, then `unmet_outliers`, is
-    less than one of its entries.
+    format: its `group` is None if ranges belong to channels (calibrated, so known before a token
+        arrives), and spans the whole KV width if they belong to tokens.
+    per_side: the outliers among a token's largest entries, and among its smallest, for thresholds
+        of tokens.
+    outliers: the fraction of outliers. It is 0 if each token has its own thresholds and the option,
+        then `unmet_outliers`, is less than one of its entries.
+    online: ranges and thresholds of channels are taken from each sequence's prompt. The calibrated
+        ones serve in their place if there was no prompt, and in channels that are constant in it.
+
     Parameters, by name:
 
         levels [2^bits]       the codebook that codes are chosen from (datatype nuq)
-        qnorm [2]             with the option `qnorm`, values = qnorm[0] * levels + qnorm[1]; else values = levels
+        qnorm [2]             with the option `qnorm`, values = qnorm[0] * levels + qnorm[1]
+                              (without it, values = levels)
         scale, zero [K, H]    half a channel's range, and its middle (ranges of channels)
-        lower, upper          thresholds of outliers: [K, H] (ranges of channels), or [] (ranges of tokens, thresholds of the whole layer)
-
-    online: ranges and thresholds of channels are those of each sequence's prompt. Those of the
-    calibration serve in their place where there was no prompt, and in channels that are constant in
-    it.
+        lower, upper          thresholds of outliers: [K, H] (ranges of channels), or [] (ranges of
+                              tokens, thresholds of the whole layer)
     """
 
     side: Side
@@ -77,11 +79,10 @@ class KVQuantCodec(OneSideCodec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
         rows = rows.astype(jnp.float32)
-        clean, scale, zero, exact = (
-            self._by_channel(params, stats, rows)
-            if self.per_channel
-            else self._by_token(params, rows)
-        )
+        if self.per_channel:
+            clean, scale, zero, exact = self._by_channel(params, stats, rows)
+        else:
+            clean, scale, zero, exact = self._by_token(params, rows)
         return codebook_array.quantize(
             clean, self.format, self._levels(params), self._values(params), scale, zero, exact
         )
@@ -144,7 +145,7 @@ class KVQuantCodec(OneSideCodec):
             )
         elif self.per_matrix and self.format.pool:
             axes |= {"lower": (), "upper": ()}
-        return {name: ArraySpec(own, "float32") for name, own in axes.items()}
+        return {name: ArraySpec(array_axes, "float32") for name, array_axes in axes.items()}
 
     def _key(self) -> str:
         ranges = "channel" if self.per_channel else "token"
@@ -179,7 +180,8 @@ class KVQuantCodec(OneSideCodec):
         """Return scale, zero, lower and upper of each channel, fp32, as a calibration on the
         prompt alone would find them.
 
-            lower, upper = the linearly interpolated quantiles f/2 and 1 - f/2 over the prompt's valid, finite rows but the first
+            lower, upper = the linearly interpolated quantiles f/2 and 1 - f/2 over the prompt's
+                           valid, finite rows but the first
             scale, zero  = half the range and the middle of the rows within them
 
         The first token is left out because models use it as an attention sink, whose keys are
@@ -192,8 +194,8 @@ class KVQuantCodec(OneSideCodec):
         kept = counted & (rows >= lower) & (rows <= upper)
         low = jnp.min(jnp.where(kept, rows, jnp.inf), axis=2, keepdims=True)
         high = jnp.max(jnp.where(kept, rows, -jnp.inf), axis=2, keepdims=True)
-        found = jnp.concatenate([(high - low) / 2, (high + low) / 2, lower, upper], axis=2)
-        return jnp.where(jnp.any(kept, axis=2, keepdims=True), found, 0)
+        ranges = jnp.concatenate([(high - low) / 2, (high + low) / 2, lower, upper], axis=2)
+        return jnp.where(jnp.any(kept, axis=2, keepdims=True), ranges, 0)
 
     def _prompt_ranges_spec(self, batch: int, heads: int) -> ArraySpec:
         axes = (
@@ -232,8 +234,8 @@ class KVQuantCodec(OneSideCodec):
         )
 
     def _paper_bits(self, width: int, context: int, pointers: bool) -> float:
-        """Return b + 32 / width (ranges of tokens) or b + 32 / context (of channels), + 32 *
-        fraction for outliers + half a pointer.
+        """Return b + 32 / width (ranges of tokens) or b + 32 / context (of channels), plus 32 *
+        fraction for outliers and half a pointer.
 
         Source: Hooper et al., KVQuant, Appendix M.
         """
@@ -257,8 +259,8 @@ class KVQuantCodec(OneSideCodec):
     def _by_token(
         self, params: Tree, rows: RowsBKTH
     ) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"] | None]:
-        """Return the same for ranges of tokens, which run from the smallest to the largest entry
-        that is not an outlier."""
+        """Return the same for ranges of tokens, from the smallest to the largest entry that is not
+        an outlier."""
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "ranges of tokens have a group"
         cut, low, high = finite_range(group.cut(rows), ChannelGroup.AXES, saturation_limit(dtype))
@@ -298,8 +300,8 @@ class KVQuantCodec(OneSideCodec):
             return calibrated
         of_prompt = jnp.split(stats, len(RANGES), axis=2)
         return [
-            jnp.where(of_prompt[0] > 0, own, other)
-            for own, other in zip(of_prompt, calibrated, strict=True)
+            jnp.where(of_prompt[0] > 0, prompt_range, calibrated_range)
+            for prompt_range, calibrated_range in zip(of_prompt, calibrated, strict=True)
         ]
 
     def _parameter(self, params: Tree, name: str) -> Array:
@@ -323,19 +325,19 @@ def _quantiles(
     rows, as np.quantile does."""
     ordered = jnp.sort(jnp.where(counted, rows, jnp.inf), axis=2)
     last = jnp.maximum(jnp.sum(counted, axis=2, keepdims=True) - 1, 0)
-    found = []
+    quantiles = []
     for at in (order * last.astype(jnp.float32), (1 - order) * last.astype(jnp.float32)):
         below = jnp.floor(at)
         a, b = (
             jnp.take_along_axis(ordered, jnp.minimum(below.astype(jnp.int32) + i, last), axis=2)
             for i in (0, 1)
         )
-        found.append(jnp.where(at > below, a + (b - a) * (at - below), a))
-    return found
+        quantiles.append(jnp.where(at > below, a + (b - a) * (at - below), a))
+    return quantiles
 
 
 def _innermost(rows: RowsBKTH, beyond: int) -> tuple[Array, Array]:
-    """Return (low, high), [B, 1, T, 1]: in each token's KV width, `beyond` entries lie below low
+    """Return (low, high), [B, 1, T, 1]. In each token's KV width, `beyond` entries lie below low
     and as many above high."""
     batch, _, tokens, _ = rows.shape
     flat = jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)

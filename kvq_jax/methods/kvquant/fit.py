@@ -1,10 +1,14 @@
 """KVQuant's calibration: thresholds, ranges and codebooks from the activations of a text, in NumPy,
 for one side of one layer at a time.
 
-    y = (x - zero) / scale,                  scale, zero: half the range and the middle of the inliers, by channel or by token
+    y = (x - zero) / scale
     levels = argmin sum_i w_i (y_i - nearest level)^2               over the inliers
-    w = F scale^2 (fisher_scale), F (fisher), 1 (none)              F = (d loss / d x)^2, the diagonal of the Fisher information
-    qnorm = (s1 / s2, m1 - m2 s1 / s2)                              means m and deviations s of y before (1) and after (2) quantization
+    w = F scale^2 (fisher_scale), F (fisher), 1 (none)
+    qnorm = (s1 / s2, m1 - m2 s1 / s2)
+
+scale and zero are half the range and the middle of the inliers, by channel or by token.
+F = (d loss / d x)^2 is the diagonal of the Fisher information. m and s are means and deviations of
+y before (1) and after (2) quantization.
 
 Source: Hooper et al., KVQuant, sections 3.3 to 3.5, Appendices D and E, and Q-Norm (section 3.8 of
 its first version).
@@ -36,12 +40,18 @@ def parameters(
 ) -> Mapping[str, np.ndarray]:
     """Return every parameter that a `KVQuantCodec` may ask for, fp32.
 
-    levels: entries of the codebook; None leaves it (and qnorm) out. per_side: outliers among a
-    token's largest entries, and among its smallest. outliers: their fraction, 0 for none.
-    weighting: fisher_scale, fisher or none.
+    Args:
+        rows: [tokens, K, H].
+        gradients: gradients of the mean loss with respect to `rows`.
+        levels: entries of the codebook. None leaves it (and qnorm) out.
+        per_channel: True if ranges belong to channels, False if to tokens.
+        per_matrix: True if one pair of thresholds serves the whole layer.
+        outliers: their fraction, 0 for none.
+        per_side: outliers among a token's largest entries, and among its smallest.
+        weighting: fisher_scale, fisher or none.
 
-    Raises ValueError where rows or gradients are not finite, where there are fewer than two tokens,
-    or where all gradients are 0.
+    Raises ValueError if rows or gradients are not finite, if there are fewer than two tokens, or if
+    all gradients are 0.
     """
     tokens, heads, head_dim = rows.shape
     check_rows(rows, gradients)
@@ -77,22 +87,19 @@ def _thresholds(
         low, high = np.percentile(x, [50 * outliers, 100 - 50 * outliers], axis=axis, keepdims=True)
         return low.astype(np.float32), high.astype(np.float32)
     width = x.shape[1]
-    ordered = np.partition(
-        x, [per_side, width - 1 - per_side], axis=1
-    )  # as the codec finds them when a token arrives
+    # as the codec finds them when a token arrives
+    ordered = np.partition(x, [per_side, width - 1 - per_side], axis=1)
     return ordered[:, per_side, None], ordered[:, width - 1 - per_side, None]
 
 
 def _ranges(
     x: Wide, kept: Bool[np.ndarray, "tokens width"], per_channel: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (scale, zero) of the kept elements, by channel or by token; 0 and 0 where none is
+    """Return (scale, zero) of the kept elements, by channel or by token. Both are 0 if none is
     kept."""
     axis = 0 if per_channel else 1
-    low, high = (
-        np.where(kept, x, np.inf).min(axis=axis, keepdims=True),
-        np.where(kept, x, -np.inf).max(axis=axis, keepdims=True),
-    )
+    low = np.where(kept, x, np.inf).min(axis=axis, keepdims=True)
+    high = np.where(kept, x, -np.inf).max(axis=axis, keepdims=True)
     low, high = (np.where(np.isfinite(bound), bound, 0) for bound in (low, high))
     return (high - low) / 2, (high + low) / 2
 
@@ -102,9 +109,8 @@ def _weights(
 ) -> Float[np.ndarray, " n"] | None:
     if weighting == "none":
         return None
-    weights = np.square(grad * scale if weighting == "fisher_scale" else grad, dtype=np.float64)[
-        kept
-    ]
+    factor = grad * scale if weighting == "fisher_scale" else grad
+    weights = np.square(factor, dtype=np.float64)[kept]
     if not weights.any():
         raise ValueError("all gradients are 0: no level can be weighted")
     return weights

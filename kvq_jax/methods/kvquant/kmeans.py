@@ -27,7 +27,7 @@ RUNS = 96  # of a row's numbers, in which its first solution is exact
 def nearest(
     y: Float[np.ndarray, " n"], levels: Float[np.ndarray, " entries"]
 ) -> Int[np.ndarray, " n"]:
-    """Return the index of the nearest of the sorted levels; on a tie, that of the lower one."""
+    """Return the index of the nearest of the sorted levels, the lower one on a tie."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, y, side="left")
 
 
@@ -37,7 +37,7 @@ def weighted_levels(
     """Return `entries` sorted levels for numbers in [-1, 1]. Fewer distinct numbers than entries
     leave some levels equal.
 
-    Raises ValueError where there are no numbers.
+    Raises ValueError if there are no numbers.
     """
     if not y.size:
         raise ValueError("no element is left to find levels for")
@@ -71,8 +71,8 @@ def _histogram(y: np.ndarray, weights: np.ndarray | None) -> list[np.ndarray]:
 
 
 def _coarse(*sums: np.ndarray) -> list[np.ndarray]:
-    """Return the sums of at most COARSE_BINS runs of bins: half of their borders equally spaced,
-    half at equal shares of the mass."""
+    """Return the sums of at most COARSE_BINS runs of bins. Half of their borders are equally
+    spaced, half are at equal shares of the mass."""
     share = np.cumsum(sums[0]) / sums[0].sum()
     even = np.linspace(0, 1, FINE_BINS)
     steps = np.floor((share + even) / 2 * COARSE_BINS).astype(np.int64)
@@ -81,17 +81,16 @@ def _coarse(*sums: np.ndarray) -> list[np.ndarray]:
 
 
 def _optimal(sums: list[np.ndarray], entries: int) -> np.ndarray:
-    """Return the means of the best cut of bins, given by sum w, sum w y and sum w y^2, into
-    `entries` runs."""
+    """Return the means of the best cut of bins into `entries` runs. The bins are described by
+    sum w, sum w y and sum w y^2."""
     used = sums[0] > 0
     mass, first, second = (np.concatenate([[0.0], np.cumsum(s[used])]) for s in sums)
     size = len(mass) - 1
     weight, moment = mass[None] - mass[:, None], first[None] - first[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         cost = second[None] - second[:, None] - np.square(moment) / weight
-    cost = np.where(
-        weight > 0, np.maximum(cost, 0), np.inf
-    )  # cost[i, j]: bins i .. j - 1 as one run
+    # cost[i, j]: bins i .. j - 1 as one run
+    cost = np.where(weight > 0, np.maximum(cost, 0), np.inf)
     best, cuts = cost[0], []
     for _ in range(1, min(entries, size)):
         through = best[:, None] + cost
@@ -108,12 +107,12 @@ def _optimal(sums: list[np.ndarray], entries: int) -> np.ndarray:
 def weighted_levels_of_rows(
     y: Float[np.ndarray, "rows n"], weights: Float[np.ndarray, "rows n"], entries: int
 ) -> Float[np.ndarray, "rows entries"]:
-    """Return `entries` sorted levels for each row: `weighted_levels` of rows of some thousand
-    numbers, which may be of any size.
+    """Return `entries` sorted levels for each row, as `weighted_levels` does for one.
 
-    The first solution is exact on at most RUNS runs of a row's sorted numbers, as dense as the best
-    levels would lie (w^1/3 gap^2/3: Panter and Dite 1951) and cut on both sides of a number, so
-    that one of much weight is a run. Every row must have a weight above 0.
+    Rows have some thousand numbers, which may be of any size. The first solution is exact on at
+    most RUNS runs of a row's sorted numbers. These are as dense as the best levels would lie
+    (w^1/3 gap^2/3: Panter and Dite 1951) and cut on both sides of a number, so that one of much
+    weight is a run. Every row must have a weight above 0.
     """
     order = np.argsort(y, axis=1)
     y = np.take_along_axis(y, order, axis=1).astype(np.float64)
@@ -156,14 +155,14 @@ def _at_runs(
     ends = np.concatenate(
         [edge, np.sort(np.concatenate([after - 1, after], axis=1), axis=1), edge + numbers], axis=1
     )
-    return [np.take_along_axis(own, ends, axis=1) for own in sums]
+    return [np.take_along_axis(cumulative, ends, axis=1) for cumulative in sums]
 
 
 def _optimal_cuts(
     mass: np.ndarray, first: np.ndarray, second: np.ndarray, entries: int
 ) -> Float[np.ndarray, "rows entries"]:
-    """Return the means of the best cut of each row's runs, given by cumulative sums, into at most
-    `entries` parts."""
+    """Return the means of the best cut of each row's runs into at most `entries` parts. The runs
+    are described by cumulative sums."""
 
     def between(ends: np.ndarray) -> np.ndarray:
         return ends[:, None, :] - ends[:, :, None]
@@ -172,9 +171,8 @@ def _optimal_cuts(
     with np.errstate(divide="ignore", invalid="ignore"):
         cost = np.where(weight > 0, np.maximum(between(second) - np.square(moment) / weight, 0), 0)
     backwards = np.tri(mass.shape[1], k=-1, dtype=bool)
-    cost = np.where(
-        backwards, np.inf, cost
-    )  # cost[:, i, j]: runs i .. j - 1 as one part, which may be empty
+    # cost[:, i, j]: runs i .. j - 1 as one part, which may be empty
+    cost = np.where(backwards, np.inf, cost)
     best, cuts = cost[:, 0], []
     for _ in range(1, entries):
         through = best[:, :, None] + cost
@@ -205,7 +203,8 @@ def _means(
     """Return the sorted means of the parts between borders. A part without weight has the value
     `otherwise`, or the mean before it."""
     weight, moment = (
-        np.diff(np.take_along_axis(own, ends, axis=1), axis=1) for own in (mass, first)
+        np.diff(np.take_along_axis(cumulative, ends, axis=1), axis=1)
+        for cumulative in (mass, first)
     )
     means = np.divide(
         moment,
@@ -222,10 +221,8 @@ def _means(
 def _searched(
     rows: Float[np.ndarray, "rows n"], values: Float[np.ndarray, "rows m"]
 ) -> Int[np.ndarray, "rows m"]:
-    """Return, for each row by itself, where its values belong among its sorted numbers, all of them
-    in [-1, 1]."""
+    """Return the index at which each value belongs among the sorted numbers of its row. All numbers
+    and values are in [-1, 1]."""
     apart = 4.0 * np.arange(len(rows))[:, None]
-    found = np.searchsorted((rows + apart).ravel(), (values + apart).ravel(), side="right").reshape(
-        values.shape
-    )
-    return found - rows.shape[1] * np.arange(len(rows))[:, None]
+    index = np.searchsorted((rows + apart).ravel(), (values + apart).ravel(), side="right")
+    return index.reshape(values.shape) - rows.shape[1] * np.arange(len(rows))[:, None]

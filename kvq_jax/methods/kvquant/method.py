@@ -33,10 +33,10 @@ class KVQuant(Method):
 
     bits: int | PerLayer = option(4, "bits of keys and values", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(
-        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     v_bits: int | PerLayer = option(
-        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     outliers: float = option(
         0.01,
@@ -59,20 +59,20 @@ class KVQuant(Method):
     )
     pre_rope: bool = option(True, "cache keys before RoPE")
     k_axis: Literal["channel", "token"] = option(
-        "channel", "what shares a range among keys", choices=("channel", "token")
+        "channel", "keys of a channel, or of a token, share a range", choices=("channel", "token")
     )
     v_axis: Literal["channel", "token"] = option(
-        "token", "what shares a range among values", choices=("channel", "token")
+        "token", "values of a channel, or of a token, share a range", choices=("channel", "token")
     )
     thresholds: Literal["vector", "matrix"] = option(
         "vector",
-        "where outliers are looked for: in each channel or token, or in the whole layer",
+        "look for outliers in each channel or token, or in the whole layer",
         choices=("vector", "matrix"),
     )
     channel_ranges: Literal["calibrated", "prompt"] = option(
         "calibrated",
-        "whose ranges and thresholds channels have: the calibration text's, or those of each"
-        " sequence's own prompt (Table 14's online)",
+        "take ranges and thresholds of channels from the calibration text, or from each sequence's"
+        " own prompt (Table 14's online)",
         choices=("calibrated", "prompt"),
     )
     slots: float = option(
@@ -102,20 +102,17 @@ class KVQuant(Method):
         if not self.slots:
             raise ValueError("slots=0 leaves no place for outliers: outliers=0 turns them off")
         heads, head_dim = dims.num_key_value_heads, dims.head_dim
-        bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer) or at_layer(
-            self.bits, layer
-        )
+        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
+        bits = side_bits or at_layer(self.bits, layer)
         axis = self.k_axis if side == "k" else self.v_axis
         group = channel_group(0, heads, head_dim) if axis == "token" else None
         width = heads * head_dim
         per_side = outliers_per_side(self.outliers, width)
-        static = (
-            axis == "channel" or self.thresholds == "matrix"
-        )  # so the data decide how many outliers a token has
+        # With static thresholds the data decide how many outliers a token has.
+        static = axis == "channel" or self.thresholds == "matrix"
         outliers = self.outliers if static or per_side else 0.0
-        of_paper = (
-            2 * per_side or outliers * width
-        )  # tokens that share slots can have less than one each
+        # Tokens that share slots can have less than one each.
+        of_paper = 2 * per_side or outliers * width
         per_token = min(of_paper * (self.slots if static else 1), width)
         pool = pool_of(block, per_token, head_dim, static) if outliers else None
         return KVQuantCodec(

@@ -131,8 +131,10 @@ class PolarCodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class PolarQuant(Method):
-    """Keys as the angle and radius of each RoPE pair; values in full precision. Source: Wu et al.,
-    PolarQuant, section 3."""
+    """Keys as the angle and radius of each RoPE pair, values in full precision.
+
+    Source: Wu et al., PolarQuant, section 3.
+    """
 
     name: ClassVar[str] = "polarquant"
     summary: ClassVar[str] = (
@@ -157,18 +159,18 @@ class PolarQuant(Method):
     )
     grid: Grid = option(
         "grouped",
-        "grouped: ranges by group; global: angles over the full circle, one step of the radii per"
+        "grouped: ranges by group. global: angles over the full circle, one step of the radii per"
         " sequence (the paper's first version)",
         choices=("grouped", "global"),
     )
     cut: Cut = option(
         "gap",
-        "where a group's circle of angles is opened: in its largest gap, or at angle 0",
+        "open a group's circle of angles in its largest gap, or at angle 0",
         choices=("gap", "fixed"),
     )
     radius_scale: RadiusScale = option(
         "linear",
-        "what has equal steps within a group: radii, or their square roots, which suits a few large"
+        "equal steps within a group for radii, or for their square roots, which suit a few large"
         " radii",
         choices=("linear", "sqrt"),
     )
@@ -189,11 +191,9 @@ class PolarQuant(Method):
                 f"radius_scale={self.radius_scale} is for grid=grouped: the steps of a global grid"
                 " are those of the radii"
             )
-        group = (
-            resolve_group(self.group_size, block, "the block of tokens", GROUP)
-            if self.grid == "grouped"
-            else block
-        )
+        group = block
+        if self.grid == "grouped":
+            group = resolve_group(self.group_size, block, "the block of tokens", GROUP)
         bits = self.angle_bits, self.radius_bits
         format = PolarFormat(
             *bits,

@@ -25,11 +25,14 @@ from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, 
 class SquatCodec(GroupedCodec):
     """Keys per channel over groups of tokens, stored and read as KIVI's.
 
-    The prompt statistics of a batch row are the matrices that correct its keys, [B, K, H - block, H
-    - last block] fp32, zeros for a row without a prompt. query_rope: the subspace is that of
-    queries after RoPE. ahead: if not 0, it is that of queries before RoPE, rotated to each of the
-    `ahead` positions after the prompt. normalize: S^2 is divided by the prompt's length. shared:
-    all rows of a batch take the matrices of the first one that has a prompt.
+    The prompt statistics of a batch row are the matrices that correct its keys, [B, K, H - block,
+    H - last block] fp32, zeros for a row without a prompt.
+
+    query_rope: the subspace is spanned by queries after RoPE.
+    ahead: if not 0, it is spanned by queries before RoPE, rotated to each of the `ahead` positions
+        after the prompt.
+    normalize: S^2 is divided by the prompt's length.
+    shared: all rows of a batch take the matrices of the first one that has a prompt.
     """
 
     rank: int = 5
@@ -41,7 +44,7 @@ class SquatCodec(GroupedCodec):
     shared: bool = False
 
     def quantize(self, params: Tree, stats: Array, rows: CachedRows, at: Origin) -> GroupedArray:
-        """Quantize blocks of channels in turn; the ranges of each are taken after the corrections
+        """Quantize blocks of channels in turn. The ranges of each are taken after the corrections
         for the blocks before it.
 
         An entry that is not finite, or saturates, corrects nothing.
@@ -82,11 +85,11 @@ class SquatCodec(GroupedCodec):
 
     @property
     def kernels(self) -> Kernels:
-        """Those that read KIVI's keys; none corrects the keys that it quantizes."""
+        """The kernels of KIVI's keys, which read these too. None corrects what it quantizes."""
         return dataclasses.replace(super().kernels, writer=by_xla)
 
     def _corrections(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K _ _"]:
-        """Return the matrices B_t H_t, made from the queries of all valid tokens."""
+        """Return the matrices B_t H_t of the queries of all valid tokens."""
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
         if queries is None or (self.ahead and inputs.rope is None):
             option = (
@@ -99,10 +102,8 @@ class SquatCodec(GroupedCodec):
         if self.shared:
             row = jnp.argmax(counted[:, 0] & (inputs.positions[:, 0] == 0))
             queries, counted = (lax.dynamic_slice_in_dim(a, row, 1, 0) for a in (queries, counted))
-        matrix, length = (
-            subspace.gram(queries, counted, inputs.k_rot.shape[1]),
-            jnp.sum(counted, axis=1),
-        )
+        matrix = subspace.gram(queries, counted, inputs.k_rot.shape[1])
+        length = jnp.sum(counted, axis=1)
         if self.ahead and inputs.rope is not None:
             matrix = subspace.turned(matrix, length, self.ahead, inputs.rope)
         if self.normalize:

@@ -14,16 +14,16 @@ from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4)
-# Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which here are
-# recent=0, block=32.
+# Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which is
+# recent=0, block=32 here.
 WINDOWS = "group_size=32,sink=0,recent=0,block=32"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Squat(Method):
     """Keys per channel as in KIVI, but each block of channels is corrected for the errors of those
-    before it, so that the whole error is nearly orthogonal to the prompt's queries; values as in
-    KIVI.
+    before it, so that the whole error is nearly orthogonal to the prompt's queries. Values are as
+    in KIVI.
 
     Source: Wang et al., SQuat, section 3.
     """
@@ -34,10 +34,10 @@ class _Squat(Method):
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(
-        0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     v_bits: int | PerLayer = option(
-        0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True
+        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     rank: int = option(5, "dimensions of the query subspace, r")

@@ -1,16 +1,18 @@
-"""SQuat's matrices, which are made from a prompt's queries and correct the channels that are not
+"""SQuat's matrices. They come from a prompt's queries and correct the channels that are not
 quantized yet.
 
 With the queries of one KV head as the rows of Q, its r largest singular values S and right singular
 vectors V [r, H]:
 
-    Q^ = diag(S) V,    P = I + lam Q^^T Q^,    P^-1 = I - V^T diag(lam S^2 / (1 + lam S^2)) V                 (Woodbury)
+    Q^ = diag(S) V,    P = I + lam Q^^T Q^
+    P^-1 = I - V^T diag(lam S^2 / (1 + lam S^2)) V                      (Woodbury)
 
-Once channels tg .. (t+1)g - 1 have taken the error d, the others move by the d' that minimizes |(d,
-d')|_P (Proposition 1, Lemma 2):
+Once channels tg .. (t+1)g - 1 have taken the error d, the others move by the d' that minimizes
+|(d, d')|_P (Proposition 1, Lemma 2):
 
-    d' = B_t H_t d,    A_t, B_t the upper and lower left blocks of P^-1, H_t the last g columns of
-                       A_t^-1
+    d' = B_t H_t d
+
+with A_t, B_t the upper and lower left blocks of P^-1, and H_t the last g columns of A_t^-1.
 
 With the Cholesky factor P^-1 = L L^T and the blocks of g channels that L falls into,
 
@@ -31,8 +33,8 @@ from kvq_jax.types.array_types import LengthsB
 from kvq_jax.types.rope import Rope, cosines_and_sines
 
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
-# of lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be
-# factored in fp32
+# Bounds lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be
+# factored in fp32.
 LARGEST_WEIGHT = 1e5
 
 
@@ -46,14 +48,11 @@ def gram(
     chunk = min(tokens, QUERY_CHUNK)
 
     def add(i: Array, total: Array) -> Array:
-        at = jnp.minimum(
-            i * chunk, tokens - chunk
-        )  # the last chunk starts early, and does not count what was counted
+        # The last chunk starts early and leaves out the tokens that were counted before.
+        at = jnp.minimum(i * chunk, tokens - chunk)
         part = lax.dynamic_slice_in_dim(rows, at, chunk, 3).astype(jnp.float32)
-        use = (
-            lax.dynamic_slice_in_dim(counted, at, chunk, 1)
-            & (at + jnp.arange(chunk) >= i * chunk)[None]
-        )
+        new = (at + jnp.arange(chunk) >= i * chunk)[None]
+        use = lax.dynamic_slice_in_dim(counted, at, chunk, 1) & new
         part = jnp.where(use[:, None, None, :, None] & jnp.isfinite(part), part, 0)
         return total + jnp.einsum("bkgth,bkgti->bkhi", part, part, precision=lax.Precision.HIGHEST)
 
@@ -65,16 +64,15 @@ def gram(
 def turned(
     matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: Rope
 ) -> Float[Array, "B K H H"]:
-    """Return the mean of R(p) Q^T Q R(p)^T over the positions p = first .. first + ahead - 1, where
-    Q holds queries before RoPE.
+    """Return the mean of R(p) Q^T Q R(p)^T over the positions p = first .. first + ahead - 1. Q
+    holds queries before RoPE.
 
     With z_i = q_i + i q_{i+H/2}, RoPE is z_i e^{i p w_i}. So sum z_i conj(z_j) and sum z_i z_j,
     which hold the same numbers as Q^T Q, are multiplied by the means of e^{i p (w_i - w_j)} and of
     e^{i p (w_i + w_j)}.
     """
-    turns = lax.complex(
-        *cosines_and_sines(first[:, None] + jnp.arange(ahead)[None], rope)
-    )  # [B, ahead, H/2]
+    # [B, ahead, H/2]
+    turns = lax.complex(*cosines_and_sines(first[:, None] + jnp.arange(ahead)[None], rope))
     less, more = (
         _product("bpi,bpj->bij", turns, other)[:, None] / ahead
         for other in (jnp.conj(turns), turns)
@@ -92,7 +90,7 @@ def corrections(
 ) -> Float[Array, "B K later earlier"]:
     """Return all matrices B_t H_t (`updates`) for the `rank` largest directions of Q^T Q.
 
-    On CPUs they are computed for one batch row and head after the other: JAX 0.10 hands the
+    On CPUs they are computed for one batch row and head after the other. JAX 0.10 hands the
     matrices of a batch to the very threads that wait for them, and prefills of several rows and
     layers never returned (docs/decisions/methods.md).
     """
@@ -111,8 +109,10 @@ def directions(
     matrix: Float[Array, "B K H H"], rank: int
 ) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
     """Return (S^2 in descending order, V^T): the largest eigenvalues of Q^T Q and their
-    eigenvectors, which are Q's squared singular values and right singular vectors. Exact up to
-    fp32, whatever the spectrum: all eigenvectors are computed (docs/decisions/methods.md).
+    eigenvectors, which are Q's squared singular values and right singular vectors.
+
+    Exact up to fp32 for every spectrum, because all eigenvectors are computed
+    (docs/decisions/methods.md).
     """
     values, vectors = jnp.linalg.eigh(matrix)
     return jnp.maximum(values[..., : -rank - 1 : -1], 0), vectors[..., : -rank - 1 : -1]
@@ -123,10 +123,10 @@ def updates(
 ) -> Float[Array, "B K later earlier"]:
     """Return all B_t H_t in one array, fp32.
 
-    Entry [h - block, c] is what an error of channel c adds to channel h of a later block; it is 0
-    where h is in the same block or an earlier one. The columns are the channels of all blocks but
-    the last. All entries are 0, so nothing is corrected, where the matrices cannot be computed in
-    fp32.
+    Entry [h - block, c] is the share of an error of channel c that is added to channel h of a later
+    block. It is 0 if h is in the same block or an earlier one. The columns are the channels of all
+    blocks but the last. All entries are 0, so nothing is corrected, if the matrices cannot be
+    computed in fp32.
     """
     head_dim = vectors.shape[-2]
     weights = jnp.minimum(lam * values, LARGEST_WEIGHT)
@@ -135,13 +135,13 @@ def updates(
     columns = []
     for start in range(0, head_dim - block, block):
         end = start + block
-        own, later = factor[:, :, start:end, start:end], factor[:, :, end:, start:end]
-        moved = lax.linalg.triangular_solve(own, later, left_side=False, lower=True)
+        diagonal, below = factor[:, :, start:end, start:end], factor[:, :, end:, start:end]
+        moved = lax.linalg.triangular_solve(diagonal, below, left_side=False, lower=True)
         columns.append(jnp.pad(moved, ((0, 0), (0, 0), (start, 0), (0, 0))))
     matrices = jnp.concatenate(columns, axis=-1)
     return jnp.where(jnp.all(jnp.isfinite(matrices), axis=(-2, -1), keepdims=True), matrices, 0)
 
 
 def _product(equation: str, *factors: Array) -> Array:
-    """Return the einsum in full fp32; by default a GPU would round the factors to 10 bits."""
+    """Return the einsum in full fp32. By default a GPU would round the factors to 10 bits."""
     return jnp.einsum(equation, *factors, precision=lax.Precision.HIGHEST)

@@ -23,8 +23,8 @@ class SphereCodec(CodebookCodec):
     stores no zero points."""
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
-        """Quantize rows against their norms as stored. What is not finite counts as 0; norms
-        saturate in the stored dtype."""
+        """Quantize rows against their norms as stored. Entries that are not finite count as 0, and
+        norms saturate in the stored dtype."""
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "a norm belongs to a head of a token"
         x = jnp.where(jnp.isfinite(rows), rows, 0).astype(jnp.float32)

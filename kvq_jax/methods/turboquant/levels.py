@@ -1,13 +1,14 @@
 """The levels of TurboQuant: the scalar quantizer of least mean squared error for one coordinate of
 a random unit vector.
 
-    f(t) = c (1 - t^2)^((d - 3) / 2),  -1 <= t <= 1                        the density of a coordinate in d dimensions (a Beta density)
-    level_i = E[t | t between the midpoints around level_i]                Lloyd and Max's conditions
+    f(t) = c (1 - t^2)^((d - 3) / 2),  -1 <= t <= 1
+    level_i = E[t | t between the midpoints around level_i]
 
-A conditional mean is a first moment over a mass. The first has a closed form, -c (1 - t^2)^((d - 1)
-/ 2) / (d - 1); the second is summed on a grid. Lloyd's iteration from quantiles converges to the
-one optimum, since f is log-concave for d >= 3. Source: Zandieh et al., TurboQuant, Lemma 1 and
-section 3.1; Max (1960), Lloyd (1982).
+f is the density of a coordinate in d dimensions (a Beta density), and the second line is Lloyd and
+Max's condition. A conditional mean is a first moment over a mass. The first has a closed form,
+-c (1 - t^2)^((d - 1) / 2) / (d - 1). The second is summed on a grid. Lloyd's iteration from
+quantiles converges to the one optimum, since f is log-concave for d >= 3. Source: Zandieh et al.,
+TurboQuant, Lemma 1 and section 3.1; Max (1960), Lloyd (1982).
 """
 
 from __future__ import annotations

@@ -24,9 +24,13 @@ from kvq_jax.types.rope import Rope
 class KeyCodec(RunsCodec):
     """Keys before RoPE, minus their mean, divided by the deviation of their pair.
 
-    Parameters: mean, scale [K, H] in the model's order; place [K, H], where each channel stands
-    among the sorted ones; energies [K, H/2]. The mean's share of the scores is exact: whole keys
-    are rotated.
+    Parameters:
+
+        mean, scale [K, H]    in the model's order
+        place [K, H]          the place of each channel among the sorted ones
+        energies [K, H/2]     of the sorted pairs
+
+    The mean's share of the scores is exact, because whole keys are rotated.
     """
 
     side: Side = "k"
@@ -35,10 +39,8 @@ class KeyCodec(RunsCodec):
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
-        flat, pairs = (
-            ArraySpec(rows, "float32"),
-            ArraySpec((rows[0], Axis("pairs", self.format.channels // 2)), "float32"),
-        )
+        flat = ArraySpec(rows, "float32")
+        pairs = ArraySpec((rows[0], Axis("pairs", self.format.channels // 2)), "float32")
         return {"mean": flat, "scale": flat, "place": ArraySpec(rows, "int32"), "energies": pairs}
 
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
@@ -63,8 +65,13 @@ class ValueCodec(RunsCodec):
     """Values minus their mean, in the eigenbasis in which errors of equal energy cost the loss the
     same.
 
-    Parameters: mean [K, H]; analysis and synthesis [K, H, H], inverses of each other; energies [K,
-    H]. A weighted sum is taken over normalized channels and meets `synthesis` once for a chunk of
+    Parameters:
+
+        mean [K, H]
+        analysis, synthesis [K, H, H]    inverses of each other
+        energies [K, H]                  of the sorted channels
+
+    A weighted sum is taken over normalized channels and meets `synthesis` once for a chunk of
     tokens.
     """
 
@@ -74,27 +81,22 @@ class ValueCodec(RunsCodec):
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.format.channels)
-        flat, matrix = (
-            ArraySpec(rows, "float32"),
-            ArraySpec((*rows, Axis("none", self.format.channels)), "float32"),
-        )
+        flat = ArraySpec(rows, "float32")
+        matrix = ArraySpec((*rows, Axis("none", self.format.channels)), "float32")
         return {"mean": flat, "analysis": matrix, "synthesis": matrix, "energies": flat}
 
     def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
         return fit.values(rows, gradients)
 
     def analysed(self, params: Tree, rows: CachedRows) -> Float[Array, "B K T H"]:
-        finite = jnp.where(
-            jnp.isfinite(rows), rows, 0
-        )  # one entry that is not would enter every channel
+        # One entry that is not finite would enter every channel.
+        finite = jnp.where(jnp.isfinite(rows), rows, 0)
         return _turned(finite - params["mean"][None, :, None], params["analysis"])
 
     def dequantize(self, params: Tree, stats: Tree, body: RunArray) -> CachedRows:
         params = calibrated(params)
-        return (
-            self._synthesized(params, run_array.levels(body) * run_array.factor(body.scale))
-            + params["mean"][None, :, None]
-        )
+        u = run_array.levels(body) * run_array.factor(body.scale)
+        return self._synthesized(params, u) + params["mean"][None, :, None]
 
     def weighted(
         self,
@@ -106,13 +108,10 @@ class ValueCodec(RunsCodec):
         rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
         params = calibrated(params)
-        sums = weigh_rows(
-            weights * jnp.swapaxes(run_array.factor(body.scale), -1, -2), run_array.levels(body)
-        )
-        return (
-            self._synthesized(params, sums)
-            + jnp.sum(weights, axis=-1, keepdims=True) * params["mean"][None, :, None]
-        )
+        scaled = weights * jnp.swapaxes(run_array.factor(body.scale), -1, -2)
+        sums = weigh_rows(scaled, run_array.levels(body))
+        mean = params["mean"][None, :, None]
+        return self._synthesized(params, sums) + jnp.sum(weights, axis=-1, keepdims=True) * mean
 
     def _synthesized(
         self, params: Tree, u: Float[Array, "B K T stored"]

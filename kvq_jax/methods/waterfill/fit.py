@@ -1,5 +1,5 @@
-"""Waterfill's calibration: which channels matter, and by how much, for one side of one layer.
-NumPy, the same rows give the same arrays.
+"""Waterfill's calibration: the weight of each channel, for one side of one layer. NumPy. The same
+rows give the same arrays.
 
 With rows x and gradients g of the loss with respect to them, as (mean) E over the tokens of a text,
 for each KV head:
@@ -11,7 +11,7 @@ for each KV head:
         analysis = M^1/2 B diag(energy)^-1/2,   synthesis = diag(energy)^1/2 B^T M^-1/2
 
 So a squared error d of a normalized channel changes the loss by about energy * d to second order,
-which is the loss's Fisher information; and a channel's own variance is 1. Channels are sorted by
+with the loss's Fisher information, and a channel's own variance is 1. Channels are sorted by
 energy.
 """
 
@@ -23,13 +23,16 @@ from jaxtyping import Float
 from kvq_jax.codecs.fitting import Rows, check_rows, square_roots
 
 RIDGE = 1e-3  # of M's mean eigenvalue: directions without a gradient in the text keep some weight
-FLOOR = 1e-8  # of the largest energy: a direction that is constant in the text is none to divide by
+FLOOR = 1e-8  # of the largest energy: the least energy of a direction, also if it is constant
 
 
 def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
-    """Return mean and scale [K, H] in the model's order, place [K, H] (where a channel stands in
-    the order of energies, the two of a pair side by side), and the pairs' energies [K, H/2],
-    sorted."""
+    """Return the parameters of keys.
+
+    mean, scale: [K, H], in the model's order.
+    place: [K, H], a channel's place in the order of energies, the two of a pair side by side.
+    energies: [K, H/2], the sorted energies of pairs.
+    """
     check_rows(rows, gradients, weighted=True)
     mean = rows.mean(axis=0, dtype=np.float64)
     spread, slope = _pair_energy(rows - mean), _pair_energy(gradients)

@@ -27,8 +27,8 @@ PROFILES = 4  # different widths in a model, at most (docs/decisions/calibration
 
 @dataclasses.dataclass(frozen=True)
 class Waterfill(Method):
-    """Channels in a calibrated order, more bits for those that matter more; one 8-bit scale for
-    each token and head."""
+    """Channels in a calibrated order, with more bits for those that matter more, and one 8-bit
+    scale for each token and head."""
 
     name: ClassVar[str] = "waterfill"
     summary: ClassVar[str] = (
@@ -39,8 +39,8 @@ class Waterfill(Method):
 
     bits: float = option(
         2.5,
-        "stored bits of an element, scales included: layers without widths of their own take those"
-        " of a template",
+        "stored bits of an element, scales included: layers without their own widths take a"
+        " template's",
     )
     k_widths: int | PerLayer = option(
         0,
@@ -56,21 +56,21 @@ class Waterfill(Method):
     def fitted(
         self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
     ) -> Method:
-        """Return the method with widths for each layer: each side of each layer shares out the same
+        """Return the method with widths for each layer. Each side of each layer shares out the same
         number of bits by its own energies."""
         if self.k_widths or self.v_widths:
             return self
         count = template_chunks(dims.head_dim)
         budgets = [sum(template(self.bits, dims.head_dim)[side == "v"]) for side in calibrated]
         layers = list(zip(*calibrated.values(), strict=True))
-        known = [
-            layer for layer, sides in enumerate(layers) if all(sides)
-        ]  # the others stay in full precision, whatever their widths
+        # Layers without parameters stay in full precision, whatever their widths.
+        known = [layer for layer, sides in enumerate(layers) if all(sides)]
         chunks = [
-            [chunk_energies(own["energies"], count) for own in layers[layer]] for layer in known
+            [chunk_energies(parameters["energies"], count) for parameters in layers[layer]]
+            for layer in known
         ]
-        found = dict(zip(known, layer_widths(chunks, budgets, PROFILES), strict=True))
-        filled = [found.get(layer, found[known[0]]) for layer in range(len(layers))]
+        fitted = dict(zip(known, layer_widths(chunks, budgets, PROFILES), strict=True))
+        filled = [fitted.get(layer, fitted[known[0]]) for layer in range(len(layers))]
         sides = zip(calibrated, zip(*filled, strict=True), strict=True)
         return dataclasses.replace(
             self,
@@ -83,31 +83,25 @@ class Waterfill(Method):
     def predicted_divergence(
         self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims
     ) -> float | None:
-        """Return 1/2 sum E g_i^2 E (x_i - x^_i)^2 over all channels: errors of independent normal
-        channels, no token in a window."""
+        """Return 1/2 sum E g_i^2 E (x_i - x^_i)^2 over all channels, for errors of independent
+        normal channels and no token in a window."""
         total = 0.0
         for side, layers in calibrated.items():
-            for layer, own in enumerate(layers):
-                if own:
+            for layer, parameters in enumerate(layers):
+                if parameters:
                     widths = self.widths(side, layer, dims)
+                    energies = chunk_energies(parameters["energies"], len(widths))
                     channels = 2 if side == "k" else 1  # of an energy
-                    total += (
-                        channels
-                        * expected_error(chunk_energies(own["energies"], len(widths)), widths)
-                        / 2
-                    )
+                    total += channels * expected_error(energies, widths) / 2
         return total
 
     def widths(self, side: Side, layer: int, dims: ModelDims) -> tuple[int, ...]:
-        """Return the widths of the chunks of one side of one layer: its own, or those of the
-        template."""
+        """Return the widths of the chunks of one side of one layer: its own, or the template's."""
         name = f"{side}_widths"
-        own = at_layer(getattr(self, name), layer)
-        return (
-            read(name, own, dims.head_dim)
-            if own
-            else template(self.bits, dims.head_dim)[side == "v"]
-        )
+        number = at_layer(getattr(self, name), layer)
+        if number:
+            return read(name, number, dims.head_dim)
+        return template(self.bits, dims.head_dim)[side == "v"]
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         return (KeyCodec if side == "k" else ValueCodec)(

@@ -16,12 +16,12 @@ from jaxtyping import Float, Int
 
 from kvq_jax.arrays.reverse_water_filling import MOST, allocate
 
-TEMPLATE_FALL = 4.0  # bits, from the strongest channel to the weakest, where nothing was calibrated
+TEMPLATE_FALL = 4.0  # bits, from the strongest channel to the weakest, without a calibration
 CHUNK = 8  # channels for each 64 of a head, which are 8 chunks
 
 
 def chunk_energies(energies: Float[np.ndarray, "K n"], chunks: int) -> Float[np.ndarray, " chunks"]:
-    """Return what all heads together have in each chunk of their sorted channels (or pairs)."""
+    """Return the energy of all heads together in each chunk of their sorted channels (or pairs)."""
     return energies.reshape(len(energies), chunks, -1).sum(axis=(0, 2), dtype=np.float64)
 
 
@@ -32,7 +32,7 @@ def written(widths: Sequence[int] | Int[np.ndarray, " chunks"]) -> int:
 
 def read(name: str, number: int, head_dim: int) -> tuple[int, ...]:
     """Return the widths that a number stands for. Raises ValueError, in one line, naming the
-    option, where it fits no row of H channels."""
+    option, if it fits no row of H channels."""
     widths = tuple(map(int, str(number)))
     if head_dim % (2 * len(widths)):
         raise ValueError(
@@ -48,8 +48,8 @@ def read(name: str, number: int, head_dim: int) -> tuple[int, ...]:
 
 
 def template_chunks(head_dim: int) -> int:
-    """Return the chunks of a row whose widths the spec leaves open: of 8 channels, of 16 from head
-    dim 128 on, of 32 from 256."""
+    """Return the number of chunks of a row whose widths the spec leaves open. A chunk has 8
+    channels, 16 from head dim 128 on, 32 from 256."""
     return head_dim // math.gcd(head_dim, CHUNK * max(1, head_dim // 64))
 
 
@@ -57,8 +57,8 @@ def template(bits: float, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ..
     """Return (widths of keys, widths of values) for `bits` stored bits of an element, the token's
     scale of 8 bits included.
 
-    They are those of energies that fall by a factor of 2^(2 TEMPLATE_FALL) from the first channel
-    to the last. Raises ValueError where no bit is left for codes, or more than there can be.
+    They suit energies that fall by a factor of 2^(2 TEMPLATE_FALL) from the first channel to the
+    last. Raises ValueError if no bit is left for codes, or more than there can be.
     """
     chunks = template_chunks(head_dim)
     budget = math.floor(2 * chunks * (bits - 8 / head_dim) + 1e-6)

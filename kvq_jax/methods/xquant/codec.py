@@ -1,11 +1,12 @@
 """XQuant's codecs: rows are layer inputs or their latents, [B, 1, T, C]; keys and values are
 rebuilt from them, chunk by chunk.
 
-Another codec, `stored`, stores the rows: in uniform groups, or in full precision where the method
-runs without its quantization. The parameters of a layer, by name:
+Another codec, `stored`, stores the rows: in uniform groups, or in full precision if the method runs
+without its quantization. The parameters of a layer, by name:
 
-    k, v        `projections.Projection` of each side; `kernel` takes cached rows, [C, K * H], and
-                those of XQuant's latents times `singular` [C]; `input_kernel` is the model's own
+    k, v        `projections.Projection` of each side. `kernel` takes cached rows, [C, K * H]. For
+                XQuant's latents, it takes rows times `singular` [C]. `input_kernel` is the model's
+                own kernel
     basis       U [D, C], in the latent form of XQuant-CL
     input_norm  [D], and input_eps [], for readings of the residual stream
 """
@@ -96,7 +97,7 @@ class _XRows(Codec):
         return self.input_of(inputs)[:, None]
 
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
-        return _given(inputs.x, "x")
+        return _required(inputs.x, "x")
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return jax.tree.map(
@@ -139,36 +140,34 @@ class _XRows(Codec):
 
     @property
     def key(self) -> str:
-        """The options that the parameters depend on."""
+        """The options that the parameters depend on, as text."""
         return f"latent={str(self.latent).lower()}"
 
     @abc.abstractmethod
     def parameters_of(self, weights: LayerWeights) -> Tree:
-        """Return what keys and values are rebuilt with."""
+        """Return the arrays that keys and values are rebuilt with."""
 
     def rebuilt(
-        self, own: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
+        self, arrays: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
     ) -> RowsBKTH:
         """Return keys after RoPE, or values, fp32."""
-        return (
-            rotated_keys(own, rows, self.heads, positions, rope)
-            if self.side == "k"
-            else project(own, rows, self.heads)
-        )
+        if self.side == "k":
+            return rotated_keys(arrays, rows, self.heads, positions, rope)
+        return project(arrays, rows, self.heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class XCodec(_XRows):
-    """XQuant: the layer's input x (C = D), one body for both sides; or the latents x U_k and x U_v
-    (C = min(D, K H)), a body for each."""
+    """XQuant. It caches the layer's input x (C = D), one body for both sides, or the latents x U_k
+    and x U_v (C = min(D, K H)), a body for each."""
 
     def parameters_of(self, weights: LayerWeights) -> Tree:
         if not self.latent:
             return {"k": projection(weights, "k"), "v": projection(weights, "v")}
-        own = projection(weights, self.side)
-        kernel, singular = turn(own["kernel"])
-        factors = {"input_kernel": own["kernel"], "kernel": kernel, "singular": singular}
-        return {self.side: own | factors}
+        arrays = projection(weights, self.side)
+        kernel, singular = turn(arrays["kernel"])
+        factors = {"input_kernel": arrays["kernel"], "kernel": kernel, "singular": singular}
+        return {self.side: arrays | factors}
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         if not self.latent:
@@ -178,9 +177,8 @@ class XCodec(_XRows):
     def vectors(
         self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
     ) -> RowsBKTH:
-        return self.rebuilt(own_parameters(params)[self.side], rows, positions, rope).astype(
-            rows.dtype
-        )
+        arrays = own_parameters(params)[self.side]
+        return self.rebuilt(arrays, rows, positions, rope).astype(rows.dtype)
 
     def weighted(
         self,
@@ -203,16 +201,17 @@ class XCrossLayerCodec(_XRows):
 
         base          X^ = Q(X)
         x form        X^_i = X^_{i-1} + Q(X_i - X^_{i-1})
-        latent form   X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U_i) U_i^T,      [W_k | W_v]_i = U_i S_i B_i^T
+        latent form   X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U_i) U_i^T
+                      [W_k | W_v]_i = U_i S_i B_i^T
         keys, values  X^_i W_k,  X^_i W_v
 
     Cached rows are X, or X U of min(D, 2 K H) channels: U is linear, so (X - X^) U = X U - X^ U
     does not need X itself. In the latent form `input_kernel` [D, K * H] projects the accumulator.
-    `reading` says what X is:
+    X depends on `reading`:
 
         post_norm        the layer's input x = w h / rms(h)
-        unit_norm        h / rms(h), before the layer's own gains w; W_k and W_v take w X
-        residual_stream  h; W_k and W_v take w X / rms(X)
+        unit_norm        h / rms(h), before the layer's own gains w (W_k and W_v take w X)
+        residual_stream  h (W_k and W_v take w X / rms(X))
     """
 
     width: int
@@ -249,8 +248,8 @@ class XCrossLayerCodec(_XRows):
             gains = weights.input_norm if self.reading == "unit_norm" else None
             basis, fused = factored(k["kernel"], v["kernel"], gains=gains)
             k, v = (
-                {**own, "kernel": part, "input_kernel": own["kernel"]}
-                for own, part in zip((k, v), fused, strict=True)
+                {**arrays, "kernel": part, "input_kernel": arrays["kernel"]}
+                for arrays, part in zip((k, v), fused, strict=True)
             )
             parameters = {"basis": basis, "k": k, "v": v}
         if self.reading != "post_norm":
@@ -259,24 +258,23 @@ class XCrossLayerCodec(_XRows):
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         if self.reading == "unit_norm":
-            residual, eps = _given(inputs.residual, "residual"), own_parameters(params)["input_eps"]
+            residual = _required(inputs.residual, "residual")
+            eps = own_parameters(params)["input_eps"]
             x = normalized(residual, None, eps).astype(residual.dtype)
         else:
             x = self.input_of(inputs)
         return (x @ own_parameters(params)["basis"] if self.latent else x)[:, None]
 
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
-        return (
-            _given(inputs.residual, "residual")
-            if self.reading == "residual_stream"
-            else _given(inputs.x, "x")
-        )
+        if self.reading == "residual_stream":
+            return _required(inputs.residual, "residual")
+        return _required(inputs.x, "x")
 
     def _expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
         wide = accumulator.astype(jnp.float32)
-        return (jnp.einsum("btd,dc->btc", wide, self._basis(params)) if self.latent else wide)[
-            :, None
-        ]
+        if self.latent:
+            wide = jnp.einsum("btd,dc->btc", wide, self._basis(params))
+        return wide[:, None]
 
     def _accumulated(
         self,
@@ -285,9 +283,9 @@ class XCrossLayerCodec(_XRows):
         differences: CachedRows,
     ) -> Float[Array, "B T D"]:
         new = differences[:, 0].astype(jnp.float32)
-        return accumulator + (
-            jnp.einsum("btc,dc->btd", new, self._basis(params)) if self.latent else new
-        )
+        if self.latent:
+            new = jnp.einsum("btc,dc->btd", new, self._basis(params))
+        return accumulator + new
 
     def _basis(self, params: Tree) -> Float[Array, "D C"]:
         return own_parameters(params)["basis"].astype(jnp.float32)
@@ -295,9 +293,9 @@ class XCrossLayerCodec(_XRows):
     def vectors(
         self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None
     ) -> RowsBKTH:
-        own = own_parameters(params)
-        wanted = rows if self.latent else self._projected(own, rows)
-        return self.rebuilt(own[self.side], wanted, positions, rope).astype(rows.dtype)
+        parameters = own_parameters(params)
+        projected = rows if self.latent else self._projected(parameters, rows)
+        return self.rebuilt(parameters[self.side], projected, positions, rope).astype(rows.dtype)
 
     def scores(
         self,
@@ -308,9 +306,8 @@ class XCrossLayerCodec(_XRows):
         positions: Int[Array, "#B C"],
         rope: Rope | None,
     ) -> Float[Array, "B K R C"]:
-        return dot_rows(
-            query, rotated_keys(*self._from_accumulator(params, body), self.heads, positions, rope)
-        )
+        arrays, rows = self._from_accumulator(params, body)
+        return dot_rows(query, rotated_keys(arrays, rows, self.heads, positions, rope))
 
     def weighted(
         self,
@@ -321,31 +318,29 @@ class XCrossLayerCodec(_XRows):
         positions: Int[Array, "#B C"],
         rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
-        own, rows = self._from_accumulator(params, body)
-        return weighted_values(own, weights, rows)
+        arrays, rows = self._from_accumulator(params, body)
+        return weighted_values(arrays, weights, rows)
 
     def _from_accumulator(
         self, params: Tree, accumulator: Float[Array, "B T D"]
     ) -> tuple[Projection, CachedRows]:
         """Return this side's projection of the accumulator, and the rows that it projects."""
-        own = own_parameters(params)
-        mine = own[self.side]
-        return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._projected(
-            own, accumulator[:, None]
-        )
+        parameters = own_parameters(params)
+        arrays = parameters[self.side]
+        arrays = {**arrays, "kernel": arrays.get("input_kernel", arrays["kernel"])}
+        return arrays, self._projected(parameters, accumulator[:, None])
 
-    def _projected(self, own: dict[str, Tree], x: CachedRows) -> CachedRows:
+    def _projected(self, parameters: dict[str, Tree], x: CachedRows) -> CachedRows:
         """Return the rows that W_k and W_v are multiplied by, made from X."""
         if self.reading == "residual_stream":
-            return normalized(x, own["input_norm"], own["input_eps"])
-        return (
-            x
-            if self.reading == "post_norm"
-            else x.astype(jnp.float32) * own["input_norm"].astype(jnp.float32)[None, None, None]
-        )
+            return normalized(x, parameters["input_norm"], parameters["input_eps"])
+        if self.reading == "post_norm":
+            return x
+        gains = parameters["input_norm"].astype(jnp.float32)
+        return x.astype(jnp.float32) * gains[None, None, None]
 
 
-def _given(rows: Float[Array, "B T D"] | None, name: str) -> Float[Array, "B T D"]:
+def _required(rows: Float[Array, "B T D"] | None, name: str) -> Float[Array, "B T D"]:
     if rows is None:
         raise ValueError(f"this method caches the layer's input and needs {name}: it is None")
     return rows

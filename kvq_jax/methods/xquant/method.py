@@ -34,7 +34,7 @@ class _InputCache(Method):
     latent: Latent = option(
         "auto",
         "cache x U, with U from the SVD of the projections, instead of the layer's input x (auto:"
-        " where that is narrower)",
+        " if that is narrower)",
         choices=("auto", "true", "false"),
     )
     scale_dtype: str = option(
@@ -89,13 +89,14 @@ class _InputCache(Method):
 
 @dataclasses.dataclass(frozen=True)
 class XQuant(_InputCache):
-    """The layer's input is cached, and keys and values are rebuilt from it. Source: Tomar et al.,
-    XQuant, sections 3.1 and 3.3.1."""
+    """Caches the layer's input, from which keys and values are rebuilt.
+
+    Source: Tomar et al., XQuant, sections 3.1 and 3.3.1.
+    """
 
     name: ClassVar[str] = "xquant"
     summary: ClassVar[str] = (
-        "the layer's input, or its latents where heads are shared; keys and values are rebuilt"
-        " from it"
+        "the layer's input, or its latents if heads are shared; keys and values are rebuilt from it"
     )
 
     bits: int | PerLayer = option(
@@ -103,13 +104,13 @@ class XQuant(_InputCache):
     )
     k_bits: int | PerLayer = option(
         0,
-        "bits of the latents of keys, where they differ (0: bits)",
+        "bits of the latents of keys, if they differ (0: bits)",
         choices=(0, *BITS),
         per_layer=True,
     )
     v_bits: int | PerLayer = option(
         0,
-        "bits of the latents of values, where they differ (0: bits)",
+        "bits of the latents of values, if they differ (0: bits)",
         choices=(0, *BITS),
         per_layer=True,
     )
@@ -118,9 +119,9 @@ class XQuant(_InputCache):
     )
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        own = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
+        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
         if not self.is_latent(dims):
-            if own:
+            if side_bits:
                 raise ValueError(
                     f"{side}_bits has no meaning here: xquant caches one layer input for keys and"
                     " values of this model"
@@ -130,15 +131,14 @@ class XQuant(_InputCache):
                     "exact_outlier_channel=true is about latents of keys; xquant caches the layer's"
                     " input of this model"
                 )
-        return self.plain(
-            side, own or at_layer(self.bits, layer), dims, block, dtype, self.exact_outlier_channel
-        )
+        bits = side_bits or at_layer(self.bits, layer)
+        return self.plain(side, bits, dims, block, dtype, self.exact_outlier_channel)
 
 
 @dataclasses.dataclass(frozen=True)
 class XQuantCL(_InputCache):
-    """From a base layer on, each layer caches the difference of its input from that of the layer
-    below.
+    """From a base layer on, each layer caches the difference between its input and the input of the
+    layer below.
 
     Source: Tomar et al., XQuant, sections 3.2, 3.3.2 and 4.3.
     """
@@ -166,8 +166,8 @@ class XQuantCL(_InputCache):
     )
     reading: Reading = option(
         "post_norm",
-        "what is accumulated: the normalized input (the paper's text), the same without gains, or"
-        " the residual stream (its figures)",
+        "accumulate the normalized input (the paper's text), the same without gains, or the"
+        " residual stream (its figures)",
         choices=("post_norm", "unit_norm", "residual_stream"),
     )
 

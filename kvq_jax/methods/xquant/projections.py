@@ -1,12 +1,12 @@
 """Keys and values rebuilt from cached layer inputs, and the matrices for that, made once from a
 layer's weights.
 
-    x form        K = x W_k + b_k,               V = x W_v + b_v               the model's own matrices
+    x form        K = x W_k + b_k,               V = x W_v + b_v
     latent form   K = (x U_k) S_k B_k^T + b_k,   W_k = U_k S_k B_k^T (thin SVD), W_v likewise
 
 K is then normalized per head if the model has QK-norm, and rotated. The latent form is exact up to
-rounding: the orthonormal columns of U span those of W, so U U^T W = W. U is as large as W and is
-not kept for a side by itself, since x U = (x W) B / S follows from the model's own projection.
+rounding: the orthonormal columns of U span the columns of W, so U U^T W = W. U is as large as W and
+is not kept for a side by itself, since x U = (x W) B / S follows from the model's own projection.
 Source: Tomar et al., XQuant, sections 3.1 and 3.3.
 """
 
@@ -27,7 +27,7 @@ Projection = Mapping[str, Array]
 
 
 def own_parameters(params: Tree) -> dict[str, Tree]:
-    """Return `params`. Raise a ValueError that says how to make them where there are none."""
+    """Return `params`. If there are none, raise a ValueError that says how to make them."""
     if not params:
         raise ValueError(
             "xquant rebuilds keys and values from the layer's weights: kvq.prepare_layer or"
@@ -40,12 +40,12 @@ def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrSpec]:
     """Return the arrays that turn the layer's input into one side, by name: the model's own, or
     their descriptions.
 
-    kernel [D, K * H]; bias [K * H], if the model has one; k_norm [H] and norm_eps [], for keys with
-    QK-norm.
+    kernel: [D, K * H].
+    bias: [K * H], if the model has one.
+    k_norm, norm_eps: [H] and [], for keys with QK-norm.
     """
-    kernel, bias = (
-        (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
-    )
+    kernel = weights.k_kernel if side == "k" else weights.v_kernel
+    bias = weights.k_bias if side == "k" else weights.v_bias
     arrays = {"kernel": kernel}
     if bias is not None:
         arrays["bias"] = bias
@@ -61,7 +61,7 @@ def factored(
     = U S B^T.
 
     With gains, diag(gains) W is factored. U is [D, R], R = min(D, sum of widths), and each kernel
-    has a part [R, E]; both have the kernels' dtype and are computed in fp32. The sign of a column
+    has a part [R, E]. Both have the kernels' dtype and are computed in fp32. The sign of a column
     of U is such that its largest entry is positive, so the same weights give the same factors.
     Structs and descriptions of kernels give structs and descriptions of factors.
     """
@@ -79,9 +79,11 @@ def factored(
 
 
 def turn(kernel: Float[ArrayOrSpec, "D E"]) -> tuple[ArrayOrSpec, ArrayOrSpec]:
-    """Return (B^T [R, E], S [R]) of the thin SVD W = U S B^T, R = min(D, E): B^T in the kernel's
-    dtype, S in fp32, with the signs of `factored`. A struct or a description of the kernel gives
-    structs or descriptions."""
+    """Return (B^T [R, E], S [R]) of the thin SVD W = U S B^T, R = min(D, E).
+
+    B^T has the kernel's dtype and S is fp32, with the signs of `factored`. A struct or a
+    description of the kernel gives structs or descriptions.
+    """
     if isinstance(kernel, ArraySpec):
         rank = Axis("none", min(kernel.shape))
         return ArraySpec((rank, kernel.axes[1]), kernel.dtype), ArraySpec((rank,), "float32")
@@ -117,21 +119,22 @@ def _factor_specs(*kernels: ArraySpec) -> tuple[ArraySpec, tuple[ArraySpec, ...]
 def normalized(
     x: Float[Array, "... C"], scale: Float[Array, " C"] | None, eps: Float[Array, ""]
 ) -> Float[Array, "... C"]:
-    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * scale, fp32; without the last factor where
-    scale is None."""
+    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * scale, fp32, without the last factor if scale
+    is None."""
     wide = x.astype(jnp.float32)
     unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (
-        unit
-        if scale is None
-        else unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
-    )
+    if scale is None:
+        return unit
+    return unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
 
 
-def latents(own: Projection, x: Float[Array, "B T D"]) -> Float[Array, "B 1 T R"]:
-    """Return x U = (x W) B / S, in the dtype of x; 0 for the channels whose singular value is 0,
-    which keys and values do not depend on. Operands of the products have W's dtype."""
-    kernel, turned, singular = own["input_kernel"], own["kernel"], own["singular"]
+def latents(arrays: Projection, x: Float[Array, "B T D"]) -> Float[Array, "B 1 T R"]:
+    """Return x U = (x W) B / S, in the dtype of x.
+
+    Channels whose singular value is 0 are 0, because keys and values do not depend on them.
+    Operands of the products have W's dtype.
+    """
+    kernel, turned, singular = arrays["input_kernel"], arrays["kernel"], arrays["singular"]
     flat = jnp.einsum(
         "btd,de->bte", x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32
     )
@@ -142,25 +145,27 @@ def latents(own: Projection, x: Float[Array, "B T D"]) -> Float[Array, "B 1 T R"
     return (scaled * inverse[None, None]).astype(x.dtype)[:, None]
 
 
-def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float[Array, "B K T H"]:
+def project(
+    arrays: Projection, rows: Float[Array, "B 1 T C"], heads: int
+) -> Float[Array, "B K T H"]:
     """Return keys before RoPE, or values, fp32: rows W + b (of latents, rows S B^T + b), then
     QK-norm if there is one. Operands of the product have W's dtype."""
-    kernel = own["kernel"]
+    kernel = arrays["kernel"]
     flat = jnp.einsum(
         "btc,ce->bte",
-        _scaled(own, rows[:, 0]).astype(kernel.dtype),
+        _scaled(arrays, rows[:, 0]).astype(kernel.dtype),
         kernel,
         preferred_element_type=jnp.float32,
     )
-    if "bias" in own:
-        flat = flat + own["bias"].astype(jnp.float32)[None, None]
+    if "bias" in arrays:
+        flat = flat + arrays["bias"].astype(jnp.float32)[None, None]
     batch, tokens, width = flat.shape
     split = jnp.swapaxes(flat.reshape(batch, tokens, heads, width // heads), 1, 2)
-    return normalized(split, own["k_norm"], own["norm_eps"]) if "k_norm" in own else split
+    return normalized(split, arrays["k_norm"], arrays["norm_eps"]) if "k_norm" in arrays else split
 
 
 def rotated_keys(
-    own: Projection,
+    arrays: Projection,
     rows: Float[Array, "B 1 T C"],
     heads: int,
     positions: Int[Array, "#B T"],
@@ -171,11 +176,11 @@ def rotated_keys(
         raise ValueError(
             "keys rebuilt from the layer's input need the model's rope to be rotated: it is None"
         )
-    return rotate(project(own, rows, heads), positions, rope)
+    return rotate(project(arrays, rows, heads), positions, rope)
 
 
 def weighted_values(
-    own: Projection, weights: Float[Array, "B K R T"], rows: Float[Array, "B 1 T C"]
+    arrays: Projection, weights: Float[Array, "B K R T"], rows: Float[Array, "B 1 T C"]
 ) -> Float[Array, "B K R H"]:
     """Return weights . v, fp32. Values are linear in the rows, so for few query rows the weighted
     sum is taken first, then projected:
@@ -186,35 +191,35 @@ def weighted_values(
     rebuilds V.)
     """
     batch, heads, queries, tokens = weights.shape
-    kernel = own["kernel"]
+    kernel = arrays["kernel"]
     head_dim = kernel.shape[1] // heads
     if queries >= head_dim:
         return jnp.einsum(
             "bkrt,bkth->bkrh",
             weights,
-            project(own, rows, heads),
+            project(arrays, rows, heads),
             preferred_element_type=jnp.float32,
         )
     flat = weights.reshape(batch, heads * queries, tokens)
     sums = jnp.einsum(
         "bnt,btc->bnc", flat, rows[:, 0].astype(jnp.float32), preferred_element_type=jnp.float32
     )
-    sums = _scaled(own, sums).reshape(batch, heads, queries, -1).astype(kernel.dtype)
+    sums = _scaled(arrays, sums).reshape(batch, heads, queries, -1).astype(kernel.dtype)
     out = jnp.einsum(
         "bkrc,ckh->bkrh",
         sums,
         kernel.reshape(-1, heads, head_dim),
         preferred_element_type=jnp.float32,
     )
-    if "bias" in own:
-        out = out + jnp.sum(weights, axis=-1, keepdims=True) * own["bias"].astype(
+    if "bias" in arrays:
+        out = out + jnp.sum(weights, axis=-1, keepdims=True) * arrays["bias"].astype(
             jnp.float32
         ).reshape(1, heads, 1, head_dim)
     return out
 
 
-def _scaled(own: Projection, rows: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-    """Return rows S, fp32, for latents; other rows as they are."""
-    if "singular" not in own:
+def _scaled(arrays: Projection, rows: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    """Return rows S, fp32, for latents, and other rows as they are."""
+    if "singular" not in arrays:
         return rows
-    return rows.astype(jnp.float32) * own["singular"][None, None]
+    return rows.astype(jnp.float32) * arrays["singular"][None, None]

@@ -4,25 +4,28 @@
 A cache that keeps less than keys and values computes them again in every decode step. With l cached
 tokens, one layer of it
 
-    computes   f l           FLOPs       f: FLOPs per token to rebuild what attention reads; a multiply-add counts as two
-    reads      c l + w       bytes       c: bytes of the cache per token, w: bytes of weights, read once for all sequences of a batch
+    computes   f l           FLOPs
+    reads      c l + w       bytes
 
-and at best the two overlap. With P = peak FLOP/s / peak bandwidth, the ridge point, computing takes
-no longer than reading up to
+with f the FLOPs per token to rebuild the keys and values that attention reads (a multiply-add
+counts as two), c the bytes of the cache per token, and w the bytes of weights, read once for all
+sequences of a batch. At best the two overlap. With P = peak FLOP/s / peak bandwidth, the ridge
+point, computing takes no longer than reading up to
 
-    f l = P (c l + w)        l = P w / (f - P c),  and any length where f <= P c
+    f l = P (c l + w)        l = P w / (f - P c),  and any length if f <= P c
 
 The paper's equations (3) and (4) are this with its own f, c and w (`paper_cost`). It leaves out the
 rest of a step, the projections of the one new token and attention itself, and so do we. l counts
 the tokens of all sequences together: each of B equally long ones has l / B.
 
-What differs here: values are never rebuilt. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so the N
-query heads weigh cached rows, and only their sums are projected:
+Here values are never rebuilt, unlike in the paper. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so
+the N query heads weigh cached rows, and only their sums are projected:
 
-    f = 2 C_k K H + 2 N C_v                  C_k, C_v: widths of the cached rows that keys and values come from
+    f = 2 C_k K H + 2 N C_v
 
-in place of the paper's 2 (C_k + C_v) K H. That is less wherever N < K H: in any model whose head
-dim exceeds its query heads per KV head.
+with C_k, C_v the widths of the cached rows that keys and values come from, in place of the paper's
+2 (C_k + C_v) K H. That is less if N < K H: in any model whose head dim exceeds its query heads per
+KV head.
 
 These are limits from data sheets, not measured times. Source: Tomar et al., XQuant, section 3.4;
 Williams et al., Roofline.
@@ -40,7 +43,7 @@ from kvq_jax.methods.xquant.codec import XCodec, XCrossLayerCodec
 from kvq_jax.types.array_types import ModelDims
 
 EXACT_BITS = 16  # of an element in full precision
-Number: TypeAlias = int | float  # counts are whole, what follows from rates and averages is not
+Number: TypeAlias = int | float  # counts are whole, but rates and averages are not
 
 
 @runtime_checkable
@@ -87,14 +90,14 @@ class LayerCost:
     weight_bytes: Number
 
     def longest_hidden(self, ridge: Number) -> float:
-        """Return l, the exact solution, in tokens of all sequences together; infinite where reading
+        """Return l, the exact solution, in tokens of all sequences together. Infinite if reading
         always takes longer."""
         surplus = self.flops_per_token - ridge * self.cache_bytes_per_token
         return ridge * self.weight_bytes / surplus if surplus > 0 else math.inf
 
 
 def longest_hidden(layers: Iterable[LayerCost], ridge: Number) -> float:
-    """Return the smallest l of any layer: beyond it rebuilding costs time. Infinite where no layer
+    """Return the smallest l of any layer, beyond which rebuilding costs time. Infinite if no layer
     rebuilds anything."""
     return min((layer.longest_hidden(ridge) for layer in layers), default=math.inf)
 
@@ -120,10 +123,6 @@ def device(text: str) -> Device:
     return Device(text, *rates)
 
 
-# --- f
-# ------------------------------------------------------------------------------------------------------------------------------------
-
-
 def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: int) -> int:
     """Return 2 C_k K H + 2 N C_v, the FLOPs per cached token of rebuilding keys and weighing cached
     rows for the values of one query token.
@@ -131,10 +130,6 @@ def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: 
     kv_width = K H.
     """
     return 2 * key_width * kv_width + 2 * query_heads * value_width
-
-
-# --- c and w
-# ------------------------------------------------------------------------------------------------------------------------------
 
 
 def weight_bytes(config: LayerDims, bytes_per_weight: Number = 2) -> Number:
@@ -158,28 +153,32 @@ def paper_cost(
     """Return a layer's cost as the paper counts it, at width d = `width`, with d/g = `kv_width` key
     channels and e bits without scales.
 
-        x form      f = 4 d (d/g)      c = e/8 d        w = weights                    equation (3), where g = 1
-        latents     f = 4 (d/g)^2      c = e/8 d/g      w = weights + 4 (d/g)^2        equation (4)
+        x form, where g = 1 (equation 3)    f = 4 d (d/g)    c = e/8 d      w = weights
+        latents (equation 4)                f = 4 (d/g)^2    c = e/8 d/g    w = weights + 4 (d/g)^2
 
-    weights: bytes of a layer's matrices; the default is the paper's 2 * 12 d^2 (Llama-2-7B) or 2 *
-    13 d^2 (Llama-3.1-8B). Equation (4) reads e/8 d/g for each token, and 40.6K tokens follow from
-    that; the text above it counts both latents, 2 e/8 d/g, which gives 41.6K.
+    Equation (4) reads e/8 d/g for each token, and 40.6K tokens follow from that. The text above it
+    counts both latents, 2 e/8 d/g, which gives 41.6K.
 
-    cross_layer: XQuant-CL, for which the paper has the terms but no equation. c grows by e_b/8 d
-    bytes of the accumulator, and f by 2 d to add to it. With latents, f = 8 d d/g (out of the
-    accumulator for both sides, and into it), c counts both latents, and w counts U_kv, 4 d d/g
-    bytes.
+    Args:
+        width: d.
+        kv_width: d/g.
+        bits: e.
+        latent: True for equation (4).
+        weights: bytes of a layer's matrices. The default is the paper's 2 * 12 d^2 (Llama-2-7B) or
+            2 * 13 d^2 (Llama-3.1-8B).
+        cross_layer: XQuant-CL, for which the paper has the terms but no equation. c grows by
+            e_b/8 d bytes of the accumulator, and f by 2 d to add to it. With latents, f = 8 d d/g
+            (out of the accumulator for both sides, and into it), c counts both latents, and w
+            counts U_kv, 4 d d/g bytes.
+        base_bits: e_b.
     """
     if weights is None:
         weights = 2 * (13 if latent else 12) * width**2
     if not latent:
         flops, read = 4 * width * kv_width, bits / 8 * width
     elif cross_layer:
-        flops, read, weights = (
-            8 * width * kv_width,
-            2 * bits / 8 * kv_width,
-            weights + 4 * width * kv_width,
-        )
+        flops, read = 8 * width * kv_width, 2 * bits / 8 * kv_width
+        weights = weights + 4 * width * kv_width
     else:
         flops, read, weights = 4 * kv_width**2, bits / 8 * kv_width, weights + 4 * kv_width**2
     if cross_layer:
@@ -190,8 +189,8 @@ def paper_cost(
 def paper_cost_of(
     codecs: tuple[Codec, Codec], base: Codec | None, config: ModelDims, weights: Number
 ) -> LayerCost | None:
-    """Return `paper_cost` of a layer with these codecs of keys and values; None for codecs that the
-    paper does not cover.
+    """Return `paper_cost` of a layer with these codecs of keys and values, or None for codecs that
+    the paper does not cover.
 
     base: the codec of the layer that starts the accumulator. weights: bytes of a layer's matrices.
     """

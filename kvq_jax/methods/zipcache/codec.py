@@ -1,4 +1,4 @@
-"""ZipCache's codec: keys and values of a block's salient tokens in more bits than the others'.
+"""ZipCache's codec: keys and values of a block's salient tokens get more bits than the others.
 Equations: README.md beside this file."""
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ LEAST_NORM = 2.0**-14  # of a channel: float16's least normal number
 @pytree
 @dataclasses.dataclass(frozen=True)
 class ZipArray:
-    """mask [B, K, S/8]: which tokens are salient. norm [B, K, S/block, H]: of each channel of
-    values. keys, values: the salient tokens of each block in their order, then the others'."""
+    """Codes of the salient tokens and of the others.
+
+    mask: [B, K, S/8], set for salient tokens.
+    norm: [B, K, S/block, H], of each channel of values.
+    keys, values: the salient tokens of each block in their order, then the others.
+    """
 
     mask: UInt8[Array, "B K bytes"]
     norm: Float[Array, "B K blocks H"]
@@ -202,5 +206,5 @@ def _shifts() -> UInt8[Array, "1 1 1 bits"]:
 
 
 def _norms(norm: Float[Array, "B K n H"]) -> Float[Array, "B K n 1 H"]:
-    """Return what values are divided by, from the norms as stored."""
+    """Return the divisors of values, from the norms as stored."""
     return jnp.maximum(norm.astype(jnp.float32), LEAST_NORM)[..., None, :]

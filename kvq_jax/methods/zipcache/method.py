@@ -15,7 +15,7 @@ BITS = (2, 3, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class ZipCache(Method):
-    """Salient tokens in more bits than the others; keys per channel, values per token and
+    """Salient tokens in more bits than the others, keys per channel, and values per token and
     normalized by channel.
 
     Source: He et al., ZipCache, section 4.

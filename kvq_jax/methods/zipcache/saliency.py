@@ -1,10 +1,11 @@
 """The saliency of tokens: the attention that they get from a few queries of the prompt, the probes.
 
-    saliency_i = sum over probes p >= i of softmax(q_p . K / sqrt(H))_i / number of probes p >= i          averaged over the query heads
+    saliency_i = sum over probes p >= i of softmax(q_p . K / sqrt(H))_i / number of probes p >= i
 
-Half of the probes are the prompt's last tokens, half are spread over it. They are kept, each with
-the log of its softmax's denominator over the prompt, so that a key's saliency can be told when its
-block is quantized. A key behind all probes is met by all of them, as if it had been in the prompt.
+averaged over the query heads. Half of the probes are the prompt's last tokens, half are spread over
+it. They are kept, each with the log of its softmax's denominator over the prompt, so that a key's
+saliency can be computed when its block is quantized. A key behind all probes is met by all of them,
+as if it had been in the prompt.
 Source: He et al., ZipCache, section 4.2 and 4.3.
 """
 
@@ -26,8 +27,11 @@ Probes = dict[str, Array]  # queries [B, N, P, H], normalizers [B, N, P], positi
 
 
 def probe_positions(lengths: LengthsB, count: int) -> Int[Array, "B P"]:
-    """Return the positions of the probes in prompts of these lengths: the last ones, and one in
-    each of as many equal parts of the prompt. A prompt that is too short has some of them twice."""
+    """Return the positions of the probes in prompts of these lengths.
+
+    They are the last positions, and one in each of as many equal parts of the prompt. A prompt that
+    is too short has some of them twice.
+    """
     recent = count - count // 2
     last = lengths[:, None] - 1 - jnp.arange(recent)[None]
     parts = np.arange(count // 2)
@@ -53,9 +57,8 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
     chunk = min(tokens, KEY_CHUNK)
 
     def add(i: Array, total: Array) -> Array:
-        at = jnp.minimum(
-            i * chunk, tokens - chunk
-        )  # the last chunk starts early, and does not count what was counted
+        # The last chunk starts early and leaves out the keys that were counted before.
+        at = jnp.minimum(i * chunk, tokens - chunk)
         keys = lax.dynamic_slice_in_dim(inputs.k_rot, at, chunk, 2).astype(jnp.float32)
         index = at + jnp.arange(chunk)
         real = lax.dynamic_slice_in_dim(inputs.valid, at, chunk, 1) & (index >= i * chunk)[None]
