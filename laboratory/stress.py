@@ -218,7 +218,6 @@ def _turns_as_before(config: LlamaConfig) -> bool:
 
 
 # --- what is drawn
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def _key_factors(config: LlamaConfig, outliers: Outliers, seed: int) -> list[Factors]:
@@ -269,7 +268,6 @@ def _constants(config: LlamaConfig, magnitude: float, seed: int) -> list[np.ndar
 
 
 # --- what is changed
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _scale_keys(weights: Weights, layer: str, factors: Factors, config: LlamaConfig) -> None:

@@ -80,7 +80,6 @@ def limited() -> Iterator[None]:
 
 
 # --- what happens to a file
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -145,7 +144,6 @@ def field_changed(content: bytes, draw: random.Random) -> bytes:
 
 
 # --- what reads it
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

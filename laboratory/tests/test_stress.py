@@ -89,7 +89,6 @@ def largest_change(llama, logits):
 
 
 # --- dense outputs stay
-# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "kind"), CHANGES)
@@ -182,7 +181,6 @@ def test_the_written_checkpoint_gives_transformers_the_logits_of_the_old_one(tmp
 
 
 # --- channels
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_outliers_are_whole_pairs_of_the_keys_and_channels_of_the_values_in_every_head_and_layer():
@@ -234,7 +232,6 @@ def test_a_key_bias_stands_where_queries_are_zero_at_frequencies_between_the_old
 
 
 # --- a harder cache
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def cache_error(llama, spec):

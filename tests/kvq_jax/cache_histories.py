@@ -127,7 +127,6 @@ def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarra
 
 
 # --- a fresh cache that is given everything at once
-# ---------------------------------------------------------------------------------------
 
 
 def _returning(codec: Codec, given: jax.Array, returned: jax.Array) -> Codec:

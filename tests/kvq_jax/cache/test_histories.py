@@ -135,7 +135,6 @@ def test_a_row_is_what_a_fresh_cache_of_its_tokens_is(case: MethodCase, record_p
 
 
 # --- near-exact codes and small chunks: what a fresh cache cannot see, as it has the same fault
-# -------------------------------------------
 
 
 def near_exact(programs: Programs = SOUND) -> Histories:

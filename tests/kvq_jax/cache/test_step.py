@@ -160,7 +160,6 @@ def test_steps_in_a_scan_equal_single_steps():
 
 
 # --- what a caller is told
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def refused(message: str, function: Any, *arguments: Any, **options: Any) -> None:

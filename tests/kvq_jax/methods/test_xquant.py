@@ -41,7 +41,6 @@ DIMS = CacheDims(LAYERS, 4, 2, 8, 48)  # latents of 16 channels, of 32 for both 
 
 
 # --- a plain reading of the paper
-# ---------------------------------------------------------------------------------------------------------
 
 
 def quantized(rows: np.ndarray, bits: int, group: int, axis: int) -> np.ndarray:
@@ -99,7 +98,6 @@ def plain_cross_layer(
 
 
 # --- the arithmetic
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -369,7 +367,6 @@ def test_weighted_values_need_no_values(biased: bool):
 
 
 # --- the carry
-# ----------------------------------------------------------------------------------------------------------------------------
 
 CARRIED = "xquant_cl:base_layer=1,group_size=16,latent={},sink=2,recent=3,block=16"
 
