@@ -1,7 +1,8 @@
 """Predict the channels of key outliers from the key projection's weights alone, and measure them
 (XQuant, Appendix B).
 
-    K = X W_k (+ b),   W_k = U S B^T      thin SVD of a layer's whole projection, all KV heads side by side; X the post-norm layer input
+    K = X W_k (+ b)     X is the post-norm layer input
+    W_k = U S B^T       thin SVD of a layer's whole projection, all KV heads side by side
     latent      X U, one channel for each singular direction, the largest singular value first
     prediction  the channels of keys with the largest |B^T[0]|: where the first latent channel goes
     truth       the channel of keys before RoPE with the largest mean magnitude over the tokens of a

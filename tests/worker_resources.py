@@ -53,12 +53,8 @@ class Resources:
     """The plugin of a process that runs tests."""
 
     def __init__(self) -> None:
-        gc.set_threshold(
-            50_000,
-            20,
-            50,
-            # traces are many small objects that live long: the usual thresholds cost a tenth of the run
-        )
+        # traces are many small objects that live long: the usual thresholds cost a tenth of the run
+        gc.set_threshold(50_000, 20, 50)
         self.most = MOST_BYTES
         self.counts: Counter[str] = Counter()
         jax.monitoring.register_event_listener(self.count)

@@ -1,12 +1,11 @@
 """Take the pictures of docs/screenshots: commands in a real terminal, a report in a real browser.
 
     python -m tools.screenshots docs/screenshots                  both
-    python -m tools.screenshots docs/screenshots --only report    what docs/report/index.html looks like
+    python -m tools.screenshots docs/screenshots --only report    the page docs/report/index.html
 
-A terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both
-come with
-`apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are, with this
-environment's kvq.
+The terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both
+come with `apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are,
+with this environment's kvq.
 """
 
 from __future__ import annotations
