@@ -25,7 +25,8 @@ import kvq_jax as kvq
 from kvq_jax.attention import streaming
 from kvq_jax.cache import row_operations
 from kvq_jax.layer.regions import Regions
-from tests.kvq_jax.cache_histories import BATCH, SOUND, Histories, Programs, compiled
+from tests.kvq_jax.cache_histories import BATCH, Histories
+from tests.kvq_jax.cache_programs import SOUND, Programs, compiled
 from tests.kvq_jax.layer_runs import CAPACITY, STEP
 from tests.methods_table import METHOD_CASES, MethodCase
 
