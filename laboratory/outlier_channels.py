@@ -78,7 +78,7 @@ def singular_values(kernel: Float[np.ndarray, "D C"]) -> Float[np.ndarray, "R"]:
 
 
 def predicted_channels(parts: Decomposition, count: int = max(TOPS)) -> Int[np.ndarray, "count"]:
-    """Return the channels with the largest |B^T[0]|, the largest first; all of them where there are
+    """Return the channels with the largest |B^T[0]|, the largest first; all of them if there are
     fewer than `count`."""
     return np.argsort(-np.abs(parts.bt[0]), kind="stable")[:count]
 
@@ -90,7 +90,7 @@ def first_share(singular: Float[np.ndarray, "R"]) -> tuple[float, float]:
 
 
 def peak(magnitudes: Float[np.ndarray, "R"]) -> Peak:
-    """Return the largest channel; its ratio is infinite where at least half of the channels are
+    """Return the largest channel; its ratio is infinite if at least half of the channels are
     zero and not all are."""
     channel = int(np.argmax(magnitudes))
     largest, median = float(magnitudes[channel]), float(np.median(magnitudes))
@@ -98,7 +98,7 @@ def peak(magnitudes: Float[np.ndarray, "R"]) -> Peak:
 
 
 def place(predicted: Sequence[int] | Int[np.ndarray, "count"], channel: int) -> int | None:
-    """Return the place, from 1, at which the channel was predicted; None where it was not."""
+    """Return the place, from 1, at which the channel was predicted; None if it was not."""
     matches = np.flatnonzero(np.asarray(predicted) == channel)
     return int(matches[0]) + 1 if matches.size else None
 
@@ -120,7 +120,7 @@ def layer_magnitudes(
     bases: (U_k, U_v) of each layer, taken when the layer is reached, so that only one layer's are
     needed at a time. Besides the weights, the hidden states of all rows and the activations of one
     row in one layer exist. Sums are fp32; X, keys and attention have the model's dtype. Raises
-    ValueError, naming the layer, where magnitudes are not finite.
+    ValueError, naming the layer, if magnitudes are not finite.
     """
     count, length = rows.shape
     positions_BT = jnp.arange(length, dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""Damaged files at the command: one line, no traceback, no hang, and nothing is accepted where
+"""Damaged files at the command: one line, no traceback, no hang, and nothing is accepted if
 there is a checksum.
 
 Each mutation is drawn from its number alone. KVQ_MUTATIONS=500 runs that many; a small sample runs

@@ -1,5 +1,5 @@
-"""What the processes of a run share and hold: compiled programs on disk, memory that is given back,
-its peak printed at the end.
+"""Resources that the processes of a run share and hold: compiled programs on disk, and memory
+that is given back, its peak printed at the end.
 
 A program that one test compiled is read by every later test, file and worker from a folder that
 lives as long as the run.

@@ -43,7 +43,7 @@ LONGEST = 600  # seconds of one command
 
 def terminal(command: str, columns: int, picture: Path) -> None:
     """Run a command in a terminal and photograph its window once the command has ended.
-    RuntimeError where it fails."""
+    RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         status = Path(folder) / "status"
         script = f"printf '$ %s\\n' {shlex.quote(command)}; {command} 2>/dev/null; "

@@ -1,5 +1,5 @@
-"""What happens to a batch of sequences in a cache, operation by operation, beside an oracle that
-knows only the tokens.
+"""A batch of sequences in a cache is followed, operation by operation, beside an oracle that knows
+only the tokens.
 
 The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, and
 the values of tokens that went through the body and came back by `trim` (the values that attention
@@ -7,7 +7,7 @@ saw: decoded from a state that was just found equal). After every operation a fr
 all of that at once, and must hold the same. A decode step is also made in the fresh cache: its
 outputs must be the same.
 
-A fresh cache has the faults of the code that filled it. Where codes are near exact, outputs of
+A fresh cache has the faults of the code that filled it. If codes are near exact, outputs of
 prompts and steps are compared with attention over the rows themselves, too (`exact`), which needs
 nothing of a cache.
 """
@@ -41,7 +41,7 @@ from tests.kvq_jax.layer_runs import (
 from tests.kvq_jax.vocabulary import WORDS, layer_inputs
 
 BATCH = 8
-# relative error of an output where the codes of two functions differ, which one in 10^4 may
+# relative error of an output if the codes of two functions differ, which one in 10^4 may
 CODES_DIFFER = 2e-2
 
 
@@ -74,7 +74,7 @@ def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarra
 
 @dataclasses.dataclass
 class Known:
-    """What the oracle knows of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose
+    """The oracle's knowledge of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose
     statistics the row has; firsts [B, S]: these tokens. returned [B, S]: which tokens came back
     from the body; given: their rows [B, K, S, C] by layer and side.
     """
@@ -100,11 +100,11 @@ jax.tree_util.register_dataclass(Known)
 
 class Histories:
     """A cache of BATCH rows, changed by its methods; each looks at the cache afterwards and raises
-    AssertionError where it is not what the oracle says. `comparisons` counts arrays that were
+    AssertionError if it is not what the oracle says. `comparisons` counts arrays that were
     compared.
 
-    exact: the relative error that an output may have against exact attention; None where codes are
-    coarse. bodies: False where generated tokens are coded in another way than a prompt's, on
+    exact: the relative error that an output may have against exact attention; None if codes are
+    coarse. bodies: False if generated tokens are coded in another way than a prompt's, on
     purpose; then the body is not compared.
     """
 
@@ -162,7 +162,7 @@ class Histories:
             self._near_exact(layer, inputs, out, start, counts)
 
     def decode(self, counts: np.ndarray, tokens: int = STEP) -> None:
-        """Generate at most `tokens` tokens in a step, counts[b] of them in row b: 0 where a row is
+        """Generate at most `tokens` tokens in a step, counts[b] of them in row b: 0 if a row is
         not active. What exceeds the capacity is dropped."""
         counts = np.minimum(counts, tokens)
         stored = np.minimum(counts, CAPACITY - self.known.lengths)

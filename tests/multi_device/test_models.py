@@ -150,7 +150,7 @@ def test_the_plan_of_memory_counts_the_collectives_of_a_step(mesh: str, number: 
 
 
 def test_a_callers_own_step_is_compiled_once(caplog: pytest.LogCaptureFixture):
-    """Also where a cache has arrays without entries, which XLA returns on every device."""
+    """Also if a cache has arrays without entries, which XLA returns on every device."""
     mesh, step = "heads=2,tokens=4", jax.jit(decode_step, donate_argnames="cache")
     cache = cache_of(mesh, "kivi:recent=8,block=16")
     assert not cache.layers[0].sink[0].size

@@ -109,8 +109,8 @@ class Machine(RuleBasedStateMachine):
 
 
 def run_histories(make: Callable[[], Histories], count: int) -> dict[str, int]:
-    """Draw `count` histories; AssertionError, with the shortest sequence of operations that still
-    fails, where one is wrong."""
+    """Draw `count` histories. Raises AssertionError, with the shortest sequence of operations that
+    still fails, if one is wrong."""
     done: dict[str, int] = {}
     run_state_machine_as_test(
         lambda: Machine(make, done),

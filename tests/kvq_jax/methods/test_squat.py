@@ -1,5 +1,5 @@
-"""What SQuat adds to KIVI: the optimality of its corrections, where its subspace comes from, its
-options and presets."""
+"""SQuat adds to KIVI a subspace of the prompt's queries, options and presets. Its corrections
+are in test_squat_corrections.py."""
 
 from __future__ import annotations
 
