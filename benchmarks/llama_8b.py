@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvq_models import LlamaConfig
-from kvq_models.llama.config import RopeConfig
+from kvq_models.llama.rope_config import RopeConfig
 
 NAME = "Llama-3.1-8B"
 

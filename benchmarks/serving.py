@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
@@ -40,11 +41,9 @@ from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request, Token
 from kvq_models.inference.padding import bucket
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 
-GREEDY = Sampling()
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2")
 PREFIX_LIMIT = 8 << 30  # bytes that pieces of the prefix may take
 
@@ -100,16 +99,15 @@ def one_at_a_time(
         """Return the seconds to the first token, once all are there."""
         began = time.perf_counter()
         empty = kvq.init_cache(cache, llama.config, 1, capacity)
+        settings = generation.generation_settings(request.max_new_tokens)
         state = jax.block_until_ready(
-            generation.start(llama, empty, [request.prompt], None, request.max_new_tokens, GREEDY)
+            generation.start(llama, empty, [request.prompt], None, settings)
         )
-        state = generation.advance(llama, state, jax.random.key(0), np.int32(1), GREEDY, ())
+        state = generation.advance(llama, state, settings, jnp.int32(1))
         jax.block_until_ready(state.tokens)
         first = time.perf_counter() - began
         if most > 1:
-            jax.block_until_ready(
-                generation.advance(llama, state, jax.random.key(0), np.int32(most), GREEDY, ())
-            )
+            jax.block_until_ready(generation.advance(llama, state, settings, jnp.int32(most)))
         return first
 
     widths = {(bucket(len(r.prompt)), bucket(r.max_new_tokens)): r for r in requests}

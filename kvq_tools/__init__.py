@@ -1,6 +1,8 @@
-"""The programs around the library: the `kvq` command, evaluation through a cache, reports.
+"""Programs on top of the library: the `kvq` command, evaluation through a cache, and reports.
 
-from kvq_tools import evaluate
+Example:
+
+    from kvq_tools import evaluate
 
 Names are imported when they are first used, so that `kvq --help` does not wait for JAX.
 """

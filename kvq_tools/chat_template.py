@@ -1,4 +1,4 @@
-"""Conversations in the chat template of a tokenizer, which is a program that came with the
+"""Render conversations with the chat template of a tokenizer, which is a program from the
 checkpoint."""
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return a conversation in the tokenizer's chat template, up to where the model's next answer
-    begins.
+    """Return a conversation in the tokenizer's chat template, up to the beginning of the model's
+    next answer.
 
-    Raises ValueError, in one line, where the template cannot take it.
+    Raises ValueError, in one line, if the template cannot take it.
     """
     try:
         from jinja2 import TemplateError  # imported late: only chat templates need it

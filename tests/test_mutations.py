@@ -29,7 +29,7 @@ import kvq_jax as kvq
 from kvq_jax.files.checksum import SHA256
 from kvq_models import save_calibration
 from kvq_models.calibration.file import Calibration, Origin
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_models.llama.checkpoint import load_llama
 from tests.kvq_jax.cache_runs import DIMS
 
@@ -161,7 +161,7 @@ def sound(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> path
     keys = {name: need.options for name, need in needed.items()}
     dims = kvq.init_cache(SPEC, llama.config, 1, 40, "float32").dims
     save_calibration(
-        Calibration(SPEC, dims, fingerprint(llama), keys, origin, tensors),
+        Calibration(SPEC, dims, partial_fingerprint(llama), keys, origin, tensors),
         folder / "calibration.safetensors",
     )
     cache = kvq.init_cache(CACHE, DIMS, 1, 40, "float32")

@@ -22,7 +22,7 @@ from benchmarks.report_file import Report
 from kvq_jax.files.whole import replacing, replacing_directory
 from kvq_models import Llama, save_calibration, save_llama
 from kvq_models.inference.engine import prefix_folder
-from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.named_models.fetch import fetch
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.report import page, write
@@ -180,7 +180,7 @@ class AtOnce:
 
 def write_prefixes(folder: pathlib.Path, content: int) -> None:
     """Keep the two pieces of a prompt, for which those of another one go."""
-    piece = Piece(
+    piece = RowPiece(
         4, (0,), (np.full((1, 400), content, np.float32),), np.full((1, 8), content, np.float32)
     )
     with pytest.MonkeyPatch.context() as patch:

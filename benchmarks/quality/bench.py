@@ -29,7 +29,7 @@ from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare, resolved
 from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_tools.evaluation import RowQuality, measure_rows
 from kvq_tools.evaluation.journal import Journal
 
@@ -117,7 +117,7 @@ class Bench:
         sizes = {name: getattr(options, name) for name in SIZES}
         self.journal = Journal(
             self.work / f"{options.json.stem}.jsonl",
-            {"model": fingerprint(plain), **texts, **sizes},
+            {"model": partial_fingerprint(plain), **texts, **sizes},
         )
 
     def _read(self, path: pathlib.Path) -> tuple[Text, np.ndarray]:

@@ -20,7 +20,7 @@ import kvq_jax as kvq
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference import generation
-from kvq_models.inference.generation import STREAM_STEPS, GenerationState
+from kvq_models.inference.generation import STREAM_STEPS, GenerationSettings, GenerationState
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
@@ -135,13 +135,13 @@ class Conversation:
 
     def prepare(self, turn: ChatTurn) -> None:
         """Compile the programs that will answer a turn."""
-        settings, budget = self._settings, self._budget(turn)
         lengths = np.array([len(turn.tokens)], np.int32)
         tokens = jnp.asarray(
             padded(np.array([turn.tokens], np.int32), lengths, self.cache.capacity)
         )
-        generated = (budget, settings.sampling, self.end_ids, settings.implementation)
-        compile_generation(self._llama, self.cache, tokens, jnp.asarray(lengths), *generated)
+        compile_generation(
+            self._llama, self.cache, tokens, jnp.asarray(lengths), self._generation(turn)
+        )
         self._compiled.add(self._shape(turn))
 
     def answer(
@@ -152,41 +152,24 @@ class Conversation:
         `stopped` is called between segments. After each segment the conversation holds what was
         yielded, including an end-of-turn token.
         """
-        settings, budget = self._settings, self._budget(turn)
+        settings = self._generation(turn)
         if turn.kept < len(self.ids):
             self._shorten(turn.kept)
-        key = jax.random.fold_in(jax.random.key(settings.seed), self._answers)
         self._answers += 1
         before = [*self.ids, *turn.tokens]
-        state = generation.start(
-            self._llama,
-            self.cache,
-            [turn.tokens],
-            None,
-            budget,
-            settings.sampling,
-            settings.implementation,
-        )
+        state = generation.start(self._llama, self.cache, [turn.tokens], None, settings)
         answer = self._hold(state, turn, before)
-        while not (self._ended(answer) or len(answer) == budget or stopped()):
-            until = jnp.int32(min(len(answer) + STREAM_STEPS, budget))
-            state = generation.advance(
-                self._llama,
-                state,
-                key,
-                until,
-                settings.sampling,
-                self.end_ids,
-                settings.implementation,
-            )
+        while not (self._ended(answer) or len(answer) == settings.max_new_tokens or stopped()):
+            until = jnp.int32(min(len(answer) + STREAM_STEPS, settings.max_new_tokens))
+            state = generation.advance(self._llama, state, settings, until)
             answer = self._hold(state, turn, before)
             yield answer
         if self._ended(answer):
             self.finish = "ended"
-        elif len(answer) == settings.max_new_tokens:
+        elif len(answer) == self._settings.max_new_tokens:
             self.finish = "max-new-tokens"
         else:
-            self.finish = "full" if len(answer) == budget else "stopped"
+            self.finish = "full" if len(answer) == settings.max_new_tokens else "stopped"
 
     def _hold(self, state: GenerationState, turn: ChatTurn, before: list[int]) -> list[int]:
         """Take over the cache after a segment, with its tokens and text, and return the answer's
@@ -224,6 +207,17 @@ class Conversation:
         """Return the most tokens that the answer may have."""
         return min(
             self._settings.max_new_tokens, self.cache.capacity - turn.kept - len(turn.tokens)
+        )
+
+    def _generation(self, turn: ChatTurn) -> GenerationSettings:
+        """Return the settings of the next answer."""
+        choices, key = self._settings, jax.random.key(self._settings.seed)
+        return generation.generation_settings(
+            self._budget(turn),
+            choices.sampling,
+            self.end_ids,
+            jax.random.fold_in(key, self._answers),
+            choices.implementation,
         )
 
     def _shape(self, turn: ChatTurn) -> tuple[int, int]:

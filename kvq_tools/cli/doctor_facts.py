@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_models.calibration.needs import fingerprint_of, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint_of
 from kvq_models.inference.method_parameters import calibration_hint, check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
@@ -157,7 +157,7 @@ def calibration_state(
         ]
     stored = _stored_weights(model)
     with input_errors():
-        fingerprint = None if stored is None else fingerprint_of(config, stored.read)
+        fingerprint = None if stored is None else partial_fingerprint_of(config, stored.read)
         calibration = check_calibration(spec, config, file, fingerprint)
     assert calibration is not None, "a file is refused if none is needed"
     compared = (

@@ -37,7 +37,7 @@ class PlannedCache:
     text: str
     options: CacheSpec | None
 
-    def plan(self, model: str) -> kept.Plan:
+    def plan(self, model: str) -> kept.StoredPlan:
         """Return the cache and its calibration.
 
         Raises UserError or ValueError, in one line, if the file is not a plan, or if `auto` has no
@@ -56,7 +56,7 @@ class PlannedCache:
             )
         calibration = check_calibration(self.options, config, str(file))
         assert calibration is not None, f"{METHOD} needs a calibration"
-        return kept.Plan(resolved(self.options, calibration), str(file))
+        return kept.StoredPlan(resolved(self.options, calibration), str(file))
 
 
 def parse(text: str) -> NamedCache | PlannedCache:

@@ -29,8 +29,8 @@ from kvq_tools.cli.console import (
 )
 from kvq_tools.cli.task_table import print_scores
 from kvq_tools.evaluation.tasks.filler import NoRoomError
-from kvq_tools.evaluation.tasks.runner import Answer, capacity, check_samples, run
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
+from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
+from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 
 BATCH = 4
 MOST_LENGTH = 4096  # of the default lengths
@@ -53,9 +53,9 @@ class TaskRun:
     """
 
     name: str
-    task: Task
+    task: AnswerRule
     rules: Mapping[str, str]
-    samples: Callable[[Prompts, LlamaConfig], list[Sample]]
+    samples: Callable[[TaskPrompts, LlamaConfig], list[TaskSample]]
     groups: tuple[str, ...]
     settings: Mapping[str, Any]
 
@@ -168,8 +168,8 @@ def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generated(
-    options: argparse.Namespace, config: LlamaConfig, make: Callable[..., list[Sample]]
-) -> list[Sample]:
+    options: argparse.Namespace, config: LlamaConfig, make: Callable[..., list[TaskSample]]
+) -> list[TaskSample]:
     """Return the task's samples, from make(lengths=, count=, seed=).
 
     Default lengths that are too short for the question are skipped with a warning. UserError names
@@ -282,9 +282,9 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     check_finite(broken)
 
 
-def _prompts(options: argparse.Namespace) -> Prompts:
+def _prompts(options: argparse.Namespace) -> TaskPrompts:
     tokenizer = text_input.need_tokenizer(options.model, "write prompts")
-    return Prompts(
+    return TaskPrompts(
         tokenizer, partial(text_input.encode, tokenizer, chat=True) if options.chat else None
     )
 
@@ -295,7 +295,7 @@ def _write(path: str | None, line: Mapping[str, Any]) -> None:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def described(sample: Sample, answer: Answer) -> dict[str, Any]:
+def described(sample: TaskSample, answer: ScoredAnswer) -> dict[str, Any]:
     """Return one answer with the facts about its sample."""
     return {
         "index": answer.index,
@@ -310,7 +310,7 @@ def described(sample: Sample, answer: Answer) -> dict[str, Any]:
 
 
 def summary(
-    samples: Sequence[Sample], answers: Sequence[Answer], groups: Sequence[str]
+    samples: Sequence[TaskSample], answers: Sequence[ScoredAnswer], groups: Sequence[str]
 ) -> dict[str, Any]:
     """Return the mean scores, over all answers and for each value of each label, and the answers
     themselves."""
@@ -337,14 +337,16 @@ def summary(
     }
 
 
-def _means(answers: Sequence[Answer]) -> dict[str, float]:
+def _means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     return {
         metric: sum(a.scores[metric] for a in answers) / len(answers)
         for metric in answers[0].scores
     }
 
 
-def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) -> dict[str, Any]:
+def _sizes(
+    spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[TaskSample]
+) -> dict[str, Any]:
     """Return the sizes of the longest sample's cache."""
     longest = max(capacity(sample, config) for sample in samples)
     layout = kvq.layout(spec, config, 1, longest, CACHE_DTYPE)

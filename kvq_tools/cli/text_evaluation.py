@@ -10,9 +10,17 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.evaluation.results import BUCKETS
-from kvq_tools.evaluation.run import BATCH, MOST_WINDOW, PROMPT, Settings, check_request
+from kvq_tools.evaluation.settings import (
+    BATCH,
+    CHUNK,
+    MODES,
+    MOST_WINDOW,
+    PROMPT,
+    STEP,
+    Settings,
+    check_request,
+)
 from kvq_tools.evaluation.text import TokenizedText, tokenize
-from kvq_tools.evaluation.through import CHUNK, MODES, STEP
 
 
 def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:

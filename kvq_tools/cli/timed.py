@@ -17,7 +17,7 @@ from kvq_jax.cache.cache import Cache
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LengthsB
 from kvq_models.inference import decoding, generation, speculation
-from kvq_models.inference.generation import Generated, GenerationState
+from kvq_models.inference.generation import Generated, GenerationSettings, GenerationState
 from kvq_models.inference.sampling import Sampling
 from kvq_models.inference.speculation import History
 from kvq_models.llama.model import Llama
@@ -57,13 +57,9 @@ class TimedGeneration:
         self._tokens, self._lengths = decoding.checked_tokens(
             llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None)
         )
-        self._max_new_tokens, self._sampling, self._eos_ids, self._key = (
-            max_new_tokens,
-            sampling,
-            eos_ids,
-            jax.random.key(seed),
+        self._settings = generation.generation_settings(
+            max_new_tokens, sampling, eos_ids, jax.random.key(seed), implementation
         )
-        self._implementation: Implementation = implementation
         self._drafts, self._history = drafts, None
         if drafts:
             speculation.check(cache, drafts)
@@ -77,41 +73,17 @@ class TimedGeneration:
         self.compile_seconds = time.perf_counter() - started
 
     def _compile(self) -> None:
-        settings = (
-            self._sampling,
-            self._eos_ids,
-            self._implementation,
-            self._history,
-            self._drafts,
-        )
+        how = self._settings, self._history, self._drafts
         if self._logits is None:
-            compile_generation(
-                self._llama,
-                self._cache,
-                self._tokens,
-                self._lengths,
-                self._max_new_tokens,
-                *settings,
-            )
+            compile_generation(self._llama, self._cache, self._tokens, self._lengths, *how)
         else:
-            compile_steps(
-                self._llama,
-                generation.begun(self._cache, self._logits, self._max_new_tokens),
-                *settings,
-            )
+            state = generation.begun(self._cache, self._logits, self._settings.max_new_tokens)
+            compile_steps(self._llama, state, *how)
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         if self._logits is not None:
-            return generation.begun(cache, self._logits, self._max_new_tokens)
-        return generation.start(
-            llama,
-            cache,
-            tokens,
-            lengths,
-            self._max_new_tokens,
-            self._sampling,
-            self._implementation,
-        )
+            return generation.begun(cache, self._logits, self._settings.max_new_tokens)
+        return generation.start(llama, cache, tokens, lengths, self._settings)
 
     def segments(self, steps: int) -> Iterator[Generated]:
         """Yield all tokens so far after every `steps` new ones. The next segment consumes the cache
@@ -121,29 +93,26 @@ class TimedGeneration:
             self._start(self._llama, self._cache, self._tokens, self._lengths)
         )
         self.prefill_seconds = time.perf_counter() - started
-        until = 0
-        while until < self._max_new_tokens and not bool(np.all(state.ended)):
-            until = min(until + steps, self._max_new_tokens)
+        most, until = self._settings.max_new_tokens, 0
+        while until < most and not bool(np.all(state.ended)):
+            until = min(until + steps, most)
             started = time.perf_counter()
             state = jax.block_until_ready(self._advance(state, jnp.int32(until)))
             self.decode_seconds += time.perf_counter() - started
             self.steps = int(state.step)
-            yield generation.generated(state, self._max_new_tokens)
+            yield generation.generated(state, most)
 
     def _advance(self, state: GenerationState, until: Array) -> GenerationState:
-        settings = self._eos_ids, self._implementation
         if self._history is None:
-            return generation.advance(
-                self._llama, state, self._key, until, self._sampling, *settings
-            )
+            return generation.advance(self._llama, state, self._settings, until)
         state, self._history = speculation.advance(
-            self._llama, state, self._history, until, self._drafts, *settings
+            self._llama, state, self._history, self._settings, until, self._drafts
         )
         return state
 
     def run(self) -> Generated:
         """Run the whole generation and return it."""
-        *_, last = self.segments(self._max_new_tokens)
+        *_, last = self.segments(self._settings.max_new_tokens)
         return last
 
 
@@ -152,10 +121,7 @@ def compile_generation(
     cache: Cache,
     tokens: Int[Array, "B T"],
     lengths: LengthsB,
-    max_new_tokens: int,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation,
+    settings: GenerationSettings,
     history: History | None = None,
     drafts: int = 0,
 ) -> None:
@@ -163,20 +129,18 @@ def compile_generation(
     padded as by `checked_tokens`. Nothing is consumed."""
 
     def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
-        return generation.start(
-            llama, cache, tokens, lengths, max_new_tokens, sampling, implementation
-        )
+        return generation.start(llama, cache, tokens, lengths, settings)
 
     if cache.placement is not None:
         tokens, lengths = jax.device_put((tokens, lengths), cache.placement.everywhere)
     program = decoding.prefill_program.lower(
-        llama, cache, tokens, lengths, False, implementation
+        llama, cache, tokens, lengths, False, settings.implementation
     ).compile()
     state = jax.eval_shape(start, llama, cache, tokens, lengths)
     if cache.placement is not None:
         logits, filled = program.output_shardings
         state = _placed(state, [*jax.tree.leaves(filled), logits], cache.placement)
-    compile_steps(llama, state, sampling, eos_ids, implementation, history, drafts)
+    compile_steps(llama, state, settings, history, drafts)
 
 
 def _placed(state: GenerationState, first: list[Sharding], placement: Placement) -> GenerationState:
@@ -193,22 +157,16 @@ def _placed(state: GenerationState, first: list[Sharding], placement: Placement)
 def compile_steps(
     llama: Llama,
     state: GenerationState,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation,
+    settings: GenerationSettings,
     history: History | None = None,
     drafts: int = 0,
 ) -> None:
     """Compile `generation.advance`, or `speculation.advance` if there is a history, for a state or
     its description. Nothing is consumed."""
     if history is None:
-        generation.advance.lower(
-            llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation
-        ).compile()
+        generation.advance.lower(llama, state, settings, jnp.int32(0)).compile()
     else:
-        speculation.advance.lower(
-            llama, state, history, jnp.int32(0), drafts, eos_ids, implementation
-        ).compile()
+        speculation.advance.lower(llama, state, history, settings, jnp.int32(0), drafts).compile()
     # small programs make the loop's counters; compile them before the clock runs, too
     counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)
     jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), counters)

@@ -1,11 +1,13 @@
 """Compare two distributions over the vocabulary: p of the full-precision model and q through a
 cache.
 
-    nats = -log q(token),   KL(p || q) = sum_v p(v) (log p(v) - log q(v)),   agrees: argmax p == argmax q
+    nats = -log q(token)
+    KL(p || q) = sum_v p(v) (log p(v) - log q(v))
+    agrees: argmax p == argmax q
 
 The sum is taken over p (e^d - 1 - d), d = log q - log p. It is the same because p and q both add up
-to 1; but every term is at least 0, and the rounding of the normalizers counts squared, so that
-equal distributions give 0. fp32; no second array of the logits' size is kept.
+to 1. But every term is at least 0, and the rounding of the normalizers enters squared, so equal
+distributions give 0. fp32; no second array of the logits' size is kept.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def token_nats(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> F
 def compare(
     logits: Float[Array, "B T V"], exact: Float[Array, "B T V"], following: Int[Array, "B T"]
 ) -> Terms:
-    """Compare q, from `logits`, with p, from `exact`; both fp32."""
+    """Compare q, from `logits`, with p, from `exact`, both fp32."""
     log_q = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     log_p = exact - jax.nn.logsumexp(exact, axis=-1, keepdims=True)
     p, q, d = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p

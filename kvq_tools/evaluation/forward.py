@@ -5,8 +5,7 @@ that papers use.
     fake    attention reads K^ and V^ = roundtrip_layer(spec, K, V): every token quantized, no
             full-precision window
 
-Neither runs anything of a cache's windows, ageing or attention: a mistake in those cannot hide in
-the reference.
+Neither uses a cache's windows, ageing or attention: a bug in these cannot hide in the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
-from kvq_models.inference import decoding, layer_by_layer
+from kvq_models.inference import layer_by_layer
+from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
@@ -32,10 +32,10 @@ QUERY_CHUNK = 256  # queries whose scores exist at a time
 def hidden_states(
     llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fake: CacheSpec | None = None
 ) -> HiddenBTD:
-    """Return the last layer's output for right-padded tokens, exact, or with every key and value as
+    """Return the last layer's output for right-padded tokens: exact, or with every key and value as
     the body of a `fake` cache returns it.
 
-    Entries at padding are finite and unspecified; padding enters no group and no statistic.
+    Entries at padding are finite and unspecified. Padding enters no group and no statistic.
     """
     batch, length = tokens.shape
     index = jnp.arange(length, dtype=jnp.int32)
@@ -44,20 +44,20 @@ def hidden_states(
     rope = rope_for(llama.config, length)
     parameters = ((),) * len(llama.layers) if fake is None else parameters_for(llama, fake)
     hidden, carry = layer_by_layer.embed(llama, tokens), ()
-    for number, (layer, own) in enumerate(zip(llama.layers, parameters, strict=True)):
-        inputs = decoding.attention_inputs(layer, hidden, positions, valid, rope)
+    for number, (layer, layer_parameters) in enumerate(zip(llama.layers, parameters, strict=True)):
+        inputs = attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v
         if fake is not None:
             keys, values, carry = kvq.roundtrip_layer(
-                fake, _last_repeated(inputs, lengths), own, number, carry
+                fake, _last_repeated(inputs, lengths), layer_parameters, number, carry
             )
-        hidden = decoding.finish_layer(layer, hidden, causal_attention(inputs.q_rot, keys, values))
+        hidden = finish_layer(layer, hidden, causal_attention(inputs.q_rot, keys, values))
     return hidden
 
 
 @jax.jit
 def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
-    """Return the inputs with each row's last token in the place of its padding, so that padding
+    """Return the inputs with each row's last token repeated over its padding, so that padding
     widens no group's range."""
 
     def fill(array: Array) -> Array:
@@ -72,8 +72,8 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
 
 @jax.jit
 def causal_attention(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over tokens up to each query's own, fp32 softmax,
-    QUERY_CHUNK queries at a time.
+    """Return softmax(q k^T / sqrt(H)) v over tokens up to and including the query's, with an fp32
+    softmax, QUERY_CHUNK queries at a time.
 
     Query head n reads KV head n // G. The result has the dtype of v.
     """

@@ -1,7 +1,7 @@
-"""Rows that a run has measured so far, on disk: a run that was stopped goes on where it ended.
+"""Rows that a run has measured so far, on disk, so that a stopped run can continue.
 
-The file holds a line of JSON for the run it belongs to (model, texts, sizes) and one for each row.
-A line that a kill cut short is dropped.
+The file has one line of JSON for its run (model, texts, sizes) and one for each row. A line that
+was cut short by a kill is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvq_jax.files import whole
 
 
 class Journal:
-    """The rows of an unfinished run by their keys. ValueError where the file belongs to another
+    """The rows of an unfinished run by key. Raises ValueError if the file belongs to another
     run."""
 
     def __init__(self, file: pathlib.Path, run: dict[str, Any]):
@@ -31,7 +31,7 @@ class Journal:
         self._write([run, *({"key": key, "row": row} for key, row in self.rows.items())])
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a row; it is on disk when this returns."""
+        """Add a row. It is on disk when this returns."""
         self.rows[key] = row
         with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"key": key, "row": row}) + "\n")
@@ -43,16 +43,16 @@ class Journal:
         self.file.unlink(missing_ok=True)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Write the file again without what is no whole line."""
+        """Rewrite the file without incomplete lines."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         whole.write(self.file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _whole_lines(file: pathlib.Path) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return lines

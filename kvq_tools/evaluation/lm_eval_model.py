@@ -8,13 +8,13 @@ docs/evaluation.md shows tasks on local files.
     print(lm_eval.simple_evaluate(model=lm, tasks=["gsm8k_cot"])["results"])
 
 Importing this module registers the name: simple_evaluate(model="kvq", model_args={"pretrained":
-..., "cache": ...}). model_args must be a dictionary, since lm-eval cuts a string at the commas of a
-cache spec. Run as a module, it is lm-eval's command line.
+..., "cache": ...}). model_args must be a dictionary, because lm-eval splits a string at the commas
+of a cache spec. Run as a module, it is lm-eval's command line.
 
-Log-likelihoods are those of decoding: sum_t log p(token t | the cache that the tokens before t
-left), in steps of several tokens, which equal as many single steps. lm-eval's own models score
-prompt and answer in one exact forward pass, in which no cache takes part. Prompts, truncation and
-windows are those of its HFLM: contexts lose tokens on the left.
+Log-likelihoods are computed by decoding: sum_t log p(token t | the cache after the tokens before
+t), in steps of several tokens, which equal as many single steps. lm-eval's models score prompt and
+answer in one exact forward pass without a cache. Prompts, truncation and windows follow its HFLM:
+contexts lose tokens on the left.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 from tqdm import tqdm
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import init_cache
-from kvq_models.inference.decoding import decode_scan, prefill, right_padded
 from kvq_models.inference.generation import generate_stream
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.evaluation.compare import token_nats
-from kvq_tools.evaluation.tasks.runner import SHORTEST, batches, capacity
-from kvq_tools.evaluation.tasks.sample import Sample
-from kvq_tools.evaluation.through import STEP
+from kvq_tools.evaluation.continuations import (
+    ContinuedRow,
+    padded_to,
+    score_continuations,
+)
+from kvq_tools.evaluation.tasks.runner import batches, capacity
+from kvq_tools.evaluation.tasks.sample import TaskSample
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -63,7 +64,7 @@ SAMPLING_OPTIONS = ("top_k", "top_p", "min_p")
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """The settings that generate_until requests share when they run together."""
+    """The settings shared by generate_until requests that run together."""
 
     max_new_tokens: int
     stops: tuple[str, ...]
@@ -74,25 +75,27 @@ class _Generation:
 class KvqLM(TemplateLM):
     """A model of lm-eval whose every predicted token is read through a cache.
 
-    pretrained   what `load_llama` takes: a local Hugging Face directory, a GGUF file, a Hub id, or
-                 a name ("embedded", "smollm2")
-    cache        a spec
-    calibration  what `kvq calibrate` wrote, for a cache that needs it
-    dtype        of weights, activations and full-precision rows
-    max_length   tokens that a prediction may see, at most (and by default) the model's positions
-    batch_size   requests that run together; what is not sampled does not depend on it, but for the
-                 rounding of sums
-    context      how log-likelihoods read a request's context. "decode": token after token, as the
-                 continuation, so that no exact attention takes part. "prefill": as a prompt, with
-                 exact attention inside, all but its last token. Default: "prefill" for caches that
-                 take statistics from a prompt (innerq, squat), which "decode" would leave without
-                 them, else "decode". generate_until always prefills.
-    seed         of sampling, where a task asks for it
+    Args:
+        pretrained: as for `load_llama`: a local Hugging Face directory, a GGUF file, a Hub id, or a
+            name ("embedded", "smollm2").
+        cache: a cache spec.
+        calibration: a file from `kvq calibrate`, for a cache that needs one.
+        dtype: of weights, activations and full-precision rows.
+        max_length: the most tokens that a prediction may see, at most (and by default) the model's
+            positions.
+        batch_size: requests that run together. Results without sampling do not depend on it, except
+            for the rounding of sums.
+        context: how log-likelihoods read a request's context. "decode" reads it token by token,
+            like the continuation, without exact attention. "prefill" reads all but its last token
+            as a prompt, with exact attention inside. The default is "prefill" for caches that take
+            statistics from a prompt (innerq, squat), which "decode" would leave without them, and
+            "decode" for others. generate_until always prefills.
+        seed: of sampling, if a task asks for it.
 
-    ValueError where a value, the spec or the calibration does not fit, or the checkpoint has no
-    tokenizer; also, from the methods below, for a continuation that is empty or longer than
-    max_length, for a context without a prompt where the cache takes statistics from one (so all of
-    loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`), and for
+    Raises ValueError if an argument, the spec or the calibration does not fit, or the checkpoint
+    has no tokenizer. The methods below raise it for a continuation that is empty or longer than
+    max_length; for a context without a prompt if the cache takes statistics from one (so all of
+    loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`); and for
     generation options other than until, max_gen_toks, do_sample, temperature, top_k, top_p and
     min_p.
     """
@@ -139,8 +142,8 @@ class KvqLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> KvqLM:
-        """Return the model of lm-eval's arguments. Its command line always names a device; here JAX
-        chooses one."""
+        """Return the model for lm-eval's arguments. Its command line always names a device, but
+        here JAX chooses one."""
         return super().create_from_arg_obj(
             arg_dict, {name: v for name, v in (additional_config or {}).items() if name != "device"}
         )
@@ -159,7 +162,7 @@ class KvqLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval's results record about the model."""
+        """Return the facts about the model that lm-eval's results record."""
         return {
             "pretrained": self.pretrained,
             "cache": str(self.spec),
@@ -180,16 +183,15 @@ class KvqLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text, with special tokens as the tokenizer adds them unless told otherwise, and
-        none where it begins with the prefix token."""
+        """Encode a text. The default is to add the tokenizer's special tokens, unless the text
+        begins with the prefix token."""
         if add_special_tokens is None and string.startswith(
             self.tokenizer.decode([self.prefix_token_id])
         ):
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(
-            self.tokenizer(string, verbose=False, **chosen).input_ids
-        )  # quiet about lengths: they are cut later
+        # verbose=False: no warnings about long texts, which are cut later
+        return list(self.tokenizer(string, verbose=False, **chosen).input_ids)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -220,7 +222,7 @@ class KvqLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether each token was the likeliest) for requests of (cache
+        """Return (log-probability, True if each token was the likeliest) for requests of (cache
         key, context, continuation)."""
         rows = [self._row(context, continuation) for _, context, continuation in requests]
         prompts = [
@@ -234,16 +236,15 @@ class KvqLM(TemplateLM):
             )
         # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more
         # than the inputs
-        inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
+        inputs = [TaskSample(tuple(row[:-1]), (), 0) for row in rows]
         scored: dict[int, tuple[float, bool]] = {}
         with tqdm(
             total=len(rows), desc=f"log-likelihoods through {self.spec}", disable=disable_tqdm
         ) as bar:
             for indices in batches(inputs, self.llama.config, self.batch_size):
-                scores = self._scores(
-                    [(rows[i], len(requests[i][2])) for i in indices],
-                    capacity(inputs[indices[0]], self.llama.config),
-                )
+                batch = [ContinuedRow(rows[i], len(requests[i][2]), prompts[i]) for i in indices]
+                room = capacity(inputs[indices[0]], self.llama.config)
+                scores = score_continuations(self.llama, self.spec, batch, room)
                 new = dict(zip(indices, scores, strict=True))
                 for i, score in new.items():
                     if requests[i][0] is not None:
@@ -253,7 +254,7 @@ class KvqLM(TemplateLM):
         return [scored[i] for i in range(len(rows))]
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Return the tokens of a request: the inputs, then the one token that is only predicted."""
+        """Return the tokens of a request: the inputs, then one token that is only predicted."""
         if not context or not 1 <= len(continuation) <= self.max_length:
             raise ValueError(
                 f"a request has {len(context)} tokens of context and {len(continuation)} of"
@@ -263,41 +264,9 @@ class KvqLM(TemplateLM):
         return (context + continuation)[-(self.max_length + 1) :]
 
     def _prompt(self, row: list[int], new: int) -> int:
-        """Return the tokens of a row that are prefilled: all but the last of its context, or
-        none."""
+        """Return the number of tokens of a row to prefill: all but the last of its context, or
+        0."""
         return len(row) - 1 - new if self.context == "prefill" else 0
-
-    def _scores(self, rows: list[tuple[list[int], int]], room: int) -> list[tuple[float, bool]]:
-        """Score rows (tokens, length of the continuation) that run together in a cache of this
-        capacity."""
-        prompts = [self._prompt(row, new) for row, new in rows]
-        cache = init_cache(
-            self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype
-        )
-        if any(prompts):
-            width = min(-(-max(prompts) // SHORTEST) * SHORTEST, room)
-            tokens = _padded([row[:n] for (row, _), n in zip(rows, prompts, strict=True)], width)
-            _, cache = prefill(self.llama, cache, tokens, np.array(prompts))
-            width = max(new for _, new in rows)
-        else:
-            width = room
-        width = -(-width // STEP) * STEP
-        rest = _padded([row[n:] for (row, _), n in zip(rows, prompts, strict=True)], width + 1)
-        # what stands past a row's tokens is padding: it comes after everything that is scored, and
-        # past the capacity it is not written
-        now, following = jnp.asarray(rest[:, :-1]), jnp.asarray(rest[:, 1:])
-        (logprobs, greedy), _ = decode_scan(
-            self.llama, cache, now, jnp.full(len(rows), width), (following,), _predictions, STEP
-        )
-        logprobs, greedy = np.asarray(logprobs, np.float64), np.asarray(greedy)
-        scored = [
-            slice(len(row) - 1 - n - new, len(row) - 1 - n)
-            for (row, new), n in zip(rows, prompts, strict=True)
-        ]
-        return [
-            (float(logprobs[i, part].sum()), bool(greedy[i, part].all()))
-            for i, part in enumerate(scored)
-        ]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt up to a stop string, an end-of-sequence token or max_gen_toks,
@@ -306,30 +275,31 @@ class KvqLM(TemplateLM):
             self._generation(options) for _, options in (request.args for request in requests)
         ]
         samples = []
-        for request, own in zip(requests, settings, strict=True):
+        for request, setting in zip(requests, settings, strict=True):
             ids = self.tok_encode(request.args[0]) or [self.prefix_token_id]
             samples.append(
-                Sample(
-                    tuple(ids[-(self.max_length - own.max_new_tokens) :]), (), own.max_new_tokens
+                TaskSample(
+                    tuple(ids[-(self.max_length - setting.max_new_tokens) :]),
+                    (),
+                    setting.max_new_tokens,
                 )
             )
         generated: dict[int, str] = {}
         with tqdm(
             total=len(samples), desc=f"generating through {self.spec}", disable=disable_tqdm
         ) as bar:
-            for own in dict.fromkeys(settings):
-                alike = [i for i, other in enumerate(settings) if other == own]
+            for setting in dict.fromkeys(settings):
+                alike = [i for i, other in enumerate(settings) if other == setting]
                 for part in batches(
                     [samples[i] for i in alike], self.llama.config, self.batch_size
                 ):
                     indices = [alike[i] for i in part]
-                    key = jax.random.fold_in(
-                        jax.random.key(self.seed), indices[0]
-                    )  # no two batches draw alike
+                    # no two batches draw alike
+                    key = jax.random.fold_in(jax.random.key(self.seed), indices[0])
                     new = dict(
                         zip(
                             indices,
-                            self._generated([samples[i] for i in indices], own, key),
+                            self._generated([samples[i] for i in indices], setting, key),
                             strict=True,
                         )
                     )
@@ -340,20 +310,19 @@ class KvqLM(TemplateLM):
         return [generated[i] for i in range(len(samples))]
 
     def _generation(self, options: dict[str, Any]) -> _Generation:
-        given: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_GEN_TOKS)}
+        rest: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_GEN_TOKS)}
         new, stops, do_sample = (
-            given.pop("max_gen_toks"),
-            tuple(given.pop("until")),
-            given.pop("do_sample", False),
+            rest.pop("max_gen_toks"),
+            tuple(rest.pop("until")),
+            rest.pop("do_sample", False),
         )
-        temperature = float(
-            given.pop("temperature", 1.0)
-        )  # transformers' where a task says no more than do_sample
-        chosen = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
-        if given:
+        # transformers' default if a task gives only do_sample
+        temperature = float(rest.pop("temperature", 1.0))
+        chosen = {name: rest.pop(name) for name in SAMPLING_OPTIONS if name in rest}
+        if rest:
             known = ", ".join(("do_sample", "temperature", *SAMPLING_OPTIONS))
             raise ValueError(
-                f"generation options {', '.join(given)} are not supported; supported: until,"
+                f"generation options {', '.join(rest)} are not supported; supported: until,"
                 f" max_gen_toks, {known}"
             )
         if not 1 <= new < self.max_length:
@@ -365,23 +334,25 @@ class KvqLM(TemplateLM):
         sampling.check()
         return _Generation(new, tuple(stop for stop in stops if stop), sampling)
 
-    def _generated(self, samples: list[Sample], own: _Generation, key: Array) -> list[str]:
+    def _generated(self, samples: list[TaskSample], settings: _Generation, key: Array) -> list[str]:
         """Generate the texts of samples that run together."""
         config, room = self.llama.config, capacity(samples[0], self.llama.config)
         special = dict(
             zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
         )
-        # stop strings that are special tokens never stand in a text
+        # stop strings that are special tokens never occur in a text
         ends = tuple(
             sorted(
                 {
                     *config.eos_token_ids,
                     self.eot_token_id,
-                    *(special[stop] for stop in own.stops if stop in special),
+                    *(special[stop] for stop in settings.stops if stop in special),
                 }
             )
         )
-        tokens = _padded([list(sample.prompt) for sample in samples], room - own.max_new_tokens)
+        tokens = padded_to(
+            [list(sample.prompt) for sample in samples], room - settings.max_new_tokens
+        )
         lengths = np.array([len(sample.prompt) for sample in samples])
         cache, texts = (
             init_cache(self.spec, config, len(samples), room, self.llama.embed[...].dtype),
@@ -392,8 +363,8 @@ class KvqLM(TemplateLM):
             cache,
             tokens,
             lengths,
-            max_new_tokens=own.max_new_tokens,
-            sampling=own.sampling,
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling,
             eos_ids=ends,
             key=key,
         ):
@@ -410,23 +381,11 @@ class KvqLM(TemplateLM):
                 for row in rows
             ]
             if all(
-                row[-1] in ends or any(stop in text for stop in own.stops)
+                row[-1] in ends or any(stop in text for stop in settings.stops)
                 for row, text in zip(rows, texts, strict=True)
             ):
                 break
-        return [postprocess_generated_text(text, list(own.stops), None) for text in texts]
-
-
-def _padded(rows: list[list[int]], width: int) -> Int[np.ndarray, "B width"]:
-    tokens, _ = right_padded(rows)
-    return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
-
-
-def _predictions(
-    logits: Float[Array, "B T V"], following: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Return (log p(following), argmax p == following)."""
-    return -token_nats(logits, following), jnp.argmax(logits, axis=-1) == following
+        return [postprocess_generated_text(text, list(settings.stops), None) for text in texts]
 
 
 if __name__ == "__main__":

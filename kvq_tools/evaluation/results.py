@@ -1,4 +1,4 @@
-"""Results of an evaluation: numbers of every scored token, and those of the whole text.
+"""Results of an evaluation: numbers of every scored token and of the whole text.
 
     perplexity    = exp(mean nats)
     bits per byte = sum nats / (ln 2 * UTF-8 bytes of the scored tokens)
@@ -22,13 +22,13 @@ BUCKETS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Means over the scored tokens: all but the first of each row, or those after the prompt and
-    the first that follows it."""
+    """Means over the scored tokens: all but the first of each row, or all after the prompt and the
+    first token that follows it."""
 
     tokens: int
     nats: float  # -log p(token)
     kl: float  # KL(p || q) of the full-precision model's distribution p and the cache's q
-    agreement: float  # share of tokens whose likeliest successor is the full-precision model's
+    agreement: float  # share of predictions whose likeliest token is the full-precision model's
 
     @property
     def perplexity(self) -> float:
@@ -37,9 +37,8 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Tokens that were predicted at positions first .. last of their window, which is how many
-    tokens came before them. Means, which are nan where there are no such tokens, and the number of
-    top-1 flips."""
+    """Tokens predicted at positions first .. last of their window (a position is the number of
+    tokens before it). Means, nan if there are no such tokens, and the number of top-1 flips."""
 
     first: int
     last: int
@@ -53,7 +52,7 @@ class Bucket:
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The predictions of a text through one cache, compared with the full-precision model's. The
-    arrays have one entry for each scored token, in the order of the text.
+    arrays have one entry per scored token, in the order of the text.
 
     spec, mode    the cache and how it was run
     window        tokens of a window, which is the cache's capacity
@@ -62,8 +61,8 @@ class Evaluation:
     position      tokens that its window holds before it
     exact_nats    -log p(token) of the full-precision model
     nats, kl      -log q(token) through the cache, and KL(p || q) of the whole distributions
-    agrees        whether the likeliest token was the same
-    utf8_bytes    of the scored tokens; None where the tokens' bytes were not given
+    agrees        True if the likeliest token was the same
+    utf8_bytes    of the scored tokens; None if the tokens' bytes were not given
     """
 
     spec: CacheSpec
@@ -84,7 +83,7 @@ class Evaluation:
 
     @property
     def finite(self) -> bool:
-        """Return False where the cache or the full-precision model computed nan or inf for some
+        """Return False if the cache or the full-precision model computed nan or inf for some
         token."""
         return bool(
             np.isfinite(self.nats).all()
@@ -146,15 +145,15 @@ class Evaluation:
 
     @property
     def flips(self) -> Int[np.ndarray, "flips"]:
-        """Return the places in the text where the cache's likeliest token is not the full-precision
-        model's."""
+        """Return the tokens' places in the text at which the cache's likeliest token is not the
+        full-precision model's."""
         return self.index[~self.agrees]
 
     def quality(self) -> Quality:
         return Quality(self.tokens, self.mean_nats, self.mean_kl, self.agreement)
 
     def by_position(self, buckets: int = BUCKETS) -> tuple[Bucket, ...]:
-        """Return the numbers of equal parts of the window, at most `buckets` of them."""
+        """Return the numbers of equal parts of the window, at most `buckets` parts."""
         width = -(-self.window // buckets)
         return tuple(
             self._bucket(at, min(at + width, self.window) - 1)
@@ -177,12 +176,12 @@ class Evaluation:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None where it is not finite: JSON has neither inf nor nan."""
+    """Return the value, or None if it is not finite: JSON has neither inf nor nan."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def exp(nats: float) -> float:
-    """Return exp(nats), inf where that is too large for a float."""
+    """Return exp(nats), or inf if that is too large for a float."""
     with np.errstate(over="ignore"):
         return float(np.exp(nats))
 

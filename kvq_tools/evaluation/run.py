@@ -1,57 +1,41 @@
 """Evaluate a text through one cache (`evaluate`) or several (`evaluate_caches`) against full
-precision, or rows of tokens
-(`measure`, `measure_rows`)."""
+precision, or rows of tokens (`measure`, `measure_rows`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import has_prompt_statistics, layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
 from kvq_models.calibration.progress import Progress
-from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Evaluation, Quality
-from kvq_tools.evaluation.through import (
-    CHUNK,
-    MODES,
-    STEP,
-    Batch,
+from kvq_tools.evaluation.settings import (
+    BATCH,
+    Choices,
     Mode,
-    Reference,
-    Through,
-    prefill_prompts,
-    slices,
+    Settings,
+    check_request,
+    default_prompt,
+    prompt_for,
 )
-from kvq_tools.evaluation.windows import check_windows, windows
+from kvq_tools.evaluation.through import Reference, Through, WindowBatch, prefill_prompts, slices
+from kvq_tools.evaluation.windows import windows
 
-BATCH = 4
-PROMPT = 128  # of the default, where a cache takes statistics from a prompt
-MOST_WINDOW = 2048  # of the default
-
-Candidate = tuple[
-    Llama, CacheSpec | str
-]  # a model that carries what the cache needs (`kvq_models.prepare`), and the cache
+# a model that is prepared for the cache (`kvq_models.prepare`), and the cache
+Candidate = tuple[Llama, CacheSpec | str]
 
 
-class Options(TypedDict, total=False):
+class Options(Choices, total=False):
     """The keyword arguments of `evaluate_caches`."""
 
-    window: int | None
-    stride: int | None
-    mode: Mode
-    batch: int
-    chunk: int
-    prompt: int | None
-    step: int
     token_bytes: Integers | None
     progress: Progress[Any] | None
     placement: Placement | None
@@ -61,7 +45,7 @@ def evaluate(
     llama: Llama, spec: CacheSpec | str, token_ids: Integers, **options: Unpack[Options]
 ) -> Evaluation:
     """Compare the predictions of a text through a cache with the full-precision model's:
-    `evaluate_caches` of one cache."""
+    `evaluate_caches` for one cache."""
     return evaluate_caches([(llama, spec)], token_ids, **options)[0]
 
 
@@ -69,45 +53,38 @@ def evaluate_caches(
     candidates: Sequence[Candidate],
     token_ids: Integers,
     *,
-    window: int | None = None,
-    stride: int | None = None,
-    mode: Mode = "decode",
-    batch: int = BATCH,
-    chunk: int = CHUNK,
-    prompt: int | None = None,
-    step: int = STEP,
     token_bytes: Integers | None = None,
     progress: Progress[Any] | None = None,
     placement: Placement | None = None,
+    **choices: Unpack[Choices],
 ) -> tuple[Evaluation, ...]:
-    """Compare the predictions of a text through each cache with those of the same model without a
-    cache.
+    """Compare the predictions of a text through each cache with the full-precision model's.
 
-    candidates: models that differ only in `cache_parameters`, each with its cache. token_ids: the
-    text, [n].
-    window: tokens of a window, at most the model's positions (default: those, or 2048). stride:
-    from the start of one window to the next (default: half a window); every token is scored once,
-    after at least window - stride others (windows.py). A window starts with an empty cache. mode:
-    see through.py. batch: windows that run together; the results do not depend on it. chunk: tokens
-    of one `prefill` of `chunked`. prompt: tokens of each window that `decode` prefills first; a
-    later window's are inside its overlap, the first's are not scored. Default: `default_prompt`
-    where one of the caches takes statistics from a prompt, else 0; all caches are scored on the
-    same tokens. In `chunked` such statistics come from a window's first chunk, in `fake` from the
-    whole window. step: tokens of one step of `decode`; the results of a sound cache do not depend
-    on it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per byte. progress:
-    wraps the loop over slices of windows, as tqdm would. placement: where the caches lie, if the
-    models
-    are on a mesh; where rows are split, a batch is filled up to a multiple of their parts.
+    Args:
+        candidates: models that differ only in `cache_parameters`, each with its cache.
+        token_ids: the text, [n] integers.
+        choices: settings by name, as in `Settings`: window (at most the model's positions; default
+            those, or 2048), stride (default: half a window), mode, batch, chunk, prompt, step.
+        token_bytes: [n], UTF-8 bytes of each token (`tokenize`), for bits per byte.
+        progress: wraps the loop over slices of windows, as tqdm would.
+        placement: of the caches, if the models are on a mesh. If rows are split, a batch is filled
+            up to a multiple of their parts.
 
-    Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the
+    Every token is scored once, after at least window - stride others (windows.py), and all caches
+    are scored on the same tokens. A prompt lies inside the overlap of a later window, and the first
+    window's is not scored. The default is `default_prompt` if one of the caches takes statistics
+    from a prompt, else 0. In `chunked` such statistics come from a window's first chunk, in `fake`
+    from the whole window.
+
+    Full-precision rows of a cache have the model's dtype. Memory besides weights and caches: the
     hidden states of a batch, and logits of a slice, twice at most 256 MiB (in `chunked`: of a
-    chunk). ValueError, in one line, where the request does not fit the text or the model.
+    chunk).
+
+    Raises ValueError, in one line, if the request does not fit the text or the model.
     """
     ids = np.asarray(token_ids)
     specs = [parse(spec) for _, spec in candidates]
-    settings = check_request(
-        candidates[0][0].config, ids, specs, window, stride, mode, batch, chunk, prompt, step
-    )
+    settings = check_request(candidates[0][0].config, ids, specs, **choices)
     width = min(settings.window, ids.size)
     cut = windows(ids.size, settings.window, settings.stride, settings.prompt)
     begins, lengths = (
@@ -125,7 +102,7 @@ def evaluate_caches(
     return tuple(
         Evaluation(
             spec=spec,
-            mode=mode,
+            mode=settings.mode,
             window=width,
             prompt=settings.prompt,
             index=index,
@@ -140,100 +117,12 @@ def evaluate_caches(
     )
 
 
-class Settings(NamedTuple):
-    """A checked request."""
-
-    window: int
-    stride: int
-    mode: Mode
-    batch: int
-    chunk: int
-    prompt: int
-    step: int
-
-    def read_tokens(self, window: int) -> int:
-        """Return how many tokens of a window the cache holds when it is read for the last time."""
-        return (window - 1) // self.chunk * self.chunk if self.mode == "chunked" else window - 1
-
-    def quantized_tokens(self, cache: kvq.Cache) -> int:
-        """Return how many of them are quantized then, in windows of the cache's capacity; in `fake`
-        mode every token is."""
-        newest = self.read_tokens(cache.capacity)
-        if self.mode == "fake":
-            return newest if any(plan.quantizes for plan in cache.plans) else 0
-        return kvq.quantized_tokens(cache, newest)
-
-
-def check_request(
-    config: LlamaConfig,
-    token_ids: Integers,
-    specs: Sequence[CacheSpec],
-    window: int | None = None,
-    stride: int | None = None,
-    mode: Mode = "decode",
-    batch: int = BATCH,
-    chunk: int = CHUNK,
-    prompt: int | None = None,
-    step: int = STEP,
-) -> Settings:
-    """Check a request as far as it needs no weights, and return it with its defaults. Raises as
-    `evaluate_caches`."""
-    window = min(MOST_WINDOW, config.positions) if window is None else window
-    stride = max(1, window // 2) if stride is None else stride
-    if mode not in MODES:
-        raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
-    if min(batch, chunk, step) < 1:
-        raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
-    if prompt and mode != "decode":
-        raise ValueError(
-            f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything,"
-            " 'fake' nothing"
-        )
-    check_windows(config, token_ids, window, stride, prompt or 0)
-    for spec in specs:
-        layout(spec, config, 1, window)
-    if mode == "decode":
-        prompt = prompt_for(
-            config, specs, prompt, default_prompt(np.asarray(token_ids).size, window, stride)
-        )
-    return Settings(window, stride, mode, batch, chunk, prompt or 0, step)
-
-
-def default_prompt(tokens: int, window: int, stride: int) -> int:
-    """Return the tokens of a prompt by default: at most PROMPT, at most what windows overlap, at
-    most half of a single window."""
-    return min(PROMPT, window - stride if tokens > window else tokens // 2)
-
-
-def prompt_for(
-    config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | None, default: int
-) -> int:
-    """Return the tokens of the prompt with which all of these caches are evaluated: those asked
-    for, else `default` if one of the caches takes statistics from a prompt, else 0. ValueError
-    where one does and would get none."""
-    needing = [str(spec) for spec in specs if has_prompt_statistics(spec, config)]
-    if asked is None and not needing:
-        return 0
-    used = default if asked is None else asked
-    if needing and not used:
-        remedy = (
-            "give one of at least 1 token"
-            if asked == 0
-            else "let windows overlap: give a stride below the window"
-        )
-        raise ValueError(
-            f"{needing[0]!r} takes statistics from a prompt, and a prompt of 0 tokens leaves it"
-            f" without them; {remedy}"
-        )
-    return used
-
-
 class RowQuality(NamedTuple):
-    """Means over the scored tokens of each row, and the outliers that found no slot.
+    """Means over the scored tokens of each row, and the share of outliers without a slot.
 
-    tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: in
+    tokens: scored tokens per row. nats, kl, agreement: [R], as in `Quality`, float64. dropped: over
     all rows' caches at the end, the share of the outliers of each side ("k", "v") that have no
-    slot; empty where a cache stores no outliers or is not run (`fake`).
+    slot, or {} if a cache stores no outliers or is not run (`fake`).
     """
 
     tokens: int
@@ -252,14 +141,18 @@ def measure_rows(
     batch: int = BATCH,
     progress: Progress[Any] | None = None,
 ) -> tuple[RowQuality, ...]:
-    """Score rows of tokens through each cache, row by row; all caches are compared with one
+    """Score rows of tokens through each cache, row by row. All caches are compared with one
     full-precision model.
 
-    prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled;
-    default 0, or at most PROMPT and half of a row where a cache takes statistics from a prompt (a
-    key norm, a query subspace). Otherwise the arguments are those of `evaluate_caches`. ValueError
-    where the rows do not fit the vocabulary, the prompt leaves fewer than two tokens, or such a
-    cache is to go without one.
+    Args:
+        candidates, mode, batch, progress: as for `evaluate_caches`.
+        rows: [R, T] token ids.
+        prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled.
+            The default is 0, or at most PROMPT and half of a row if a cache takes statistics from a
+            prompt (a key norm, a query subspace).
+
+    Raises ValueError if the rows do not fit the vocabulary, the prompt leaves fewer than two
+    tokens, or a cache with such statistics gets no prompt.
     """
     tokens = np.asarray(rows, np.int32)
     count, length = tokens.shape
@@ -276,25 +169,26 @@ def measure_rows(
     prompt = prompt or 0
     if not 0 <= prompt <= length - 2:
         raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
-    settings = Settings(length, length, mode, batch, CHUNK, prompt if mode == "decode" else 0, STEP)
+    prefilled = prompt if mode == "decode" else 0
+    settings = Settings(length, length, mode, batch, prompt=prefilled)
     outliers: list[dict[str, kvq.OutlierTotals]] = [{} for _ in candidates]
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
-        for own, run in zip(outliers, through, strict=True):
+        for totals_by_side, run in zip(outliers, through, strict=True):
             for layer in (
                 kvq.outlier_totals(kvq.select_rows(run.cache, np.arange(fresh)))
                 if mode != "fake"
                 else ()
             ):
                 for side, totals in layer.items():
-                    own[side] = own.get(side, kvq.OutlierTotals()) + totals
+                    totals_by_side[side] = totals_by_side.get(side, kvq.OutlierTotals()) + totals
 
     _, compared = _run(
         candidates, tokens, np.full(count, length, np.int32), settings, progress, count_outliers
     )
     scored = length - prompt - 1
     qualities = []
-    for terms, own in zip(compared, outliers, strict=True):
+    for terms, totals_by_side in zip(compared, outliers, strict=True):
         nats, kl, agreement = (
             term[:, prompt + 1 :].mean(axis=1, dtype=np.float64) for term in terms
         )
@@ -304,7 +198,7 @@ def measure_rows(
                 nats,
                 kl,
                 agreement,
-                {side: totals.share_dropped for side, totals in own.items()},
+                {side: totals.share_dropped for side, totals in totals_by_side.items()},
             )
         )
     return tuple(qualities)
@@ -313,10 +207,10 @@ def measure_rows(
 def measure(
     llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int | None = None
 ) -> Quality:
-    """Score rows of tokens through one cache, all rows at once: the means of `measure_rows`, with
-    its arguments and errors.
+    """Score rows of tokens through one cache, all rows at once. Return the means of `measure_rows`,
+    with its arguments and errors.
 
-    Give the prompt where caches are compared, so that all of them score the same tokens.
+    Give the prompt to compare caches, so that all of them score the same tokens.
     """
     (terms,) = measure_rows([(llama, spec)], rows, prompt=prompt, batch=len(rows))
     return Quality(
@@ -335,22 +229,17 @@ def _run(
     placement: Placement | None = None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
     """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R,
-    T]. Entry [r, t] is about token t of row r, predicted from those before it; entries that nothing
-    predicts (the first, the prompt's, padding) are unspecified. `at_end` is called after each batch
-    with what ran and the number of its rows that are not repetitions."""
+    T].
+
+    Entry [r, t] is about token t of row r, predicted from the tokens before it. Entries without a
+    prediction (the first, the prompt's, padding) are unspecified. `at_end` is called after each
+    batch with its caches and the number of its rows that are not repetitions.
+    """
     count, width = rows.shape
     parts_of_rows = 1 if placement is None else placement.size("rows")
     size = -(-min(settings.batch, count) // parts_of_rows) * parts_of_rows
     batches = -(-count // size)
-    parts = slices(
-        settings.mode,
-        width,
-        size,
-        candidates[0][0].config.vocab_size,
-        settings.chunk,
-        settings.prompt,
-        settings.step,
-    )
+    parts = slices(settings, width, size, candidates[0][0].config.vocab_size)
     padded = parts[-1].stop + 1
     exact = np.full((batches * size, padded), np.nan, np.float32)
     compared = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
@@ -363,7 +252,7 @@ def _run(
             batch = _batch(rows, lengths, here, padded)
             reference = Reference(candidates[0][0], batch)
             through = [
-                Through(llama, spec, settings.mode, batch, settings.step, placement)
+                Through(llama, spec, settings, batch, placement)
                 for (llama, _), spec in zip(candidates, specs, strict=True)
             ]
         assert reference is not None, "the first slice made it"
@@ -374,8 +263,8 @@ def _run(
             if part.prompt
             else (cache(part, logits) for cache in through)
         )
-        for terms, own in zip(compared, scored, strict=True):
-            for whole, term in zip(terms, own, strict=True):
+        for terms, slice_terms in zip(compared, scored, strict=True):
+            for whole, term in zip(terms, slice_terms, strict=True):
                 whole[here, predicted] = term
         if at_end is not None and part is parts[-1]:
             at_end(through, min(size, count - number * size))
@@ -389,11 +278,11 @@ def _batch(
     lengths: Int[np.ndarray, "R"],
     index: Int[np.ndarray, "B"],
     padded: int,
-) -> Batch:
-    """Return the rows of a batch. Past the last row it is repeated, so that every batch has one
-    size and one program serves all."""
+) -> WindowBatch:
+    """Return the rows of a batch. The last row is repeated to fill the batch, so that all batches
+    have one size and share one program."""
     index = np.minimum(index, len(rows) - 1)
     tokens = np.pad(rows[index], ((0, 0), (0, padded - rows.shape[1])))
-    return Batch(
+    return WindowBatch(
         jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths[index], jnp.int32), rows.shape[1]
     )

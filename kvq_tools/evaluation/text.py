@@ -9,8 +9,11 @@ from jaxtyping import Int
 
 
 class TokenizedText(NamedTuple):
-    """The tokens of a text. ids [n] int32; bytes [n] of each token, None where the tokenizer gives
-    no offsets."""
+    """The tokens of a text.
+
+    ids: [n] int32. bytes: [n], UTF-8 bytes of each token, or None if the tokenizer gives no
+    offsets.
+    """
 
     ids: Int[np.ndarray, "n"]
     bytes: Int[np.ndarray, "n"] | None
@@ -22,9 +25,9 @@ class TokenizedText(NamedTuple):
 def tokenize(tokenizer: Any, text: str) -> TokenizedText:
     """Tokenize a text. The tokens' bytes add up to the text's, up to the last token's end.
 
-    A token ends where the tokenizer says and begins where the one before ended: what a tokenizer
-    drops between two tokens counts for the second, a character of several tokens for the first, and
-    special tokens stand for nothing.
+    A token ends where the tokenizer says and begins at the end of the token before. Text dropped
+    between two tokens therefore counts for the second, a character of several tokens for the first,
+    and special tokens have no bytes.
     """
     if not getattr(tokenizer, "is_fast", False):
         return TokenizedText(np.asarray(tokenizer(text, verbose=False).input_ids, np.int32), None)

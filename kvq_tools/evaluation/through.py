@@ -1,21 +1,21 @@
 """Run a text through a cache in one of three modes, a slice of positions at a time.
 
     decode    token after token through the cache, as generation reads it. The truth. A step of
-              several tokens equals as many single steps and is quicker; fused kernels, where a GPU
-              has them, serve single ones.
+              several tokens equals as many single steps and is quicker; fused GPU kernels serve
+              single steps.
     chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the
               cache. Servers treat prompts this way.
     fake      one forward pass in which every token is quantized (forward.py), as KVQuant and XQuant
               simulate their perplexities.
 
 Every mode walks over the same slices of positions, and all caches walk together: the full-precision
-logits of a slice are computed once, compared with those of each cache, and dropped.
+logits of a slice are computed once, compared with each cache's, and dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,21 +30,13 @@ from kvq_models.inference.decoding import prefill_program
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
 from kvq_tools.evaluation.forward import hidden_states
+from kvq_tools.evaluation.settings import CHUNK, Settings
 
-Mode = Literal["decode", "chunked", "fake"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-
-# tokens of one decode step. Odd, so that steps end everywhere in a block: at its end nothing is
-# missing that was lost inside
-STEP = 31
-# tokens of a chunk of `chunked`, and of a slice in the other modes where its logits are not too
-# large
-CHUNK = 256
-SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; those of one cache take as many
+SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; one cache's logits take as many
 
 
 class Slice(NamedTuple):
-    """Inputs start .. stop - 1 of every window; they predict the tokens after `first` .. stop - 1.
+    """Inputs start .. stop - 1 of every window, which predict the tokens after `first` .. stop - 1.
     `prompt` is prefilled in any mode."""
 
     start: int
@@ -53,13 +45,12 @@ class Slice(NamedTuple):
     prompt: bool = False
 
 
-def slices(
-    mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP
-) -> tuple[Slice, ...]:
-    """Cut a window of `length` tokens into slices. The last slice may reach past the window; all
+def slices(settings: Settings, length: int, batch: int, vocabulary: int) -> tuple[Slice, ...]:
+    """Cut a window of `length` tokens into slices. The last slice may reach past the window. All
     but the prompt are equally long."""
-    if mode == "chunked":
-        size = min(chunk, length)
+    prompt, step = settings.prompt, settings.step
+    if settings.mode == "chunked":
+        size = min(settings.chunk, length)
     else:
         fitting = min(CHUNK, SLICE_BYTES // (4 * batch * vocabulary))
         size = min(max(1, fitting // step), -(-(length - prompt) // step)) * step
@@ -67,9 +58,9 @@ def slices(
     return (*parts, *(Slice(at, at + size, at) for at in range(prompt, length - 1, size)))
 
 
-class Batch(NamedTuple):
-    """Windows of a text as rows: tokens [B, T], right-padded past the last slice; lengths [B];
-    width: positions of a window."""
+class WindowBatch(NamedTuple):
+    """Windows of a text as rows: tokens [B, T], right-padded past the last slice, lengths [B], and
+    the positions of a window (width)."""
 
     tokens: Int[Array, "B T"]
     lengths: LengthsB
@@ -85,7 +76,7 @@ class Batch(NamedTuple):
 class Reference:
     """The full-precision model on a batch: (logits, -log p of the following tokens) of a slice."""
 
-    def __init__(self, llama: Llama, batch: Batch):
+    def __init__(self, llama: Llama, batch: WindowBatch):
         self.llama, self.batch = llama, batch
         self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths)
 
@@ -94,20 +85,19 @@ class Reference:
 
 
 class Through:
-    """One cache on a batch. Each call returns the terms of a slice; slices must be given in order,
-    a prompt by `prefill_prompts`."""
+    """One cache on a batch. Each call returns the terms of a slice. Slices must come in order, a
+    prompt by `prefill_prompts`."""
 
     def __init__(
         self,
         llama: Llama,
         spec: CacheSpec,
-        mode: Mode,
-        batch: Batch,
-        step: int = STEP,
+        settings: Settings,
+        batch: WindowBatch,
         placement: Placement | None = None,
     ):
-        self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
-        if mode == "fake":
+        self.llama, self.mode, self.batch, self.step = llama, settings.mode, batch, settings.step
+        if settings.mode == "fake":
             self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths, spec)
         else:
             rows = batch.tokens.shape[0]
@@ -129,7 +119,7 @@ class Through:
         return _compared(logits, exact, following)
 
     def _decode(self, at: int, *arrays: Array) -> Terms:
-        """Return the terms of one step from token `at` of a slice on; arrays: its inputs,
+        """Return the terms of one step from token `at` of a slice on. arrays: the slice's inputs,
         full-precision logits and following tokens."""
         now, exact, following = (
             jax.lax.dynamic_slice_in_dim(array, at, self.step, axis=1) for array in arrays
@@ -142,8 +132,8 @@ class Through:
 def prefill_prompts(
     through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]
 ) -> tuple[Terms, ...]:
-    """Prefill the prompts of a batch into all caches, which have one forward pass in common, and
-    return the terms of each."""
+    """Prefill the prompts of a batch into all caches with one shared forward pass, and return the
+    terms of each."""
     batch = through[0].batch
     logits, caches = layer_by_layer.prefill_together(
         [one.llama for one in through], [one.cache for one in through], batch.inputs(part)
@@ -154,7 +144,7 @@ def prefill_prompts(
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:
-    """Return the slice's rows; zeros past the window, where nothing is scored."""
+    """Return the slice's rows, with zeros past the window, where nothing is scored."""
     rows = hidden[:, part.first : part.stop]
     return jnp.pad(rows, ((0, 0), (0, part.stop - part.first - rows.shape[1]), (0, 0)))
 
@@ -182,7 +172,7 @@ def _decoded(
     exact: Float[Array, "B t V"],
     following: Int[Array, "B t"],
 ) -> Terms:
-    """Return the terms of a step; past the capacity, where nothing was stored, they are nan."""
+    """Return the terms of a step. They are nan past the capacity, where nothing was stored."""
     return compare(jnp.where(stored[..., None], llama.logits(hidden), jnp.nan), exact, following)
 
 

@@ -1,10 +1,10 @@
 """Windows over a text, as in "Perplexity of fixed-length models" of the Hugging Face documentation.
 
-A window starts every `stride` tokens and scores what no earlier window has scored. So each token
-but the text's first is scored once, and after the first window with at least window - stride tokens
-of context. Where stride == window, a window's first token has no context and is not scored. Each
-scored token has the same weight (the documentation's code counts one token too few in every later
-window).
+A window starts every `stride` tokens and scores the tokens that no earlier window has scored. So
+each token except the text's first is scored once, and after the first window with at least window -
+stride tokens of context. If stride == window, a window's first token has no context and is not
+scored. Each scored token has the same weight (the documentation's code counts one token too few in
+every later window).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from kvq_jax.types.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
 
 
-class Window(NamedTuple):
-    """Tokens begin .. end - 1 of a text; those from begin + first on are scored."""
+class TextWindow(NamedTuple):
+    """Tokens begin .. end - 1 of a text. The tokens from begin + first on are scored."""
 
     begin: int
     end: int
     first: int
 
 
-def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Window, ...]:
-    """Return the windows of a text, without those that score nothing. The first `prompt` tokens of
-    a window are not scored."""
+def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[TextWindow, ...]:
+    """Return the windows of a text that score something. The first `prompt` tokens of a window are
+    not scored."""
     cut, scored = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
-        cut.append(Window(begin, end, max(scored - begin, prompt, 1)))
+        cut.append(TextWindow(begin, end, max(scored - begin, prompt, 1)))
         scored = end
         if end == tokens:
             break
@@ -41,7 +41,7 @@ def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Win
 def check_windows(
     config: LlamaConfig, token_ids: Integers, window: int, stride: int, prompt: int = 0
 ) -> None:
-    """Raise ValueError, in one line, where a text cannot be scored in these windows."""
+    """Raise ValueError, in one line, if a text cannot be scored in these windows."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.size < 2:
         raise ValueError(

@@ -1,2 +1,2 @@
-"""`kvq plan`: what each layer and side of a cache costs, how to share a budget out by it, and where
-plans are kept."""
+"""`kvq plan`: measure the cost of each layer and side of a cache, share out a budget by it, and
+store plans."""

@@ -1,17 +1,16 @@
-"""Share a budget of bits out over the layers and sides of a model by what each of them costs.
+"""Share out a budget of bits over the layers and sides of a model by their costs.
 
-    minimize  sum over layers l and sides s of cost_ls(n_ls)     subject to   sum n_ls <= budget
+    minimize  sum over layers l and sides s of cost_ls(n_ls)   subject to   sum n_ls <= budget
     cost_ls(n) = ratio_ls(n) * energy_ls(n)
 
-n counts the bits of the chunks of a row (the digits of `k_widths` add up to it); energy_ls(n) is
-the divergence that the
-calibration of waterfill expects of its best widths for n; ratio_ls is measured over expected
-divergence where the side was measured, and in between its logarithm is interpolated in n. Costs of
-layers and sides are taken to add up. A price per bit turns the budget into a choice for each layer
-and side by itself, and is found by bisection.
+n counts the bits of the chunks of a row (the sum of the digits of `k_widths`). energy_ls(n) is the
+divergence that waterfill's calibration predicts for its best widths with n bits. ratio_ls is the
+measured over the predicted divergence if the side was measured; in between, its logarithm is
+interpolated in n. The costs of layers and sides are assumed to add up. A price per bit turns the
+budget into an independent choice for each layer and side, and is found by bisection.
 
-A model has at most PROFILES different pairs of widths: layers of equal widths share compiled
-programs.
+A model has at most PROFILES different pairs of widths, because layers of equal widths share
+compiled programs.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ Widths = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What sides cost in nats per token. energies [L, 2, chunks]: of the calibration, so that
-    expected divergence is their weighted error; ratios: for each (layer, side) measured over
-    expected divergence by n; without any, it is 1."""
+    """The costs of sides in nats per token. energies [L, 2, chunks]: from the calibration; their
+    weighted error is the predicted divergence. ratios: for each (layer, side), measured over
+    predicted divergence by n, or 1 without measurements."""
 
     energies: Float[np.ndarray, "L 2 chunks"]
     ratios: Mapping[tuple[int, Side], Mapping[int, float]]
@@ -49,16 +48,16 @@ class Costs:
         return self.energies.shape[2]
 
     def expected(self, layer: int, side: Side, widths: Sequence[int]) -> float:
-        """Return the divergence that the energies expect of these widths."""
+        """Return the divergence that the energies predict for these widths."""
         return expected_error(self.energies[layer, SIDES.index(side)], widths)
 
     def best(self, layer: int, side: Side, n: int) -> Widths:
-        """Return the best widths of n bits in all."""
+        """Return the best widths with n bits in total."""
         return tuple(map(int, allocate(self.energies[layer, SIDES.index(side)], n)))
 
     def cost(self, layer: int, side: Side, widths: Sequence[int]) -> float:
-        """Return the predicted KL where this side of this layer has these widths, and all else is
-        exact."""
+        """Return the predicted KL if this side of this layer has these widths and everything else
+        is exact."""
         return self.expected(layer, side, widths) * self.ratio(layer, side, sum(widths))
 
     def ratio(self, layer: int, side: Side, n: int) -> float:
@@ -74,33 +73,31 @@ class Costs:
     def total(self, widths: Sequence[Sequence[Widths]]) -> float:
         """Return the predicted KL of a whole cache: the sum over layers and sides."""
         return sum(
-            self.cost(layer, side, own)
+            self.cost(layer, side, widths)
             for layer, both in enumerate(widths)
-            for side, own in zip(SIDES, both, strict=True)
+            for side, widths in zip(SIDES, both, strict=True)
         )
 
 
 def costs_of(
     calibration: Calibration, ratios: Mapping[tuple[int, Side], Mapping[int, float]]
 ) -> Costs:
-    """Return the costs of a model from waterfill's calibration, and the ratios that were
-    measured."""
+    """Return the costs of a model from waterfill's calibration and the measured ratios."""
     chunks, layers = template_chunks(calibration.dims.head_dim), calibration.dims.num_hidden_layers
     energies = np.empty((layers, 2, chunks))
     for layer, (index, side) in itertools.product(range(layers), enumerate(SIDES)):
         channels = 2 if side == "k" else 1  # of an energy
-        own = chunk_energies(calibration.parameters(layer, side)["energies"], chunks)
-        energies[layer, index] = (
-            own * channels / 2 * calibration.origin.length**2
-        )  # from gradients of the mean to those of the sum
+        of_chunks = chunk_energies(calibration.parameters(layer, side)["energies"], chunks)
+        # the calibration has gradients of the mean, the divergence needs the sum's
+        energies[layer, index] = of_chunks * channels / 2 * calibration.origin.length**2
     return Costs(energies, ratios)
 
 
 def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tuple[Widths, Widths]]:
-    """Return the widths (keys, values) of each layer: at most `budget` bits in all chunks together,
-    and at most `profiles` different pairs.
+    """Return the widths (keys, values) of each layer, with at most `budget` bits in all chunks
+    together and at most `profiles` different pairs.
 
-    ValueError where the budget is below one bit for each layer and side.
+    Raises ValueError if the budget is below one bit for each layer and side.
     """
     layers, sides = len(costs.energies), len(costs.energies) * len(SIDES)
     if budget < sides:
@@ -116,18 +113,16 @@ def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tupl
         ]
     )
     table = np.minimum.accumulate(table, axis=2)
-    own = _within(
+    chosen = _within(
         budget, table.reshape(sides, -1), np.broadcast_to(counts, (sides, len(counts)))
     ).reshape(layers, 2)
-    found = [
+    pairs = [
         (costs.best(layer, "k", counts[k]), costs.best(layer, "v", counts[v]))
-        for layer, (k, v) in enumerate(own)
+        for layer, (k, v) in enumerate(chosen)
     ]
     one = (1, *[0] * (costs.chunks - 1))
-    candidates = [
-        *dict.fromkeys(pair for pair in found if pair != (one, one)),
-        (one, one),
-    ]  # the last fits every budget that is allowed
+    # the last fits every allowed budget
+    candidates = [*dict.fromkeys(pair for pair in pairs if pair != (one, one)), (one, one)]
     priced = np.array(
         [
             [
@@ -156,8 +151,8 @@ def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tupl
 def _within(
     budget: int, costs: Float[np.ndarray, "items choices"], sizes: np.ndarray
 ) -> np.ndarray:
-    """Return a choice for each item: the cheapest at the least price per bit at which all together
-    fit the budget; then the bits that are left go where they help most."""
+    """Return a choice for each item: the cheapest at the lowest price per bit at which all fit the
+    budget. Remaining bits go where they help most."""
     low, high = 0.0, float(costs.max() - costs.min()) + 1.0
     items = np.arange(len(costs))
     for _ in range(HALVINGS):
@@ -179,8 +174,8 @@ def _within(
 
 
 def _prices(costs: np.ndarray, sizes: np.ndarray, budget: int) -> list[float]:
-    """Return prices per bit around the one at which the cheapest candidates of all layers take the
-    budget."""
+    """Return prices per bit around the one at which the cheapest candidates of all layers use up
+    the budget."""
     low, high = 0.0, float(costs.max()) + 1.0
     for _ in range(HALVINGS):
         price = (low + high) / 2
@@ -190,8 +185,8 @@ def _prices(costs: np.ndarray, sizes: np.ndarray, budget: int) -> list[float]:
 
 
 def _fewest(costs: np.ndarray, profiles: int, first: Sequence[int]) -> np.ndarray:
-    """Return at most `profiles` candidates, the given ones first, chosen greedily so that the sum
-    of each layer's cheapest is least."""
+    """Return at most `profiles` candidates, the given ones first, chosen greedily to minimize the
+    sum of each layer's cheapest."""
     chosen = list(first)
     while len(chosen) < min(profiles, costs.shape[1]):
         so_far = costs[:, chosen].min(axis=1, initial=np.inf)

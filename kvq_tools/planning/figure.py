@@ -1,4 +1,4 @@
-"""The picture of a plan: KL over stored bits, predicted and measured."""
+"""Draw a plan: KL over stored bits, predicted and measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DPI = 130
 
 
 def missing() -> str | None:
-    """Say what is needed to draw, where it is not there."""
+    """Raise an error that says what to install if drawing is not possible."""
     return (
         None
         if importlib.util.find_spec("matplotlib")

@@ -1,8 +1,10 @@
-"""Where plans are kept: the calibration that `--cache auto:bits=B` finds, and the files that
-`--cache plan.json` takes.
+"""Stored plans: the calibration that `--cache auto:bits=B` finds, and the files that `--cache
+plan.json` reads.
 
-~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors      the calibration that `kvq plan` made for a model; HASH is of the model's place
-plan.json                                               {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null}
+    ~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors
+        the calibration that `kvq plan` made for a model; HASH is of the model's path
+    plan.json
+        {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null}
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from kvq_models.named_models.names import located
 from kvq_models.named_models.published import cache_folder
 
 FORMAT = "kvq.cache-plan"
-LARGEST = 1 << 20  # bytes of a plan: a spec of 4096 layers is far smaller
+LARGEST = 1 << 20  # bytes of a plan; a spec of 4096 layers is far smaller
 
 
-class Plan(NamedTuple):
-    """A cache, and the calibration file that it needs, if it does."""
+class StoredPlan(NamedTuple):
+    """A cache, and its calibration file if it needs one."""
 
     spec: CacheSpec
     calibration: str | None
 
 
 def folder(model: str) -> Path:
-    """Return the folder of a model's plans: of its place, whatever its weights are."""
+    """Return the folder of a model's plans. It depends on the model's path, not on its weights."""
     place = os.path.abspath(located(model)) if os.path.exists(located(model)) else str(model)
     name = "".join(
         letter if letter.isalnum() or letter in "-_." else "_" for letter in Path(str(model)).name
@@ -40,12 +42,12 @@ def folder(model: str) -> Path:
 
 
 def calibration_file(model: str) -> Path:
-    """Return the place of the calibration that `kvq plan` keeps for a model."""
+    """Return the path of the calibration that `kvq plan` keeps for a model."""
     return folder(model) / "waterfill.safetensors"
 
 
-def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write a plan, whole or not at all. The calibration is named by its absolute path."""
+def write_plan(path: str | os.PathLike[str], plan: StoredPlan) -> None:
+    """Write a plan, whole or not at all. It names the calibration by its absolute path."""
     calibration = None if plan.calibration is None else os.path.abspath(plan.calibration)
     text = json.dumps(
         {"format": FORMAT, "cache": str(plan.spec), "calibration": calibration}, indent=2
@@ -53,20 +55,20 @@ def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     whole.write(path, text + "\n")
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan. ValueError, in one line, where the file is none; OSError where it cannot be
-    read."""
-    found = _json(Path(path))
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+def read_plan(path: str | os.PathLike[str]) -> StoredPlan:
+    """Read a plan. Raises ValueError, in one line, if the file is not a plan, and OSError if it
+    cannot be read."""
+    fields = _json(Path(path))
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ValueError(
             f"{str(path)!r} is no plan of kvq: `kvq plan MODEL --out {path}` writes one"
         )
-    cache, calibration = found.get("cache"), found.get("calibration")
+    cache, calibration = fields.get("cache"), fields.get("calibration")
     if not isinstance(cache, str) or not isinstance(calibration, str | None):
         raise ValueError(
             f"{str(path)!r}: a plan has the text of a cache, and a calibration file or null"
         )
-    return Plan(kvq.parse(cache), calibration)
+    return StoredPlan(kvq.parse(cache), calibration)
 
 
 def _json(path: Path) -> Any:

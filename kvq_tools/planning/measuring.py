@@ -1,14 +1,14 @@
-"""`kvq plan --text`: measure what sides of layers cost, share the budget out, and check the best
+"""`kvq plan --text`: measure the costs of sides of layers, share out the budget, and check the best
 caches.
 
     1. calibrate waterfill on the first half of the text
-    2. for every layer and side, and MEASURED bits: KL with that side alone read through the cache,
-       on windows of the second half
-    3. widths for a budget from these (allocation.py)
-    4. this cache, waterfill with equal shares, and the largest of each other method that fit are
-       read through the real cache
+    2. for every layer and side, and MEASURED bits: measure KL with only that side read through the
+       cache, on windows of the second half
+    3. choose widths for a budget from these (allocation.py)
+    4. measure through the real cache: this cache, waterfill with equal shares, and the largest
+       cache of each other method that fits
 
-Every number goes to a journal as soon as it is there; the same request goes on from it.
+Every number goes to a journal at once, from which the same request continues.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.run import measure_rows
-from kvq_tools.evaluation.through import STEP
+from kvq_tools.evaluation.settings import STEP
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, shared_out
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 
 METHOD = "waterfill"
-MEASURED = (1.5, 2.5, 4.0)  # stored bits of a side, at which every one is measured
+MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
 MEASURED_PROFILES = 2
-LEAST = 1e-12  # nats: no cost is 0, so that logarithms exist
+LEAST = 1e-12  # nats; no cost is 0, so that logarithms exist
 SCORED = 4 * STEP  # tokens of a window after the prompt
 WINDOW, WINDOWS = 512 + SCORED, 2
 SAMPLES, LENGTH = 2, 1024  # of the calibration
@@ -64,12 +64,12 @@ RIVALS = tuple(  # the other methods: those that need no calibration
     for bits in choices
 )
 CHECKED_RIVALS = 3
-FACTOR = 2.0  # within which a prediction must be to be more than a rank
+FACTOR = 2.0  # a prediction outside this factor is only a rank
 
 
-class Request(NamedTuple):
-    """What is measured on: token ids of the text, windows of `window` tokens, and samples of a
-    calibration."""
+class PlanRequest(NamedTuple):
+    """The data of the measurements: token ids of the text, windows of `window` tokens, and samples
+    of a calibration."""
 
     ids: Int[np.ndarray, " n"]
     window: int
@@ -79,22 +79,22 @@ class Request(NamedTuple):
 
     @property
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens to calibrate on and those to measure on."""
+        """Return the tokens to calibrate on and the tokens to measure on."""
         middle = len(self.ids) // 2
         return self.ids[:middle], self.ids[middle:]
 
     @property
     def rows(self) -> Int[np.ndarray, "B T"]:
-        own = self.halves[1]
-        starts = np.linspace(0, len(own) - self.window, self.windows).astype(int)
-        return np.stack([own[start : start + self.window] for start in starts]).astype(np.int32)
+        ids = self.halves[1]
+        starts = np.linspace(0, len(ids) - self.window, self.windows).astype(int)
+        return np.stack([ids[start : start + self.window] for start in starts]).astype(np.int32)
 
     @property
     def prompt(self) -> int:
         return self.window - SCORED
 
     def check(self, config: LlamaConfig) -> None:
-        """Raise ValueError, in one line, where this cannot be measured."""
+        """Raise ValueError, in one line, if the text or the sizes do not allow the measurements."""
         plan = kvq.layout(METHOD, config, 1, self.window).plans[0].regions
         least = plan.sink + plan.recent + plan.block
         if self.prompt < least:
@@ -110,7 +110,7 @@ class Request(NamedTuple):
 
 
 class MeasuredSide(NamedTuple):
-    """One side of one layer, and the widths with which it is read."""
+    """One side of one layer, and the widths to read it with."""
 
     layer: int
     side: Side
@@ -125,8 +125,8 @@ class MeasuredSide(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A cache that was read as a whole: its KL in nats per token, and what the sides' sum predicts
-    (None for other methods)."""
+    """A cache measured as a whole: its KL in nats per token, and the prediction from the sum of the
+    sides (None for other methods)."""
 
     spec: CacheSpec
     kl: float
@@ -134,12 +134,12 @@ class Checked(NamedTuple):
 
 
 class Planner:
-    """The measurements of one model on one text, and the caches that follow from them."""
+    """Measurements of one model on one text, and the caches that they lead to."""
 
     def __init__(
         self,
         llama: Llama,
-        request: Request,
+        request: PlanRequest,
         work: Path,
         calibration: str | None,
         text: str,
@@ -162,9 +162,9 @@ class Planner:
         self.sides: list[dict[str, Any]] = []
         self._sensitivity: Sensitivity | None = None
 
-    def _calibrated(self, given: bool, text: str) -> Calibration:
-        """Return the calibration of a file; where none was given, the one that an earlier plan on
-        this text kept, or a new one."""
+    def _calibrated(self, given_file: bool, text: str) -> Calibration:
+        """Return the calibration of a given file, else the one that an earlier plan on this text
+        kept, else a new one."""
         ids, sizes = (
             self.request.halves[0],
             {
@@ -174,21 +174,21 @@ class Planner:
         )
         if Path(self.file).is_file():
             kept = load_calibration(self.file, self.llama, METHOD)
-            if given or (
+            if given_file or (
                 kept.origin.tokens_sha256 == sha256(ids)
                 and (kept.origin.samples, kept.origin.length) == tuple(sizes.values())
             ):
                 return kept
         samples = self.work / f"samples-{sha256(ids)[:12]}"
-        made = fit.calibrate(
+        calibration = fit.calibrate(
             self.llama, ids, METHOD, work=samples, text=text, progress=self.progress, **sizes
         )
-        save_calibration(made, self.file)
+        save_calibration(calibration, self.file)
         Store.delete(samples)
-        return made
+        return calibration
 
     def costs(self) -> Costs:
-        """Measure every side of every layer at MEASURED bits, those that no earlier call
+        """Measure every side of every layer at MEASURED bits, except those that an earlier call
         measured."""
         expected, ratios = (
             costs_of(self.calibration, {}),
@@ -226,9 +226,9 @@ class Planner:
         return costs_of(self.calibration, ratios)
 
     def _sides(self, costs: Costs) -> Iterator[MeasuredSide]:
-        """Yield what is measured. Of each side and number of bits, layers have at most
-        MEASURED_PROFILES different widths: programs are compiled for each, and the ratio to what is
-        expected of the same widths is what counts."""
+        """Yield the sides and widths to measure. For each side and number of bits, layers have at
+        most MEASURED_PROFILES different widths, because each is a program to compile. Only the
+        ratio to the prediction for the same widths counts."""
         config = self.llama.config
         counts = sorted(
             {
@@ -238,14 +238,13 @@ class Planner:
         )
         for (index, side), count in itertools.product(enumerate(SIDES), counts):
             shared = layer_widths(
-                [[own[index]] for own in costs.energies], [count], MEASURED_PROFILES
+                [[energies[index]] for energies in costs.energies], [count], MEASURED_PROFILES
             )
             for layer, (widths,) in enumerate(shared):
                 yield MeasuredSide(layer, side, widths)
 
     def planned(self, costs: Costs, bits: float) -> tuple[CacheSpec, float]:
-        """Return waterfill with widths for so many stored bits, and the KL that the costs
-        predict."""
+        """Return waterfill with widths for so many stored bits, and its predicted KL."""
         config = self.llama.config
         sides = 2 * config.num_hidden_layers
         budget = math.floor(sides * (bits - 8 / config.head_dim) * costs.chunks + 1e-6)
@@ -259,7 +258,7 @@ class Planner:
         return spec_of(widths), costs.total(widths)
 
     def check(self, costs: Costs, bits: float) -> list[Checked]:
-        """Read the best caches of so many bits as a whole, the best first."""
+        """Measure the best caches of so many bits as a whole. Return them with the best first."""
         equal = resolved(f"{METHOD}:bits={bits:g}", self.calibration)
         ours = {
             planned[0]: planned[1]
@@ -269,10 +268,10 @@ class Planner:
         missing = [spec for spec in specs if f"cache {spec}" not in self.journal.rows]
         for spec in self.progress(missing, "checking caches"):
             llama = self.prepared if spec in ours else prepare(self.llama, spec)
-            (found,) = measure_rows(
+            (quality,) = measure_rows(
                 [(llama, spec)], jnp.asarray(self.request.rows), prompt=self.request.prompt
             )
-            self.journal.add(f"cache {spec}", {"kl": float(found.kl.mean())})
+            self.journal.add(f"cache {spec}", {"kl": float(quality.kl.mean())})
         checked = [
             Checked(spec, self.journal.rows[f"cache {spec}"]["kl"], ours.get(spec))
             for spec in specs
@@ -280,10 +279,8 @@ class Planner:
         return sorted(checked, key=lambda one: one.kl)
 
     def predicted(self, costs: Costs, spec: CacheSpec) -> float:
-        method, dims = (
-            cast("Waterfill", spec.k),
-            self.calibration.dims,
-        )  # the only method whose widths have predictions
+        # waterfill is the only method whose widths have predictions
+        method, dims = cast("Waterfill", spec.k), self.calibration.dims
         return costs.total(
             [
                 [method.widths(side, layer, dims) for side in SIDES]
@@ -293,7 +290,7 @@ class Planner:
 
 
 def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
-    """Return the spec of waterfill with these widths (keys, values) of each layer."""
+    """Return the spec of waterfill with these widths (keys, values) for each layer."""
     keys, values = (per_layer([written(both[side]) for both in widths]) for side in (0, 1))
     spec = kvq.parse(METHOD)
     method = Waterfill(k_widths=keys, v_widths=values)
@@ -301,10 +298,10 @@ def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:
-    """Return the largest cache of each other method that stores no more bits, the larger ones
-    first, with waterfill's windows."""
-    own, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
-    for spec in (f"{rival},sink={own.sink},recent={own.recent}" for rival in RIVALS):
+    """Return the largest cache of each other method that stores at most so many bits, with
+    waterfill's windows, the larger ones first."""
+    ours, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
+    for spec in (f"{rival},sink={ours.sink},recent={ours.recent}" for rival in RIVALS):
         try:
             stored = kvq.body_bits_per_element(spec, config)
         except ValueError:

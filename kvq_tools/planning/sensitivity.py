@@ -1,12 +1,11 @@
-"""What one side of one layer costs, read through the cache while all else is exact: KL to the
-full-precision model.
+"""The cost of one side of one layer, read through the cache while everything else is exact: KL to
+the full-precision model.
 
-The model runs once over windows of a text, and what every layer sees is kept. A measurement then
+The model runs once over windows of a text, and every layer's input is kept. A measurement then
 begins at its layer: that layer prefills a prompt into a real cache and decodes the tokens after it,
-as generation does; the layers above attend exactly, to the exact keys and values of the prompt and
-to the changed ones of the new tokens. So it costs half a forward pass of the new tokens, on
-average, and the numbers are those of `measure_rows` with a cache that keeps every other layer in
-full precision.
+as generation does. The layers above attend exactly, to the exact keys and values of the prompt and
+to the changed ones of the new tokens. So a measurement costs half a forward pass of the new tokens
+on average, and equals `measure_rows` with a cache that keeps every other layer in full precision.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.cache.step import begin, finish
 from kvq_jax.types.array_types import QueryBNTH, RowsBKTH
-from kvq_models.inference.decoding import attention_inputs, finish_layer
 from kvq_models.inference.layer_by_layer import attend, embed, head
+from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import causal_attention
-from kvq_tools.evaluation.through import STEP
+from kvq_tools.evaluation.settings import STEP
 
 
 class Sensitivity:
-    """The full-precision model on windows [B, T]; `kl(spec, layer)` is what a cache costs in one
+    """The full-precision model on windows [B, T]. `kl(spec, layer)` is the cost of a cache in one
     layer.
 
     The first `prompt` tokens of a window are prefilled, and T - prompt must be a multiple of
@@ -72,18 +71,18 @@ class Sensitivity:
         self.exact = head(llama, hidden[:, prompt:-1])
 
     def kl(self, llama: Llama, spec: CacheSpec, layer: int) -> float:
-        """Return the mean KL in nats per token after the prompt, where this layer alone is read
-        through a cache of `spec`.
+        """Return the mean KL in nats per token after the prompt if only this layer is read through
+        a cache of `spec`.
 
-        llama: the model with what the cache needs (`kvq_models.prepare`).
+        llama: the model, prepared for the cache (`kvq_models.prepare`).
         """
         hidden, prompt = self._through(llama, spec, layer), self.prompt
         positions, valid = self.positions[:, prompt:], self.valid[:, prompt:]
         for above in range(layer + 1, len(self.llama.layers)):
-            own = self.llama.layers[above]
-            inputs = attention_inputs(own, hidden, positions, valid, self.rope)
+            layer_above = self.llama.layers[above]
+            inputs = attention_inputs(layer_above, hidden, positions, valid, self.rope)
             hidden = finish_layer(
-                own,
+                layer_above,
                 hidden,
                 _after_a_prompt(inputs.q_rot, inputs.k_rot, inputs.v, *self.prompts[above]),
             )
@@ -92,10 +91,10 @@ class Sensitivity:
         )
 
     def _through(self, llama: Llama, spec: CacheSpec, layer: int) -> HiddenBTD:
-        """Return the layer's output for the tokens after the prompt, one step after the other
-        through the cache."""
+        """Return the layer's output for the tokens after the prompt, read through the cache step by
+        step."""
         batch, length = self.tokens.shape
-        own, given, layers = llama.layers[layer], parameters_for(llama, spec), len(llama.layers)
+        measured, parameters = llama.layers[layer], parameters_for(llama, spec)
         cache = init_cache(spec, llama.config, batch, length, llama.embed[...].dtype)
         outputs = []
         for start, stop in (
@@ -103,19 +102,18 @@ class Sensitivity:
             *((at, at + self.step) for at in range(self.prompt, length, self.step)),
         ):
             step = dataclasses.replace(
-                begin(cache, stop - start, prefill=not start, parameters=given), layer=layer
+                begin(cache, stop - start, prefill=not start, parameters=parameters), layer=layer
             )
             hidden = self.hidden[layer][:, start:stop]
             attention, step = attend(
                 step,
-                attention_inputs(own, hidden, step.positions, step.valid, self.rope),
+                attention_inputs(measured, hidden, step.positions, step.valid, self.rope),
                 self.rope,
             )
-            cache = finish(
-                dataclasses.replace(step, layer=layers)
-            )  # the others are not read: they have no tokens
+            # other layers are not read: they have no tokens
+            cache = finish(dataclasses.replace(step, layer=len(llama.layers)))
             if start:
-                outputs.append(finish_layer(own, hidden, attention))
+                outputs.append(finish_layer(measured, hidden, attention))
         return jnp.concatenate(outputs, axis=1)
 
 
@@ -134,7 +132,7 @@ def _after_a_prompt(
     prompt_k: Float[Array, "B K P H"],
     prompt_v: Float[Array, "B K P H"],
 ) -> QueryBNTH:
-    """Return exact attention of new tokens to a prompt and to each other."""
+    """Return the exact attention of new tokens to a prompt and to each other."""
     batch, heads, new, head_dim = q.shape
     keys, values = jnp.concatenate([prompt_k, k], axis=2), jnp.concatenate([prompt_v, v], axis=2)
     q_BKGTH = q.reshape(batch, k.shape[1], -1, new, head_dim)

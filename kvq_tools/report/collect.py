@@ -17,14 +17,15 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Bucket, Evaluation, finite
-from kvq_tools.evaluation.run import Settings, evaluate_caches
+from kvq_tools.evaluation.run import evaluate_caches
+from kvq_tools.evaluation.settings import Settings
 from kvq_tools.evaluation.text import TokenizedText
 from kvq_tools.report import maps, schema, times
 
 
-class Plan(NamedTuple):
-    """A request for numbers. buckets: parts of a window in numbers by position; contexts: of decode
-    steps, none to time nothing; sample: tokens of magnitudes and errors."""
+class ReportPlan(NamedTuple):
+    """A request for numbers. buckets: parts of a window in numbers by position. contexts: of timed
+    decode steps; () to time nothing. sample: tokens of magnitudes and errors."""
 
     model: str
     text: str
@@ -37,14 +38,14 @@ class Plan(NamedTuple):
 
 
 def collect(
-    plan: Plan,
+    plan: ReportPlan,
     plain: Llama,
     candidates: Sequence[times.PreparedCache],
     text: TokenizedText,
     progress: Progress | None = None,
-) -> schema.Report:
-    """Collect all numbers. plain: the model without parameters of any cache; candidates: each cache
-    with the model that carries its own."""
+) -> schema.CacheReport:
+    """Collect all numbers. plain: the model without cache parameters. candidates: each cache with
+    its prepared model."""
     config, settings = plain.config, plan.settings
     started = time.perf_counter()
     pairs = [(c.llama, c.spec) for c in candidates]
@@ -62,12 +63,12 @@ def collect(
     )
     first = evaluations[0]
     parts = first.by_position(plan.buckets)
-    return schema.Report(
+    return schema.CacheReport(
         format=schema.FORMAT,
         command=plan.command,
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         model=_model(plan.model, plain),
-        text=schema.Text(plan.text, text.ids.size, first.tokens, first.utf8_bytes),
+        text=schema.TextFacts(plan.text, text.ids.size, first.tokens, first.utf8_bytes),
         request=_request(settings, config, first.window, seconds),
         positions=tuple(schema.Positions(p.first, p.last, p.tokens) for p in parts),
         exact=schema.Exact(
@@ -76,8 +77,8 @@ def collect(
             tuple(finite(p.exact_nats) for p in parts),
         ),
         caches=tuple(
-            _cache(c.name, e, config, settings, e.by_position(plan.buckets), own)
-            for c, e, own in zip(candidates, evaluations, errors, strict=True)
+            _cache(c.name, e, config, settings, e.by_position(plan.buckets), layer_errors)
+            for c, e, layer_errors in zip(candidates, evaluations, errors, strict=True)
         ),
         speed=speed,
         tokens_of_sample=int(inputs[0].positions.size),
@@ -86,7 +87,7 @@ def collect(
 
 
 def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
-    """Return the caches, after a dense one where none of them is."""
+    """Return the caches, with a dense one in front if none of them is dense."""
     dense = (
         []
         if any(c.spec.exact for c in candidates)
@@ -95,9 +96,9 @@ def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times
     return [*dense, *candidates]
 
 
-def _model(name: str, llama: Llama) -> schema.Model:
+def _model(name: str, llama: Llama) -> schema.ModelFacts:
     config = llama.config
-    return schema.Model(
+    return schema.ModelFacts(
         name=name,
         family=config.model_type,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(llama)),
@@ -112,8 +113,8 @@ def _model(name: str, llama: Llama) -> schema.Model:
 
 def _request(
     settings: Settings, config: LlamaConfig, capacity: int, seconds: float
-) -> schema.Request:
-    return schema.Request(
+) -> schema.EvaluationRequest:
+    return schema.EvaluationRequest(
         mode=settings.mode,
         window=settings.window,
         stride=settings.stride,

@@ -1,4 +1,4 @@
-"""Draw the cost of a cache: bytes layer by layer, and the time of a decode step."""
+"""Draw the cost of a cache: its bytes by layer, and the time of a decode step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from kvq_tools.report.drawing import (
     HALF,
     WIDE,
-    Picture,
+    PagePicture,
     Theme,
     few,
     figure,
@@ -21,7 +21,7 @@ from kvq_tools.report.drawing import (
     literal,
     size_unit,
 )
-from kvq_tools.report.schema import ArrayBytes, Report
+from kvq_tools.report.schema import ArrayBytes, CacheReport
 
 SIDES = {"k": ("keys", "s0"), "v": ("values", "s1"), "kv": ("keys and values", "s2")}
 KINDS = {
@@ -34,7 +34,7 @@ KINDS = {
 }
 
 
-def sizes(report: Report) -> Picture:
+def sizes(report: CacheReport) -> PagePicture:
     layers, caches = report.model.layers, report.caches
     stacks = [[grouped(layer) for layer in c.sizes] for c in caches]
     parts = [
@@ -93,7 +93,7 @@ def sizes(report: Report) -> Picture:
         )
         return drawn
 
-    return Picture(
+    return PagePicture(
         name="sizes",
         title=f"What a cache of {report.request.capacity} tokens is made of, layer by layer",
         reading=(
@@ -111,7 +111,7 @@ def sizes(report: Report) -> Picture:
 
 
 def kind_of(name: str) -> str:
-    """Return the use of a cache's array."""
+    """Return the purpose of a cache's array."""
     if name in ("ring", "sink"):
         return "windows"
     if name == "stats":
@@ -130,8 +130,8 @@ def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
     return totals
 
 
-def speed(report: Report) -> Picture | None:
-    """Draw the fastest decode step in ms against the context in tokens; None where none was
+def speed(report: CacheReport) -> PagePicture | None:
+    """Draw the fastest decode step in ms against the context in tokens. Return None if none was
     timed."""
     measured = report.speed
     if measured is None:
@@ -158,7 +158,7 @@ def speed(report: Report) -> Picture | None:
         legend_below(drawn, axes)
         return drawn
 
-    return Picture(
+    return PagePicture(
         name="speed",
         title="Time of a decode step against context",
         reading=(

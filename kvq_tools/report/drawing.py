@@ -23,10 +23,10 @@ HALF, WIDE = 4.8, 9.6  # inches
 DPI = 160
 PALETTE = 256  # colours of a PNG
 NAME_LENGTH = 26  # of a cache's name in a picture
-LEGEND_LENGTH = 22  # where its bits follow
+LEGEND_LENGTH = 22  # if its bits follow
 
-# light and dark values, of the pictures and of the page's CSS; the series follow each other so that
-# neighbours differ in hue and lightness
+# light and dark values of the pictures and the page's CSS. Neighbouring series differ in hue and
+# lightness.
 COLOURS = {
     "ink": ("#1c2330", "#e8eaf0"),
     "muted": ("#5b6575", "#a3acba"),
@@ -55,10 +55,10 @@ Draw = Callable[[Theme], "Figure"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class PagePicture:
     """A picture of the page; its light PNG is also written beside the page.
 
-    reading: explains it in a sentence or two; alt: describes it for readers who do not see it.
+    reading: explains it in a sentence or two. alt: describes it for readers who cannot see it.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Picture:
 
 
 def optimized(png: bytes) -> bytes:
-    """Return the opaque picture with a palette that covers rare colours too: a third of the
+    """Return the opaque picture with a palette that covers rare colours too, at a third of the
     size."""
     from PIL import Image
 
@@ -105,9 +105,9 @@ def figure(width: float, height: float) -> Figure:
 
 
 def label(number: int, name: str, bits: float | None = None) -> str:
-    """Return the name of a cache in a picture, with its stored bits per element where they are
-    given: a name may leave them to the default, and a cut one may lose them. The number tells
-    caches apart where names are cut. A $ begins no formula.
+    """Return the name of a cache in a picture, with its stored bits per element if given: a name
+    may leave them to the default, and a shortened one may lose them. The number tells caches with
+    shortened names apart. A $ does not begin a formula.
     """
     most = NAME_LENGTH if bits is None else LEGEND_LENGTH
     short = name if len(name) <= most else f"{name[: most - 1]}…"
@@ -115,12 +115,12 @@ def label(number: int, name: str, bits: float | None = None) -> str:
 
 
 def literal(text: str) -> str:
-    """Return a text that matplotlib draws as it is."""
+    """Return a text that matplotlib draws literally."""
     return text.replace("$", r"\$")
 
 
 def line_of(theme: Theme, number: int, cache: CacheNumbers | StepTimes) -> dict[str, Any]:
-    """Return the style of a cache in every picture; numbers begin with 1. The dense cache is the
+    """Return the style of a cache in every picture. Numbers begin with 1. The dense cache is the
     grey reference."""
     if cache.spec == "dense":
         return {"color": theme["muted"], "marker": MARKERS[0], "linestyle": DASHES[1]}
@@ -160,13 +160,13 @@ def plain(ticks: Any) -> None:
 
 
 def size_unit(largest: float) -> tuple[float, str]:
-    """Return (bytes, name) of the unit in which `largest` bytes are a number of few digits."""
+    """Return (bytes, name) of the unit in which `largest` bytes have few digits."""
     power = min(int(math.log(max(largest, 1), 1024)), 4)
     return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
-def told(value: float | None) -> str:
-    """Return a number as a sentence names it."""
+def as_text(value: float | None) -> str:
+    """Return a number as text for a sentence."""
     return "no finite number" if value is None else f"{value:.4g}"
 
 

@@ -1,5 +1,5 @@
-"""Draw maps: magnitudes of keys and values, token by channel, and the errors of each cache, layer
-by channel."""
+"""Draw heat maps: magnitudes of keys and values by token and channel, and errors of each cache by
+layer and channel."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvq_tools.report.drawing import WIDE, Picture, Theme, few, figure, label, plain
-from kvq_tools.report.schema import LayerErrors, Report
+from kvq_tools.report.drawing import WIDE, PagePicture, Theme, few, figure, label, plain
+from kvq_tools.report.schema import CacheReport, LayerErrors
 
-COLUMNS = 512  # of a map; a wider one is pooled
+COLUMNS = 512  # of a map; wider ones are pooled
 SHADES = 40
-DECADES = 3  # below the largest, what a scale shows
+DECADES = 3  # that a scale shows, below the largest
 SIDES = ("keys", "values")
 
 
 def pooled(
     matrix: Float[np.ndarray, "rows columns"], columns: int = COLUMNS
 ) -> Float[np.ndarray, "rows fewer"]:
-    """Pool a matrix to at most `columns` by the largest of neighbouring columns, so that outlier
+    """Pool a matrix to at most `columns` columns by the maximum of neighbours, so that outlier
     channels stay visible."""
     width = math.ceil(matrix.shape[1] / columns)
     return (
@@ -31,9 +31,9 @@ def pooled(
     )
 
 
-def magnitudes(report: Report) -> Picture:
-    """Draw |k| after RoPE and |v| in the model's units, tokens x channels, for the layers of the
-    report's sample."""
+def magnitudes(report: CacheReport) -> PagePicture:
+    """Draw |k| after RoPE and |v| in the model's units, tokens x channels, for the sampled layers
+    of the report."""
     layers = report.magnitudes
     matrices = [(pooled(m.keys.matrix()), pooled(m.values.matrix())) for m in layers]
     norms = [_norm([pair[side] for pair in matrices]) for side in (0, 1)]
@@ -56,7 +56,7 @@ def magnitudes(report: Report) -> Picture:
         return drawn
 
     largest = [max(float(pair[side].max(initial=0)) for pair in matrices) for side in (0, 1)]
-    return Picture(
+    return PagePicture(
         name="magnitudes",
         title="How large keys and values are",
         reading=(
@@ -76,8 +76,9 @@ def magnitudes(report: Report) -> Picture:
     )
 
 
-def errors(report: Report) -> Picture | None:
-    """Draw the mean error of each cache by layer and channel; None where every cache is exact."""
+def errors(report: CacheReport) -> PagePicture | None:
+    """Draw the mean error of each cache by layer and channel. Return None if every cache is
+    exact."""
     caches = [
         (n, c)
         for n, c in enumerate(report.caches, 1)
@@ -112,7 +113,7 @@ def errors(report: Report) -> Picture | None:
         return drawn
 
     not_shown = f" Exact, and not shown: {', '.join(exact)}." if exact else ""
-    return Picture(
+    return PagePicture(
         name="errors",
         title="What quantizing every token changes",
         reading=(
@@ -166,10 +167,10 @@ def _shades() -> Any:
 
 
 def _map(
-    report: Report, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any, last: bool
+    report: CacheReport, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any, last: bool
 ) -> None:
-    """Draw a map whose columns are channels, with the KV heads marked; without pixels where all is
-    0."""
+    """Draw a map whose columns are channels, with the KV heads marked. If all values are 0, draw no
+    pixels."""
     heads, channels, rows = report.model.kv_heads, report.model.head_dim, len(matrix)
     axes.grid(False)
     extent = (0, heads * channels, rows - 0.5, -0.5)
@@ -200,12 +201,12 @@ def _colour_bar(drawn: Any, norm: Any, axes: Any, name: str) -> None:
         fraction=0.04,
         pad=0.01,
     )
-    bar.solids.set_rasterized(True)  # as shapes it would be one for each shade
+    bar.solids.set_rasterized(True)  # as vector shapes there would be one for each shade
     bar.outline.set_visible(False)
     bar.minorticks_off()
     plain(bar.ax.xaxis)
 
 
-def _pooling(report: Report) -> str:
+def _pooling(report: CacheReport) -> str:
     width = math.ceil(report.model.kv_heads * report.model.head_dim / COLUMNS)
     return "" if width == 1 else f" A column of pixels is the largest of {width} channels."

@@ -1,12 +1,14 @@
-"""Magnitudes of keys and values, and their errors when every token is quantized, channel by
-channel, on the full-precision model's activations.
+"""Magnitudes of keys and values, and their errors when every token is quantized, by channel, on the
+full-precision model's activations.
 
-    magnitude[t, (k, c)] = |x[k, t, c]|                                   x: keys after RoPE, or values; k: KV head, c: channel
-    error[(k, c)]        = mean over t of |x^[k, t, c] - x[k, t, c]|      x^: `kvq_jax.roundtrip_layer`, no full-precision window
-    relative             = ||x^ - x|| / ||x||                             over all tokens and channels of a layer
+    magnitude[t, (k, c)] = |x[k, t, c]|                     x: keys after RoPE, or values;
+                                                            k: KV head, c: channel
+    error[(k, c)]        = mean_t |x^[k, t, c] - x[k, t, c]|
+    relative             = ||x^ - x|| / ||x||               over all tokens and channels of a layer
 
-Every layer is given the full-precision model's inputs, so errors do not add up from layer to layer,
-except where a method carries something upwards.
+x^ is `kvq_jax.roundtrip_layer`, without a full-precision window. Every layer gets the
+full-precision model's inputs, so errors do not accumulate over layers, except in methods that carry
+state upwards.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import Llama
 from kvq_models.llama.rope import rope_for
 from kvq_tools.evaluation.forward import causal_attention
-from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, Packed
+from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, PackedMatrix
 
 SAMPLE = 128  # tokens
-MOST_LAYERS = 8  # whose magnitudes are kept
+MOST_LAYERS = 8  # of which magnitudes are kept
 DIGITS = 4  # of an error
 
 
@@ -56,9 +58,9 @@ def magnitudes(
 ) -> tuple[LayerMagnitudes, ...]:
     """Return |k| and |v| of some layers."""
 
-    def packed(rows: RowsBKTH) -> Packed:
+    def packed(rows: RowsBKTH) -> PackedMatrix:
         rows_KTH = np.asarray(rows[0], np.float32)
-        return Packed.of(np.abs(rows_KTH).swapaxes(0, 1).reshape(rows_KTH.shape[1], -1))
+        return PackedMatrix.of(np.abs(rows_KTH).swapaxes(0, 1).reshape(rows_KTH.shape[1], -1))
 
     return tuple(LayerMagnitudes(i, packed(inputs[i].k_rot), packed(inputs[i].v)) for i in layers)
 
@@ -71,7 +73,7 @@ def spread(layers: int, most: int = MOST_LAYERS) -> tuple[int, ...]:
 def errors(
     llama: Llama, spec: CacheSpec, inputs: tuple[LayerInputs, ...]
 ) -> tuple[LayerErrors, ...]:
-    """Return the errors of every layer; `llama` carries what the cache needs."""
+    """Return the errors of every layer. `llama` is prepared for the cache."""
     layers = jax.device_get(_errors(inputs, parameters_for(llama, spec), spec))
     return tuple(
         LayerErrors(_number(k), _number(v), _numbers(keys), _numbers(values))
@@ -86,9 +88,14 @@ def _errors(
     """Return (relative error of keys, of values, errors of keys [K H], of values [K H]) of every
     layer."""
     layers, carry = [], ()
-    for number, (own, mine) in enumerate(zip(inputs, parameters, strict=True)):
-        keys, values, carry = kvq.roundtrip_layer(spec, own, mine, number, carry)
-        (k, by_key), (v, by_value) = _compared(keys, own.k_rot), _compared(values, own.v)
+    for number, (layer_inputs, layer_parameters) in enumerate(zip(inputs, parameters, strict=True)):
+        keys, values, carry = kvq.roundtrip_layer(
+            spec, layer_inputs, layer_parameters, number, carry
+        )
+        (k, by_key), (v, by_value) = (
+            _compared(keys, layer_inputs.k_rot),
+            _compared(values, layer_inputs.v),
+        )
         layers.append((k, v, by_key, by_value))
     return layers
 

@@ -1,4 +1,4 @@
-"""Write the page: one HTML file with everything in it, from a report's numbers and pictures."""
+"""Write the page: one self-contained HTML file, from a report's numbers and pictures."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import jinja2
 
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.report import cost, heat, quality
-from kvq_tools.report.drawing import DARK, LIGHT, Picture
-from kvq_tools.report.schema import Report, Speed
+from kvq_tools.report.drawing import DARK, LIGHT, PagePicture
+from kvq_tools.report.schema import CacheReport, Speed
 
 TEMPLATE = "page.html.jinja"
 NOTHING = "–"
 
 
-class Table(NamedTuple):
-    """A table whose first column names the rows; the others are numbers."""
+class PageTable(NamedTuple):
+    """A table whose first column names the rows. The other columns are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -28,21 +28,21 @@ class Table(NamedTuple):
     note: str = ""
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     title: str
     text: str
-    pictures: tuple[Picture, ...]
-    table: Table | None = None  # beside them
+    pictures: tuple[PagePicture, ...]
+    table: PageTable | None = None  # beside them
 
 
-def sections(report: Report) -> tuple[Section, ...]:
+def sections(report: CacheReport) -> tuple[PageSection, ...]:
     """Return the sections of the page, in their order."""
     request, speed = report.request, cost.speed(report)
     scored = (
         f"{report.text.scored} tokens, each predicted after at most {request.capacity - 1} others"
     )
     parts = [
-        Section(
+        PageSection(
             "Quality against size",
             f"{quality.advice(report)} KL, perplexity and sizes are of the same run: {scored}, read"
             f" through the cache itself ({_mode(report)}). Sizes are of a cache of"
@@ -50,13 +50,13 @@ def sections(report: Report) -> tuple[Section, ...]:
             " less, and a cache moves towards its body's bits (table below).",
             (quality.pareto_kl(report), quality.pareto_perplexity(report)),
         ),
-        Section("By position", "", (*quality.by_position(report), quality.flips(report))),
-        Section("Size", "", (cost.sizes(report),)),
+        PageSection("By position", "", (*quality.by_position(report), quality.flips(report))),
+        PageSection("Size", "", (cost.sizes(report),)),
     ]
     if report.speed is not None and speed is not None:
         machine = report.speed.machine
         parts.append(
-            Section(
+            PageSection(
                 "Speed",
                 f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}),"
                 f" in {report.model.dtype}; the machine's load average was"
@@ -68,14 +68,14 @@ def sections(report: Report) -> tuple[Section, ...]:
         )
     errors = heat.errors(report)
     parts.append(
-        Section(
+        PageSection(
             "Keys, values and errors", "", (heat.magnitudes(report), *([errors] if errors else []))
         )
     )
     return tuple(parts)
 
 
-def numbers(report: Report) -> Table:
+def numbers(report: CacheReport) -> PageTable:
     """Return the main table: a row for the full-precision model and one for each cache."""
     columns = [
         "cache",
@@ -135,11 +135,11 @@ def numbers(report: Report) -> Table:
         "bf16 rows stand for the model without a cache; resident bytes are the cache, its"
         " parameters (once for all sequences) and working memory"
     )
-    return Table("All numbers", tuple(columns), tuple(rows), note)
+    return PageTable("All numbers", tuple(columns), tuple(rows), note)
 
 
-def details(report: Report) -> tuple[Table, ...]:
-    """Return the numbers behind the pictures, but for maps, places of flips and single times, which
+def details(report: CacheReport) -> tuple[PageTable, ...]:
+    """Return the numbers behind the pictures, except maps, places of flips and single times, which
     only report.json has."""
     parts = [f"{p.first}-{p.last}" for p in report.positions]
     rows = [
@@ -152,9 +152,9 @@ def details(report: Report) -> tuple[Table, ...]:
         rows.append((f"{n} {c.name}: flips", *map(str, c.flips_by_position)))
     layers = tuple(f"layer {i}" for i in range(report.model.layers))
     return (
-        Table("By position in the window", ("tokens before", *parts), tuple(rows)),
-        Table("Bytes by layer and part", ("cache, side, part", *layers), tuple(_sizes(report))),
-        Table(
+        PageTable("By position in the window", ("tokens before", *parts), tuple(rows)),
+        PageTable("Bytes by layer and part", ("cache, side, part", *layers), tuple(_sizes(report))),
+        PageTable(
             "Relative errors by layer, every token quantized",
             ("cache, side", *layers),
             tuple(_errors(report)),
@@ -162,8 +162,8 @@ def details(report: Report) -> tuple[Table, ...]:
     )
 
 
-def html(report: Report, shown: Sequence[Section]) -> str:
-    """Return the page with these sections, which refers to nothing outside itself."""
+def html(report: CacheReport, shown: Sequence[PageSection]) -> str:
+    """Return the page with these sections. It refers to nothing outside itself."""
     source = (
         importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
     )
@@ -185,8 +185,8 @@ def html(report: Report, shown: Sequence[Section]) -> str:
 
 
 def title(name: str) -> str:
-    """Return a model's or text's name as headings have it: of a path the last part, of a Hub id and
-    a relative path all; the command on the page has the path."""
+    """Return a model's or text's name for headings: the last part of an absolute path, and all of a
+    Hub id or a relative path. The command on the page has the path."""
     path = PurePath(name)
     return path.name if path.is_absolute() or name.startswith(("~", "..")) else name
 
@@ -203,21 +203,23 @@ def _uri(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
-def _sizes(report: Report) -> list[tuple[str, ...]]:
+def _sizes(report: CacheReport) -> list[tuple[str, ...]]:
     rows = []
     for n, cache in enumerate(report.caches, 1):
-        held = [{(part.side, part.name): part.bytes for part in layer} for layer in cache.sizes]
-        for side, name in sorted({key for layer in held for key in layer}):
+        layer_bytes = [
+            {(part.side, part.name): part.bytes for part in layer} for layer in cache.sizes
+        ]
+        for side, name in sorted({key for layer in layer_bytes for key in layer}):
             rows.append(
                 (
                     f"{n} {cache.name}: {side} {name}",
-                    *(str(layer.get((side, name), 0)) for layer in held),
+                    *(str(layer.get((side, name), 0)) for layer in layer_bytes),
                 )
             )
     return rows
 
 
-def _errors(report: Report) -> list[tuple[str, ...]]:
+def _errors(report: CacheReport) -> list[tuple[str, ...]]:
     rows = []
     for n, cache in enumerate(report.caches, 1):
         for side in ("k", "v"):
@@ -231,7 +233,7 @@ def _errors(report: Report) -> list[tuple[str, ...]]:
     return rows
 
 
-def _times(speed: Speed) -> Table:
+def _times(speed: Speed) -> PageTable:
     rows = tuple(
         (
             c.name,
@@ -243,14 +245,14 @@ def _times(speed: Speed) -> Table:
         )
         for c in speed.caches
     )
-    return Table(
+    return PageTable(
         "Decode steps, ms: fastest; median",
         ("cache", "read by", *(f"{n} tokens" for n in speed.contexts)),
         rows,
     )
 
 
-def _mode(report: Report) -> str:
+def _mode(report: CacheReport) -> str:
     request = report.request
     text = {
         "decode": (

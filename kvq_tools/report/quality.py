@@ -1,5 +1,4 @@
-"""Draw the quality of predictions: against size, by position, and where the likeliest token
-flips."""
+"""Draw the quality of predictions: against size, by position, and the places of top-1 flips."""
 
 from __future__ import annotations
 
@@ -12,17 +11,17 @@ import numpy as np
 from kvq_tools.report.drawing import (
     HALF,
     WIDE,
-    Picture,
+    PagePicture,
     Theme,
+    as_text,
     figure,
     label,
     legend_below,
     line_of,
     plain,
     size_unit,
-    told,
 )
-from kvq_tools.report.schema import Report
+from kvq_tools.report.schema import CacheReport
 from kvq_tools.report.verdict import LEAST_KL, Choice, Windows, front, sentence
 
 EXACT = "model without a cache"
@@ -30,13 +29,13 @@ FLIP_COLUMNS = 160
 BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 
-def front_by(report: Report, loss: str) -> tuple[bool, ...]:
+def front_by(report: CacheReport, loss: str) -> tuple[bool, ...]:
     """Mark the caches on the front of stored bits per element against `kl` or `perplexity`."""
     return front([(c.bits_per_element, getattr(c, loss)) for c in report.caches])
 
 
-def verdict(report: Report) -> str:
-    """Say in a sentence which caches to take, if the windows of the text tell."""
+def verdict(report: CacheReport) -> str:
+    """Return a sentence that recommends caches, if the windows of the text can tell."""
     return sentence(
         [
             Choice(
@@ -52,14 +51,14 @@ def verdict(report: Report) -> str:
     )
 
 
-def advice(report: Report) -> str:
-    """Say which caches to take, and which numbers say nothing."""
+def advice(report: CacheReport) -> str:
+    """Return the recommendation, and a warning about meaningless numbers."""
     return " ".join(text for text in (verdict(report), warning(report)) if text)
 
 
-def warning(report: Report) -> str:
-    """Return a sentence about the caches of which nothing was read quantized, so their numbers say
-    nothing; else nothing."""
+def warning(report: CacheReport) -> str:
+    """Return a sentence about the caches of which nothing was read quantized, so that their numbers
+    are meaningless, or an empty text if there are none."""
     none = [c.name for c in report.caches if not c.quantized_tokens and c.spec != "dense"]
     if not none:
         return ""
@@ -70,7 +69,7 @@ def warning(report: Report) -> str:
     )
 
 
-def pareto_kl(report: Report) -> Picture:
+def pareto_kl(report: CacheReport) -> PagePicture:
     """Draw mean KL(p || q) in nats against stored bits per element, both on log scales."""
     shown = [c for c in report.caches if c.kl is not None]
     seen = [max(c.kl or 0, 0) for c in shown if (c.kl or 0) > LEAST_KL]
@@ -85,7 +84,7 @@ def pareto_kl(report: Report) -> Picture:
         if len(seen) < len(shown)
         else ""
     )
-    return Picture(
+    return PagePicture(
         name="pareto_kl",
         title="KL against size",
         reading=(
@@ -100,7 +99,7 @@ def pareto_kl(report: Report) -> Picture:
     )
 
 
-def pareto_perplexity(report: Report) -> Picture:
+def pareto_perplexity(report: CacheReport) -> PagePicture:
     """Draw perplexity, exp(mean -log q), against stored bits per element, both on log scales."""
 
     def draw(theme: Theme) -> Any:
@@ -108,7 +107,7 @@ def pareto_perplexity(report: Report) -> Picture:
             report, theme, "perplexity", "perplexity of the text", 0, report.exact.perplexity
         )
 
-    return Picture(
+    return PagePicture(
         name="pareto_perplexity",
         title="Perplexity against size",
         reading=(
@@ -117,17 +116,17 @@ def pareto_perplexity(report: Report) -> Picture:
             " how far predictions moved."
         ),
         alt=_pareto_alt(report, "perplexity", "perplexity")
-        + f" The model without a cache has {told(report.exact.perplexity)}.",
+        + f" The model without a cache has {as_text(report.exact.perplexity)}.",
         wide=False,
         draw=draw,
     )
 
 
 def _pareto(
-    report: Report, theme: Theme, loss: str, name: str, floor: float, reference: float | None
+    report: CacheReport, theme: Theme, loss: str, name: str, floor: float, reference: float | None
 ) -> Any:
-    """Draw the points, their front and a legend. floor: smaller values are drawn on the lower edge,
-    which then is there."""
+    """Draw the points, their front and a legend. floor: the lower edge; smaller values are drawn on
+    it."""
 
     def shown(value: float) -> float:
         return max(value, floor)
@@ -175,8 +174,8 @@ def _pareto(
     return drawn
 
 
-def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
-    """Add the same scale in bytes of one whole cache."""
+def _bytes_above(report: CacheReport, axes: Any, ticks: Sequence[float]) -> None:
+    """Add the same scale in bytes of a whole cache."""
     elements = report.request.bf16_bytes / 2
     unit, name = size_unit(max(ticks, default=1) * elements / 8)
     per_bit = elements / 8 / unit
@@ -190,8 +189,8 @@ def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Label axes with numbers rather than powers of ten, several of them where a log scale spans
-    little more than a decade."""
+    """Label axes with numbers rather than powers of ten, and with several of them if a log scale
+    spans little more than a decade."""
     from matplotlib import ticker
 
     axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -203,10 +202,11 @@ def _plain_ticks(axes: Any) -> None:
         axes.set_ylim(low, high)
 
 
-def _pareto_alt(report: Report, loss: str, name: str) -> str:
+def _pareto_alt(report: CacheReport, loss: str, name: str) -> str:
     marks = front_by(report, loss)
     each = [
-        f"{c.name} {c.bits_per_element:.2f} bits, {told(getattr(c, loss))}" for c in report.caches
+        f"{c.name} {c.bits_per_element:.2f} bits, {as_text(getattr(c, loss))}"
+        for c in report.caches
     ]
     return (
         f"Scatter plot of {name} against stored bits per element. {'; '.join(each)}. On the front:"
@@ -214,11 +214,11 @@ def _pareto_alt(report: Report, loss: str, name: str) -> str:
     )
 
 
-def by_position(report: Report) -> tuple[Picture, Picture]:
-    """Draw perplexity and KL in nats over the parts of the window in which anything was scored."""
-    held = [i for i, part in enumerate(report.positions) if part.tokens]
-    where = [(report.positions[i].first + report.positions[i].last) / 2 for i in held]
-    names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in held]
+def by_position(report: CacheReport) -> tuple[PagePicture, PagePicture]:
+    """Draw perplexity and KL in nats over the parts of the window with scored tokens."""
+    scored = [i for i, part in enumerate(report.positions) if part.tokens]
+    centers = [(report.positions[i].first + report.positions[i].last) / 2 for i in scored]
+    names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in scored]
 
     def lines(
         theme: Theme, name: str, rows: Sequence[tuple[str, dict[str, Any], Sequence[float | None]]]
@@ -226,10 +226,9 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
         drawn = figure(HALF, 3.1 + 0.17 * math.ceil(len(rows) / 2))
         axes = drawn.subplots()
         for text, style, values in rows:
-            axes.plot(
-                where, np.array([values[i] for i in held], float), label=text, **style
-            )  # None becomes nan: a gap
-        axes.set_xticks(where, names, rotation=35, ha="right", rotation_mode="anchor")
+            # None becomes nan: a gap
+            axes.plot(centers, np.array([values[i] for i in scored], float), label=text, **style)
+        axes.set_xticks(centers, names, rotation=35, ha="right", rotation_mode="anchor")
         axes.set_yscale("log")
         axes.set(xlabel="tokens before the predicted one, in its window", ylabel=name)
         _plain_ticks(axes)
@@ -266,7 +265,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
     span = f"positions {names[0]} to {names[-1]}" if names else "no positions"
     hidden = [c.name for c in report.caches if (c.kl or 0) <= LEAST_KL]
     return (
-        Picture(
+        PagePicture(
             name="position_perplexity",
             title="Perplexity by position",
             reading=(
@@ -280,7 +279,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
             wide=False,
             draw=perplexity,
         ),
-        Picture(
+        PagePicture(
             name="position_kl",
             title="KL by position",
             reading=(
@@ -290,7 +289,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
             + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
             alt=f"Line plot of KL over {span} of the window. "
             + "; ".join(
-                f"{c.name} ends at {told(c.kl_by_position[held[-1]] if held else None)}"
+                f"{c.name} ends at {as_text(c.kl_by_position[scored[-1]] if scored else None)}"
                 for c in report.caches
             )
             + ".",
@@ -300,9 +299,9 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
     )
 
 
-def flips(report: Report) -> Picture:
-    """Draw the flips in equal parts of the text, so that a long text takes no more room than a
-    short one."""
+def flips(report: CacheReport) -> PagePicture:
+    """Draw the flips in equal parts of the text, so that a long text takes as much room as a short
+    one."""
     width = max(1, math.ceil(report.text.tokens / FLIP_COLUMNS))
     edges = np.arange(0, report.text.tokens + width, width)
     counts = [np.histogram(c.flips, edges)[0] for c in report.caches]
@@ -342,7 +341,7 @@ def flips(report: Report) -> Picture:
         )
         return drawn
 
-    return Picture(
+    return PagePicture(
         name="flips",
         title="Where the likeliest token flips",
         reading=(

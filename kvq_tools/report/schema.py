@@ -1,9 +1,10 @@
 """The schema of report.json: everything that a report shows, and nothing else.
 
-The file is one JSON object with the fields of `Report`; nested objects are the dataclasses below,
-tuples are lists. Numbers that are not finite are null. Lists "by position" have one entry for each
-of `positions`, lists "by layer" one for each layer of the model. Means are over tokens. Times are
-milliseconds, sizes bytes. `read` refuses, in one line, a file with other fields, types or lengths.
+The file is a JSON object with the fields of `CacheReport`. Nested objects are the dataclasses
+below, and tuples are lists. Numbers that are not finite are null. Lists "by position" have one
+entry for each of `positions`, lists "by layer" one for each layer of the model. Means are over
+tokens. Times are milliseconds, sizes bytes. `read` refuses, in one line, a file with other fields,
+types or lengths.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ FORMAT = "kvq report 3"
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """The machine on which times were measured. load: the load average of one minute when timing
-    began and when it ended."""
+class TimingMachine:
+    """The machine on which times were measured. load: the one-minute load average when timing began
+    and ended."""
 
     device: str
     cores: int
@@ -35,9 +36,9 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """The model. dtype: of weights, activations and full-precision rows. positions: those it was
-    trained for. parameters: its weights."""
+class ModelFacts:
+    """The model. dtype: of weights, activations and full-precision rows. positions: the length it
+    was trained for. parameters: the number of its weights."""
 
     name: str
     family: str
@@ -51,9 +52,9 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """The text. tokens: those read. scored: those predicted. scored_bytes: their UTF-8 bytes, null
-    where the tokenizer does not say."""
+class TextFacts:
+    """The text. tokens: number read. scored: number predicted. scored_bytes: UTF-8 bytes of the
+    predicted tokens, null if the tokenizer gives no offsets."""
 
     name: str
     tokens: int
@@ -62,9 +63,9 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """The settings of the evaluation; see `kvq eval --help`. capacity: tokens of a cache whose
-    bytes are given; bf16_bytes: of all K and V in bfloat16."""
+class EvaluationRequest:
+    """The settings of the evaluation (see `kvq eval --help`). capacity: tokens of the caches whose
+    bytes are reported. bf16_bytes: of all K and V in bfloat16."""
 
     mode: str
     window: int
@@ -80,7 +81,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """Tokens with first .. last tokens before them in their window."""
+    """Tokens that have first .. last tokens before them in their window."""
 
     first: int
     last: int
@@ -98,7 +99,7 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayBytes:
-    """The bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero,
+    """The bytes of one array of one layer. side: k, v, or kv for both. name: words, scale, zero,
     rows (full precision), ring and sink (windows), ..."""
 
     side: str
@@ -108,12 +109,12 @@ class ArrayBytes:
 
 @dataclasses.dataclass(frozen=True)
 class LayerErrors:
-    """The errors of one layer when every token of the sample is quantized
+    """The errors of one layer if every token of the sample is quantized
     (`kvq_jax.roundtrip_layer`).
 
-    keys, values: mean |k^ - k| and |v^ - v| of each channel, the KV heads one after the other; keys
-    after RoPE.
-    k_relative, v_relative: ||k^ - k|| / ||k|| of all rows together.
+        keys, values            mean |k^ - k| (after RoPE) and |v^ - v| of each channel, KV head by
+                                KV head
+        k_relative, v_relative  ||k^ - k|| / ||k|| of all rows together
     """
 
     k_relative: float | None
@@ -124,19 +125,24 @@ class LayerErrors:
 
 @dataclasses.dataclass(frozen=True)
 class CacheNumbers:
-    """One cache. name: as it was asked for; spec: its canonical form.
+    """One cache. name: as the user wrote it. spec: its canonical form.
 
-    perplexity .. agreement   of the text, as `kvq eval` gives them
-    bytes .. bits_per_element of a cache of `Request.capacity` tokens, windows included, with full-precision rows in bfloat16
-    body_bits_per_element     windows left out
-    parameter_bytes, working_bytes   beside the cache: made once for the model, and needed during a step
-    quantized_tokens          of the tokens that the cache holds when a window reads it for the last time, those that are quantized; 0: it
-                              was full precision in all but name
-    window_kl                 means of the text's windows, the same for every cache; empty in reports
-                              that were made before they were kept
-    nats, kl_by_position, flips_by_position   by position
-    flips                     places in the text where the likeliest token is not the full-precision model's
-    sizes                     by layer; they add up to `bytes` less the cache's lengths (4 bytes)
+    perplexity .. agreement   of the text, as in `kvq eval`
+    bytes .. bits_per_element
+                              of a cache of `EvaluationRequest.capacity` tokens,
+                              including windows, with full-precision rows in bfloat16
+    body_bits_per_element     without windows
+    parameter_bytes, working_bytes
+                              besides the cache: made once for the model, and for a step
+    quantized_tokens          number of quantized tokens when a window is read for the last time;
+                              0: the cache was full precision in all but name
+    window_kl                 means of the text's windows, the same for every cache; empty in
+                              reports that were made before they were kept
+    nats, kl_by_position, flips_by_position
+                              by position
+    flips                     places in the text at which the likeliest token is not the
+                              full-precision model's
+    sizes                     by layer; they add up to `bytes` minus the cache's lengths (4 bytes)
     errors                    by layer
     """
 
@@ -171,8 +177,8 @@ class CacheNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Decode steps of one token through one cache. reads: its implementation, xla or pallas.
-    samples_ms: by context, all samples."""
+    """Decode steps of one token through one cache. reads: the implementation, xla or pallas.
+    samples_ms: all samples, by context."""
 
     name: str
     spec: str
@@ -190,16 +196,16 @@ class StepTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """contexts: tokens in the cache, of one sequence. The caches take turns, step after step;
-    `dense` is always among them."""
+    """contexts: tokens of one sequence in the cache. The caches take turns, step by step. `dense`
+    is always among them."""
 
     contexts: tuple[int, ...]
-    machine: Machine
+    machine: TimingMachine
     caches: tuple[StepTimes, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class PackedMatrix:
     """A matrix: float16, little-endian, row after row, in base64."""
 
     rows: int
@@ -207,40 +213,40 @@ class Packed:
     float16: str
 
     @classmethod
-    def of(cls, matrix: Float[np.ndarray, "rows columns"]) -> Packed:
-        """Pack a matrix; entries beyond float16's range become its largest."""
+    def of(cls, matrix: Float[np.ndarray, "rows columns"]) -> PackedMatrix:
+        """Pack a matrix. Entries beyond float16's range become its largest value."""
         largest = float(np.finfo(np.float16).max)
         stored = np.nan_to_num(np.clip(matrix, -largest, largest)).astype("<f2")
         rows, columns = stored.shape
         return cls(rows, columns, base64.b64encode(stored.tobytes()).decode("ascii"))
 
     def matrix(self) -> Float[np.ndarray, "rows columns"]:
-        """Return the matrix in fp32. ValueError where the bytes do not fit the shape."""
+        """Return the matrix in fp32. Raise ValueError if the bytes do not fit the shape."""
         stored = np.frombuffer(base64.b64decode(self.float16, validate=True), "<f2")
         return stored.reshape(self.rows, self.columns).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMagnitudes:
-    """|k| after RoPE and |v|: a row for each token of the sample, a column for each channel, the KV
-    heads one after the other."""
+    """|k| after RoPE and |v|: a row for each token of the sample, a column for each channel, KV
+    head by KV head."""
 
     layer: int
-    keys: Packed
-    values: Packed
+    keys: PackedMatrix
+    values: PackedMatrix
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """tokens_of_sample: the text's first tokens, from which magnitudes and errors are. command: the
-    command line that made the report."""
+class CacheReport:
+    """Everything in report.json. tokens_of_sample: number of the text's first tokens that
+    magnitudes and errors are from. command: the command line that made the report."""
 
     format: str
     command: str
     date: str
-    model: Model
-    text: Text
-    request: Request
+    model: ModelFacts
+    text: TextFacts
+    request: EvaluationRequest
     positions: tuple[Positions, ...]
     exact: Exact
     caches: tuple[CacheNumbers, ...]
@@ -249,7 +255,7 @@ class Report:
     magnitudes: tuple[LayerMagnitudes, ...]
 
 
-def dump(report: Report) -> str:
+def dump(report: CacheReport) -> str:
     """Return the text of report.json: a line for each field, and one for each cache."""
 
     def text(value: Any) -> str:
@@ -268,9 +274,9 @@ def dump(report: Report) -> str:
     )
 
 
-def read(path: str | os.PathLike[str]) -> Report:
-    """Read the report in a file. ValueError, in one line, where it is not one; OSError where there
-    is no such file."""
+def read(path: str | os.PathLike[str]) -> CacheReport:
+    """Read the report in a file. Raise ValueError, in one line, if it is not a report, and OSError
+    if there is no such file."""
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -279,7 +285,7 @@ def read(path: str | os.PathLike[str]) -> Report:
         written = stored.get("format") if isinstance(stored, dict) else None
         raise ValueError(f"{os.fspath(path)!r} is not a {FORMAT!r}: its format is {written!r}")
     try:
-        report = _typed(Report, stored, "report")
+        report = _typed(CacheReport, stored, "report")
         _check_lengths(report)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)!r}: {error}") from error
@@ -287,8 +293,8 @@ def read(path: str | os.PathLike[str]) -> Report:
 
 
 def _typed(kind: Any, value: Any, at: str) -> Any:
-    """Return the value as a dataclass, tuple, or plain value of that type; ValueError names the
-    place that does not fit."""
+    """Return the value as a dataclass, tuple, or plain value of that type. Raise ValueError, naming
+    the place, if it does not fit."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _typed(arguments[0], value, at)
@@ -310,8 +316,8 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
     return value
 
 
-def _check_lengths(report: Report) -> None:
-    """Raise ValueError where lists that belong together have different lengths."""
+def _check_lengths(report: CacheReport) -> None:
+    """Raise ValueError if lists that belong together have different lengths."""
     positions, layers, channels = (
         len(report.positions),
         report.model.layers,

@@ -1,8 +1,8 @@
 """Time decode steps through caches, at several contexts, on JAX's first device.
 
-A cache starts full but for the steps that will be taken, and zeroed: what is in it does not change
-how long reading it takes, and no prompt of that length has to be computed. Caches take turns, one
-step each, so that what else the machine does hits all of them alike.
+A cache starts zeroed, and full except for the steps to come: its content does not change the time
+of reading it, and no prompt of that length has to be computed. Caches take turns, one step each, so
+that other load on the machine hits all of them alike.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.llama.model import Llama
-from kvq_tools.report.schema import Machine, Speed, StepTimes
+from kvq_tools.report.schema import Speed, StepTimes, TimingMachine
 
-STEPS = 15  # timed, after one that is not
+STEPS = 15  # timed, after one that is not timed
 DIGITS = 4  # of a millisecond
 
 
 class PreparedCache(NamedTuple):
-    """A cache by its name, and the model with what it needs."""
+    """A cache with its name, and the model prepared for it."""
 
     name: str
     spec: CacheSpec
@@ -43,10 +43,10 @@ def decode_times(
     steps: int = STEPS,
     progress: Progress | None = None,
 ) -> Speed:
-    """Time `steps` decode steps of one sequence through each cache at each context; compiling and
-    one first step are not timed.
+    """Time `steps` decode steps of one sequence through each cache at each context. Compiling and a
+    first step are not timed.
 
-    ValueError where a context has no room for the steps.
+    Raises ValueError if a context has no room for the steps.
     """
     short = [context for context in contexts if context <= steps]
     if short:
@@ -59,20 +59,20 @@ def decode_times(
     ):
         steppers = [_Stepper(candidate, context, steps) for candidate in candidates]
         rounds = [[stepper.timed() for stepper in steppers] for _ in range(steps)]
-        for own, taken in zip(samples, zip(*rounds, strict=True), strict=True):
-            own.append(taken)
+        for times_ms, taken in zip(samples, zip(*rounds, strict=True), strict=True):
+            times_ms.append(taken)
         reads = [stepper.reads for stepper in steppers]
-    machine = Machine(device_name(), os.cpu_count() or 0, jax.__version__, (*load, _load()))
+    machine = TimingMachine(device_name(), os.cpu_count() or 0, jax.__version__, (*load, _load()))
     times = (
-        StepTimes(c.name, str(c.spec), read, tuple(own))
-        for c, read, own in zip(candidates, reads, samples, strict=True)
+        StepTimes(c.name, str(c.spec), read, tuple(times_ms))
+        for c, read, times_ms in zip(candidates, reads, samples, strict=True)
     )
     return Speed(tuple(contexts), machine, tuple(times))
 
 
 class _Stepper:
-    """One cache with room for a first step and `steps` timed ones; `timed()` takes one and returns
-    its milliseconds."""
+    """One cache with room for a first step and `steps` timed ones. `timed()` takes one step and
+    returns its milliseconds."""
 
     def __init__(self, candidate: PreparedCache, context: int, steps: int):
         self._llama = candidate.llama
@@ -100,7 +100,7 @@ class _Stepper:
 
 
 def device_name() -> str:
-    """Return the name of JAX's first device, with the processor's name where that is only "cpu"."""
+    """Return the name of JAX's first device, with the processor's name if that is only "cpu"."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -116,5 +116,5 @@ def device_name() -> str:
 
 
 def _load() -> float:
-    """Return the load average of one minute, 0 where the system does not tell."""
+    """Return the one-minute load average, or 0 if the system does not provide it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0

@@ -8,21 +8,23 @@ from pathlib import Path
 from kvq_jax.files import whole
 from kvq_models.calibration.progress import Progress
 from kvq_tools.report import page
-from kvq_tools.report.schema import Report, dump
+from kvq_tools.report.schema import CacheReport, dump
 
 JSON, PAGE = "report.json", "index.html"
 
 
-def write_numbers(report: Report, out: Path) -> Path:
-    """Write report.json, from which the rest can be made again."""
+def write_numbers(report: CacheReport, out: Path) -> Path:
+    """Write report.json, from which all other files can be made again."""
     target = out / JSON
     whole.write(target, dump(report))
     return target
 
 
-def write_page(report: Report, out: Path, progress: Progress | None = None) -> tuple[Path, ...]:
-    """Write the page and the PNGs into a directory that exists, over files of the same names; the
-    page is the first of the result."""
+def write_page(
+    report: CacheReport, out: Path, progress: Progress | None = None
+) -> tuple[Path, ...]:
+    """Write the page and the PNGs into an existing directory, over files of the same names. Return
+    their paths, the page first."""
     shown, written = page.sections(report), [out / PAGE]
     pictures = [picture for section in shown for picture in section.pictures]
     for picture in (progress or (lambda items, _: items))(pictures, "drawing pictures"):

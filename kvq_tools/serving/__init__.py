@@ -1,2 +1,2 @@
-"""A server with OpenAI's API on one engine: FastAPI in front, one thread that drives the slots
-behind."""
+"""A server with OpenAI's API on one engine: FastAPI in front, and one thread behind it that drives
+the slots."""

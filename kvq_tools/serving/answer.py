@@ -1,5 +1,5 @@
-"""One choice of an answer as it grows: an engine's events go in, pieces of text with their tokens
-come out."""
+"""One choice of an answer as it grows: engine events go in, pieces of text with their tokens come
+out."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FINISH: dict[str, Finish] = {"ended": "stop", "length": "length", "cancelled": 
 
 @dataclasses.dataclass(frozen=True)
 class TokenInText:
-    """A token, its log-probability (None where nothing came before it), what else was likely, and
-    where its text begins."""
+    """A token, its log-probability (None if nothing came before it), the most probable tokens, and
+    the offset of its text."""
 
     token: int
     logprob: float | None
@@ -27,9 +27,9 @@ class TokenInText:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """New text of choice `index` with the tokens that begin in it. The last piece tells why it
-    ends, and how many tokens were drawn."""
+class AnswerPiece:
+    """New text of choice `index` with the tokens that begin in it. The last piece has the reason
+    for the end and the number of drawn tokens."""
 
     index: int
     text: str
@@ -40,9 +40,9 @@ class Piece:
 
 
 class Answer:
-    """The text of one choice. `send` is called with each piece, in the thread that calls `take`.
+    """The text of one choice. `send` gets each piece, in the thread that calls `take`.
 
-    With `echo` the first piece is the prompt. stops: texts that end the answer.
+    With `echo`, the first piece is the prompt. stops: texts that end the answer.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class Answer:
         tokenizer: Any,
         stops: Sequence[str],
         echo: bool,
-        send: Callable[[Piece], None],
+        send: Callable[[AnswerPiece], None],
     ):
         self.index, self.request, self.echo, self.send = index, request, echo, send
         self.done = False
         self._tokenizer = tokenizer
         self._text = GrowingText(tokenizer, request.prompt)
         self._stops = Stops(tuple(stops))
-        self._waiting: list[TokenInText] = []  # tokens whose text is not certain yet
+        self._waiting: list[TokenInText] = []  # tokens whose text is not final yet
         self._decoded = self._sent = 0  # characters
         self._drawn = 0
 
     def take(self, event: Event) -> bool:
-        """Send what an event brings. Return whether the answer is done; further events have no
-        effect."""
+        """Send the text of an event. Return True if the answer is done. Further events have no
+        effect then."""
         if self.done:
             return True
         match event:
@@ -80,10 +80,12 @@ class Answer:
         return self.done
 
     def fail(self, message: str) -> None:
-        """End the answer with what went wrong."""
+        """End the answer with an error."""
         if not self.done:
             self.done = True
-            self.send(Piece(self.index, "", finish="failed", drawn=self._drawn, failure=message))
+            self.send(
+                AnswerPiece(self.index, "", finish="failed", drawn=self._drawn, failure=message)
+            )
 
     def _prompt(self, event: PromptRead) -> None:
         if not self.echo:
@@ -99,12 +101,12 @@ class Answer:
             at += len(parts[-1])
         whole = "".join(parts) + text.rest()
         self._decoded = self._sent = len(whole)
-        self.send(Piece(self.index, whole, tuple(tokens)))
+        self.send(AnswerPiece(self.index, whole, tuple(tokens)))
 
     def _token(self, event: Token) -> None:
         self._drawn += 1
         if event.token in self.request.end_ids:
-            return  # it only says that the text ends
+            return  # it only marks the end of the text
         self._waiting.append(TokenInText(event.token, event.logprob, event.likely, self._decoded))
         new = self._text.add(event.token)
         self._decoded += len(new)
@@ -133,4 +135,4 @@ class Answer:
             if token.offset < self._sent or (finish == "length" and token.offset <= self._sent)
         ]
         self._waiting = [token for token in self._waiting if token not in ready]
-        self.send(Piece(self.index, text, tuple(ready), finish, self._drawn))
+        self.send(AnswerPiece(self.index, text, tuple(ready), finish, self._drawn))

@@ -1,5 +1,5 @@
-"""The routes of the server: OpenAI's API, health, metrics, and a page to chat with and to watch
-them."""
+"""The routes of the server: OpenAI's API, health, metrics, and a page to chat and to watch the
+metrics."""
 
 from __future__ import annotations
 
@@ -23,28 +23,26 @@ from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.service import Pending, Service
 from kvq_tools.serving.wire import ChatWire, CompletionWire
 
-CLIENT_GONE = 499  # as nginx counts: nobody reads it
-PAGE_POLICY = (  # the page reaches this server and nothing else
+CLIENT_GONE = 499  # nginx's code: the client has gone
+PAGE_POLICY = (  # the page may only connect to this server
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
     " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
 def create_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """Return the application. With `api_key`, every path but /health and the page, which holds
-    nothing, asks for it."""
-    app = FastAPI(
-        title="kvq", openapi_url=None
-    )  # OpenAI's own description is the one that clients know
+    """Return the application. With `api_key`, every path requires it except /health and the page,
+    which holds no data."""
+    app = FastAPI(title="kvq", openapi_url=None)  # clients know OpenAI's own description
     created = int(time.time())
 
     def authorized(request: Request) -> None:
         if api_key is None:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
+        scheme, _, client_key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not client_key:
             raise errors.no_key()
-        if not hmac.compare_digest(given.encode(), api_key.encode()):
+        if not hmac.compare_digest(client_key.encode(), api_key.encode()):
             raise errors.wrong_key()
 
     guarded = APIRouter(dependencies=[Depends(authorized)])
@@ -118,7 +116,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
 
 
 class _Counted:
-    """Counts responses by path and status."""
+    """Count responses by path and status."""
 
     def __init__(self, app: Any, service: Service):
         self._app, self._service = app, service
@@ -126,9 +124,8 @@ class _Counted:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                route = getattr(
-                    scope.get("route"), "path", "other"
-                )  # of a path that nobody serves there may be any number
+                # there may be any number of unknown paths
+                route = getattr(scope.get("route"), "path", "other")
                 self._service.metrics.responses.labels(route, str(message["status"])).inc()
             await send(message)
 
@@ -136,32 +133,32 @@ class _Counted:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    def told(error: ApiError) -> JSONResponse:
+    def response_of(error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, status_code=error.status, headers=error.headers)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return told(error)
+        return response_of(error)
 
     @app.exception_handler(HTTPException)
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
-            return told(
+            return response_of(
                 ApiError(
                     404, f"Invalid URL ({request.method} {request.url.path})", code="unknown_url"
                 )
             )
         if error.status_code == 405:
-            return told(
+            return response_of(
                 ApiError(
                     405,
                     f"Not allowed to {request.method} on {request.url.path}.",
                     code="method_not_supported",
                 )
             )
-        return told(ApiError(error.status_code, str(error.detail)))
+        return response_of(ApiError(error.status_code, str(error.detail)))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -169,7 +166,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:
-        return told(
+        return response_of(
             ApiError(
                 500, "The server had an error while processing your request.", kind="server_error"
             )
@@ -177,15 +174,14 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 async def _json(request: Request, service: Service) -> Any:
-    """Return the body as JSON. Raises ApiError where it is too large, too slow, or no JSON in
+    """Return the body as JSON. Raise ApiError if it is too large, too slow, or not JSON in
     UTF-8."""
     limit = service.limits.body
 
     async def read() -> bytes:
         body = bytearray()
-        if (
-            int(request.headers.get("content-length", "0")) > limit
-        ):  # h11 and httptools refuse what is no number
+        # h11 and httptools refuse other values
+        if int(request.headers.get("content-length", "0")) > limit:
             raise errors.too_large(limit)
         async for part in request.stream():
             body += part
@@ -229,7 +225,7 @@ async def _respond(
 async def _events(
     request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire
 ) -> AsyncIterator[str]:
-    """Yield server-sent events: a chunk for each piece, then the usage where it is asked for, then
+    """Yield server-sent events: a chunk for each piece, then the usage if requested, then
     [DONE]."""
     beside = {"usage": None} if asked.usage_in_stream else {}
     try:

@@ -11,7 +11,7 @@ RETRY_AFTER = 1  # seconds
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer."""
+    """An error response for a client."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ def too_large(limit: int) -> ApiError:
 
 
 def of_refusal(error: ValueError | QueueFullError | Stopping) -> ApiError:
-    """Return what a client is told where the engine takes no request."""
+    """Return the error for a request that the engine does not accept."""
     if isinstance(error, CapacityError):
         message = (
             f"This model's maximum context length is {error.capacity} tokens. However, you"

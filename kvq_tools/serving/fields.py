@@ -1,7 +1,7 @@
-"""What clients may ask for: every field of OpenAI's two requests is served, or refused where it
-asks for something; none is ignored.
+"""The request fields of clients: every field of OpenAI's two requests is either served, or refused
+if it asks for something. None is ignored.
 
-A refused field may have the values that change nothing: `frequency_penalty: 0`, `tools: []`.
+A refused field may have a value that changes nothing: `frequency_penalty: 0`, `tools: []`.
 docs/serving.md lists them all.
 """
 
@@ -21,9 +21,7 @@ MOST_COMPLETION_ALTERNATIVES = 5
 MOST_STOPS = 4
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 
-NEUTRAL: dict[
-    str, tuple[Any, ...]
-] = {  # fields that are refused, and the values of them that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # refused fields, and their values that ask for nothing
     "audio": (None,),
     "best_of": (None, 1),
     "frequency_penalty": (None, 0),
@@ -50,9 +48,8 @@ NEUTRAL: dict[
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-NEUTRAL_IN_MESSAGES: dict[
-    str, tuple[Any, ...]
-] = {  # the same of a message; a client that sends an answer back sends some of them
+# the same of a message; clients that send an answer back send some of these fields
+NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
@@ -67,15 +64,14 @@ class _Fields(BaseModel):
 
 
 class StreamOptions(_Fields):
-    """include_usage: tell the usage in one more chunk at the end."""
+    """include_usage: send the usage in one more chunk at the end."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class Common(_Fields):
-    """The fields that both requests have. `top_k` and `min_p` are not OpenAI's. `user` is only a
-    label."""
+    """Fields of both requests. `top_k` and `min_p` are not OpenAI's. `user` is only a label."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -92,7 +88,7 @@ class Common(_Fields):
 
     @property
     def sampling(self) -> Sampling:
-        """OpenAI's temperature is 1 where none is given. JSON's 1 is an int."""
+        """OpenAI's default temperature is 1. JSON's 1 is an int."""
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
             float(temperature), self.top_k or 0, float(self.top_p or 1), float(self.min_p or 0)
@@ -116,7 +112,7 @@ class CompletionFields(Common):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt by itself. A list of numbers is one prompt."""
+        """The prompts as a list. A list of numbers is one prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         numbers = [entry for entry in self.prompt if isinstance(entry, int)]
@@ -131,7 +127,7 @@ class TextPart(_Fields):
 
 
 class Message(_Fields):
-    """One message of a conversation. A developer's message counts as the system's."""
+    """One message of a conversation. A developer message counts as a system message."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -163,12 +159,12 @@ class ChatFields(Common):
         )
 
 
-def read(kind: type[CompletionFields] | type[ChatFields], given: Any) -> Any:
-    """Return the checked fields of a request. Raises ApiError in OpenAI's words, naming the
+def read(kind: type[CompletionFields] | type[ChatFields], body: Any) -> Any:
+    """Return the checked fields of a request. Raise ApiError in OpenAI's words, naming the
     field."""
-    if not isinstance(given, dict):
+    if not isinstance(body, dict):
         raise errors.ApiError(400, "The request body must be a JSON object.")
-    asked = _served(given, kind, NEUTRAL)
+    asked = _served(body, kind, NEUTRAL)
     if isinstance(messages := asked.get("messages"), list):
         asked["messages"] = [
             (
@@ -185,21 +181,21 @@ def read(kind: type[CompletionFields] | type[ChatFields], given: Any) -> Any:
     if len(fields.stops) > MOST_STOPS or not all(fields.stops):
         raise errors.invalid("stop", f"give up to {MOST_STOPS} texts, none of them empty")
     if fields.stream_options is not None and not fields.stream:
-        raise errors.invalid("stream_options", "it is only allowed where 'stream' is true")
+        raise errors.invalid("stream_options", "it is only allowed if 'stream' is true")
     if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
-        raise errors.invalid("top_logprobs", "it is only allowed where 'logprobs' is true")
+        raise errors.invalid("top_logprobs", "it is only allowed if 'logprobs' is true")
     return fields
 
 
 def _served(
-    given: dict[str, Any],
+    body: dict[str, Any],
     kind: type[BaseModel],
     neutral: dict[str, tuple[Any, ...]],
     where: str = "",
 ) -> dict[str, Any]:
-    """Return the fields that are served. Raises ApiError where another one asks for something, or
-    is not known."""
-    for name, value in given.items():
+    """Return the served fields. Raise ApiError if another field asks for something or is
+    unknown."""
+    for name, value in body.items():
         if name in kind.model_fields:
             continue
         if name not in neutral:
@@ -209,16 +205,15 @@ def _served(
             for none in neutral[name]
         ):
             raise errors.unsupported(f"{where}{name}", value)
-    return {name: value for name, value in given.items() if name in kind.model_fields}
+    return {name: value for name, value in body.items() if name in kind.model_fields}
 
 
 def _first(failure: pydantic.ValidationError) -> errors.ApiError:
-    """Return the first of pydantic's errors; of a union's, those of the member that came
-    furthest."""
-    found = max(failure.errors(include_url=False), key=lambda error: len(error["loc"]))
+    """Return the first of pydantic's errors. For a union, use the member that matched furthest."""
+    error = max(failure.errors(include_url=False), key=lambda candidate: len(candidate["loc"]))
     parts = [
         part
-        for part in found["loc"]
+        for part in error["loc"]
         if isinstance(part, int) or not any(c in str(part) for c in "[(")
     ]
     name = "".join(
@@ -226,14 +221,14 @@ def _first(failure: pydantic.ValidationError) -> errors.ApiError:
         for part in parts
         if part not in ("str", "int")
     ).lstrip(".")
-    if found["type"] == "missing":
+    if error["type"] == "missing":
         return errors.ApiError(
             400,
             f"Missing required parameter: '{name}'.",
             param=name,
             code="missing_required_parameter",
         )
-    if found["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
         return errors.unrecognized(name)
-    code = "invalid_type" if found["type"].endswith("_type") else "invalid_value"
-    return errors.invalid(name, found["msg"], code)
+    code = "invalid_type" if error["type"].endswith("_type") else "invalid_value"
+    return errors.invalid(name, error["msg"], code)

@@ -1,4 +1,4 @@
-"""What a server tells Prometheus. Counters are the engine's own, read when they are asked for."""
+"""Metrics for Prometheus. Counters are the engine's, read when Prometheus asks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """The registry of one server."""
+    """The metrics registry of one server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,5 +1,5 @@
-"""Prompts of clients as token ids, made in a thread of their own: a long text, or a slow template,
-keeps nobody waiting."""
+"""Encode prompts of clients in a separate thread, so that a long text or a slow template does not
+block other clients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from kvq_tools.chat_template import rendered
 from kvq_tools.serving import errors
 
-SECONDS = 10  # for one prompt; a template takes milliseconds, a million characters a second
+SECONDS = 10  # for one prompt; a template takes milliseconds, and a million characters a second
 
 T = TypeVar("T")
 
 
-class Prompts:
-    """Text to token ids. The tokenizer is copied: those of Hugging Face change their state while
-    they encode."""
+class PromptEncoder:
+    """Convert text to token ids. The tokenizer is copied: Hugging Face tokenizers change their
+    state while they encode."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None):
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -31,8 +31,7 @@ class Prompts:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def of_text(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text, with the special tokens that the tokenizer adds. Raises
-        ApiError."""
+        """Return the ids of a text with the tokenizer's special tokens. Raises ApiError."""
 
         def encode() -> tuple[int, ...]:
             return tuple(self._tokenizer(_checked(text), verbose=False).input_ids)
@@ -40,7 +39,8 @@ class Prompts:
         return await self._within("prompt", encode)
 
     async def of_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        """Return the ids of a conversation up to where the next answer begins. Raises ApiError."""
+        """Return the ids of a conversation up to the beginning of the next answer. Raises
+        ApiError."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise errors.ApiError(
                 400,

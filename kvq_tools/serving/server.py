@@ -1,4 +1,4 @@
-"""A server as a process: its socket, its signals, its end."""
+"""Run a server as a process: its socket, its signals, its shutdown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvq_tools.serving.worker import Worker
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen yet; port 0 is a free one. Raises OSError
-    where the address is taken."""
+    """Return a bound socket that does not listen yet. Port 0 picks a free port. Raises OSError if
+    the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,9 +41,9 @@ class _Server(uvicorn.Server):
 def serve(
     app: FastAPI, worker: Worker, bound: socket.socket, ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT: connections are refused from then on, and requests that were
-    accepted are answered. `ready` is called once clients can connect. A second SIGINT ends answers
-    that are being made."""
+    """Serve until SIGTERM or SIGINT. From then on connections are refused, and accepted requests
+    are answered. `ready` is called once clients can connect. A second SIGINT cuts running answers
+    short."""
     server = server_of(app, ready)
     worker.start()
     try:
@@ -55,7 +55,7 @@ def serve(
 
 
 def server_of(app: FastAPI, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
-    """Return the server, which `run(sockets=[...])` starts and `should_exit = True` stops."""
+    """Return the server. `run(sockets=[...])` starts it and `should_exit = True` stops it."""
     return _Server(
         uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", server_header=False
@@ -66,8 +66,8 @@ def server_of(app: FastAPI, ready: Callable[[], None] = lambda: None) -> uvicorn
 
 @contextlib.contextmanager
 def _without_default_signals() -> Iterator[None]:
-    """Keep a signal that uvicorn dealt with, and raises again at its end, from ending the process
-    by itself."""
+    """Ignore a signal that uvicorn has handled: uvicorn raises it again at its end, which would
+    kill the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,5 +1,5 @@
-"""From a client's fields to answers: prompts become requests, requests become jobs of the worker,
-and pieces come back."""
+"""From request fields to answers: prompts become requests, requests become jobs of the worker, and
+pieces come back."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fastapi import Request as HttpRequest
 
 from kvq_models.inference.engine.requests import CapacityError, QueueFullError, Request
 from kvq_tools.serving import errors
-from kvq_tools.serving.answer import Answer, Piece
+from kvq_tools.serving.answer import Answer, AnswerPiece
 from kvq_tools.serving.fields import COMPLETION_TOKENS, ChatFields, CompletionFields
 from kvq_tools.serving.metrics import Metrics
-from kvq_tools.serving.prompts import Prompts
+from kvq_tools.serving.prompts import PromptEncoder
 from kvq_tools.serving.wire import Usage
-from kvq_tools.serving.worker import Job, Stopping, Worker
+from kvq_tools.serving.worker import AcceptedAnswer, Stopping, Worker
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """body: bytes of a request. body_seconds: for its arrival."""
+    """Limits of a request. body: bytes. body_seconds: for its arrival."""
 
     body: int = 8 << 20
     body_seconds: float = 60
 
 
 class Service:
-    """A model that answers. name: as clients ask for it."""
+    """A model that answers. name: as clients request it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Service:
             metrics,
             limits,
         )
-        self.prompts = Prompts(tokenizer, chat_template)
+        self.prompts = PromptEncoder(tokenizer, chat_template)
         self._end_ids = tuple(worker.engine.llama.config.eos_token_ids)
 
     @property
@@ -58,7 +58,7 @@ class Service:
         return self.worker.engine.capacity
 
     async def completion(self, fields: CompletionFields) -> Pending:
-        """Turn the fields into requests: one for each prompt and choice. Raises ApiError."""
+        """Turn the fields into requests, one for each prompt and choice. Raises ApiError."""
         prompts = [
             await self.prompts.of_text(one) if isinstance(one, str) else tuple(one)
             for one in fields.prompts
@@ -78,7 +78,7 @@ class Service:
         return self._pending(requests, prompts, fields, echo=bool(fields.echo))
 
     async def chat(self, fields: ChatFields) -> Pending:
-        """Turn the fields into requests: one for each choice. Raises ApiError."""
+        """Turn the fields into requests, one for each choice. Raises ApiError."""
         prompt = await self.prompts.of_chat([message.plain for message in fields.messages])
         room = self.capacity - len(prompt)
         if room < 1:
@@ -133,23 +133,22 @@ class Service:
 
 
 class Pending:
-    """Choices that were accepted. Pieces of all of them come in the order in which they were
-    made."""
+    """Accepted choices. Pieces of all of them come in the order in which they were generated."""
 
     def __init__(self, service: Service, usage: Usage, choices: int):
-        self.usage, self.choices, self.jobs = usage, choices, list[Job]()
+        self.usage, self.choices, self.jobs = usage, choices, list[AcceptedAnswer]()
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[AnswerPiece | None] = asyncio.Queue()
 
-    def send(self, piece: Piece) -> None:
-        """Hand a piece over, from the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    def send(self, piece: AnswerPiece) -> None:
+        """Pass on a piece from the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-    async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
-        """Yield pieces until every choice has ended; less where the client leaves, whose slots
-        become vacant. Raises ApiError where a choice fails."""
+    async def pieces(self, http: HttpRequest) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield pieces until every choice has ended or the client leaves, which frees its slots.
+        Raises ApiError if a choice fails."""
         gone = asyncio.create_task(self._watch(http))
         left = self.choices
         try:

@@ -1,4 +1,4 @@
-"""The text of generated tokens as they come, and where it stops."""
+"""Decode generated tokens as they come, and find stop texts."""
 
 from __future__ import annotations
 
@@ -6,47 +6,44 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole character
-CONTEXT = (
-    6  # tokens before a text, beside which it is decoded: some tokenizers drop a space at the start
-)
+UNFINISHED = "\ufffd"  # a decoder's output for incomplete characters
+CONTEXT = 6  # tokens decoded before a text, because some tokenizers drop a space at the start
 
 
 class GrowingText:
-    """The text after a prompt, token by token. Each token is decoded beside a few before it, so
-    that it costs the same however long the text is.
+    """The text after a prompt, token by token. Each token is decoded with a few before it, so that
+    the cost does not grow with the text.
 
-    The pieces that `add` returns, and that of `rest`, are together what the tokens decode to after
-    the prompt.
+    The pieces from `add` and `rest` together are the decoded text of the tokens after the prompt.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self._tokenizer = tokenizer
-        self._held = list(
-            prompt[-CONTEXT:]
-        )  # the context, then the tokens whose text is not whole yet
-        self._context = len(self._held)
+        # the context, then tokens whose text is incomplete
+        self._recent = list(prompt[-CONTEXT:])
+        self._context = len(self._recent)
 
     def add(self, token: int) -> str:
-        """Return the new text; "" where a character waits for its end."""
-        self._held.append(token)
+        """Return the new text, or "" if a character is incomplete."""
+        self._recent.append(token)
         new = self._new()
         if new.endswith(UNFINISHED):
             return ""
         if new:
-            self._held, self._context = self._held[self._context :], len(self._held) - self._context
+            self._recent = self._recent[self._context :]
+            self._context = len(self._recent)
         return new
 
     def rest(self) -> str:
-        """Return the text of an unfinished character, with which the text ends."""
+        """Return the text of an unfinished character at the end."""
         return self._new()
 
     def _new(self) -> str:
-        before, whole = self._decode(self._held[: self._context]), self._decode(self._held)
+        before, whole = self._decode(self._recent[: self._context]), self._decode(self._recent)
         return (
             whole[len(before) :]
             if whole.startswith(before)
-            else self._decode(self._held[self._context :])
+            else self._decode(self._recent[self._context :])
         )
 
     def _decode(self, ids: list[int]) -> str:
@@ -56,40 +53,40 @@ class GrowingText:
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Return a token's own text, that of special tokens too."""
+    """Return the text of a token, special tokens included."""
     return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @dataclasses.dataclass
 class Stops:
-    """Texts that end an answer and are no part of it. Text that may be the beginning of one is held
-    back."""
+    """Texts that end an answer and are not part of it. Text that may be the beginning of one is
+    held back."""
 
     stops: tuple[str, ...]
-    _held: str = ""
+    _withheld: str = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Return (the text that is certain now, whether a stop was found right after it)."""
-        self._held += text
-        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            return self._held[: min(found)], True
+        """Return (the text that is final now, True if a stop text follows it)."""
+        self._withheld += text
+        places = [at for stop in self.stops if (at := self._withheld.find(stop)) >= 0]
+        if places:
+            return self._withheld[: min(places)], True
         keep = max(
             (
                 n
                 for stop in self.stops
                 for n in range(1, len(stop))
-                if self._held.endswith(stop[:n])
+                if self._withheld.endswith(stop[:n])
             ),
             default=0,
         )
-        certain, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
+        certain, self._withheld = (
+            self._withheld[: len(self._withheld) - keep],
+            self._withheld[len(self._withheld) - keep :],
         )
         return certain, False
 
     def rest(self) -> str:
-        """Return what was held back, where no more text comes."""
-        held, self._held = self._held, ""
-        return held
+        """Return the text that was held back, at the end of an answer."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld

@@ -21,18 +21,18 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 
-from kvq_tools.serving.answer import Piece, TokenInText
+from kvq_tools.serving.answer import AnswerPiece, TokenInText
 from kvq_tools.serving.text import UNFINISHED, token_text
 
 
 @dataclasses.dataclass
 class Usage:
-    """Tokens of a response: prompts once each, drawn tokens of every choice."""
+    """Token counts of a response: each prompt once, and the drawn tokens of every choice."""
 
     prompt: int
     drawn: int = 0
 
-    def told(self) -> CompletionUsage:
+    def counted(self) -> CompletionUsage:
         return CompletionUsage(
             prompt_tokens=self.prompt,
             completion_tokens=self.drawn,
@@ -50,20 +50,20 @@ class CompletionWire:
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerPiece) -> dict[str, Any]:
         return self._response([self._choice(piece.index, [piece])])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._response([]) | {"usage": usage.told().model_dump(exclude_unset=True)}
+        return self._response([]) | {"usage": usage.counted().model_dump(exclude_unset=True)}
 
-    def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: list[list[AnswerPiece]], usage: Usage) -> dict[str, Any]:
         return self._response([self._choice(i, pieces) for i, pieces in enumerate(choices)]) | {
-            "usage": usage.told().model_dump(exclude_unset=True)
+            "usage": usage.counted().model_dump(exclude_unset=True)
         }
 
-    def _choice(self, index: int, pieces: list[Piece]) -> CompletionChoice:
+    def _choice(self, index: int, pieces: list[AnswerPiece]) -> CompletionChoice:
         tokens = [token for piece in pieces for token in piece.tokens]
-        # a chunk has no reason to end yet, and a prompt's first token no log-probability
+        # a chunk has no finish reason yet, and a prompt's first token no log-probability
         return CompletionChoice.construct(
             index=index,
             text="".join(piece.text for piece in pieces),
@@ -75,7 +75,7 @@ class CompletionWire:
         def likely(token: TokenInText) -> dict[str, float] | None:
             if token.logprob is None:
                 return None
-            # two tokens may have one text; the more probable is told
+            # two tokens may have the same text; the more probable one is reported
             return {
                 token_text(self._tokenizer, other): logprob
                 for other, logprob in reversed(token.likely)
@@ -123,7 +123,7 @@ class ChatWire:
             )
         ]
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerPiece) -> dict[str, Any]:
         delta = ChoiceDelta(content=piece.text) if piece.text or piece.tokens else ChoiceDelta()
         logprobs = (
             ChunkLogprobs(content=self._content(list(piece.tokens))) if self._logprobs else None
@@ -137,10 +137,10 @@ class ChatWire:
         )
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage.told().model_dump(exclude_unset=True)}
+        return self._chunk([]) | {"usage": usage.counted().model_dump(exclude_unset=True)}
 
-    def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
-        told = []
+    def whole(self, choices: list[list[AnswerPiece]], usage: Usage) -> dict[str, Any]:
+        finished = []
         for index, pieces in enumerate(choices):
             message = ChatCompletionMessage(
                 role="assistant", content="".join(piece.text for piece in pieces), refusal=None
@@ -151,7 +151,7 @@ class ChatWire:
                 if self._logprobs
                 else None
             )
-            told.append(
+            finished.append(
                 Choice.construct(
                     index=index, message=message, logprobs=logprobs, finish_reason=pieces[-1].finish
                 )
@@ -161,8 +161,8 @@ class ChatWire:
             object="chat.completion",
             created=self.created,
             model=self.model,
-            choices=told,
-            usage=usage.told(),
+            choices=finished,
+            usage=usage.counted(),
         )
         return response.model_dump(exclude_unset=True)
 

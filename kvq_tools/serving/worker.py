@@ -1,4 +1,4 @@
-"""The one thread that drives an engine. Others hand it requests and get their events; they never
+"""The thread that drives an engine. Other threads submit requests and get their events, and never
 wait for a step."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _log = logging.getLogger("kvq.serving")
 
 
 class Stopping(RuntimeError):
-    """The server shuts down, or its engine failed: it takes no more requests."""
+    """The server is shutting down, or its engine failed: it takes no more requests."""
 
 
-class Job:
-    """An answer that was accepted, and when."""
+class AcceptedAnswer:
+    """An accepted answer, and the time of acceptance."""
 
     def __init__(self, answer: Answer):
         self.answer, self.ticket = answer, -1
@@ -29,8 +29,8 @@ class Job:
 
 
 class Worker:
-    """A thread with an engine. on_first_token is called with the seconds from acceptance to each
-    answer's first token."""
+    """A thread with an engine. on_first_token gets the seconds from acceptance to each answer's
+    first token."""
 
     def __init__(
         self, engine: Engine, on_first_token: Callable[[float], None] = lambda seconds: None
@@ -38,9 +38,9 @@ class Worker:
         self.engine, self.failure = engine, ""
         self._on_first_token = on_first_token
         self._changed = threading.Condition()
-        self._inbox: list[Job] = []
-        self._leaving: list[Job] = []
-        self._jobs: dict[int, Job] = {}
+        self._inbox: list[AcceptedAnswer] = []
+        self._leaving: list[AcceptedAnswer] = []
+        self._jobs: dict[int, AcceptedAnswer] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
 
@@ -48,7 +48,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more requests, and return when those that were accepted have ended."""
+        """Take no more requests, and return when all accepted ones have ended."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -56,16 +56,16 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Accepted requests that have no slot yet."""
+        """Number of accepted requests that have no slot yet."""
         return len(self._inbox) + self.engine.waiting
 
-    def submit(self, answers: Sequence[Answer]) -> list[Job]:
-        """Accept all of these answers or none. Raises ValueError where one does not fit the model
-        or the capacity, QueueFullError where the queue has no room for all of them, Stopping at the
-        end."""
+    def submit(self, answers: Sequence[Answer]) -> list[AcceptedAnswer]:
+        """Accept all of these answers or none. Raises ValueError if one does not fit the model or
+        the capacity, QueueFullError if the queue has no room for all of them, and Stopping during
+        shutdown."""
         for answer in answers:
             answer.request.check(self.engine.llama.config.vocab_size, self.engine.capacity)
-        jobs = [Job(answer) for answer in answers]
+        jobs = [AcceptedAnswer(answer) for answer in answers]
         with self._changed:
             if self._stopping or self.failure:
                 raise Stopping(self.failure or "the server is shutting down")
@@ -75,8 +75,8 @@ class Worker:
             self._changed.notify()
         return jobs
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """Let jobs go that nobody waits for any more."""
+    def cancel(self, jobs: Sequence[AcceptedAnswer]) -> None:
+        """Cancel jobs that nobody waits for any more."""
         with self._changed:
             self._leaving += jobs
             self._changed.notify()
@@ -94,8 +94,8 @@ class Worker:
                 job.answer.fail(self.failure)
 
     def _take_mail(self) -> bool:
-        """Wait until there is something to do, and hand what came in to the engine. Return False at
-        the end."""
+        """Wait until there is something to do, and submit new requests to the engine. Return False
+        at the end."""
         with self._changed:
             while not (self._inbox or self._leaving or self._stopping) and self.engine.idle:
                 self._changed.wait()
@@ -113,12 +113,11 @@ class Worker:
         for event in self.engine.advance():
             job = self._jobs.get(event.ticket)
             if job is None:
-                continue  # its last event, after it was let go
+                continue  # its last event, after it was cancelled
             if isinstance(event, Token) and job.first_token is None:
                 job.first_token = time.monotonic() - job.accepted
                 self._on_first_token(job.first_token)
             if job.answer.take(event):
                 del self._jobs[event.ticket]
-                self.engine.cancel(
-                    event.ticket
-                )  # a stop in the text: the engine does not know of it
+                # a stop text, which the engine does not know about
+                self.engine.cancel(event.ticket)

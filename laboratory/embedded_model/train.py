@@ -30,8 +30,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from kvq_jax.files import whole
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
+from kvq_models.llama.rope_config import RopeConfig
 from laboratory.embedded_model import corpus, state
 from laboratory.embedded_model.initialization import wire_induction
 from laboratory.embedded_model.objective import token_losses, training_logits, weighted_loss

@@ -177,7 +177,8 @@ class _Side:
             return self.random_rows(jnp.uint32(3), tokens)
 
         def pack(x: Array, params: Any) -> Any:
-            return codec.quantize(params, (), x, GENERATED)
+            at = Origin(jnp.zeros((1, tokens), jnp.int32), prefill=False)
+            return codec.quantize(params, (), x, at)
 
         size = (
             kvq.nbytes(codec.body(1, self.shape.kv_heads, tokens))

@@ -32,7 +32,7 @@ from kvq_models.calibration.weights import quantize_weights
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.results import exp
 from kvq_tools.evaluation.run import measure_rows
-from kvq_tools.evaluation.through import Batch, Reference, Slice
+from kvq_tools.evaluation.through import Reference, Slice, WindowBatch
 
 WEIGHTS = {
     "16": None,
@@ -162,7 +162,7 @@ def weights_kl(before: Llama, after: Llama, rows: Int[Array, "R T"], prompt: int
     cache."""
     total = []
     for row in rows:
-        batch = Batch(row[None].astype(jnp.int32), jnp.full(1, len(row)), len(row))
+        batch = WindowBatch(row[None].astype(jnp.int32), jnp.full(1, len(row)), len(row))
         part = Slice(prompt, len(row) - 1, prompt)
         (exact, _), (logits, _) = Reference(before, batch)(part), Reference(after, batch)(part)
         total.append(float(_kl(logits, exact, batch.following(part))))

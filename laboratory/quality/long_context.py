@@ -31,12 +31,12 @@ from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.text_input import encode
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
+from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from laboratory.quality.long_context_report import (
     FULL_PRECISION,
     CacheSize,
@@ -135,7 +135,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.llama, tokenizer = load_llama(options.model, dtype="float32")
-        self.prompts = Prompts(
+        self.prompts = TaskPrompts(
             tokenizer, functools.partial(encode, tokenizer, chat=True) if options.chat else None
         )
         self.texts = {
@@ -164,7 +164,7 @@ class Bench:
         }
         self.journal = Journal(
             self.work / f"{options.json.stem}.jsonl",
-            {"model": fingerprint(self.llama), **hashes, **given},
+            {"model": partial_fingerprint(self.llama), **hashes, **given},
         )
 
     def _read(self, path: pathlib.Path) -> tuple[Text, str]:
@@ -172,7 +172,7 @@ class Bench:
         tokens = len(self.prompts.tokenizer(text, verbose=False).input_ids)
         return Text(path.name, hashlib.sha256(text.encode()).hexdigest(), tokens), text
 
-    def _samples(self, task: str, length: int) -> list[Sample]:
+    def _samples(self, task: str, length: int) -> list[TaskSample]:
         """Return `count` samples, those of one fact with depths equally spaced."""
         count, new = self.options.count, new_tokens(task)
         depths = [(i + 0.5) / count for i in range(count)]
@@ -226,7 +226,7 @@ class Bench:
         threshold any more."""
         samples, wanted = self.samples[task, length], self.options.threshold * self.options.count
 
-        def go_on(answers: Sequence[runner.Answer]) -> bool:
+        def go_on(answers: Sequence[runner.ScoredAnswer]) -> bool:
             reached = sum(answer.scores["accuracy"] for answer in answers)
             return caches[0] != FULL_PRECISION or reached + len(samples) - len(answers) >= wanted
 
@@ -286,7 +286,7 @@ def new_tokens(task: str) -> int:
     return MORE_NEW_TOKENS.get(task, NEW_TOKENS)
 
 
-def task_of(name: str) -> Task:
+def task_of(name: str) -> AnswerRule:
     return passkey.TASK if name == "passkey" else niah.TASK
 
 

@@ -14,8 +14,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, forward
+from kvq_models.llama.rope_config import RopeConfig
 from laboratory.embedded_model import corpus, state, train
 from laboratory.embedded_model.evaluate import greedy_text, passkey_recall, score_text
 from laboratory.embedded_model.initialization import wire_induction

@@ -1,6 +1,8 @@
 """Llama-family models that decode through a quantized cache.
 
-from kvq_models import load_llama, prepare, prefill, decode_step, generate, score
+Example:
+
+    from kvq_models import load_llama, prepare, prefill, decode_step, generate, score
 
 The names are imported when they are first used: `kvq --help` does not wait for JAX.
 """
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
         save_calibration,
     )
     from kvq_models.calibration.fit import calibrate
-    from kvq_models.inference.decoding import decode_step, prefill, right_padded, score
+    from kvq_models.inference.checked_input import right_padded
+    from kvq_models.inference.decoding import decode_step, prefill, score
     from kvq_models.inference.generation import Generated, generate, generate_stream
     from kvq_models.inference.method_parameters import prepare
     from kvq_models.inference.sampling import Sampling
@@ -45,7 +48,7 @@ _MODULES = {
     "prefill": "inference.decoding",
     "prepare": "inference.method_parameters",
     "resolved": "calibration.file",
-    "right_padded": "inference.decoding",
+    "right_padded": "inference.checked_input",
     "save_calibration": "calibration.file",
     "save_llama": "llama.checkpoint",
     "score": "inference.decoding",

@@ -1,5 +1,5 @@
-"""Small random checkpoints for tests: every family and feature once, with no weight left where a
-dropped one would not show.
+"""Small random checkpoints for tests: every family and feature once, with weights whose loss would
+show.
 
 A fresh model has zero biases and unit norms, so a loader that forgets them still agrees. Here every
 weight is random.
@@ -58,7 +58,7 @@ YARN_ALL = YARN | {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CheckpointCase:
     """A checkpoint to build: fields of config.json beside `SIZES`, RoPE fields, and how config.json
     spells those."""
 
@@ -69,27 +69,29 @@ class Case:
 
 
 CASES = {
-    "llama_mha": Case("llama", {"num_key_value_heads": 4}),
-    "llama_gqa4_tied": Case(
+    "llama_mha": CheckpointCase("llama", {"num_key_value_heads": 4}),
+    "llama_gqa4_tied": CheckpointCase(
         "llama", {"num_attention_heads": 8, "tie_word_embeddings": True}, spelling="type"
     ),
-    "llama_gqa7": Case(
+    "llama_gqa7": CheckpointCase(
         "llama", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}
     ),
-    "llama_head_dim": Case("llama", {"head_dim": 24}, spelling="rope_type"),
-    "llama_attention_bias": Case("llama", {"attention_bias": True}),
-    "llama_mlp_bias": Case("llama", {"mlp_bias": True}),
-    "llama_linear": Case("llama", rope={"rope_type": "linear", "factor": 2.0}, spelling="type"),
-    "llama_dynamic": Case("llama", rope={"rope_type": "dynamic", "factor": 2.0}),
-    "llama_llama3": Case("llama", {"head_dim": 32}, rope=LLAMA3, spelling="rope_type"),
-    "llama_yarn": Case("llama", {"head_dim": 32}, rope=YARN, spelling="type"),
-    "llama_yarn_new": Case("llama", {"head_dim": 32}, rope=YARN_ALL),
-    "mistral": Case("mistral", {"sliding_window": None}),
-    "mistral_head_dim": Case(
+    "llama_head_dim": CheckpointCase("llama", {"head_dim": 24}, spelling="rope_type"),
+    "llama_attention_bias": CheckpointCase("llama", {"attention_bias": True}),
+    "llama_mlp_bias": CheckpointCase("llama", {"mlp_bias": True}),
+    "llama_linear": CheckpointCase(
+        "llama", rope={"rope_type": "linear", "factor": 2.0}, spelling="type"
+    ),
+    "llama_dynamic": CheckpointCase("llama", rope={"rope_type": "dynamic", "factor": 2.0}),
+    "llama_llama3": CheckpointCase("llama", {"head_dim": 32}, rope=LLAMA3, spelling="rope_type"),
+    "llama_yarn": CheckpointCase("llama", {"head_dim": 32}, rope=YARN, spelling="type"),
+    "llama_yarn_new": CheckpointCase("llama", {"head_dim": 32}, rope=YARN_ALL),
+    "mistral": CheckpointCase("mistral", {"sliding_window": None}),
+    "mistral_head_dim": CheckpointCase(
         "mistral", {"sliding_window": 64, "head_dim": 8}, spelling="rope_type"
     ),
-    "qwen2": Case("qwen2", {"use_sliding_window": False}, spelling="rope_type"),
-    "qwen2_tied_gqa7": Case(
+    "qwen2": CheckpointCase("qwen2", {"use_sliding_window": False}, spelling="rope_type"),
+    "qwen2_tied_gqa7": CheckpointCase(
         "qwen2",
         {
             "hidden_size": 56,
@@ -98,18 +100,18 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
-    "qwen3": Case("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
-    "qwen3_attention_bias": Case(
+    "qwen3": CheckpointCase("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3_attention_bias": CheckpointCase(
         "qwen3", {"head_dim": 16, "attention_bias": True}, spelling="rope_type"
     ),
 }
 
 
 def build_checkpoint(
-    directory: pathlib.Path, case: Case, *, seed: int = 0, max_shard_size: str = "5GB"
+    directory: pathlib.Path, case: CheckpointCase, *, seed: int = 0, max_shard_size: str = "5GB"
 ) -> Any:
-    """Saves the case's random float32 checkpoint with transformers and returns the torch model;
-    needs torch."""
+    """Save the case's random float32 checkpoint with transformers and return the torch model. Needs
+    torch."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -136,7 +138,7 @@ def torch_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def random_llama(config: LlamaConfig, *, seed: int = 0, dtype: Any = jnp.float32) -> Llama:
-    """Return a model of ours with every weight random; needs no torch."""
+    """Return one of our models with every weight random. Needs no torch."""
     abstract = abstract_llama(config, dtype)
     generator = np.random.default_rng(seed)
     values = {}
@@ -171,7 +173,7 @@ def _scaled(name: str, noise: Any) -> Any:
     return noise * (0.5 if noise.ndim == 1 else 0.15)
 
 
-def _respell(config_file: pathlib.Path, case: Case) -> None:
+def _respell(config_file: pathlib.Path, case: CheckpointCase) -> None:
     fields = json.loads(config_file.read_text())
     if case.spelling != "rope_parameters":
         rope = fields.pop("rope_parameters")

@@ -42,7 +42,7 @@ def write_gguf(
     rope_factors: np.ndarray | None = None,
     tokenizer: dict[str, Any] | None = None,
 ) -> pathlib.Path:
-    """Write a model. kind: of its matrices; norms and biases are float32. fields: metadata under
+    """Write a model. kind: of its matrices. Norms and biases are float32. fields: metadata under
     the architecture's keys, added or changed."""
     config, writer = llama.config, gguf.GGUFWriter(path, architecture)
     sizes = {

@@ -45,11 +45,11 @@ def tiny(content: bytes, name: str = "tiny") -> tuple[PublishedModel, bytes]:
 
 @dataclasses.dataclass
 class Server:
-    """What the index serves, and what it was asked.
+    """The content of the index, and the requests it got.
 
-    cut: bytes of an answer with the wheel before the connection closes; stall: it waits there for
-    `resume` in place of closing; page: the type of the project's page; credentials: name:password
-    that every request needs.
+    cut: bytes of an answer with the wheel before the connection closes. stall: it waits for
+    `resume` there instead of closing. page: the type of the project's page. credentials:
+    name:password that every request needs.
     """
 
     model: PublishedModel

@@ -1,4 +1,4 @@
-"""What a caller gives is checked as it comes: nothing wraps, is cut or is computed with in another
+"""Arguments are checked as they are: nothing wraps, is truncated or is converted to another
 type."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.size import parameter_bytes
 from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama, score
-from kvq_models.inference.decoding import checked_tokens
+from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.llama.config import MOST_LAYERS
 from kvq_models.llama.stored_tensor import CheckpointError

@@ -28,7 +28,7 @@ def calibration(tensors: dict[str, np.ndarray], seed: int) -> Calibration:
 
 
 def calibrate(folder: pathlib.Path, content: int) -> None:
-    """Do what `kvq calibrate` does with files."""
+    """Calibrate with the files that `kvq calibrate` uses."""
     work = folder / "out.safetensors.work"
     with opened(work, content) as store:
         for index in range(len(store.losses), 2):

@@ -34,7 +34,7 @@ def parameters(
     per_side: int,
     weighting: str,
 ) -> Mapping[str, np.ndarray]:
-    """Return everything that `KVQuantCodec.parameters` may ask for, fp32.
+    """Return every parameter that a `KVQuantCodec` may ask for, fp32.
 
     levels: entries of the codebook; None leaves it (and qnorm) out. per_side: outliers among a
     token's largest entries, and among its smallest. outliers: their fraction, 0 for none.

@@ -24,7 +24,8 @@ from kvq_tools.cli.console import (
 )
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
-from kvq_tools.evaluation.run import Settings, evaluate_caches
+from kvq_tools.evaluation.run import evaluate_caches
+from kvq_tools.evaluation.settings import Settings
 from kvq_tools.evaluation.text import TokenizedText
 
 MODEL_ROW = "no cache"

@@ -8,7 +8,7 @@ from functools import partial
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, task_runs
 from kvq_tools.evaluation.tasks import niah
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample
+from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 DESCRIPTION = f"""\
 Hides facts ("One of the special magic numbers for brave-river is: 4839201.") in
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     task_runs.refuse_beside_data(options, "task", "lengths", "depths", "text")
     kind, new = options.task or "single_1", options.max_new_tokens
 
-    def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
+    def samples(prompts: TaskPrompts, config: LlamaConfig) -> list[TaskSample]:
         if options.data is not None:
             return niah.from_file(
                 options.data,

@@ -8,7 +8,7 @@ from functools import partial
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, task_runs
 from kvq_tools.evaluation.tasks import passkey
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample
+from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 DESCRIPTION = """\
 Hides a five-digit pass key in a long text, asks for it at the end, and counts
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     task_runs.refuse_beside_data(options, "lengths", "depths", "text")
 
-    def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
+    def samples(prompts: TaskPrompts, config: LlamaConfig) -> list[TaskSample]:
         if options.data is not None:
             return passkey.from_file(
                 options.data, prompts, limit=options.limit, max_new_tokens=options.max_new_tokens

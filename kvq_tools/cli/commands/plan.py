@@ -31,7 +31,7 @@ from kvq_tools.planning.measuring import (
     WINDOWS,
     Checked,
     Planner,
-    Request,
+    PlanRequest,
 )
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
@@ -194,7 +194,9 @@ def run(options: argparse.Namespace) -> None:
         with input_errors():
             kept.write_plan(
                 options.out,
-                kept.Plan(spec, result["calibration"] if METHOD in result["chosen"] else None),
+                kept.StoredPlan(
+                    spec, result["calibration"] if METHOD in result["chosen"] else None
+                ),
             )
     if options.picture:
         with input_errors():
@@ -306,7 +308,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
     text = text_input.read_text(options.text)
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     window = min(WINDOW, config.positions) if options.window is None else options.window
-    request = Request(
+    request = PlanRequest(
         np.asarray(ids, np.int32), window, options.windows, SAMPLES, min(LENGTH, config.positions)
     )
     with input_errors():

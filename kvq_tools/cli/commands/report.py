@@ -24,10 +24,9 @@ from kvq_tools.cli.console import (
 )
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.results import BUCKETS
-from kvq_tools.evaluation.run import BATCH, Settings
-from kvq_tools.evaluation.through import CHUNK, STEP
+from kvq_tools.evaluation.settings import BATCH, CHUNK, STEP, Settings
 from kvq_tools.report import maps, schema, times, write
-from kvq_tools.report.collect import Plan, collect
+from kvq_tools.report.collect import ReportPlan, collect
 from kvq_tools.report.quality import advice, front_by, verdict
 
 CONTEXTS = (256, 1024, 4096, 16384)  # by default, as far as the model's positions reach
@@ -133,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
     check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
 
 
-def _read(options: argparse.Namespace) -> schema.Report:
+def _read(options: argparse.Namespace) -> schema.CacheReport:
     conflicts = [name for name in (*SOURCES, *SETTINGS) if getattr(options, name) is not None]
     if conflicts:
         raise UserError(
@@ -144,7 +143,7 @@ def _read(options: argparse.Namespace) -> schema.Report:
         return schema.read(options.source)
 
 
-def _made(options: argparse.Namespace) -> schema.Report:
+def _made(options: argparse.Namespace) -> schema.CacheReport:
     missing = [name for name in SOURCES if not getattr(options, name)]
     if missing:
         raise UserError(
@@ -170,7 +169,7 @@ def _made(options: argparse.Namespace) -> schema.Report:
             name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings
         )
     sample = min(options.sample, text.ids.size, config.positions)
-    plan = Plan(
+    plan = ReportPlan(
         options.model,
         options.text,
         command(options, settings, shown),
@@ -242,7 +241,7 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
     return shlex.join(map(str, parts))
 
 
-def summary(report: schema.Report, written: list[Path]) -> dict[str, Any]:
+def summary(report: schema.CacheReport, written: list[Path]) -> dict[str, Any]:
     """Return the written files and the main numbers of each cache, for --json. report.json has the
     rest."""
     on_front = zip(front_by(report, "kl"), front_by(report, "perplexity"), strict=True)

@@ -8,7 +8,7 @@ from functools import partial
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, task_runs
 from kvq_tools.evaluation.tasks import niah, ruler
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample
+from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 DESCRIPTION = """\
 Asks for facts that are spread over a long text, with RULER's prompts and score,
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
         ruler.MAX_NEW_TOKENS[kind] if options.data is None else niah.MAX_NEW_TOKENS
     )
 
-    def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
+    def samples(prompts: TaskPrompts, config: LlamaConfig) -> list[TaskSample]:
         if options.data is not None:
             return niah.from_file(options.data, prompts, limit=options.limit, max_new_tokens=new)
         return task_runs.generated(

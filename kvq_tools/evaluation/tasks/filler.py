@@ -1,4 +1,4 @@
-"""Fill a prompt with text around what is hidden, up to a given length."""
+"""Fill a prompt with text around the hidden facts, up to a given length."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 DULL = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-CLOSE = 4  # tokens that a prompt may stay below its length where one unit more might still fit
+CLOSE = 4  # tokens that a prompt may stay below its length even if one more unit might fit
 
 
 class NoRoomError(ValueError):
-    """Raised where a prompt is too long even without filler. lacking: the tokens by which it is."""
+    """A prompt is too long even without filler, by `lacking` tokens."""
 
     def __init__(self, tokens: int, budget: int):
         super().__init__(
@@ -23,9 +23,9 @@ class NoRoomError(ValueError):
 
 def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[int]:
     """Return build(n), the tokens of a prompt with n units of filler, for about the largest n <=
-    most that gives at most `budget` tokens.
+    most that keeps it within `budget` tokens.
 
-    Searched with guesses by proportion. NoRoomError where even n = 0 is too long.
+    Guesses n by proportion. Raises NoRoomError if even n = 0 is too long.
     """
     low, high, ids = 0, most + 1, build(0)
     if len(ids) > budget:
@@ -43,8 +43,8 @@ def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[in
 
 
 def generator(seed: int, length: int, depth: float, index: int) -> np.random.Generator:
-    """Return the generator of one sample: another for each length, depth and index, the same
-    whatever else is asked for."""
+    """Return the random generator of one sample. It depends only on the seed, length, depth and
+    index."""
     if seed < 0:
         raise ValueError(f"a seed must be at least 0, got {seed}")
     return np.random.default_rng([seed, length, round(1e6 * depth), index])
@@ -55,18 +55,18 @@ def words(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text after . ! or ? and a space; white space is one space, as RULER has it."""
+    """Split a text after . ! or ? and a space. White space becomes one space, as in RULER."""
     return re.split(r"(?<=[.!?]) ", " ".join(text.split()))
 
 
 def excerpt(units: Sequence[str], most: int, rng: np.random.Generator) -> Sequence[str]:
-    """Return `most` neighbouring units from a random place, all where there are no more."""
+    """Return `most` neighbouring units from a random place, or all if there are fewer."""
     start = int(rng.integers(0, max(len(units) - most, 0) + 1))
     return units[start : start + most]
 
 
 def depth_of(hidden: str, text: str) -> float | None:
-    """Return the depth of the first mention of what is hidden, to the nearest quarter; None where
+    """Return the depth of the first mention of a hidden fact, to the nearest quarter, or None if
     there is none."""
     at = text.find(hidden)
     return None if at < 0 or not text else round(4 * at / len(text)) / 4

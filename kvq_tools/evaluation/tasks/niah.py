@@ -1,9 +1,9 @@
-"""Needles in a haystack: facts hidden in a long text, some of them asked for at the end. The eight
-tasks of RULER (Hsieh et al. 2024).
+"""Needles in a haystack: facts hidden in a long text, some of which are asked for at the end. The
+eight tasks of RULER (Hsieh et al. 2024).
 
-Prompt, needles, haystacks and score are RULER's; its keys come from a word list that does not
-travel with kvq (here: two short lists), its essays are the user's text, and it draws depths at
-random, where here the needle that is asked for stands at a given depth.
+Prompt, needles, haystacks and score are RULER's. Differences: keys come from two short word lists,
+because RULER's list is not part of kvq; the user's text replaces its essays; and the needle that is
+asked for has a given depth instead of a random one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, sentences
-from kvq_tools.evaluation.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
+from kvq_tools.evaluation.tasks.sample import (
+    AnswerRule,
+    Fields,
+    Scores,
+    TaskPrompts,
+    TaskSample,
+    read_rows,
+)
 
 OPENING = (
     "{Some} special magic {things} {are} hidden within the following text. Make sure to memorize"
@@ -32,13 +39,12 @@ FIELDS = Fields(
 )
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
 MAX_NEW_TOKENS = 128
-NEEDLE_TOKENS = 8  # at least so many in a needle
+NEEDLE_TOKENS = 8  # at least so many per needle
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """One of RULER's tasks: what surrounds the needles, what keys and values are, and how many of
-    each."""
+class NeedleKind:
+    """One of RULER's tasks: the kinds of haystack, keys and values, and the number of each."""
 
     haystack: str  # noise, text, needles
     keys: str = "words"
@@ -53,14 +59,14 @@ class Kind:
 
 
 KINDS = {
-    "single_1": Kind("noise"),
-    "single_2": Kind("text"),
-    "single_3": Kind("text", values="uuids"),
-    "multikey_1": Kind("text", needles=4),
-    "multikey_2": Kind("needles"),
-    "multikey_3": Kind("needles", keys="uuids", values="uuids"),
-    "multivalue": Kind("text", values_each=4),
-    "multiquery": Kind("text", needles=4, asked=4),
+    "single_1": NeedleKind("noise"),
+    "single_2": NeedleKind("text"),
+    "single_3": NeedleKind("text", values="uuids"),
+    "multikey_1": NeedleKind("text", needles=4),
+    "multikey_2": NeedleKind("needles"),
+    "multikey_3": NeedleKind("needles", keys="uuids", values="uuids"),
+    "multivalue": NeedleKind("text", values_each=4),
+    "multiquery": NeedleKind("text", needles=4, asked=4),
 }
 
 SINGULAR = {"Some": "A", "are": "is", "are_all": "is"}
@@ -98,25 +104,25 @@ RULES = {
 FILE_RULES = {"prompt": "of the file", "length": RULES["length"], "score": RULES["score"]}
 
 
-def score(sample: Sample, text: str) -> Scores:
-    """Return `accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text,
-    without case (RULER's string_match_all)."""
+def score(sample: TaskSample, text: str) -> Scores:
+    """Return `accuracy`, 0 to 1: the share of the wanted values that occur anywhere in the text,
+    ignoring case (RULER's string_match_all)."""
     text = text.lower()
     return {
         "accuracy": sum(value.lower() in text for value in sample.answers) / len(sample.answers)
     }
 
 
-def finished(sample: Sample, text: str) -> bool:
-    """Return whether every value was said."""
+def finished(sample: TaskSample, text: str) -> bool:
+    """Return True if the text has every value."""
     return score(sample, text)["accuracy"] == 1
 
 
-TASK = Task(score, finished)
+TASK = AnswerRule(score, finished)
 
 
 def generated(
-    prompts: Prompts,
+    prompts: TaskPrompts,
     kind: str,
     *,
     lengths: Sequence[int],
@@ -126,13 +132,13 @@ def generated(
     text: str | None = None,
     suffix: str = "",
     max_new_tokens: int = MAX_NEW_TOKENS,
-) -> list[Sample]:
-    """Make `count` samples for each length and depth (for each length, where several values are
-    asked for); the same arguments give the same ones. kind: a name in KINDS. text: the haystack of
-    those that hide needles in one. suffix: put after the prompt's last word.
+) -> list[TaskSample]:
+    """Make `count` samples for each length and depth (for each length, if several values are asked
+    for). The same arguments give the same samples. kind: a name in KINDS. text: the haystack, for
+    kinds that need one. suffix: appended to the prompt's last word.
 
-    ValueError where the kind needs a text and there is none, a length has no room for the needles,
-    or the text is too short to fill it.
+    Raises ValueError if the kind needs a text and there is none, a length has no room for the
+    needles, or the text is too short to fill it.
     """
     if KINDS[kind].haystack == "text" and text is None:
         raise ValueError(f"{kind} hides needles in a text: give one (--text FILE)")
@@ -156,9 +162,9 @@ def generated(
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """The needles of one sample. The first `asked` are asked for; `depths` are those of all."""
+    """The needles of one sample and the depths of all. The first `asked` needles are asked for."""
 
-    kind: Kind
+    kind: NeedleKind
     pairs: tuple[tuple[str, str], ...]  # (key, value)
     depths: tuple[float, ...]
 
@@ -186,9 +192,9 @@ class Hidden:
         return [_needle(self.kind, key, value) for key, value in self.pairs]
 
 
-def hidden(kind: Kind, depth: float | None, rng: np.random.Generator) -> Hidden:
-    """Draw needles with different keys; the first at `depth`, the others, or all where it is None,
-    anywhere."""
+def hidden(kind: NeedleKind, depth: float | None, rng: np.random.Generator) -> Hidden:
+    """Draw needles with different keys, the first at `depth` and the others anywhere. If `depth` is
+    None, all are anywhere."""
     keys: list[str] = []
     while len(keys) < kind.needles:
         key = _drawn(kind.keys, rng)
@@ -199,15 +205,15 @@ def hidden(kind: Kind, depth: float | None, rng: np.random.Generator) -> Hidden:
 
 
 def _sample(
-    prompts: Prompts,
-    kind: Kind,
+    prompts: TaskPrompts,
+    kind: NeedleKind,
     length: int,
     depth: float | None,
     rng: np.random.Generator,
     pieces: Sequence[str],
     suffix: str,
     max_new_tokens: int,
-) -> Sample:
+) -> TaskSample:
     budget = length - max_new_tokens
     needles = hidden(kind, depth, rng)
     haystack = _haystack(kind, pieces, max(budget, 0), rng, {key for key, _ in needles.pairs})
@@ -223,15 +229,16 @@ def _sample(
             " one, or shorter lengths"
         )
     facts = {"needles": needles.needles()}
-    return Sample(
+    return TaskSample(
         tuple(ids), needles.answers, max_new_tokens, {"length": length, "depth": depth}, facts
     )
 
 
 def _haystack(
-    kind: Kind, pieces: Sequence[str], budget: int, rng: np.random.Generator, taken: set[str]
+    kind: NeedleKind, pieces: Sequence[str], budget: int, rng: np.random.Generator, taken: set[str]
 ) -> Sequence[str]:
-    """Return enough units to fill `budget` tokens; other needles have keys that are not `taken`."""
+    """Return enough units to fill `budget` tokens. Distracting needles have keys that are not
+    `taken`."""
     match kind.haystack:
         case "noise":
             return [DULL] * (budget // len(DULL.split()) + 1)
@@ -245,7 +252,7 @@ def _haystack(
             return [_needle(kind, key, value) for key, value in others if key not in taken]
 
 
-def _needle(kind: Kind, key: str, value: str) -> str:
+def _needle(kind: NeedleKind, key: str, value: str) -> str:
     return NEEDLE.format(things=kind.values, key=key, value=value)
 
 
@@ -268,13 +275,13 @@ def word_lists() -> dict[str, list[str]]:
 
 def from_file(
     path: str | Path,
-    prompts: Prompts,
+    prompts: TaskPrompts,
     *,
     limit: int | None = None,
     suffix: str = "",
     max_new_tokens: int = MAX_NEW_TOKENS,
-) -> list[Sample]:
-    """Read samples from a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to
+) -> list[TaskSample]:
+    """Read samples from a JSON-lines file in RULER's format: `input` (the whole prompt, or up to
     `answer_prefix`) and `outputs`."""
     samples = []
     for row in read_rows(path, FIELDS, limit):
@@ -284,5 +291,5 @@ def from_file(
             "length": len(ids) + max_new_tokens,
             "depth": depth_of(row["outputs"][0], row["input"]),
         }
-        samples.append(Sample(tuple(ids), tuple(row["outputs"]), max_new_tokens, labels))
+        samples.append(TaskSample(tuple(ids), tuple(row["outputs"]), max_new_tokens, labels))
     return samples

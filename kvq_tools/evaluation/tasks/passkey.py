@@ -1,8 +1,8 @@
 """Pass keys: a five-digit number is stated once in a long text and asked for at the end.
 
-The prompt is that of Mohtashami & Jaggi 2023 (Landmark Attention), in five lines, with the space
-after the question's last word that KIVI's examples have: the digits come next. An answer is right
-when the first number in it is the key.
+The prompt is from Mohtashami & Jaggi 2023 (Landmark Attention), in five lines. As in KIVI's
+examples, a space follows the question's last word, so the digits come next. An answer is right if
+its first number is the key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, words
-from kvq_tools.evaluation.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
+from kvq_tools.evaluation.tasks.sample import (
+    AnswerRule,
+    Fields,
+    Scores,
+    TaskPrompts,
+    TaskSample,
+    read_rows,
+)
 
 OPENING = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -38,22 +45,22 @@ RULES = {
 }
 
 
-def score(sample: Sample, text: str) -> Scores:
-    """Return `accuracy`: 1 where the first number in the text is the key, else 0."""
+def score(sample: TaskSample, text: str) -> Scores:
+    """Return `accuracy`: 1 if the first number in the text is the key, else 0."""
     number = re.search(r"\d+", text)
     return {"accuracy": float(number is not None and number.group() == sample.answers[0])}
 
 
-def finished(sample: Sample, text: str) -> bool:
-    """Return whether the first number has ended."""
+def finished(sample: TaskSample, text: str) -> bool:
+    """Return True if the first number has ended."""
     return re.search(r"\d\D", text) is not None
 
 
-TASK = Task(score, finished)
+TASK = AnswerRule(score, finished)
 
 
 def generated(
-    prompts: Prompts,
+    prompts: TaskPrompts,
     *,
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -61,11 +68,11 @@ def generated(
     seed: int = 0,
     text: str | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
-) -> list[Sample]:
-    """Make `count` samples for each length and depth; the same arguments give the same ones.
+) -> list[TaskSample]:
+    """Make `count` samples for each length and depth. The same arguments give the same samples.
     `text`: the filler (default: the dull sentences).
 
-    ValueError where a length has no room for the question, or the text is too short to fill it.
+    Raises ValueError if a length has no room for the question, or the text is too short to fill it.
     """
     return [
         _sample(prompts, length, depth, generator(seed, length, depth, i), text, max_new_tokens)
@@ -90,13 +97,13 @@ def question(key: str, filler: Sequence[str], depth: float) -> str:
 
 
 def _sample(
-    prompts: Prompts,
+    prompts: TaskPrompts,
     length: int,
     depth: float,
     rng: np.random.Generator,
     text: str | None,
     max_new_tokens: int,
-) -> Sample:
+) -> TaskSample:
     key, budget = str(rng.integers(10_000, 100_000)), length - max_new_tokens
     dull = words(DULL)
     filler = (
@@ -112,20 +119,20 @@ def _sample(
             f"the text has {len(filler)} words, too few to fill {length} tokens: give a longer one,"
             " or shorter lengths"
         )
-    return Sample(
+    return TaskSample(
         tuple(ids), (key,), max_new_tokens, {"length": length, "depth": depth}, {"key": key}
     )
 
 
 def from_file(
     path: str | Path,
-    prompts: Prompts,
+    prompts: TaskPrompts,
     *,
     limit: int | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
-) -> list[Sample]:
-    """Read samples from a JSON-lines file with fields `input` (the text before the question) and
-    `target` (the key), as KIVI's."""
+) -> list[TaskSample]:
+    """Read samples from a JSON-lines file in KIVI's format: `input` (the text before the question)
+    and `target` (the key)."""
     samples = []
     for row in read_rows(path, FIELDS, limit):
         ids = prompts.ids(row["input"] + QUESTION, ANSWER_PREFIX)
@@ -133,5 +140,5 @@ def from_file(
             "length": len(ids) + max_new_tokens,
             "depth": depth_of(row["target"], row["input"]),
         }
-        samples.append(Sample(tuple(ids), (row["target"],), max_new_tokens, labels))
+        samples.append(TaskSample(tuple(ids), (row["target"],), max_new_tokens, labels))
     return samples

@@ -1,10 +1,10 @@
-"""Variable tracking, common words and frequent words: RULER's tasks beside the needles that need no
-data (Hsieh et al. 2024, 3.2 and 3.3).
+"""Variable tracking, common words and frequent words: RULER's other tasks that need no data (Hsieh
+et al. 2024, 3.2 and 3.3).
 
 Prompts (Table 8) and settings are RULER's: a chain of four hops; ten common words, all asked for;
-words from a Zeta distribution with alpha = 2, three of them asked for. Its word list does not
-travel with kvq (here: about 600 words), and the example before variable tracking hides its chain in
-fewer lines than RULER's, so that a prompt of 1,024 tokens is not half example.
+words from a Zeta distribution with alpha = 2, three of them asked for. Its word list is not part of
+kvq (here: about 600 words). The example before variable tracking hides its chain in fewer lines
+than RULER's, so that it does not take half of a prompt of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from jaxtyping import Float
 
 from kvq_tools.evaluation.tasks.filler import DULL, fitted, generator
 from kvq_tools.evaluation.tasks.niah import word_lists
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample
+from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
 HOPS = 4  # assignments of a variable to the next
 EXAMPLE_LINES = 6  # of noise in the example of variable tracking
 COMMON = 10  # words that are asked for
 ALPHA, ZETA = 2.0, np.pi**2 / 6  # the distribution of coded words, and its sum of k^-alpha
-CODED = 3  # coded words that are asked for, the most frequent but for the noise
+CODED = 3  # coded words that are asked for: the most frequent ones except the noise
 CODED_LETTERS = 6
 DOTS = "..."
-LEAST_WORDS = (
-    64  # of a coded text: below it, the word that comes fourth may be as frequent as the third
-)
+LEAST_WORDS = 64  # of a coded text; in shorter ones the fourth word may be as frequent as the third
 
 VT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following"
@@ -96,12 +94,12 @@ SCORING = {
 
 @dataclasses.dataclass(frozen=True)
 class Puzzle:
-    """What one sample asks.
+    """The content of one sample.
 
     question   (units of filler) -> the prompt up to the question
     prefix     the beginning of the answer
     answers    all are asked for
-    most       the most units of filler there are
+    most       the largest number of units of filler
     """
 
     question: Callable[[int], str]
@@ -111,18 +109,19 @@ class Puzzle:
 
 
 def generated(
-    prompts: Prompts,
+    prompts: TaskPrompts,
     kind: str,
     *,
     lengths: Sequence[int],
     count: int,
     seed: int = 0,
     max_new_tokens: int | None = None,
-) -> list[Sample]:
-    """Make `count` samples for each length; the same arguments give the same ones. kind: a name in
-    KINDS, with RULER's max_new_tokens where none are given.
+) -> list[TaskSample]:
+    """Make `count` samples for each length. The same arguments give the same samples. kind: a name
+    in KINDS, with RULER's max_new_tokens by default.
 
-    ValueError where a length has no room for the question, or there are too few words to fill it.
+    Raises ValueError if a length has no room for the question, or there are too few words to fill
+    it.
     """
     new = max_new_tokens or MAX_NEW_TOKENS[kind]
     return [
@@ -133,8 +132,8 @@ def generated(
 
 
 def _sample(
-    prompts: Prompts, kind: str, length: int, rng: np.random.Generator, max_new_tokens: int
-) -> Sample:
+    prompts: TaskPrompts, kind: str, length: int, rng: np.random.Generator, max_new_tokens: int
+) -> TaskSample:
     budget = length - max_new_tokens
     puzzle = KINDS[kind](length, rng)
     ids = fitted(lambda n: prompts.ids(puzzle.question(n), puzzle.prefix), puzzle.most, budget)
@@ -142,15 +141,11 @@ def _sample(
         raise ValueError(
             f"{kind} has too few different words to fill {length} tokens: give shorter lengths"
         )
-    return Sample(tuple(ids), puzzle.answers, max_new_tokens, {"length": length})
-
-
-# --- variable tracking
-# --------------------------------------------------------------------------------------------------------------------
+    return TaskSample(tuple(ids), puzzle.answers, max_new_tokens, {"length": length})
 
 
 def variable_tracking(length: int, rng: np.random.Generator) -> Puzzle:
-    """Draw a chain of variables, and another for the example; a unit is a line of noise."""
+    """Draw a chain of variables, and another for the example. A unit is a line of noise."""
     example, asked = _Chain.drawn(3, rng), _Chain.drawn(5, rng)
     while asked.value == example.value:
         asked = _Chain.drawn(5, rng)
@@ -165,7 +160,8 @@ def variable_tracking(length: int, rng: np.random.Generator) -> Puzzle:
 
 @dataclasses.dataclass(frozen=True)
 class _Chain:
-    """Variables that all have one value: the first is assigned it, each other the one before."""
+    """Variables with one value: it is assigned to the first, and each other one gets the variable
+    before."""
 
     names: tuple[str, ...]
     value: str
@@ -194,14 +190,10 @@ class _Chain:
         return VT.format(context="\n".join(lines), value=self.value)
 
 
-# --- common words
-# -------------------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Frequencies:
-    """How often common words and others stand in a list, and in the example, which has so many
-    others."""
+    """Occurrences of common and other words in a list and in its example, and the number of other
+    words in the example."""
 
     common: int
     other: int
@@ -215,18 +207,17 @@ LONG_FROM = 4096  # tokens
 
 
 def common_words(length: int, rng: np.random.Generator) -> Puzzle:
-    """Draw a list with common words, and a shorter one of other words for the example; a unit is a
-    word that is not common. Where all words stand in the list, the next units repeat them, as long
-    as the common ones are more frequent."""
+    """Draw a list with common words, and a shorter one of other words for the example. A unit is a
+    word that is not common. When the list has all words, further units repeat them, as long as the
+    common ones are more frequent."""
     often = SHORT if length < LONG_FROM else LONG
     words = [str(word) for word in rng.permutation(list(itertools.chain(*word_lists().values())))]
     answers: list[str] = []
     while len(answers) < COMMON:
         word = words.pop()
         answers += [] if any(word in other or other in word for other in answers) else [word]
-    words = [
-        word for word in words if not any(answer in word for answer in answers)
-    ]  # an answer is part of no other word
+    # an answer is part of no other word
+    words = [word for word in words if not any(answer in word for answer in answers)]
     example, rest = words[: COMMON + often.example_others], words[COMMON + often.example_others :]
     prefix = CWE_PREFIX.format(count=COMMON)
     most = len(rest) * ((often.common - 1) // often.other)
@@ -250,12 +241,8 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-# --- frequent words
-# -----------------------------------------------------------------------------------------------------------------------
-
-
 def frequent_words(length: int, rng: np.random.Generator) -> Puzzle:
-    """Draw coded words, one for every 50 tokens as RULER, the first of them dots; a unit is a place
+    """Draw coded words, one for every 50 tokens as in RULER. The first is dots. A unit is a place
     in the text."""
     words = (
         DOTS,
@@ -274,8 +261,8 @@ def frequent_words(length: int, rng: np.random.Generator) -> Puzzle:
 
 
 def _shuffled(words: Sequence[str], places: Float[np.ndarray, " most"]) -> list[str]:
-    """Order words by the places of the first, the second, ...: the same words in the same order
-    whatever else is drawn."""
+    """Order words by the places of the first, the second, ...: the order depends only on the words
+    and the places."""
     order: list[int] = np.argsort(places[: len(words)]).tolist()
     return [words[i] for i in order]
 
@@ -286,10 +273,10 @@ def _letters(alphabet: str, count: int, rng: np.random.Generator) -> str:
 
 def _different(count: int, draw: Callable[[], str]) -> tuple[str, ...]:
     """Draw until there are `count` different texts."""
-    found = dict[str, None]()
-    while len(found) < count:
-        found[draw()] = None
-    return tuple(found)
+    texts = dict[str, None]()
+    while len(texts) < count:
+        texts[draw()] = None
+    return tuple(texts)
 
 
 KINDS = {"vt": variable_tracking, "cwe": common_words, "fwe": frequent_words}

@@ -1,4 +1,4 @@
-"""Run a task: prompts of similar length together, every token through the cache."""
+"""Run a task: prompts of similar length run together, and every token goes through the cache."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ import numpy as np
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
-from kvq_models.inference.decoding import right_padded
-from kvq_models.inference.generation import Generated, begun, generate_stream, stream
+from kvq_models.inference.checked_input import right_padded
+from kvq_models.inference.generation import (
+    Generated,
+    begun,
+    generate_stream,
+    generation_settings,
+    stream,
+)
 from kvq_models.inference.layer_by_layer import prefill_together
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Scores, Task
+from kvq_tools.evaluation.tasks.sample import AnswerRule, Scores, TaskPrompts, TaskSample
 
 SHORTEST = 64  # tokens of a cache, at least
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """The text that was generated for the sample of this index, and its scores. finite: as in
+class ScoredAnswer:
+    """The text generated for the sample of this index, and its scores. finite: as in
     `Generated`."""
 
     index: int
@@ -35,8 +41,8 @@ class Answer:
     finite: bool = True
 
 
-def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
-    """Raise ValueError, in one line, where a sample is empty, has a token that the model does not
+def check_samples(samples: Sequence[TaskSample], config: LlamaConfig) -> None:
+    """Raise ValueError, in one line, if a sample is empty, has a token that the model does not
     know, or does not fit its positions."""
     for index, sample in enumerate(samples):
         if not sample.prompt:
@@ -56,10 +62,10 @@ def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
             )
 
 
-def capacity(sample: Sample, config: LlamaConfig) -> int:
-    """Return the capacity of a sample's cache: at most a quarter more than it needs, and few
-    different ones, since each is a program to compile; within the model's positions, on which
-    dynamic RoPE depends."""
+def capacity(sample: TaskSample, config: LlamaConfig) -> int:
+    """Return the capacity of a sample's cache: at most a quarter more than it needs, within the
+    model's positions, on which dynamic RoPE depends. There are few different capacities, because
+    each is a program to compile."""
     need = len(sample.prompt) + sample.max_new_tokens
     step = max(SHORTEST, 2 ** (max(need - 1, 1).bit_length() - 1) // 4)
     return min(-(-need // step) * step, config.positions)
@@ -68,64 +74,64 @@ def capacity(sample: Sample, config: LlamaConfig) -> int:
 def run(
     llama: Llama,
     spec: CacheSpec,
-    task: Task,
-    samples: Sequence[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: Sequence[TaskSample],
+    prompts: TaskPrompts,
     *,
     batch: int,
     progress: Progress[Any] | None = None,
     message: str = "running",
-) -> Iterator[Answer]:
-    """Answer samples greedily, in no particular order. `llama` carries what the cache needs
-    (`kvq_models.prepare`); full-precision rows have its dtype.
+) -> Iterator[ScoredAnswer]:
+    """Answer samples greedily, in no particular order. `llama` is prepared for the cache
+    (`kvq_models.prepare`). Full-precision rows have its dtype.
 
-    batch: the most prompts that run together; the scores do not depend on it (but for the rounding
-    of sums). Generation ends at the model's end-of-sequence tokens, at a sample's max_new_tokens,
-    or where the task is finished with all texts of a batch. Samples fit the model
-    (`check_samples`).
+    batch: the most prompts that run together. The scores do not depend on it, except for the
+    rounding of sums. Generation ends at the model's end-of-sequence tokens, at a sample's
+    max_new_tokens, or when the task is finished with all texts of a batch. Samples must fit the
+    model (`check_samples`).
     """
     rows = list(batches(samples, llama.config, batch))
     for indices in rows if progress is None else progress(rows, message):
         answers = _generated(llama, spec, task, [samples[i] for i in indices], prompts)
         for index, (text, tokens, finite) in dict(zip(indices, answers, strict=True)).items():
-            yield Answer(index, text, tokens, task.score(samples[index], text), finite)
+            yield ScoredAnswer(index, text, tokens, task.score(samples[index], text), finite)
 
 
 def run_together(
     candidates: Sequence[tuple[Llama, CacheSpec]],
-    task: Task,
-    samples: Sequence[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: Sequence[TaskSample],
+    prompts: TaskPrompts,
     *,
     batch: int,
-    go_on: Callable[[Sequence[Answer]], bool],
-) -> tuple[list[Answer], ...]:
-    """Answer samples through several caches, which have the pass over a prompt in common: the
-    answers of each, as from `run`.
+    go_on: Callable[[Sequence[ScoredAnswer]], bool],
+) -> tuple[list[ScoredAnswer], ...]:
+    """Answer samples through several caches, which share the pass over a prompt. Return the answers
+    of each, as from `run`.
 
-    candidates: models that differ only in what each cache needs. The first is asked first; the
-    others are asked in a batch only where `go_on` of all answers of the first so far is true, so
-    theirs may be missing.
+    candidates: models that differ only in their caches' parameters. The first is asked first. The
+    others are asked only while `go_on` of all answers of the first is true, so they may have fewer
+    answers.
     """
-    found: tuple[list[Answer], ...] = tuple([] for _ in candidates)
+    answers_of_all: tuple[list[ScoredAnswer], ...] = tuple([] for _ in candidates)
     for indices in batches(samples, candidates[0][0].config, batch):
         chosen = [samples[i] for i in indices]
-        for own, answers in zip(
-            found, _generated_together(candidates, task, chosen, prompts), strict=False
+        for so_far, answers in zip(
+            answers_of_all, _generated_together(candidates, task, chosen, prompts), strict=False
         ):
             texts = dict(zip(indices, answers, strict=True))
-            own += [
-                Answer(i, text, tokens, task.score(samples[i], text), finite)
+            so_far += [
+                ScoredAnswer(i, text, tokens, task.score(samples[i], text), finite)
                 for i, (text, tokens, finite) in texts.items()
             ]
-            if own is found[0] and not go_on(own):
+            if so_far is answers_of_all[0] and not go_on(so_far):
                 break
-    return found
+    return answers_of_all
 
 
-def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
+def batches(samples: Sequence[TaskSample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
     """Yield the indices of samples that run together, the longest first, so that memory runs out at
-    once if it does. The last of several batches repeats its last sample: a smaller batch would be
+    once or never. The last of several batches repeats its last sample: a smaller batch would be
     another program to compile."""
 
     def shape(index: int) -> tuple[int, int]:
@@ -141,9 +147,9 @@ def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Itera
 
 
 def _generated(
-    llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts
+    llama: Llama, spec: CacheSpec, task: AnswerRule, samples: list[TaskSample], prompts: TaskPrompts
 ) -> list[tuple[str, int, bool]]:
-    """Return (text, number of tokens, whether all logits were finite) for each sample."""
+    """Return (text, number of tokens, True if all logits were finite) for each sample."""
     room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
     tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
     cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
@@ -156,41 +162,39 @@ def _generated(
 
 def _generated_together(
     candidates: Sequence[tuple[Llama, CacheSpec]],
-    task: Task,
-    samples: list[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: list[TaskSample],
+    prompts: TaskPrompts,
 ) -> Iterator[list[tuple[str, int, bool]]]:
-    """Yield what `_generated` returns for each candidate; a cache is given up before the next one
-    is read."""
+    """Yield what `_generated` returns for each candidate. A cache is freed before the next one is
+    read."""
     config, new = candidates[0][0].config, samples[0].max_new_tokens
     room, ends = capacity(samples[0], config), config.eos_token_ids
     tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
-    tokens = np.pad(
-        tokens, ((0, 0), (0, room - new - tokens.shape[1]))
-    )  # one width for all samples of this capacity
-    made = [
+    # one width for all samples of this capacity
+    tokens = np.pad(tokens, ((0, 0), (0, room - new - tokens.shape[1])))
+    empty = [
         init_cache(spec, config, len(samples), room, llama.embed[...].dtype)
         for llama, spec in candidates
     ]
     logits, filled = prefill_together(
-        [llama for llama, _ in candidates], made, jnp.asarray(tokens), jnp.asarray(lengths)
+        [llama for llama, _ in candidates], empty, jnp.asarray(tokens), jnp.asarray(lengths)
     )
-    del made
+    del empty
+    settings = generation_settings(new, eos_ids=ends)
     caches = list(filled[::-1])
     del filled
     for llama, _ in candidates:
         state = begun(caches.pop(), logits + 0, new)  # a copy: the loop consumes its state
-        yield _answers(
-            stream(llama, state, max_new_tokens=new, eos_ids=ends), ends, task, samples, prompts
-        )
+        yield _answers(stream(llama, state, settings), ends, task, samples, prompts)
 
 
 def _answers(
     segments: Iterable[Generated],
     ends: Sequence[int],
-    task: Task,
-    samples: list[Sample],
-    prompts: Prompts,
+    task: AnswerRule,
+    samples: list[TaskSample],
+    prompts: TaskPrompts,
 ) -> list[tuple[str, int, bool]]:
     """Return the texts of a stream as far as the task needs them."""
     answers: list[tuple[str, int, bool]] = []

@@ -8,20 +8,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-Scores = dict[
-    str, float
-]  # by metric, each between 0 and 1; the first is the one that the task is about
+Scores = dict[str, float]  # by metric, each between 0 and 1; the first is the task's main metric
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """A prompt and its right answers.
+class TaskSample:
+    """A prompt and its correct answers.
 
     prompt          token ids
-    answers         right answers; the task says whether one or all of them are wanted
+    answers         correct answers; the task says if one or all of them are wanted
     max_new_tokens  the most tokens that may be generated
     labels          values that tables group by, such as length and depth
-    facts           what else the output repeats of this sample, such as the hidden needles
+    facts           further facts for the output, such as the hidden needles
     """
 
     prompt: tuple[int, ...]
@@ -32,31 +30,30 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class AnswerRule:
     """A rule for answers.
 
-    score       the scores of the text that was generated for a sample
+    score       the scores of the text generated for a sample
     finished    true once more text cannot change the scores, so that generation may end
     """
 
-    score: Callable[[Sample, str], Scores]
-    finished: Callable[[Sample, str], bool]
+    score: Callable[[TaskSample, str], Scores]
+    finished: Callable[[TaskSample, str], bool]
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
-    """Turn texts into prompts. `chat`, where given, encodes a text as a user's turn, up to where
-    the answer begins."""
+class TaskPrompts:
+    """Turn texts into prompts. `chat`, if given, encodes a text as a user's turn, up to the
+    beginning of the answer."""
 
     tokenizer: Any
     chat: Callable[[str], list[int]] | None = None
 
     def ids(self, question: str, answer_prefix: str = "") -> list[int]:
-        """Return the prompt's tokens; the answer's first words stand outside the user's turn."""
+        """Return the prompt's tokens. The answer's first words are outside the user's turn."""
         if self.chat is None:
-            return list(
-                self.tokenizer(question + answer_prefix, verbose=False).input_ids
-            )  # quiet about lengths: those are checked later
+            # no warnings about lengths, which are checked later
+            return list(self.tokenizer(question + answer_prefix, verbose=False).input_ids)
         return self.chat(question) + list(
             self.tokenizer(answer_prefix, add_special_tokens=False).input_ids
         )
@@ -72,7 +69,7 @@ class Fields:
     """The fields that each object of a file must have.
 
     required    types by name; a list holds at least one text
-    optional    types by name, where the field is there and not null; a list holds texts
+    optional    types by name, if the field is there and not null; a list holds texts
     filled      required fields whose texts are not empty
     """
 
@@ -82,8 +79,8 @@ class Fields:
 
 
 def read_rows(path: str | Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file, at most `limit`; ValueError names the line whose
-    fields do not fit."""
+    """Return the objects of a JSON-lines file, at most `limit`. Raise ValueError, naming the line,
+    if its fields do not fit."""
     rows = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

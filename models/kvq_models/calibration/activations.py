@@ -1,13 +1,13 @@
 """The keys and values of one sample, and the gradients of its loss with respect to them.
 
-    k_l' = k_l + dk_l,   v_l' = v_l + dv_l                        k before RoPE, the perturbations dk and dv zero
-    rows       k_l, v_l                                           of every layer, as the exact forward pass has them
-    gradients  d loss / d dk_l,  d loss / d dv_l                  loss = -sum_t log p(y_t | x_<=t)
+    k_l' = k_l + dk_l,  v_l' = v_l + dv_l         k before RoPE; the perturbations dk, dv are zero
+    rows       k_l, v_l                           of every layer, from the exact forward pass
+    gradients  d loss / d dk_l,  d loss / d dv_l  loss = -sum_t log p(y_t | x_<=t)
 
-The backward pass goes layer by layer and recomputes each layer from its input, so that besides the
-weights and the layers' inputs only one layer's activations exist; equal layers are compiled once.
-The sum of the losses is differentiated rather than their mean because it keeps float16 gradients,
-which would be of the order of 1e-7, away from the end of that format's range.
+The backward pass goes layer by layer and recomputes each layer from its input. Besides the weights
+and the layers' inputs, only one layer's activations exist at a time. Equal layers are compiled
+once. The sum of the losses is differentiated rather than their mean: float16 gradients of the mean
+would be of the order of 1e-7, at the end of that format's range.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RowsTKH = Shaped[np.ndarray, "T K H"]
 
 
 class Recorded(NamedTuple):
-    """One array of one side of one layer, [T, K, H] in the model's dtype, and `what` it holds."""
+    """One array of one side of one layer, [T, K, H] in the model's dtype. `what` says which one."""
 
     layer: int
     side: Side
@@ -51,8 +51,8 @@ class _Scene(NamedTuple):
 def perturbed_layer(
     layer: Layer, hidden_BTD: HiddenBTD, dk_BKTH: RowsBKTH, dv_BKTH: RowsBKTH, scene: _Scene
 ) -> tuple[HiddenBTD, tuple[RowsBKTH, RowsBKTH]]:
-    """Run `layer_forward` with perturbations added to the keys before RoPE and to the values; also
-    return those keys and values."""
+    """Run `layer_forward` with perturbations added to the keys before RoPE and to the values.
+    Return the output and the unperturbed keys and values."""
     inputs = layer.attention_inputs(hidden_BTD, scene.positions, scene.valid, scene.rope)
     k_BKTH, v_BKTH = side_rows(inputs, "k", pre_rope=True), inputs.v
     k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, scene.rope)
@@ -76,8 +76,8 @@ def _backward(
     scene: _Scene,
     cotangent_BTD: HiddenBTD,
 ) -> tuple[HiddenBTD, tuple[Array, Array]]:
-    """Return the gradients in a layer's input and in its two perturbations from the gradient in its
-    output."""
+    """Return the gradients with respect to a layer's input and its two perturbations, given the
+    gradient with respect to its output."""
     _, pull = jax.vjp(
         lambda h, dk, dv: perturbed_layer(layer, h, dk, dv, scene)[0],
         hidden_BTD,
@@ -97,8 +97,8 @@ def _by_token(pair: tuple[Array, ...]) -> Any:
 def _loss(
     llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]
 ) -> tuple[Float[Array, ""], HiddenBTD]:
-    """Return the summed losses of a chunk of tokens, and the gradient of that sum in the last
-    layer's output."""
+    """Return the summed loss of a chunk of tokens and its gradient with respect to the last layer's
+    output."""
 
     def total(hidden_BTD: HiddenBTD) -> Float[Array, ""]:
         logprobs_BTV = jax.nn.log_softmax(llama.logits(hidden_BTD), axis=-1)
@@ -110,8 +110,8 @@ def _loss(
 def gradient_of_the_loss(
     llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]
 ) -> tuple[float, HiddenBTD]:
-    """Return the summed losses of the tokens to predict, in nats, and the gradient of that sum in
-    the last layer's output."""
+    """Return the summed loss of the predicted tokens in nats, and its gradient with respect to the
+    last layer's output."""
     chunks = [slice(at, at + LOSS_CHUNK) for at in range(0, labels_BT.shape[1], LOSS_CHUNK)]
     losses, cotangents = zip(
         *(_loss(llama, hidden_BTD[:, chunk], labels_BT[:, chunk]) for chunk in chunks), strict=True
@@ -125,9 +125,12 @@ def record(
     """Run one sample, pass every layer's rows and gradients to `write`, and return the mean loss in
     nats per token.
 
-    window: T + 1 token ids; the first T are the inputs, at positions 0 to T - 1. Gradients are
-    those of the sum of the T losses. Raises ValueError, naming the first layer and side whose rows
-    or gradients are not finite; what was written before is then of no use.
+    Args:
+        window: [T + 1] token ids. The first T are the inputs, at positions 0 to T - 1.
+        write: receives the rows of every layer, then the gradients of the sum of the T losses.
+
+    Raises ValueError, naming the first layer and side with rows or gradients that are not finite.
+    Discard what was written before.
     """
     tokens_BT = jnp.asarray(window[None], jnp.int32)
     length = tokens_BT.shape[1] - 1

@@ -1,13 +1,13 @@
-"""A calibration in memory and on disk: one safetensors file, whose header records its origin and
-the caches it serves.
+"""A calibration in memory and on disk: one safetensors file. Its header records the calibration's
+origin and the caches it serves.
 
     header   format "kvq-calibration", format_version, spec, keys (the options that each layer and
              side was fitted for), dims, model_fingerprint, text, tokens_sha256, samples, length,
-             seed, dtype, loss, and a checksum of all the rest (kvq_jax/files/checksum.py); files of
-             version 1 have none
+             seed, dtype, loss, and a checksum of everything else (kvq_jax/files/checksum.py);
+             files of version 1 have no checksum
     tensors  layers.{i}.{k|v}.{name}, as the codecs' `parameters` declare them
 
-A file is untrusted input: no tensor is read before its name, shape and dtype agree with what the
+A file is untrusted input. No tensor is read before its name, shape and dtype agree with what the
 requested cache needs of this model, and none is returned before the checksum is verified.
 """
 
@@ -33,7 +33,7 @@ from kvq_jax.codecs.codec import Side
 from kvq_jax.files.checksum import read_tensors, save_tensors
 from kvq_jax.methods.base import Method
 from kvq_jax.types.array_types import ModelDims
-from kvq_models.calibration.needs import Need, fingerprint, needs
+from kvq_models.calibration.needs import Need, needs, partial_fingerprint
 from kvq_models.llama.model import Llama
 
 FORMAT, VERSION, WITHOUT_CHECKSUM = "kvq-calibration", "2", "1"
@@ -52,8 +52,11 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The origin of a calibration: its text and settings. tokens_sha256 hashes the text's token ids
-    (int32, little-endian); loss is the mean cross-entropy of the samples in nats per token."""
+    """The origin of a calibration: its text and settings.
+
+    `tokens_sha256` hashes the text's token ids (int32, little-endian). `loss` is the mean
+    cross-entropy of the samples in nats per token.
+    """
 
     text: str
     tokens_sha256: str
@@ -66,8 +69,16 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Calibrated parameters of a cache's layers and sides. keys: the options that each "layers.0.k"
-    was fitted for; tensors: the arrays, by "layers.0.k.name"."""
+    """Calibrated parameters of a cache's layers and sides.
+
+    Args:
+        spec: the cache spec that was calibrated, with the options that the calibration decided.
+        dims: the model's dimensions.
+        model_fingerprint: the model's `partial_fingerprint` (needs.py).
+        keys: the options that each side of a layer ("layers.0.k") was fitted for.
+        origin: the text and the settings.
+        tensors: the arrays by name ("layers.0.k.name").
+    """
 
     spec: str
     dims: CacheDims
@@ -77,12 +88,11 @@ class Calibration:
     tensors: Mapping[str, np.ndarray]
 
     def serves(self, side: Side) -> bool:
-        """Return True where some layer has parameters for this side."""
+        """Return True if some layer has parameters for this side."""
         return any(name.endswith(f".{side}") for name in self.keys)
 
     def parameters(self, layer: int, side: Side) -> dict[str, np.ndarray]:
-        """Return the arrays of one side of one layer by their own names; empty where it has
-        none."""
+        """Return the arrays of one side of one layer by name, or {} if it has none."""
         prefix = f"layers.{layer}.{side}."
         return {
             name.removeprefix(prefix): array
@@ -92,11 +102,15 @@ class Calibration:
 
 
 def resolved(spec: CacheSpec | str, calibration: Calibration) -> CacheSpec:
-    """Return the spec with the options that a calibration decides and that it leaves open
-    (waterfill's widths), else the spec itself.
+    """Return the spec with the options filled in that it leaves open and a calibration decides
+    (waterfill's widths).
 
-    The calibration serves both. What follows from a spec, sizes included, follows from the one that
-    is used: give this one to `prepare` and to the cache.
+    Args:
+        spec: a spec or its text.
+        calibration: a calibration for that spec; it serves the result too.
+
+    Everything that follows from a spec, sizes included, follows from the resolved one: pass that
+    one to `prepare` and to the cache. A spec without open options comes back as it is.
     """
     spec = parse(spec)
     filled = [
@@ -108,27 +122,25 @@ def resolved(spec: CacheSpec | str, calibration: Calibration) -> CacheSpec:
 
 def predicted_divergence(spec: CacheSpec | str, calibration: Calibration) -> float | None:
     """Return the KL divergence in nats per token that a calibration predicts for tokens read from
-    the body, to second order; None where a side's method cannot tell."""
-    found = [
+    the body, to second order. Return None if the method of a side cannot predict it."""
+    predicted = [
         m.predicted_divergence(_of_sides(calibration, sides), calibration.dims)
         for m, sides in _methods(parse(spec))
     ]
-    told = [own for own in found if own is not None]
-    return (
-        sum(told) * calibration.origin.length**2 if len(told) == len(found) else None
-    )  # from gradients of the mean to those of the sum
+    known = [divergence for divergence in predicted if divergence is not None]
+    # the fit has gradients of the mean loss, the divergence needs the sum's
+    return sum(known) * calibration.origin.length**2 if len(known) == len(predicted) else None
 
 
 def _methods(spec: CacheSpec) -> tuple[tuple[Method, tuple[Side, ...]], ...]:
-    """Return each method of a spec with the sides that it serves."""
+    """Return each method of a spec with the sides it serves."""
     return ((spec.k, ("k", "v")),) if spec.k == spec.v else ((spec.k, ("k",)), (spec.v, ("v",)))
 
 
 def _of_sides(
     calibration: Calibration, sides: tuple[Side, ...]
 ) -> dict[Side, list[dict[str, np.ndarray]]]:
-    """Return the parameters of every layer of these sides, by side; sides without any are left
-    out."""
+    """Return the parameters of every layer, by side. Sides without parameters are left out."""
     layers = range(calibration.dims.num_hidden_layers)
     return {
         side: [calibration.parameters(layer, side) for layer in layers]
@@ -138,7 +150,8 @@ def _of_sides(
 
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
-    """Write the file; it appears whole or not at all. Equal calibrations give equal bytes."""
+    """Write a calibration to a file, which appears whole or not at all. Equal calibrations give
+    equal bytes."""
     header = {
         "format": FORMAT,
         "format_version": VERSION,
@@ -156,20 +169,25 @@ def load_calibration(
 ) -> Calibration:
     """Read a calibration for `spec` and this model, after checking everything about it.
 
-    Raises ValueError, in one line, where the file is no calibration or cannot be read, or naming
-    what differs: the model, the options that it was calibrated for, a layer that it lacks, a tensor
-    that is missing, unknown, of another shape or dtype, or not finite; or where the content does
-    not have its checksum. FileNotFoundError where there is no file. A file without a checksum, of
-    an older version, is read with a warning.
+    Args:
+        path: a file written by `save_calibration`.
+        llama: the model; its weights are compared by a hash.
+        spec: the cache to use the calibration for.
+
+    Raises FileNotFoundError if there is no file, and ValueError, in one line, if the file is not a
+    calibration, cannot be read, or does not match its checksum, or naming what differs: the model,
+    the options it was calibrated for, a missing layer, or a tensor that is missing, unknown, not
+    finite, or of another shape or dtype. A file without a checksum, from an older version, is read
+    with a warning.
     """
-    return read_calibration(path, parse(spec), llama.config, fingerprint(llama))
+    return read_calibration(path, parse(spec), llama.config, partial_fingerprint(llama))
 
 
 def read_calibration(
     path: str | os.PathLike[str], spec: CacheSpec, config: ModelDims, model_fingerprint: str | None
 ) -> Calibration:
-    """Read a calibration as `load_calibration` does, for a model whose weights need not be there: a
-    fingerprint of None is not compared."""
+    """Read a calibration as `load_calibration` does, for a model whose weights need not be loaded:
+    a fingerprint of None is not compared."""
     path, where = Path(path), repr(str(path))
     needed = _needed(where, spec, config)
     if not path.is_file():
@@ -196,8 +214,8 @@ def check(
     config: ModelDims,
     model_fingerprint: str | None,
 ) -> list[str]:
-    """Return the names of the tensors that `spec` needs, all of them among `stored`. Raise
-    ValueError, in one line, naming what differs."""
+    """Return the names of the tensors that `spec` needs, all of them in `stored`. Raise ValueError,
+    in one line, naming what differs."""
     dims, needed = dims_of(config), _needed(where, spec, config)
     if calibration.dims != dims:
         raise ValueError(
@@ -221,9 +239,9 @@ def check(
                 f" asked for {need.options!r}"
             )
     promised = {
-        f"{name}.{own}": Array(described.dtype, described.shape)
+        f"{name}.{parameter}": Array(described.dtype, described.shape)
         for name, need in needed.items()
-        for own, described in need.parameters.items()
+        for parameter, described in need.parameters.items()
     }
     _compare(where, stored, promised, calibration.keys, needed)
     return sorted(promised)
@@ -236,8 +254,7 @@ def check_tensors(
     config: ModelDims,
     model_fingerprint: str | None,
 ) -> None:
-    """Run `check` on the tensors that a calibration holds, and check that those of floats are
-    finite."""
+    """Run `check` on the tensors of a calibration, and check that float tensors are finite."""
     stored = {
         name: Array(tensor.dtype.name, tensor.shape) for name, tensor in calibration.tensors.items()
     }
@@ -264,7 +281,7 @@ def _compare(
     keys: Mapping[str, str],
     needed: Mapping[str, Need],
 ) -> None:
-    """Compare stored tensors with promised ones. Those of other layers and sides are allowed where
+    """Compare stored tensors with expected ones. Tensors of other layers and sides are allowed if
     the header lists them."""
     for name in stored:
         match = _TENSOR.fullmatch(name)
@@ -314,12 +331,13 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
     def read(field: str, reader: Any) -> Any:
         try:
             return reader(header[field])
+        # RecursionError: JSON nested too deeply
         except (
             KeyError,
             TypeError,
             ValueError,
             RecursionError,
-        ) as error:  # RecursionError: JSON that is nested too deeply
+        ) as error:
             raise ValueError(
                 f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
             ) from error

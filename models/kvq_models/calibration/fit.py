@@ -1,12 +1,13 @@
 """`calibrate`: from a model and a text to the parameters of a cache.
 
-    1. draw samples of the text                                               (samples.py)
-    2. run the model over each: rows and gradients of every layer go to disk  (activations.py, store.py)
-    3. fit one side of one layer at a time                                    (Codec.calibrate)
+    1. draw samples of the text                                    (samples.py)
+    2. run the model over each; every layer's rows and gradients
+       go to disk                                                  (activations.py, store.py)
+    3. fit one side of one layer at a time                         (Codec.calibrate)
 
 Memory holds the weights and either one sample or the rows and gradients of one side of one layer.
-Both loops can be interrupted: the next call with the same work directory goes on where the last one
-ended, and gives the same bytes as one that was not interrupted.
+You can interrupt both loops: the next call with the same work directory continues, and gives the
+same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvq_jax.types.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.file import Calibration, Origin, resolved
-from kvq_models.calibration.needs import Need, fingerprint, needs
+from kvq_models.calibration.needs import Need, needs, partial_fingerprint
 from kvq_models.calibration.progress import Progress
 from kvq_models.calibration.store import Identity, Store
 from kvq_models.llama.config import LlamaConfig
@@ -49,26 +50,34 @@ def calibrate(
     text: str = "",
     progress: Progress | None = None,
 ) -> Calibration:
-    """Fit the parameters that `spec` needs for this model to `samples` random windows of `length`
-    tokens of a text.
+    """Fit the parameters that `spec` needs for this model to `samples` random windows of a text.
 
-    token_ids: the text's tokens. work: a directory for what the samples record, of the size that
-    `Store` documents; it may be reused for other specs, which then skip the recording, and belongs
-    to one model, text, seed, sample count, length and dtype. text: the text's name, for the file,
-    whose spec is the `resolved` one. progress: wraps the two loops, as tqdm would. The first
-    `spec.sink` tokens of each sample are left out of the fit: a cache keeps them in full precision.
+    Args:
+        llama: the model.
+        token_ids: the text's tokens, [n] integers.
+        spec: the cache to calibrate. The result's spec is the `resolved` one.
+        samples: number of windows.
+        length: tokens per window. The first `spec.sink` tokens of each are left out of the fit,
+            since a cache keeps them in full precision.
+        seed: of the random windows.
+        work: a directory for the recorded rows, of the size that `Store` documents. It belongs to
+            one model, text, seed, sample count, length and dtype. Other specs may reuse it and then
+            skip the recording.
+        text: the text's name, for the file.
+        progress: wraps the two loops, as tqdm would.
+
     The same arguments give the same bytes on the same machine.
 
-    Raises ValueError, in one line, where the spec needs no calibration or does not fit the model,
-    the text is too short, the work directory is another run's, damaged, or in use by another
-    process, or rows are not finite or refused by the method (then named by layer and side); OSError
-    where the disk lacks space.
+    Raises ValueError, in one line, if the spec needs no calibration or does not fit the model, the
+    text is too short, the work directory belongs to another run, is damaged or in use by another
+    process, or rows are not finite or refused by the method (the line then names layer and side).
+    Raises OSError if the disk lacks space.
     """
     spec, progress = parse(spec), progress or (lambda items, _: items)
     check_request(spec, llama.config, token_ids, samples, length)
     dtype = llama.embed[...].dtype.name
     identity = Identity(
-        fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype
+        partial_fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype
     )
     windows = text_samples.draw(token_ids, samples, length, seed)
     needed = needs(spec, llama.config)
@@ -82,24 +91,23 @@ def calibrate(
             need = needed[name]
             bias = subtracted_bias(need.codec, llama.layers[need.layer])
             tensors |= {
-                f"{name}.{own}": array
-                for own, array in _fitted(store, need, spec.sink, rope, bias).items()
+                f"{name}.{parameter}": array
+                for parameter, array in _fitted(store, need, spec.sink, rope, bias).items()
             }
     origin = Origin(
         text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses))
     )
     keys = {name: need.options for name, need in needed.items()}
-    made = Calibration(
+    calibration = Calibration(
         str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors
     )
-    return dataclasses.replace(made, spec=str(resolved(spec, made)))
+    return dataclasses.replace(calibration, spec=str(resolved(spec, calibration)))
 
 
 def check_request(
     spec: CacheSpec, config: LlamaConfig, token_ids: Integers, samples: int, length: int
 ) -> None:
-    """Raise ValueError, in one line, for everything in a request that can be refused without the
-    weights."""
+    """Raise ValueError, in one line, for everything that can be refused without the weights."""
     if not needs(spec, config):
         raise ValueError(f"{str(spec)!r} needs no calibration: it can be used as it is")
     check_weights(spec, config)
@@ -112,7 +120,7 @@ def check_request(
 
 
 def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
-    """Return what is subtracted from keys before they are cached, fp32; None if nothing is."""
+    """Return the bias that is subtracted from keys before they are cached, fp32, or None."""
     learning = codec.learning
     if learning.bias is None:
         return None
@@ -122,8 +130,7 @@ def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
 def _fitted(
     store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
 ) -> dict[str, np.ndarray]:
-    """Return the parameters of one side of one layer: those that an earlier call kept, or new
-    ones."""
+    """Return the parameters of one side of one layer, kept by an earlier call or fitted now."""
     options = f"{need.options} without the first {sink} tokens"
     kept = store.fitted(need.layer, need.side, options)
     if kept is not None and _agree(kept, need):
@@ -147,12 +154,12 @@ def _agree(parameters: dict[str, np.ndarray], need: Need) -> bool:
 def _rows(
     store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
 ) -> tuple[Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]]:
-    """Return the rows that the codec caches, without each sample's first tokens, and the mean
-    loss's gradient in them; fp32.
+    """Return the rows that the codec caches, without each sample's first tokens, and the gradient
+    of the mean loss with respect to them, both fp32.
 
-    The recorded keys are those before RoPE, with their bias. Keys after it are k_rot = a R k, with
-    the rotation R and the attention factor a, so the gradient with respect to them is R g / a; a
-    bias changes no gradient.
+    Recorded keys are before RoPE and include their bias. Keys after it are k_rot = a R k, with the
+    rotation R and the attention factor a, so the gradient with respect to them is R g / a. A bias
+    changes no gradient.
     """
     recorded = store.read(need.layer, need.side)
     samples, length, heads, head_dim = recorded[0].shape

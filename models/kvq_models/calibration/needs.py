@@ -1,5 +1,4 @@
-"""The sides of a cache's layers that need calibrated parameters, and the fingerprint of the model
-they are for."""
+"""The sides of a cache's layers that need calibrated parameters, and the fingerprint of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from kvq_models.llama.model import Llama, abstract_llama
 
 class Need(NamedTuple):
     """One side of one layer that needs parameters. `options` spells out everything they depend on:
-    parameters made for equal options serve it."""
+    parameters fitted for equal options are interchangeable."""
 
     layer: int
     side: Side
@@ -35,10 +34,10 @@ class Need(NamedTuple):
 
 
 def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
-    """Return the needs of `spec` for this model as {"layers.0.k": Need, ...}; empty for methods
+    """Return the needs of `spec` for this model as {"layers.0.k": Need, ...}, or {} for methods
     without parameters.
 
-    Raises ValueError where the spec does not fit the model.
+    Raises ValueError if the spec does not fit the model.
     """
     needed = {}
     dims = dims_of(config)
@@ -56,10 +55,13 @@ def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
     return needed
 
 
-def fingerprint(llama: Llama) -> str:
-    """Return a hash that tells models of one size apart, whatever dtype they were loaded in: the
-    sha256, as 64 hex digits, of the RoPE settings and of the bfloat16 values of every norm, the
-    first layer's key projection and the last layer's value projection.
+def partial_fingerprint(llama: Llama) -> str:
+    """Return a hash that distinguishes models of the same size, independent of the dtype they were
+    loaded in.
+
+    It is the sha256, as 64 hex digits, of the RoPE settings and of the bfloat16 values of every
+    norm, the first layer's key projection and the last layer's value projection.
+    `kvq_jax.fingerprint` hashes all weights exactly.
     """
     weights = {weight.name: weight for weight in hf_names.weights(llama).values()}
 
@@ -67,12 +69,12 @@ def fingerprint(llama: Llama) -> str:
         whole = fetched(weights[name].leaf)
         return whole.T if weights[name].transpose else whole
 
-    return fingerprint_of(llama.config, read)
+    return partial_fingerprint_of(llama.config, read)
 
 
-def fingerprint_of(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> str:
-    """Return the `fingerprint` of the model whose tensors `read` gives by their Hugging Face names,
-    in Hugging Face's orientation."""
+def partial_fingerprint_of(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> str:
+    """Return a model's `partial_fingerprint`. `read` returns its tensors by Hugging Face name, in
+    Hugging Face's orientation."""
     digest = hashlib.sha256(repr(dataclasses.astuple(config.rope)).encode())
     last = config.num_hidden_layers - 1
     projections = (

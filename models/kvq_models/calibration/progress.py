@@ -6,6 +6,5 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-Progress = Callable[
-    [Sequence[T], str], Iterable[T]
-]  # yields the items and shows how many are done beside a message, as tqdm does
+# yields the items and shows a message with the number that are done, as tqdm does
+Progress = Callable[[Sequence[T], str], Iterable[T]]

@@ -1,4 +1,4 @@
-"""The samples of a calibration: windows of a text's tokens, drawn at random."""
+"""Draw the samples of a calibration: random windows of a text's tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvq_models.llama.config import LlamaConfig
 def draw(
     token_ids: Integers, samples: int, length: int, seed: int
 ) -> Int[np.ndarray, "{samples} {length}+1"]:
-    """Draw `samples` windows of length + 1 tokens from anywhere in the text: `length` inputs, each
-    with the token to predict after it.
+    """Draw `samples` windows of length + 1 tokens from anywhere in the text: `length` inputs and,
+    for each, the next token to predict.
 
-    The same seed draws the same windows; they may overlap. Raises ValueError where the text has no
+    The same seed draws the same windows. They may overlap. Raises ValueError if the text has no
     window of that length.
     """
     tokens = np.asarray(token_ids)
@@ -26,7 +26,7 @@ def draw(
 
 
 def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -> None:
-    """Raise ValueError, in one line, where no samples can be drawn from these tokens for this
+    """Raise ValueError, in one line, if no samples can be drawn from these tokens for this
     model."""
     tokens = np.asarray(token_ids)
     if samples < 1 or length < 1:
@@ -48,6 +48,6 @@ def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -
 
 
 def sha256(token_ids: Integers) -> str:
-    """Return the sha256 of a text's token ids as little-endian int32, which tells texts apart
-    whatever their files are called."""
+    """Return the sha256 of a text's token ids as little-endian int32. It identifies a text whatever
+    its file is called."""
     return hashlib.sha256(np.asarray(token_ids).astype("<i4").tobytes()).hexdigest()

@@ -1,19 +1,20 @@
 """The work directory of a calibration: the arrays that its samples recorded, and the parameters
 fitted so far.
 
-    lock                        held by the process that works here
-    state.json                  the run that the samples belong to (`Identity`), the loss of each complete sample and the sha256 of each of
-                                its arrays; and a sha256 of all that
-    k.rows, k.gradients,        [layers, samples, length, K, H] in the model's dtype, which is all the digits that the forward and the
-    v.rows, v.gradients         backward pass have; gradients are those of the sum of a sample's losses
-    fitted/*.safetensors        one for each layer, side and set of options, with a checksum
+    lock                  held by the process that works here
+    state.json            the run that the samples belong to (`Identity`), the loss of each complete
+                          sample, the sha256 of each of its arrays, and a sha256 of all that
+    k.rows, k.gradients,  [layers, samples, length, K, H] in the model's dtype, which is all the
+    v.rows, v.gradients   precision that the forward and the backward pass have; gradients of the
+                          sum of a sample's losses
+    fitted/*.safetensors  one for each layer, side and set of options, with a checksum
 
 Each layer and side is contiguous in its files, so fitting it reads nothing else. A sample counts
 once its loss is in state.json, and a fit once its file has its final name: an interrupted run loses
-only the step in progress. The samples do not depend on the cache they are for, so one directory
-serves several. state.json is the first file of all after the lock, and the directory is deleted as
-a whole; so a process that is killed at any moment leaves a directory that the same command goes on
-from.
+only the step in progress. The samples do not depend on the cache, so one directory serves several
+caches. state.json is the first file after the lock, and the directory is deleted as a whole. A
+process that is killed at any moment therefore leaves a directory from which the same command
+continues.
 """
 
 from __future__ import annotations
@@ -47,14 +48,13 @@ DIGESTS, CHECKSUM = "sha256_of_arrays", "sha256"  # fields of state.json
 GIB = 2**30
 ATTEMPTS = 10  # to lock a directory that others delete at the same time
 
-Digests: TypeAlias = dict[
-    str, list[str]
-]  # the sha256 of one sample's arrays: by file, one for each layer
+# the sha256 of one sample's arrays: by file, one for each layer
+Digests: TypeAlias = dict[str, list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The inputs that the samples depend on."""
+    """Everything that the samples depend on."""
 
     model_fingerprint: str
     tokens_sha256: str
@@ -65,15 +65,14 @@ class Identity:
 
 
 class Store:
-    """A work directory, open while the `with` block lasts. `losses` holds one entry for each
-    complete sample, in order."""
+    """A work directory, open inside a `with` block. `losses` has one entry for each complete
+    sample, in order."""
 
     def __init__(self, directory: Path, identity: Identity, dims: CacheDims):
         self.directory, self.identity = directory, identity
         self.losses: list[float] = []
-        self._digests: list[
-            Digests | None
-        ] = []  # of each complete sample; None for one of an older version
+        # of each complete sample; None for one of an older version
+        self._digests: list[Digests | None] = []
         self._shape = (
             dims.num_hidden_layers,
             identity.samples,
@@ -85,18 +84,17 @@ class Store:
         self._lock = _lock(directory)
 
     def __enter__(self) -> Store:
-        """Resume the run of this identity that the directory holds, or begin one in a new or empty
-        directory.
+        """Resume this run if the directory holds it, or begin it in a new or empty directory.
 
-        Raises ValueError, in one line, where the directory holds something else, is damaged, or
-        belongs to a process that runs right now; OSError where the disk has no space for the
-        samples to come. Then nothing is changed.
+        Raises ValueError, in one line, if the directory holds something else, is damaged, or is in
+        use by another process, and OSError if the disk has no space for the remaining samples.
+        Nothing is changed then.
         """
         self._take_up()
         self._check_disk()
         self._take()
         try:
-            self._take_up()  # again: until now, another process may have worked here
+            self._take_up()  # again: another process may have worked here until now
             remove_unfinished(self.directory)
             self._write_state()
             (self.directory / FITTED).mkdir(exist_ok=True)
@@ -111,7 +109,7 @@ class Store:
 
     @contextmanager
     def sample(self) -> Iterator[SampleWriter]:
-        """Write the next sample; it is complete when the block ends without an exception."""
+        """Write the next sample. It is complete when the block ends without an exception."""
         with ExitStack() as stack:
             files = {name: stack.enter_context(_opened(self.directory / name)) for name in FILES}
             writer = SampleWriter(files, self._shape, len(self.losses))
@@ -128,13 +126,13 @@ class Store:
         """Return (rows, gradients) of one side of one layer, mapped from their files: [samples,
         length, K, H] in the model's dtype.
 
-        Raises ValueError, in one line, where they are not what was recorded.
+        Raises ValueError, in one line, if they are not what was recorded.
         """
         return self._recorded(f"{side}.rows", layer), self._recorded(f"{side}.gradients", layer)
 
     def fitted(self, layer: int, side: Side, options: str) -> dict[str, np.ndarray] | None:
-        """Return the parameters fitted for a layer and side with these options; None where there
-        are none, or none that are whole."""
+        """Return the parameters fitted for a layer and side with these options, or None if there
+        are none or their file is damaged."""
         file = self._fitted_file(layer, side, options)
         try:
             with safe_open(file, framework="numpy") as stored:
@@ -143,11 +141,11 @@ class Store:
                 ).items():
                     return read_tensors(stored, repr(str(file)), required=True)
         except (OSError, SafetensorError, ValueError):
-            pass  # damaged ones are fitted again, as missing ones are
+            pass  # fit damaged ones again, like missing ones
         return None
 
     def keep(self, layer: int, side: Side, options: str, parameters: dict[str, np.ndarray]) -> None:
-        """Keep fitted parameters."""
+        """Save fitted parameters."""
         save_tensors(
             self._fitted_file(layer, side, options),
             parameters,
@@ -156,13 +154,13 @@ class Store:
 
     @staticmethod
     def delete(directory: Path) -> None:
-        """Delete a work directory that a run has resumed or begun, with all its files; leave it to
-        another process that has taken it up."""
+        """Delete a work directory that a run has used, with all its files. Leave it if another
+        process uses it."""
         with suppress(filelock.Timeout), _lock(directory):
             delete_directory(directory)
 
     def _fitted_header(self, layer: int, side: Side, options: str) -> dict[str, str]:
-        """Return the header of a file of fitted parameters: all that they depend on."""
+        """Return the header of a file of fitted parameters: everything they depend on."""
         return {
             "identity": json.dumps(dataclasses.asdict(self.identity)),
             "layer": str(layer),
@@ -178,8 +176,8 @@ class Store:
         )
 
     def _take(self) -> None:
-        """Make the directory where it is missing, and lock it. Raise ValueError where another
-        process holds it."""
+        """Create the directory if it is missing, and lock it. Raise ValueError if another process
+        uses it."""
         for _ in range(ATTEMPTS):
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
@@ -190,13 +188,13 @@ class Store:
                     " for it"
                 ) from None
             except FileNotFoundError:
-                continue  # it was deleted in between, by a process that had finished
+                continue  # a process that had finished deleted it in between
             return
         raise ValueError(f"{str(self.directory)!r} cannot be locked: it disappears again and again")
 
     def _take_up(self) -> None:
-        """Read the state, if there is one. Raise ValueError where it is another run's, or where
-        something else is in the directory."""
+        """Read the state, if there is one. Raise ValueError if it belongs to another run, or if the
+        directory holds something else."""
         file = self.directory / STATE
         if not file.exists():
             self._check_empty()
@@ -253,13 +251,13 @@ class Store:
         return _State(identity, losses, fields[DIGESTS])
 
     def _recorded(self, name: str, layer: int) -> np.ndarray:
-        """Return one layer of a file of arrays, mapped, after comparing it with the checksums of
-        its samples."""
+        """Return one layer of a file of arrays, memory-mapped, after verifying the checksums of its
+        samples."""
         file = self.directory / name
         size = int(np.prod(self._shape)) * self._dtype.itemsize
         if not file.is_file() or file.stat().st_size != size:
             raise ValueError(
-                f"{str(file)!r} is missing or has not the {size} bytes that were recorded; delete"
+                f"{str(file)!r} is missing or does not have the {size} recorded bytes; delete"
                 f" {str(self.directory)!r}"
             )
         recorded = np.memmap(file, self._dtype, "r", shape=self._shape)[layer]
@@ -272,8 +270,7 @@ class Store:
         return recorded
 
     def _check_disk(self) -> None:
-        """Raise OSError where the samples to come do not fit the disk; those recorded before
-        already have their place."""
+        """Raise OSError if the remaining samples do not fit the disk."""
         layers, samples, *sample = self._shape
         need = (
             len(FILES)
@@ -315,8 +312,8 @@ class _State(NamedTuple):
 
 
 class SampleWriter:
-    """Writer of one sample's arrays to their places in the files. `loss` is the sample's mean loss,
-    set at its end; `digests` has the sha256 of every array."""
+    """Writes one sample's arrays to their places in the files. Set `loss`, the sample's mean loss,
+    at the end. `digests` has the sha256 of every array."""
 
     def __init__(self, files: dict[str, BinaryIO], shape: tuple[int, ...], sample: int):
         self.loss: float | None = None
@@ -329,13 +326,12 @@ class SampleWriter:
         self.digests[name][recorded.layer] = sha256_of(array)
         file = self._files[name]
         file.seek((recorded.layer * self._shape[1] + self._sample) * array.nbytes)
-        file.write(
-            array.reshape(-1).view(np.uint8).data
-        )  # written, not mapped: a full disk then raises an error and does not kill the process
+        # written, not mapped: a full disk raises an error instead of killing the process
+        file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _opened(file: Path) -> BinaryIO:
-    """Open a file for writing at any place; create it where it is missing."""
+    """Open a file for writing at any offset. Create it if it is missing."""
     file.touch()
     return file.open("r+b")
 

@@ -1,19 +1,20 @@
 """Weights of a few bits: sensitivity-weighted levels for each output channel of the layers'
 projections.
 
-    minimize  sum_i F_i (w_i - nearest level)^2      over 2^bits levels for each row of W, one row for each output channel
-    F = mean over samples of (d loss / d w)^2        loss: of a whole sample, in nats; the diagonal of the Fisher information
+    minimize  sum_i F_i (w_i - nearest level)^2    2^bits levels per row of W (output channel)
+    F = mean over samples of (d loss / d w)^2      loss of a whole sample in nats; F is the
+                                                   diagonal of the Fisher information
 
-The fit is the one of KVQuant's levels (kvq_jax/methods/kvquant/kmeans.py). A fraction of a matrix's
-weights may stay as they are and out of the fit: a ninth of them those with the largest F, the
-others the largest in magnitude. The embedding, the head, norms and biases are not touched.
+The fit is KVQuant's (kvq_jax/methods/kvquant/kmeans.py). A fraction of a matrix's weights may stay
+unquantized and out of the fit: a ninth of them have the largest F, the others the largest
+magnitude. The embedding, the head, norms and biases are not changed.
 
 The backward pass goes from the last layer to the first, all samples through one layer at a time,
-with the unquantized weights. Memory beside the model: the inputs of all layers for all samples,
-samples x length x width x layers in fp32 (0.6 GB for 16 x 512 tokens of SmolLM2, 8.6 GB for those
-of Llama 3.1 8B), and the quantized weights.
+with the unquantized weights. Memory besides the model: the inputs of all layers for all samples,
+samples x length x width x layers in fp32 (0.6 GB for 16 x 512 tokens of SmolLM2, 8.6 GB for Llama
+3.1 8B), and the quantized weights.
 
-Source: Kim et al., SqueezeLLM, sections 4.1 and 4.2, which KVQuant quantizes weights by (section
+Source: Kim et al., SqueezeLLM, sections 4.1 and 4.2; KVQuant quantizes weights with it (section
 4.4, Table 5).
 """
 
@@ -43,16 +44,19 @@ PROJECTIONS = (  # of a layer, by the paths of their leaves
 )
 BITS = (2, 3, 4)
 MOST_SPARSE = 0.1
-OF_SENSITIVITY = 1 / 9  # of the weights that stay: SqueezeLLM's 0.05 of 0.45 %
-FLOOR = 1e-4  # of a row's mean F: a weight without a gradient in the text still has a place
+OF_SENSITIVITY = 1 / 9  # of the weights that stay unquantized: SqueezeLLM's 0.05 of 0.45 %
+FLOOR = 1e-4  # of a row's mean F: weights that have no gradient in the text still count
 ROWS = 256  # fitted at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightCount:
-    """What a quantized model would store: weights in the projections, bits of one of them on
-    average (its code; its row's levels in 16 bits each; 16 bits and a 16-bit column for a weight
-    that stays), and the mean of F (w - w^)^2 over that of F w^2.
+    """The size and error of a quantized model.
+
+    weights         number of weights in the projections
+    bits            per weight on average: its code, its row's levels in 16 bits each, and 16 bits
+                    plus a 16-bit column for a weight that stays unquantized
+    weighted_error  mean of F (w - w^)^2 divided by the mean of F w^2
     """
 
     weights: int
@@ -63,8 +67,7 @@ class WeightCount:
 def check_request(
     config: LlamaConfig, token_ids: Integers, bits: int, sparse: float, samples: int, length: int
 ) -> None:
-    """Raise ValueError, in one line, for everything in a request that can be refused without the
-    weights."""
+    """Raise ValueError, in one line, for everything that can be refused without the weights."""
     if bits not in BITS:
         raise ValueError(f"{bits=} is not supported; choose from {', '.join(map(str, BITS))}")
     if not 0 <= sparse <= MOST_SPARSE:
@@ -84,14 +87,20 @@ def quantize_weights(
     progress: Progress[Any] | None = None,
 ) -> tuple[Llama, WeightCount]:
     """Return the model with each projection's weights replaced by the nearest of its row's levels,
-    in the model's dtype, and what they would take.
+    in the model's dtype, and the size this would take.
 
-    token_ids: the tokens of a text, of which `samples` random windows of `length` tokens are read.
-    sparse: the fraction of each matrix's weights that stay. progress: wraps both loops, as tqdm
-    would. The same arguments give the same weights on the same machine.
+    Args:
+        llama: the model.
+        token_ids: the tokens of a text, [n] integers.
+        bits: per weight: 2, 3 or 4.
+        sparse: fraction of each matrix's weights that stay unquantized, at most 0.1.
+        samples: random windows of the text to read.
+        length: tokens per window.
+        seed: of the random windows.
+        progress: wraps both loops, as tqdm would.
 
-    Raises ValueError, in one line, where the arguments cannot be met (`check_request`) or gradients
-    are not finite.
+    The same arguments give the same weights on the same machine. Raises ValueError, in one line, if
+    the arguments cannot be met (`check_request`) or gradients are not finite.
     """
     progress = progress or (lambda items, _: items)
     check_request(llama.config, token_ids, bits, sparse, samples, length)
@@ -99,11 +108,11 @@ def quantize_weights(
     inputs: list[list[np.ndarray]] = []  # of every layer, by sample
     cotangents: list[HiddenBTD] = []
     for window in progress(list(windows), "running samples"):
-        hidden, own = llama.embed_tokens(jnp.asarray(window[None, :-1], jnp.int32)), []
+        hidden, layer_inputs = llama.embed_tokens(jnp.asarray(window[None, :-1], jnp.int32)), []
         for layer in llama.layers:
-            own.append(np.asarray(hidden))
+            layer_inputs.append(np.asarray(hidden))
             hidden = _forward(layer, hidden)
-        inputs.append(own)
+        inputs.append(layer_inputs)
         cotangents.append(
             gradient_of_the_loss(llama, hidden, jnp.asarray(window[None, 1:], jnp.int32))[1]
         )
@@ -112,10 +121,14 @@ def quantize_weights(
     for index in progress(list(reversed(range(len(llama.layers)))), "fitting layers"):
         layer, squares = llama.layers[index], None
         for sample in range(samples):
-            cotangents[sample], own = _backward(
+            cotangents[sample], squared_gradients = _backward(
                 layer, jnp.asarray(inputs[sample].pop()), cotangents[sample]
             )
-            squares = own if squares is None else jax.tree.map(jnp.add, squares, own)
+            squares = (
+                squared_gradients
+                if squares is None
+                else jax.tree.map(jnp.add, squares, squared_gradients)
+            )
         assert squares is not None, "there is at least one sample"
         for name, leaf in _kernels(layer).items():
             kernel, sensitivity = (
@@ -145,28 +158,29 @@ def quantized_rows(
     bits: int,
     sparse: float,
 ) -> tuple[Float[np.ndarray, "out inputs"], Bool[np.ndarray, "out inputs"]]:
-    """Return the weights at the nearest of their row's levels, and which of them stay as they
-    are."""
+    """Return the weights rounded to the nearest of their row's levels, and a mask of those that
+    stay unquantized."""
     kept = staying(weights, sensitivity, sparse)
     mean = sensitivity.mean(axis=1, keepdims=True, dtype=np.float64)
     importance = np.where(kept, 0, sensitivity + np.where(mean > 0, FLOOR * mean, 1))
-    importance[kept.all(axis=1)] = 1  # nothing of such a row is rounded, but it must have a weight
+    # no weight of such a row is rounded, but the fit needs one with importance
+    importance[kept.all(axis=1)] = 1
     quantized = weights.copy()
     for at in range(0, len(weights), ROWS):
         part = slice(at, at + ROWS)
         levels = weighted_levels_of_rows(weights[part], importance[part], 2**bits)
-        for row, own, stays, known in zip(
+        for row, row_weights, stays, row_levels in zip(
             quantized[part], weights[part], kept[part], levels, strict=True
         ):
-            row[~stays] = known[nearest(own[~stays], known)]
+            row[~stays] = row_levels[nearest(row_weights[~stays], row_levels)]
     return quantized, kept
 
 
 def staying(
     weights: np.ndarray, sensitivity: np.ndarray, sparse: float
 ) -> Bool[np.ndarray, "out inputs"]:
-    """Return the weights that stay as they are: the most sensitive ones and, of the others, the
-    largest."""
+    """Return a mask of the weights that stay unquantized: the most sensitive ones and the largest
+    of the others."""
     count = round(sparse * weights.size)
     sensitive = round(count * OF_SENSITIVITY)
     kept = np.zeros(weights.size, bool)
@@ -199,7 +213,8 @@ def _forward(layer: Layer, hidden: HiddenBTD) -> HiddenBTD:
 def _backward(
     layer: Layer, hidden: HiddenBTD, cotangent: HiddenBTD
 ) -> tuple[HiddenBTD, dict[str, jax.Array]]:
-    """Return the gradient in a layer's input, and the squared gradients in its kernels, fp32."""
+    """Return the gradient with respect to a layer's input, and the squared gradients with respect
+    to its kernels, fp32."""
 
     def run(hidden: HiddenBTD, kernels: dict[str, jax.Array]) -> HiddenBTD:
         return _forward(_with_kernels(layer, kernels), hidden)

@@ -1,18 +1,17 @@
 """Run a Llama through a cache: prompt tokens in (`prefill`), generated tokens in (`decode_step`),
 log-probabilities out (`score`).
 
-All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache
-they are given (its buffers are reused: go on with the cache they return); `decode_step` is a pure
-function for the caller's own `jax.jit(..., donate_argnames="cache")`.
+All three are cache in, cache out. `prefill` and `score` compile themselves and consume the cache
+(its buffers are reused: continue with the returned one). `decode_step` is a pure function for your
+own `jax.jit(..., donate_argnames="cache")`.
 
-A cache has its model's dtype unless `init_cache` is told otherwise. In another one, full-precision
-rows (all rows of `dense`) are rounded to the cache's dtype, and logits are not those that the model
-computes without a cache.
+A cache has its model's dtype unless you pass another to `init_cache`. In that case full-precision
+rows (all rows of `dense`) are rounded to the cache's dtype, and logits differ from a model without
+a cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,23 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import Implementation, Launch
-from kvq_jax.cache.cache import Cache, check_held, dims_of
-from kvq_jax.cache.step import Step, append_and_attend, begin, finish
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.step import begin
 from kvq_jax.placement.crossing import crossing
-from kvq_jax.types.array_types import Integers, LayerInputs, LengthsB
+from kvq_jax.types.array_types import Integers, LengthsB
 from kvq_jax.types.integers import int32
+from kvq_models.inference.checked_input import check_dims, checked_tokens
+from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
-from kvq_models.inference.padding import cropped, padded
-from kvq_models.llama.model import HiddenBTD, Layer, Llama
-from kvq_models.llama.rope import rope_for
-from kvq_models.llama.sharding import embedded
+from kvq_models.inference.padding import cropped
+from kvq_models.llama.model import Llama
 
-FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
 SCORE_CHUNK = 32  # tokens that `score` decodes in one step
 
 
@@ -50,27 +47,32 @@ def prefill(
     logits: Literal["last", "all"] = "last",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Add prompts to a cache and return (logits, cache). Logits are fp32: [B, V] after the last
-    token of each row, or [B, T, V] for "all".
+    """Add prompts to a cache and return (logits, cache).
 
-    tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention
-    inside the prompt is exact; tokens that the cache held before are read from it, quantized or in
-    its windows. A row of length 0 stays as it is and gets nan logits, and so does padding. The
-    given cache's buffers are consumed.
+    Args:
+        llama: the model, prepared for the cache's spec.
+        cache: for B rows; its buffers are consumed.
+        tokens: [B, T] integers, right-padded.
+        lengths: [B] integers, new tokens of each row (default: T). A row of length 0 is unchanged.
+        logits: "last" for [B, V] after each row's last token, "all" for [B, T, V]; both fp32.
+            Padding and rows of length 0 get nan.
+        implementation: the one that quantizes the prompt, see `decode_step`.
 
-    Tokens are padded to one of few widths (padding.py), each of which compiles once; the results do
-    not depend on how the caller padded. Inside a caller's jit the given shape is kept.
+    Attention inside the prompt is exact. Tokens that the cache held before are read from it,
+    quantized or in its windows. One layer's keys and values of the whole prompt exist at a time.
 
-    One layer's keys and values for the whole prompt exist at a time. implementation: the one that
-    quantizes them, see `decode_step`. Raises ValueError where tokens do not fit the vocabulary or
-    the capacity, or the model was prepared for another cache.
+    Tokens are padded to one of a few widths (padding.py), each of which compiles once. The results
+    do not depend on how you padded. Inside your own jit the shape is kept.
+
+    Raises ValueError if tokens do not fit the vocabulary or the capacity, or the model was prepared
+    for another cache.
     """
-    given = int32("tokens", tokens)
-    tokens, lengths = checked_tokens(llama, cache, given, lengths)
+    unpadded = int32("tokens", tokens)
+    tokens, lengths = checked_tokens(llama, cache, unpadded, lengths)
     if logits not in ("last", "all"):
         raise ValueError(f'{logits=} must be "last" or "all"')
-    found, cache = prefill_program(llama, cache, tokens, lengths, logits == "all", implementation)
-    return (cropped(found, given.shape[1], fill=np.nan) if logits == "all" else found), cache
+    values, cache = prefill_program(llama, cache, tokens, lengths, logits == "all", implementation)
+    return (cropped(values, unpadded.shape[1], fill=np.nan) if logits == "all" else values), cache
 
 
 @functools.partial(
@@ -84,11 +86,11 @@ def prefill_program(
     all_logits: bool,
     implementation: Implementation = None,
 ) -> tuple[Array, Cache]:
-    """Run the compiled part of `prefill`, without its checks; for callers that checked, or compile
-    ahead of time."""
+    """Run the compiled part of `prefill` without its checks, for callers that have checked or
+    compile ahead of time."""
     parameters = parameters_for(llama, cache.spec)
-    with crossing(cache.placement) as own:
-        llama, cache, tokens, lengths = own.taken((llama, cache, tokens, lengths))
+    with crossing(cache.placement) as mesh:
+        llama, cache, tokens, lengths = mesh.taken((llama, cache, tokens, lengths))
         step = begin(
             cache,
             tokens.shape[1],
@@ -113,19 +115,26 @@ def decode_step(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Add generated tokens and return (logits, cache): [B, V] for token [B]; [B, T, V] for token
-    [B, T], equal to T single steps.
+    """Add generated tokens to a cache and return (logits, cache).
 
-    Rows that are not `active` (default: all are) and tokens past the capacity are not written, do
-    not count, and get nan logits. implementation (static): the one that reads and writes the packed
-    cache, "xla", "pallas" or "native"; None takes kernels where they can run.
-    Raises ValueError, with the reason, where a named one cannot run, and for another model's cache.
+    Args:
+        llama: the model, prepared for the cache's spec.
+        cache: for B rows.
+        token: [B] or [B, T] integers. T tokens give the results of T single steps.
+        active: [B] bool, default all True. Other rows are not written, do not count, and get nan.
+        implementation: (static) the one that reads and writes the packed cache: "xla", "pallas",
+            "native", or None for kernels if they can run.
+
+    Logits are fp32, [B, V] or [B, T, V]. Tokens past the capacity are not written and get nan.
+
+    Raises ValueError, with the reason, if a named implementation cannot run, and for a cache of
+    another model.
     """
     check_dims(llama, cache)
     parameters = parameters_for(llama, cache.spec)
     token = jnp.asarray(int32("token", token))
-    with crossing(cache.placement) as own:
-        llama, cache, token, active = own.taken((llama, cache, token, active))
+    with crossing(cache.placement) as mesh:
+        llama, cache, token, active = mesh.taken((llama, cache, token, active))
         tokens = token if token.ndim == 2 else token[:, None]
         lengths = None if active is None else jnp.where(active, tokens.shape[1], 0)
         step = begin(
@@ -143,14 +152,14 @@ def decode_step(
 
 def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
     """Return the implementation that reads each layer in a decode step of one token: "xla",
-    "pallas" or "native". Raise ValueError where a named implementation cannot run."""
+    "pallas" or "native". Raise ValueError if a named implementation cannot run."""
     heads = cache.dims.num_attention_heads
     return tuple(dispatch.choose(implementation, plan, heads, 1).name for plan in cache.plans)
 
 
 def obstacles(cache: Cache) -> tuple[str | None, ...]:
-    """Return, for each layer, why no kernel for this device reads it in a decode step of one token;
-    None where one does."""
+    """Return, for each layer, the reason why no kernel for this device reads it in a decode step of
+    one token, or None if one does."""
     return tuple(
         dispatch.obstacle(None, plan, cache.dims.num_attention_heads, 1) for plan in cache.plans
     )
@@ -159,23 +168,29 @@ def obstacles(cache: Cache) -> tuple[str | None, ...]:
 def score(
     llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None = None
 ) -> tuple[Float[Array, "B T"], Cache]:
-    """Return (log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and
-    tokens before t), as decoding one token at a time would give it.
+    """Return (log-probabilities, cache): entry t is log p(token t | the cache and tokens before t),
+    as decoding one token at a time would give it.
 
-    The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V]
-    logits are never materialized. Same arguments, errors and consumption of the cache as `prefill`.
+    Args:
+        llama: the model, prepared for the cache's spec.
+        cache: for B rows; its buffers are consumed.
+        tokens: [B, T] integers, right-padded.
+        lengths: [B] integers, new tokens of each row (default: T).
+
+    Log-probabilities are [B, T] fp32. Each row's first token is only read, so entry 0 is 0. Entries
+    at padding are 0 too. [B, T, V] logits never exist at once. Raises as `prefill`.
     """
-    given = int32("tokens", tokens)
-    tokens, lengths = checked_tokens(llama, cache, given, lengths)
+    unpadded = int32("tokens", tokens)
+    tokens, lengths = checked_tokens(llama, cache, unpadded, lengths)
     logprobs, cache = score_program(llama, cache, tokens, lengths)
-    return cropped(logprobs, given.shape[1]), cache
+    return cropped(logprobs, unpadded.shape[1]), cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
-    """Run the compiled part of `score`, without its checks."""
-    with crossing(cache.placement) as own:
-        llama, cache, tokens, lengths = own.taken((llama, cache, tokens, lengths))
+    """Run the compiled part of `score` without its checks."""
+    with crossing(cache.placement) as mesh:
+        llama, cache, tokens, lengths = mesh.taken((llama, cache, tokens, lengths))
         following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
         logprobs, cache = decode_scan(
             llama,
@@ -211,12 +226,12 @@ def decode_scan(
 ) -> tuple[Any, Cache]:
     """Decode given tokens, `step` at a time, as `decode_step` would. Return (terms, cache).
 
-    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of
-    arrays [B, step], joined to [B, T], so that [B, T, V] logits never exist. Rows have lengths [B]
-    of tokens; logits past them and past the capacity are nan, and nothing is written.
+    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]) gives arrays, or trees of
+    arrays, [B, step]. They are joined to [B, T], so [B, T, V] logits never exist. Rows have lengths
+    [B] of tokens. Logits past them and past the capacity are nan, and nothing is written there.
     """
-    with crossing(cache.placement) as own:
-        llama, cache, tokens, lengths, beside = own.taken((llama, cache, tokens, lengths, beside))
+    with crossing(cache.placement) as mesh:
+        llama, cache, tokens, lengths, beside = mesh.taken((llama, cache, tokens, lengths, beside))
         return _scan_steps(llama, cache, tokens, lengths, beside, reduce, step)
 
 
@@ -252,192 +267,3 @@ def _scan_steps(
         ),
         cache,
     )
-
-
-def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
-    """Run all layers over the tokens of a step."""
-    rope, split, placement = (
-        rope_for(llama.config, step.cache.capacity),
-        residual_split(step.cache),
-        step.cache.placement,
-    )
-    hidden, positions, valid = split(embedded(llama, tokens, placement)), step.positions, step.valid
-    if twice := tokens.size == 1 and placement is None and _on_gpu(step):
-        hidden, positions, valid = lax.optimization_barrier(
-            jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid))
-        )
-    for layer in llama.layers:
-        own = attention_inputs(layer, hidden, positions, valid, rope, placement)
-        own = _first_row(own) if twice else own
-        attention, step = append_and_attend(
-            step,
-            own.q_rot,
-            own.k_rot,
-            own.v,
-            q_pre=own.q_pre,
-            k_pre=own.k_pre,
-            x=own.x,
-            residual=own.residual,
-            rope=rope,
-        )
-        hidden = split(finish_layer(layer, hidden, attention))
-    return hidden[: len(tokens)], finish(step)
-
-
-def _on_gpu(step: Step) -> bool:
-    """Return True where a step is for a GPU. There a single row goes through the layers twice: XLA
-    would make norms and projections of one row from products and sums, which are launches of their
-    own, and write all weights of k and v times x (docs/kernels.md).
-    """
-    return isinstance(step.implementation, Launch) or jax.default_backend() == "gpu"
-
-
-def _first_row(inputs: LayerInputs) -> LayerInputs:
-    """Return the inputs of the first row. The rotation has no rows."""
-    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None))
-    return dataclasses.replace(rows, rope=inputs.rope)
-
-
-def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
-    """Return the identity on the residual stream, which every device of a cache's mesh has, but for
-    rows that it does not serve."""
-    placement = cache.placement
-    return (
-        (lambda hidden: hidden)
-        if placement is None
-        else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
-    )
-
-
-# layers that are alike are traced and lowered once, here as in _layer_step
-attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")
-
-
-@jax.jit
-def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N T H"]) -> HiddenBTD:
-    """Run layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a
-    whole prompt."""
-    length = hidden.shape[1]
-    chunks = -(-length // FINISH_CHUNK)
-    if chunks == 1:
-        return layer.finish(hidden, attention)
-    padding = chunks * FINISH_CHUNK - length
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    attention = jnp.pad(attention, ((0, 0), (0, 0), (0, padding), (0, 0)))
-
-    def one(i: Array) -> HiddenBTD:
-        at = i * FINISH_CHUNK
-        return layer.finish(
-            lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1),
-            lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2),
-        )
-
-    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
-    return done.reshape(hidden.shape)[:, :length]
-
-
-def checked_tokens(
-    llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0
-) -> tuple[Array, Array]:
-    """Return tokens [B, W] and lengths [B] as int32 arrays, padded to the width of a program. Raise
-    ValueError, in one line, where they are no integers, do not fit the cache, the vocabulary or the
-    capacity, the cache was consumed, or the model's parameters are for another.
-
-    `new_tokens` are those that will be generated after them. Traced values cannot be inspected:
-    inside a caller's jit only shapes and dtypes are checked, and nothing is padded.
-    """
-    tokens = int32("tokens", tokens)
-    if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
-        raise ValueError(
-            f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got"
-            f" shape {tokens.shape}"
-        )
-    check_dims(llama, cache)
-    check_mesh(llama, cache)
-    check_held(cache)
-    parameters_for(llama, cache.spec)
-    lengths = (
-        np.full(tokens.shape[:1], tokens.shape[1], np.int32)
-        if lengths is None
-        else int32("lengths", lengths)
-    )
-    if lengths.shape != (cache.batch,):
-        raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")
-    if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
-        return jnp.asarray(tokens), jnp.asarray(lengths)
-    ids, new, held = (np.asarray(a) for a in (tokens, lengths, cache.lengths))
-    if new.min() < 0 or new.max() > ids.shape[1]:
-        raise ValueError(f"lengths must be between 0 and {ids.shape[1]}, got {new.tolist()}")
-    real = np.arange(ids.shape[1]) < new[:, None]
-    outside = real & ((ids < 0) | (ids >= llama.config.vocab_size))
-    if outside.any():
-        row, at = (int(i) for i in np.argwhere(outside)[0])
-        raise ValueError(
-            f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of"
-            f" {llama.config.vocab_size}"
-        )
-    need = held + new + new_tokens
-    if need.max() > cache.capacity:
-        row = int(need.argmax())
-        parts = f"{held[row]} cached + {new[row]} prompt" + (
-            f" + {new_tokens} new" if new_tokens else ""
-        )
-        raise ValueError(
-            f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is"
-            f" {cache.capacity}"
-        )
-    # A copy: device_put may take over the caller's memory, which the caller may change while the
-    # program still runs.
-    return jax.device_put(
-        (padded(ids, new, cache.capacity), np.array(new)),
-        None if cache.placement is None else cache.placement.everywhere,
-    )
-
-
-def check_dims(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, where the cache was made for another model's dimensions. Only
-    static values are compared."""
-    own, given = dims_of(llama.config), cache.dims
-    names = [field.name for field in dataclasses.fields(own)]
-    different = [
-        f"{n}={getattr(given, n)} and not {getattr(own, n)}"
-        for n in names
-        if getattr(given, n) != getattr(own, n)
-    ]
-    if different:
-        raise ValueError(f"the cache was made for another model: it has {', '.join(different)}")
-
-
-def check_mesh(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, where model and cache do not lie on the same devices; inside a
-    caller's jit nobody can tell."""
-    own = getattr(llama.embed[...], "sharding", None)
-    if isinstance(llama.embed[...], Tracer) or own is None:
-        return
-    where, remedy = (
-        cache.placement,
-        "kvq_models.shard_llama moves the model, kvq_jax.move the cache",
-    )
-    if where is None and len(own.device_set) > 1:
-        raise ValueError(
-            f"the model lies on a mesh of {len(own.device_set)} devices, and the cache does not:"
-            f" {remedy}"
-        )
-    if where is not None and own.device_set != where.everywhere.device_set:
-        if len(own.device_set) == 1:
-            raise ValueError(
-                f"the cache lies on a mesh ({where}), and the model does not: {remedy}"
-            )
-        raise ValueError(f"the model lies on another mesh than the cache ({where}): {remedy}")
-
-
-def right_padded(
-    sequences: list[list[int]], pad: int = 0
-) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Pad token lists of different lengths on the right, as every function here expects; return
-    (tokens, lengths)."""
-    lengths = np.array([len(s) for s in sequences], np.int32)
-    tokens = np.full((len(sequences), max(int(lengths.max(initial=0)), 1)), pad, np.int32)
-    for row, sequence in zip(tokens, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return tokens, lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,8 @@ from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import int32
 from kvq_jax.types.pytree import pytree
-from kvq_models.inference.decoding import (
-    checked_tokens,
-    decode_step,
-    implementations,
-    prefill_program,
-)
+from kvq_models.inference.checked_input import checked_tokens
+from kvq_models.inference.decoding import decode_step, implementations, prefill_program
 from kvq_models.inference.padding import bucket, cropped
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
@@ -36,15 +32,15 @@ STREAM_STEPS = 8  # tokens in a segment of a stream
 @pytree
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """Generated tokens and the cache after them.
+    """Generated tokens and the cache that holds them.
 
     tokens    [B, max_new_tokens] int32; the first `lengths` of a row count, its end-of-sequence
               token included, and the rest are 0
     lengths   [B] int32
     cache     holds the prompt and every token that counts, ready for the next turn
     logprobs  [B, max_new_tokens] fp32, under the model's unfiltered softmax
-    finite    [B] bool; False where logits that a token was drawn from held nan or inf: the row
-              means nothing from there on. Where a cache's dtype is too small for its rows,
+    finite    [B] bool; False if a token was drawn from logits with nan or inf: the row
+              means nothing from there on. If a cache's dtype is too small for its rows,
               `kvq_jax.overflowed(cache)` names them
     """
 
@@ -70,9 +66,34 @@ class Generated:
 
 @pytree
 @dataclasses.dataclass(frozen=True)
+class GenerationSettings:
+    """The choices of one generation, as in `generate`. A pytree: a compiled loop depends on the
+    static fields and takes the others as arguments."""
+
+    max_new_tokens: int
+    key: Array
+    sampling: Sampling = dataclasses.field(default=Sampling(), metadata={"static": True})
+    eos_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    implementation: Implementation = dataclasses.field(default=None, metadata={"static": True})
+
+
+def generation_settings(
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    eos_ids: Sequence[int] = (),
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> GenerationSettings:
+    """Return settings, with key(0) by default."""
+    key = jax.random.key(0) if key is None else key
+    return GenerationSettings(max_new_tokens, key, sampling, tuple(eos_ids), implementation)
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
 class GenerationState:
-    """The state of the loop: next logits, the tokens so far, the rows that have ended. W is
-    max_new_tokens or more (padding.py)."""
+    """The state of the loop: the next logits, the tokens so far, and the rows that have ended. W is
+    at least max_new_tokens (padding.py)."""
 
     cache: Cache
     logits: Float[Array, "B V"]
@@ -96,18 +117,26 @@ def generate(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Generated:
-    """Continue prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens. The compiled
-    loop stops when every row has met one of `eos_ids`.
+    """Continue prompts by up to max_new_tokens each. The compiled loop stops when every row has met
+    one of `eos_ids`.
 
-    Rows that have ended freeze: their cache does not change. The same key gives the same tokens.
-    Raises ValueError, before any work, where prompt and new tokens exceed the capacity, a prompt is
-    empty, a token is not in the vocabulary, or a named implementation cannot run (see
-    `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
+    Args:
+        llama: the model, prepared for the cache's spec.
+        cache: for B rows; its buffers are consumed. Continue with the result's `.cache`.
+        tokens: [B, T] integers, right-padded prompts of at least one token.
+        lengths: [B] integers, tokens of each prompt (default: T).
+        max_new_tokens: at most so many tokens per row.
+        sampling: the rule by which tokens are drawn (default: greedy).
+        eos_ids: tokens that end a row. The cache of a row that has ended does not change.
+        key: a JAX key (default: key(0)). The same key gives the same tokens.
+        implementation: see `decode_step`.
+
+    Raises ValueError, before any work, if prompt and new tokens exceed the capacity, a prompt is
+    empty, a token is not in the vocabulary, or a named implementation cannot run.
     """
-    state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
-    state = advance(
-        llama, state, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation
-    )
+    settings = generation_settings(max_new_tokens, sampling, eos_ids, key, implementation)
+    state = start(llama, cache, tokens, lengths, settings)
+    state = advance(llama, state, settings, jnp.int32(max_new_tokens))
     return generated(state, max_new_tokens)
 
 
@@ -123,45 +152,28 @@ def generate_stream(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Iterator[Generated]:
-    """Generate in segments of a few tokens, yielding all tokens so far after each. The tokens are
-    those of `generate`.
+    """Generate in segments of a few tokens, yielding all tokens so far after each.
 
-    Each yielded value's cache is consumed by the next segment; keep only the last one.
+    Takes the arguments of `generate`, raises as it does, and gives the same tokens. Each yielded
+    cache is consumed by the next segment: keep only the last one.
     """
-    state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
-    yield from stream(
-        llama,
-        state,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        eos_ids=eos_ids,
-        key=key,
-        implementation=implementation,
-    )
+    settings = generation_settings(max_new_tokens, sampling, eos_ids, key, implementation)
+    yield from stream(llama, start(llama, cache, tokens, lengths, settings), settings)
 
 
 def stream(
-    llama: Llama,
-    state: GenerationState,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),
-    eos_ids: tuple[int, ...] = (),
-    key: Array | None = None,
-    implementation: Implementation = None,
+    llama: Llama, state: GenerationState, settings: GenerationSettings
 ) -> Iterator[Generated]:
-    """Go on from the loop's first state (`begun`) as `generate_stream` does."""
-    until = 0
-    while until < max_new_tokens and not np.asarray(state.ended).all():
-        until = min(until + STREAM_STEPS, max_new_tokens)
-        state = advance(
-            llama, state, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation
-        )
-        yield generated(state, max_new_tokens)
+    """Continue from the loop's first state (`begun`) as `generate_stream` does."""
+    most, until = settings.max_new_tokens, 0
+    while until < most and not np.asarray(state.ended).all():
+        until = min(until + STREAM_STEPS, most)
+        state = advance(llama, state, settings, jnp.int32(until))
+        yield generated(state, most)
 
 
 def generated(state: GenerationState, max_new_tokens: int) -> Generated:
-    """Return what the state holds, without the columns that only round its width up."""
+    """Return the result of a state, without the columns that only round its width up."""
     return Generated(
         cropped(state.tokens, max_new_tokens),
         state.lengths,
@@ -171,22 +183,17 @@ def generated(state: GenerationState, max_new_tokens: int) -> Generated:
     )
 
 
-def _key(key: Array | None) -> Array:
-    return jax.random.key(0) if key is None else key
-
-
 def start(
     llama: Llama,
     cache: Cache,
     tokens: Integers,
     lengths: Integers | None,
-    max_new_tokens: int,
-    sampling: Sampling,
-    implementation: Implementation = None,
+    settings: GenerationSettings,
 ) -> GenerationState:
     """Check a request, add its prompts to the cache, and return the loop's first state. Raises as
-    `generate`."""
-    sampling.check()
+    `generate` does."""
+    max_new_tokens, implementation = settings.max_new_tokens, settings.implementation
+    settings.sampling.check()
     if int32("max_new_tokens", max_new_tokens).ndim or max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     implementations(cache, implementation)
@@ -200,67 +207,55 @@ def start(
 
 
 def begun(cache: Cache, logits: Float[Array, "B V"], max_new_tokens: int) -> GenerationState:
-    """Return the loop's first state: a cache that holds the prompts, and the logits after them."""
+    """Return the loop's first state, from a cache that holds the prompts and the logits after
+    them."""
     batch, width = cache.batch, bucket(max_new_tokens)
-    # where the loop leaves them: lying elsewhere at first, they would have the first segment
-    # compiled apart
-    where = None if cache.placement is None else cache.placement.everywhere
+    # where the loop leaves them: arrays that start elsewhere would need another program for the
+    # first segment
+    everywhere = None if cache.placement is None else cache.placement.everywhere
     return GenerationState(
         cache,
         logits,
-        jnp.zeros((batch, width), jnp.int32, device=where),
-        jnp.zeros((batch, width), jnp.float32, device=where),
-        jnp.zeros((batch,), jnp.int32, device=where),
-        jnp.zeros((batch,), bool, device=where),
-        jnp.zeros((), jnp.int32, device=where),
-        jnp.ones((batch,), bool, device=where),
+        jnp.zeros((batch, width), jnp.int32, device=everywhere),
+        jnp.zeros((batch, width), jnp.float32, device=everywhere),
+        jnp.zeros((batch,), jnp.int32, device=everywhere),
+        jnp.zeros((batch,), bool, device=everywhere),
+        jnp.zeros((), jnp.int32, device=everywhere),
+        jnp.ones((batch,), bool, device=everywhere),
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="state"
-)
+@functools.partial(jax.jit, donate_argnames="state")
 def advance(
-    llama: Llama,
-    state: GenerationState,
-    key: Array,
-    until: Int[Array, ""],
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation = None,
+    llama: Llama, state: GenerationState, settings: GenerationSettings, until: Int[Array, ""]
 ) -> GenerationState:
-    """Generate until `until` tokens exist or every row has ended. One program for `generate`, its
-    stream and ahead-of-time compilation."""
-
-    with crossing(state.cache.placement) as own:
-        llama, state, key, until = own.taken((llama, state, key, until))
-        return _loop(llama, state, key, until, sampling, eos_ids, implementation)
+    """Generate until `until` tokens exist or every row has ended. One program serves `generate`,
+    its stream and ahead-of-time compilation."""
+    with crossing(state.cache.placement) as mesh:
+        llama, state, settings, until = mesh.taken((llama, state, settings, until))
+        return _loop(llama, state, settings, until)
 
 
 def _loop(
-    llama: Llama,
-    state: GenerationState,
-    key: Array,
-    until: Array,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation,
+    llama: Llama, state: GenerationState, settings: GenerationSettings, until: Int[Array, ""]
 ) -> GenerationState:
     def go_on(now: GenerationState) -> Array:
         return (now.step < until) & ~jnp.all(now.ended)
 
     def one(now: GenerationState) -> GenerationState:
         active = ~now.ended
-        token, logprob = sample(now.logits, sampling, key, now.step)
+        token, logprob = sample(now.logits, settings.sampling, settings.key, now.step)
         token, logprob = jnp.where(active, token, 0), jnp.where(active, logprob, 0)
-        logits, cache = decode_step(llama, now.cache, token, active, implementation=implementation)
+        logits, cache = decode_step(
+            llama, now.cache, token, active, implementation=settings.implementation
+        )
         return GenerationState(
             cache,
             logits,
             lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], now.step, axis=1),
             lax.dynamic_update_slice_in_dim(now.logprobs, logprob[:, None], now.step, axis=1),
             now.lengths + active.astype(jnp.int32),
-            now.ended | jnp.isin(token, jnp.array(eos_ids, jnp.int32)),
+            now.ended | jnp.isin(token, jnp.array(settings.eos_ids, jnp.int32)),
             now.step + 1,
             now.finite & (~active | jnp.all(jnp.isfinite(now.logits), axis=-1)),
         )
@@ -268,16 +263,10 @@ def _loop(
     last = lax.while_loop(go_on, one, state)
     if last.cache.placement is None:
         return last
-    read = (
-        last.tokens,
-        last.logprobs,
-        last.lengths,
-        last.ended,
-        last.step,
-        last.finite,
-    )  # by every host
+    # every host reads these
+    results = (last.tokens, last.logprobs, last.lengths, last.ended, last.step, last.finite)
     return GenerationState(
         last.cache,
         last.logits,
-        *lax.with_sharding_constraint(read, last.cache.placement.everywhere),
+        *lax.with_sharding_constraint(results, last.cache.placement.everywhere),
     )

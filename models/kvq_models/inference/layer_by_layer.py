@@ -1,10 +1,10 @@
-"""Run a model layer by layer from Python, where caches are compared and each is used once.
+"""Run a model layer by layer from Python, to compare caches that are each used once.
 
-A compiled program of a whole model holds the code of every layer again: for 30 layers that is a
-minute of compilation for each cache. Here the programs of a layer are compiled once and serve all
-layers that are alike, and those outside the cache serve every cache. In exchange, a step costs a
-dispatch for each layer, and a layer's cache is copied when it is updated. Results are those of
-`prefill` and `decode_step` to rounding.
+A compiled program of a whole model contains the code of every layer: for 30 layers that is a minute
+of compilation for each cache. Here the programs of a layer are compiled once and serve all equal
+layers, and the programs outside the cache serve every cache. In exchange, a step costs a dispatch
+per layer, and a layer's cache is copied when it is updated. Results equal `prefill` and
+`decode_step` up to rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import Step, append, append_and_attend, begin, finish
 from kvq_jax.types.array_types import LayerInputs, LengthsB
 from kvq_jax.types.rope import Rope
-from kvq_models.inference.decoding import attention_inputs, check_dims, finish_layer
+from kvq_models.inference.checked_input import check_dims
+from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama, QueryBNTH
 from kvq_models.llama.rope import rope_for
@@ -34,17 +35,19 @@ def prefill_together(
     tokens: Int[Array, "B T"],
     lengths: LengthsB | None = None,
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
-    """Add the same prompts [B, T] to empty caches, and return (logits [B, V] fp32 after the last
-    token, the caches).
+    """Add the same prompts to several empty caches, and return (logits, caches).
 
-    Attention inside a prompt is exact for every method, so all caches are given the same keys and
-    values: the model runs once, and each cache only quantizes. The caches are those that `prefill`
-    returns, to rounding.
+    Args:
+        llamas: the model with each cache's parameters (`prepare`); they differ in nothing else.
+        caches: empty caches for B rows.
+        tokens: [B, T] int32, right-padded.
+        lengths: [B] int32, tokens of each row, at least 1 (default: T).
 
-    llamas: the model with what each cache needs (`prepare`); they differ in nothing else. lengths:
-    the tokens of each row, at least 1 (default: T); the rest is padding on the right. Raises
-    ValueError where a cache is not empty or
-    was made for another model.
+    Logits are [B, V] fp32 after each row's last token. Attention inside a prompt is exact for every
+    method, so all caches get the same keys and values: the model runs once, and each cache only
+    quantizes. The caches equal those of `prefill` up to rounding.
+
+    Raises ValueError if a cache is not empty or was made for another model.
     """
     for llama, cache in zip(llamas, caches, strict=True):
         check_dims(llama, cache)
@@ -60,9 +63,9 @@ def prefill_together(
             tokens.shape[1],
             lengths,
             prefill=True,
-            parameters=parameters_for(own, cache.spec),
+            parameters=parameters_for(prepared, cache.spec),
         )
-        for own, cache in zip(llamas, caches, strict=True)
+        for prepared, cache in zip(llamas, caches, strict=True)
     ]
     hidden = embed(llama, tokens)
     for layer in llama.layers:
@@ -81,9 +84,10 @@ def prefill_together(
 def decode(
     llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: LengthsB
 ) -> tuple[HiddenBTD, Bool[Array, "B T"], Cache]:
-    """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would. Return
-    (the last layer's output [B, T, D], which tokens were stored [B, T], the cache); the output of a
-    token that was not stored is unspecified.
+    """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would.
+
+    Returns (the last layer's output [B, T, D], a mask of the stored tokens [B, T], the cache). The
+    output at a token that was not stored is unspecified.
     """
     rope = rope_for(llama.config, cache.capacity)
     step = begin(
@@ -98,31 +102,30 @@ def decode(
     return hidden, step.valid, finish(step)
 
 
-def attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
-    """Return `append_and_attend` of the step's next layer with everything that a method may
-    read."""
+def attend(step: Step, inputs: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
+    """Run `append_and_attend` of the step's next layer with everything that a method may read."""
     return append_and_attend(
         step,
-        own.q_rot,
-        own.k_rot,
-        own.v,
-        q_pre=own.q_pre,
-        k_pre=own.k_pre,
-        x=own.x,
-        residual=own.residual,
+        inputs.q_rot,
+        inputs.k_rot,
+        inputs.v,
+        q_pre=inputs.q_pre,
+        k_pre=inputs.k_pre,
+        x=inputs.x,
+        residual=inputs.residual,
         rope=rope,
     )
 
 
-def _append(step: Step, own: LayerInputs, rope: Rope) -> Step:
+def _append(step: Step, inputs: LayerInputs, rope: Rope) -> Step:
     return append(
         step,
-        own.k_rot,
-        own.v,
-        q=own.q_rot,
-        q_pre=own.q_pre,
-        k_pre=own.k_pre,
-        x=own.x,
-        residual=own.residual,
+        inputs.k_rot,
+        inputs.v,
+        q=inputs.q_rot,
+        q_pre=inputs.q_pre,
+        k_pre=inputs.k_pre,
+        x=inputs.x,
+        residual=inputs.residual,
         rope=rope,
     )

@@ -2,6 +2,5 @@
 
 from __future__ import annotations
 
-CACHE_DTYPE = (  # dtype of full-precision rows where bytes are counted, whatever the model's dtype
-    "bfloat16"
-)
+# dtype of full-precision rows when bytes are counted, whatever the model's dtype
+CACHE_DTYPE = "bfloat16"

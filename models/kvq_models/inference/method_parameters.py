@@ -1,7 +1,7 @@
-"""Method parameters: arrays that a cache method needs beside the codes, calibrated on a text or
-made from the weights.
+"""Method parameters: arrays that a cache method needs besides the codes, calibrated on a text or
+computed from the weights.
 
-The model carries them together with the options they were made for, as static text:
+The model carries them together with the options they were made for, as static text.
 `parameters_for` refuses a cache that needs others.
 """
 
@@ -25,17 +25,16 @@ from kvq_jax.methods.base import Method
 from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import Tree
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import Llama
 from kvq_models.llama.sharding import mesh_of_weights
 
-Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
-Purpose = tuple[
-    tuple[str, str], ...
-]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
+Given = Calibration | str | os.PathLike[str]  # a calibration or its file
+# (k, v) of every layer: the options that its parameters depend on, "" if it needs none
+Purpose = tuple[tuple[str, str], ...]
 
 
 class CacheParameters(tuple[tuple[Tree, Tree], ...]):
@@ -68,25 +67,30 @@ def prepare(
     calibration: Given | None = None,
     progress: Progress | None = None,
 ) -> Llama:
-    """Return the model with the parameters of `spec` in its `cache_parameters`. Methods without
-    parameters leave it unchanged.
+    """Return the model with the parameters of `spec` in its `cache_parameters`.
 
-    The weights are shared with the given model. `progress` wraps the loop over layers whose weights
-    are factored (seconds a layer for large models), as tqdm would. Raises ValueError, in one line,
-    where the spec does not fit the model (or subtracts a bias that its keys do not have), needs a
-    calibration that is not given (the line says how to make one), or takes none, and where the
-    calibration is not one for this model and spec (`kvq_models.calibration.file.load_calibration`);
-    FileNotFoundError where its file is missing.
+    Args:
+        llama: the model. The result shares its weights. Methods without parameters return it
+            unchanged.
+        spec: the cache to prepare for.
+        calibration: a calibration or its file, for methods that need one.
+        progress: wraps the loop over layers whose weights are factored (seconds per layer for large
+            models), as tqdm would.
+
+    Raises FileNotFoundError if the calibration's file is missing. Raises ValueError, in one line,
+    if the spec does not fit the model (or subtracts a bias that its keys do not have), needs a
+    calibration that is missing (the line says how to make one), takes none, or if the calibration
+    does not fit this model and spec (`kvq_models.load_calibration`).
     """
     spec = parse(spec)
     checked = check_calibration(
-        spec, llama.config, calibration, None if calibration is None else fingerprint(llama)
+        spec, llama.config, calibration, None if calibration is None else partial_fingerprint(llama)
     )
     parameters = _parameters(llama, spec, checked, progress)
     if not parameters and not jax.tree.leaves(llama.cache_parameters):
         return llama
     mesh = mesh_of_weights(llama)
-    if mesh is not None:  # every device rebuilds what it needs, without a collective
+    if mesh is not None:  # every device rebuilds its part, without a collective
         parameters = jax.device_put(parameters, NamedSharding(mesh, PartitionSpec()))
     prepared = jax.tree.map(lambda leaf: leaf, llama)
     prepared.cache_parameters = nnx.data(parameters)
@@ -94,12 +98,12 @@ def prepare(
 
 
 def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
-    """Return the model's parameters for each layer of a cache of `spec`: a pair (k, v), or () where
-    it carries none at all.
+    """Return the model's parameters for each layer of a cache of `spec`: a pair (k, v), or () if
+    the model carries none.
 
-    Raises ValueError, naming the first side whose parameters were made for options other than the
-    cache needs. Parameters that the cache does not need are no error, nor are those put into the
-    model by hand, whose options are unknown.
+    Raises ValueError, naming the first side whose parameters were made for other options than the
+    cache needs. Parameters that the cache does not need are allowed, and so are parameters that
+    were put into the model by hand, whose options are unknown.
     """
     carried = llama.cache_parameters
     needed = [asked for layer in _purpose(spec, dims_of(llama.config)) for asked in layer if asked]
@@ -129,7 +133,8 @@ def check_calibration(
     calibration: Given | None,
     model_fingerprint: str | None = None,
 ) -> Calibration | None:
-    """Return the checked calibration for `spec`, or None where it needs none. Raises as `prepare`.
+    """Return the checked calibration for `spec`, or None if it needs none. Raises as `prepare`
+    does.
 
     Without `model_fingerprint`, everything but the weights is compared.
     """
@@ -153,7 +158,7 @@ def calibration_hint(spec: CacheSpec) -> str:
 def _parameters(
     llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None
 ) -> CacheParameters | tuple[()]:
-    """Return the parameters of every layer; () where no side of any layer needs any."""
+    """Return the parameters of every layer, or () if no side of any layer needs any."""
     calibrated: dict[int, dict[Side, dict[str, np.ndarray]]] = {}
     if calibration is not None:
         for name, need in needs(spec, llama.config).items():
@@ -167,7 +172,7 @@ def _parameters(
     needed = [i for i, sides in enumerate(_purpose(spec, dims)) if any(sides)]
     for layer in progress(needed, "preparing layers") if progress else needed:
         weights = layer_weights(llama.layers[layer])
-        if jax.process_count() > 1:  # each makes all of the parameters, from whole weights
+        if jax.process_count() > 1:  # each makes all parameters, from whole weights
             weights = jax.tree.map(lambda leaf: jnp.asarray(fetched(leaf)), weights)
         layers[layer] = prepare_layer(
             spec, dims, layer, weights=weights, calibrated=calibrated.get(layer)

@@ -1,10 +1,11 @@
-"""Bounded compilation: a program is compiled for each shape, so tokens are padded to few widths.
+"""Bounded compilation: a program is compiled for each shape, so tokens are padded to a few widths.
 
-    16, 24, 32, 48, 64, 96, 128, ...        powers of two and the halves between them, and the cache's capacity in place of what is above
+    16, 24, 32, 48, 64, 96, 128, ...    powers of two and the halves between them, up to the
+                                        cache's capacity
 
-Lengths say which tokens are real; padding enters no window, no statistic and no block. Token ids at
-padding become 0 and the width follows the longest row, so however a caller pads a request, it meets
-one program with the same arguments and gives the same bits.
+Lengths say which tokens are real. Padding enters no window, no statistic and no block. Token ids at
+padding become 0 and the width follows the longest row, so however you pad a request, it runs the
+same program on the same arguments and gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def bucket(tokens: int) -> int:
 def padded(
     tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, "B"], capacity: int
 ) -> Int32[np.ndarray, "B W"]:
-    """Return the real tokens of each row in the width that serves the longest, at most `capacity`,
-    with zeros at padding."""
+    """Return the real tokens of each row, padded with zeros to the width that serves the longest,
+    at most `capacity`."""
     longest = int(lengths.max(initial=0))
     wide = np.zeros((tokens.shape[0], min(bucket(longest), capacity)), np.int32)
     wide[:, :longest] = np.where(np.arange(longest) < lengths[:, None], tokens[:, :longest], 0)
@@ -38,10 +39,10 @@ def padded(
 def cropped(
     array: Shaped[Array, "B W ..."], width: int, fill: float = 0
 ) -> Shaped[Array, "B T ..."]:
-    """Return the array with its second axis cut to `width`, or filled up to it.
+    """Return the array with its second axis cut or filled up to `width`.
 
-    On a CPU without a program, for one would be compiled for each width (by `jnp.asarray` of a
-    NumPy array, too).
+    This compiles nothing on a CPU: a program would be needed for each width, even by `jnp.asarray`
+    of a NumPy array.
     """
     if array.shape[1] == width:
         return array

@@ -1,5 +1,5 @@
-"""Sampling where every row of a batch has a rule of its own, as arrays: requests come and go, and
-the program stays."""
+"""Sampling with a separate rule for each row of a batch. The rules are arrays: requests come and
+go, and the program stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvq_models.inference.sampling import Sampling
 
 Given = Array | np.ndarray
 
-MOST_ALTERNATIVES = 20  # probable tokens that can be told beside the one that was drawn
+MOST_ALTERNATIVES = 20  # probable tokens that can be reported besides the drawn one
 
 
 @pytree
@@ -26,9 +26,9 @@ class RowRules:
     """`Sampling` (sampling.py) and the place in its stream of random numbers, for each row of a
     batch.
 
-    A row draws its token number `step` with fold_in(fold_in(key(seed), choice), step): what row
-    `choice` of `generate` draws with the key of this seed. alternatives: True where the most
-    probable tokens are wanted too.
+    A row draws its token number `step` with fold_in(fold_in(key(seed), choice), step), like row
+    `choice` of `generate` with the key of this seed. `alternatives` is True if the most probable
+    tokens are wanted too.
     """
 
     temperature: Float32[Given, "B"]
@@ -42,8 +42,8 @@ class RowRules:
 
 
 def row_rules(rows: Iterable[tuple[Sampling, int, int, int, bool]]) -> RowRules:
-    """Return the rules of rows given as (sampling, seed, choice, step, alternatives), in NumPy
-    arrays: making them compiles nothing."""
+    """Return the rules of rows (sampling, seed, choice, step, alternatives) as NumPy arrays, so
+    that nothing is compiled."""
     samplings, seeds, choices, steps, alternatives = zip(*rows, strict=True)
     return RowRules(
         temperature=np.array([sampling.temperature for sampling in samplings], np.float32),
@@ -64,9 +64,9 @@ class Drawn:
 
     token            [B] int32
     logprob          [B] fp32, of the token under the model's unfiltered softmax
-    finite           [B] bool; False where the row's logits held nan or inf, and its token means
+    finite           [B] bool; False if the row's logits have nan or inf, and its token means
                      nothing
-    likely           [B, A] int32, the most probable tokens, the best first; zeros where no row
+    likely           [B, A] int32, the most probable tokens, the best first; zeros if no row
                      asked for them
     likely_logprobs  [B, A] fp32, theirs
     """
@@ -79,11 +79,11 @@ class Drawn:
 
 
 def draw(logits: Float[Array, "B V"], rules: RowRules) -> Drawn:
-    """Draw a token for each row by its own rule: that of `sample` for the same rule, seed, row and
-    step.
+    """Draw a token for each row by its own rule, as `sample` would with the same rule, seed, row
+    and step.
 
-    What a row gets depends on that row alone, bit for bit. Sorting the vocabulary, drawing random
-    numbers and finding alternatives are skipped where no row needs them.
+    A row's result depends on that row alone, bit for bit. Sorting the vocabulary, drawing random
+    numbers and finding alternatives are skipped if no row needs them.
     """
     samples = rules.temperature > 0
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -101,7 +101,7 @@ def draw(logits: Float[Array, "B V"], rules: RowRules) -> Drawn:
 def most_likely(
     logits: Float[Array, "*rows V"], wanted: Bool[Array, ""]
 ) -> tuple[Int[Array, "*rows A"], Float[Array, "*rows A"]]:
-    """Return the most probable tokens and their logits, the best first; zeros where they are not
+    """Return the most probable tokens and their logits, the best first, or zeros if they are not
     `wanted`."""
     count = min(MOST_ALTERNATIVES, logits.shape[-1])
 
@@ -115,21 +115,20 @@ def most_likely(
 
 
 def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
-    """Return what `filter_logits` returns for each row's own rule: rows of temperature 0 count as
-    rows of temperature 1."""
+    """Apply `filter_logits` to each row by its own rule. Rows of temperature 0 count as temperature
+    1."""
     logits = logits / jnp.where(rules.temperature > 0, rules.temperature, 1)[:, None]
     sorts = (rules.temperature > 0) & ((rules.top_k > 0) | (rules.top_p < 1))
     least = lax.cond(
         jnp.any(sorts), lambda: _least_kept(logits, rules), lambda: jnp.full(len(logits), -jnp.inf)
     )
-    least = jnp.maximum(
-        least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p)
-    )  # log(0) is -inf: no bound
+    # log(0) is -inf: no bound
+    least = jnp.maximum(least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p))
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 
 def _least_kept(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B"]:
-    """Return the smallest logit that top_k and top_p keep in each row, -inf where they keep all."""
+    """Return the smallest logit that top_k and top_p keep in each row, or -inf if they keep all."""
     order = jnp.sort(logits, axis=-1, descending=True)
     last = jnp.clip(rules.top_k - 1, 0, logits.shape[-1] - 1)
     by_count = jnp.where(

@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, Int
 class Sampling:
     """The rule by which a token is drawn. Static and hashable. The default is greedy.
 
-    temperature: 0 takes the most probable token; otherwise logits are divided by it. Then, in this
-    order, only these tokens stay: the `top_k` most probable (0: all); the fewest whose
-    probabilities add up to `top_p`; those at least `min_p` times as probable as the best.
+    Args:
+        temperature: 0 takes the most probable token; otherwise logits are divided by it.
+        top_k: keep the so many most probable tokens; 0 keeps all.
+        top_p: then keep the fewest tokens whose probabilities add up to it.
+        min_p: then keep tokens at least so many times as probable as the best.
     """
 
     temperature: float = 0.0
@@ -25,7 +27,7 @@ class Sampling:
     min_p: float = 0.0
 
     def check(self) -> None:
-        """Raise ValueError, in one line, where a value is out of range."""
+        """Raise ValueError, in one line, if a value is out of range."""
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature} must be at least 0 (0 is greedy) and finite"
@@ -39,8 +41,8 @@ class Sampling:
 
 
 def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Return logits divided by the temperature, with -inf for the tokens that top_k, top_p and
-    min_p exclude. The best always stays."""
+    """Return logits divided by the temperature, with -inf for tokens that top_k, top_p and min_p
+    exclude. The best always stays."""
     logits = logits / sampling.temperature
     if sampling.top_k and sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]

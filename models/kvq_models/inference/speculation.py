@@ -1,15 +1,14 @@
-"""Prompt-lookup speculation: greedy decoding of several tokens in one step, drafted from what the
-row itself says earlier.
+"""Prompt-lookup speculation: greedy decoding of several tokens per step, drafted from earlier text
+of the same row.
 
-    drafts     what followed the row's last tokens where the same tokens stood before, the newest
-               such place first
+    drafts     the tokens that followed an earlier, the newest, occurrence of the row's last tokens
     step       decode [next token, drafts] at once, T = 1 + drafts
     accepted   the drafts up to the first that is not the most probable token at its place; the
                cache is trimmed to them
 
-The tokens are those of `generate`, as far as a step of T tokens computes what T steps do. A block
-that has aged is quantized, and to take it back would leave its rounding in the window; so nothing
-is drafted past the next block's ageing, and `trim` takes back exact rows alone.
+The tokens equal those of `generate`, as far as a step of T tokens computes what T steps do. A block
+that has aged is quantized, and taking it back would leave its rounding in the window. So nothing is
+drafted past the next block's ageing, and `trim` takes back exact rows alone.
 """
 
 from __future__ import annotations
@@ -28,14 +27,22 @@ from kvq_jax.cache.row_operations import trim
 from kvq_jax.cache.step import begin
 from kvq_jax.types.array_types import Integers, LengthsB
 from kvq_jax.types.pytree import pytree
-from kvq_models.inference.decoding import checked_tokens, run_layers
-from kvq_models.inference.generation import Generated, GenerationState, generated, start
+from kvq_models.inference.checked_input import checked_tokens
+from kvq_models.inference.generation import (
+    Generated,
+    GenerationSettings,
+    GenerationState,
+    generated,
+    generation_settings,
+    start,
+)
+from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import bucket
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 
-NGRAMS = (3, 2)  # tokens that must have stood there before; the longer one is looked for first
+# lengths of the text that must have occurred before; the longer one is looked up first
+NGRAMS = (3, 2)
 
 
 @pytree
@@ -58,24 +65,33 @@ def generate_drafted(
     eos_ids: tuple[int, ...] = (),
     implementation: Implementation = None,
 ) -> Generated:
-    """Generate greedily what `generate` does, with up to `drafts` tokens of each row drafted in a
+    """Generate greedily what `generate` does, with up to `drafts` tokens of each row drafted per
     step.
 
-    Rows advance each by its own. Raises as `generate`, and ValueError where `drafts` is less than 1
-    or the cache lies on a mesh.
+    Args:
+        llama: the model, prepared for the cache's spec.
+        cache: for B rows, on one device; its buffers are consumed.
+        tokens: [B, T] integers, right-padded prompts of at least one token.
+        lengths: [B] integers, tokens of each prompt (default: T).
+        drafts: at most so many drafted tokens per step and row, at least 1.
+        max_new_tokens: at most so many tokens per row.
+        eos_ids: tokens that end a row.
+        implementation: see `decode_step`.
+
+    Rows advance independently. Raises as `generate` does, and ValueError if `drafts` is less than 1
+    or the cache is on a mesh.
     """
     check(cache, drafts)
+    settings = generation_settings(max_new_tokens, eos_ids=eos_ids, implementation=implementation)
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
-    state = start(llama, cache, tokens, lengths, max_new_tokens, Sampling(), implementation)
+    state = start(llama, cache, tokens, lengths, settings)
     history = begun_history(tokens, lengths, max_new_tokens)
-    state, _ = advance(
-        llama, state, history, jnp.int32(max_new_tokens), drafts, tuple(eos_ids), implementation
-    )
+    state, _ = advance(llama, state, history, settings, jnp.int32(max_new_tokens), drafts)
     return generated(state, max_new_tokens)
 
 
 def check(cache: Cache, drafts: int) -> None:
-    """Raise ValueError, in one line, where nothing can be drafted."""
+    """Raise ValueError, in one line, if nothing can be drafted."""
     if drafts < 1:
         raise ValueError(f"{drafts=} must be at least 1")
     if cache.placement is not None:
@@ -89,20 +105,17 @@ def begun_history(tokens: Int[Array, "B T"], lengths: LengthsB, max_new_tokens: 
     return History(jnp.pad(tokens, ((0, 0), (0, bucket(max_new_tokens)))), lengths)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("drafts", "eos_ids", "implementation"), donate_argnames="state"
-)
+@functools.partial(jax.jit, static_argnames="drafts", donate_argnames="state")
 def advance(
     llama: Llama,
     state: GenerationState,
     history: History,
+    settings: GenerationSettings,
     until: Int[Array, ""],
     drafts: int,
-    eos_ids: tuple[int, ...],
-    implementation: Implementation = None,
 ) -> tuple[GenerationState, History]:
-    """Generate until every row has `until` tokens or has ended. state.step counts the steps of the
-    model."""
+    """Generate until every row has `until` tokens or has ended. state.step counts the model's
+    steps."""
 
     def live(now: GenerationState) -> Bool[Array, "B"]:
         return ~now.ended & (now.lengths < until)
@@ -120,11 +133,11 @@ def advance(
             count,
             prefill=False,
             parameters=parameters_for(llama, now.cache.spec),
-            implementation=implementation,
+            implementation=settings.implementation,
         )
         hidden, cache = run_layers(llama, step, asked)
         logits = llama.logits(hidden)  # [B, T, V]
-        ends = jnp.isin(asked, jnp.array(eos_ids, jnp.int32))
+        ends = jnp.isin(asked, jnp.array(settings.eos_ids, jnp.int32))
         right = (asked[:, 1:] == jnp.argmax(logits[:, :-1], axis=-1)) & ~ends[:, :-1]
         taken = jnp.concatenate([jnp.ones_like(first, bool), right], axis=1) & (
             jnp.arange(1 + drafts)[None] < count[:, None]
@@ -152,9 +165,9 @@ def advance(
 
 
 def look_up(history: History, drafts: int) -> Int[Array, "B drafts"]:
-    """Return what is likely to follow each row: the tokens after the newest earlier place of its
-    last tokens. Where fewer than `drafts` stand there, the row repeats itself, and so does the
-    draft. Rows that never said the like get their last token.
+    """Return a draft for each row: the tokens after the newest earlier occurrence of its last
+    tokens. If fewer than `drafts` tokens follow, the row repeats itself, and so does the draft.
+    Rows without such an occurrence get their last token.
     """
     return jax.vmap(lambda tokens, length: _of_row(tokens, length, drafts))(
         history.tokens, history.lengths
@@ -174,8 +187,8 @@ def _of_row(tokens: Int[Array, "W"], length: Int[Array, ""], drafts: int) -> Int
 
 
 def _until_ageing(cache: Cache) -> LengthsB:
-    """Return how many tokens each row can take after its next one before a block is quantized that
-    is not quantized with that one."""
+    """Return how many tokens each row can take after its next one before another block is
+    quantized."""
     after = cache.lengths + 1
     rooms = [
         plan.regions.body(after)
@@ -198,6 +211,6 @@ def _added(history: History, tokens: Int[Array, "B T"], taken: Bool[Array, "B T"
 
 
 def _written(rows: Array, new: Array, at: LengthsB, taken: Bool[Array, "B T"]) -> Array:
-    """Return rows with the new entries that are taken at their places."""
+    """Return the rows with the taken entries written at their places."""
     places = jnp.where(taken, at[:, None] + jnp.arange(new.shape[1])[None], rows.shape[1])
     return rows.at[jnp.arange(len(rows))[:, None], places].set(new, mode="drop")

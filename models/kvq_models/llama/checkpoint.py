@@ -40,18 +40,18 @@ from kvq_models.named_models.names import located
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
-# One model's files: `config`, `fields` (the configuration as the file writes it), `tensors`
+# The files of a model: `config`, `fields` (the configuration as the file writes it), `tensors`
 # (headers by their Hugging Face names), `read(name)` (a tensor in Hugging Face's orientation) and
-# `tokenizer()`. Nothing is read before it is asked for.
+# `tokenizer()`. Everything is read on demand.
 Checkpoint: TypeAlias = HfDirectory | GgufFile
 
 
 def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") -> Checkpoint:
-    """Open a GGUF file, a local directory, a model with a name, or the local snapshot of a Hub
+    """Open a GGUF file, a local directory, a named model, or the local snapshot of a Hub
     checkpoint, of which only `part` is fetched.
 
-    Raises, in one line, CheckpointError where there is no checkpoint and FileNotFoundError for a
-    name whose model is not here yet.
+    Raises, in one line, CheckpointError if there is no checkpoint, and FileNotFoundError for a
+    named model that is not on this machine yet.
     """
     path_or_hub_id = located(path_or_hub_id)
     path = Path(path_or_hub_id)
@@ -71,18 +71,23 @@ def load_llama(
     dtype: DTypeLike = "bfloat16",
     mesh: AnyMesh | Placement | None = None,
 ) -> tuple[Llama, Any]:
-    """Load a checkpoint as (llama, tokenizer); the tokenizer is None where the checkpoint has none.
+    """Load a checkpoint as (llama, tokenizer). The tokenizer is None if the checkpoint has none.
 
-    path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a name:
-    "embedded" for the model that ships with kvq, "smollm2" once `kvq fetch smollm2` has brought it.
-    Weights are cast to `dtype` (float32, bfloat16 or float16) one tensor at a time; those of a GGUF
-    file are dequantized first. A tied checkpoint that also stores a head keeps that head where it
-    differs from the embedding, as in transformers. mesh: the devices that share the weights
-    (sharding.py); each process reads the parts that its devices hold, so checksums of files are not
-    verified.
-    Raises CheckpointError for files and tensors, values that are not finite included,
-    FileNotFoundError for a name whose model is not here, ValueError or NotImplementedError for
-    fields of the configuration.
+    Args:
+        path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a
+            name: "embedded" for the model that ships with kvq, or "smollm2" after `kvq fetch
+            smollm2`.
+        dtype: float32, bfloat16 or float16. Weights are cast one tensor at a time. GGUF weights are
+            dequantized first.
+        mesh: the devices that share the weights (sharding.py). Each process reads only the parts
+            that its devices hold, so checksums of files are not verified.
+
+    A tied checkpoint that also stores a head keeps the head if it differs from the embedding, as in
+    transformers.
+
+    Raises CheckpointError for bad files and tensors, including values that are not finite,
+    FileNotFoundError for a named model that is not on this machine yet, and ValueError or
+    NotImplementedError for fields of the configuration.
     """
     checkpoint = open_checkpoint(path_or_hub_id)
     return load_weights(checkpoint, dtype=dtype, mesh=mesh), checkpoint.tokenizer()
@@ -92,7 +97,7 @@ def load_weights(
     checkpoint: Checkpoint, *, dtype: DTypeLike, mesh: AnyMesh | Placement | None = None
 ) -> Llama:
     """Return the model of an open checkpoint with its weights as `dtype`, on a mesh if one is
-    given. Raises as `load_llama`."""
+    given. Raises as `load_llama` does."""
     if jnp.dtype(dtype).name not in MODEL_DTYPES:
         raise ValueError(
             f"dtype={jnp.dtype(dtype).name!r} is not supported; supported:"
@@ -106,19 +111,24 @@ def load_weights(
 
 
 def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
-    """Return the configuration alone, without touching (or downloading) weights. Raises as
-    `load_llama`."""
+    """Return the configuration without touching (or downloading) weights. Raises as `load_llama`
+    does."""
     return open_checkpoint(path_or_hub_id, "config").config
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
     """Write config.json, model.safetensors and the tokenizer's files, which transformers'
-    AutoModelForCausalLM loads.
+    AutoModelForCausalLM can load.
 
-    Weights keep their dtype; parameters of cache methods are not part of a checkpoint and are not
-    written. The host holds one more copy of the model meanwhile. The directory appears with all its
-    files at once or not at all. Where it exists, it is replaced at once too, by one that holds its
-    other files as well. Raises ValueError where `LlamaConfig.to_hf` does.
+    Args:
+        llama: the model. Weights keep their dtype. Parameters of cache methods are not part of a
+            checkpoint and are not written.
+        directory: appears with all its files at once or not at all. If it exists, it is replaced at
+            once, and its other files are kept.
+        tokenizer: a transformers tokenizer, or None to write no tokenizer.
+
+    The host holds one more copy of the model meanwhile. Raises ValueError if `LlamaConfig.to_hf`
+    does.
     """
     write = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
     save_checkpoint(llama, directory, write)
@@ -127,12 +137,11 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
 def save_checkpoint(
     llama: Llama, directory: str | os.PathLike[str], write_tokenizer: Callable[[Path], object]
 ) -> None:
-    """Do what `save_llama` does, with a function that writes the tokenizer's files into the
-    directory that it is given."""
+    """Do what `save_llama` does, with a function that writes the tokenizer's files into a
+    directory."""
     directory = Path(directory)
-    fields = llama.config.to_hf() | {
-        "torch_dtype": llama.embed[...].dtype.name
-    }  # the key that old and new versions read
+    # the key that old and new versions read
+    fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
     tensors = {
         w.name: np.asarray(w.leaf.T if w.transpose else w.leaf)
         for w in hf_names.weights(llama).values()
@@ -146,11 +155,11 @@ def save_checkpoint(
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where the configuration has more layers than the files: 1000 need not
-    be made to see that they are missing."""
-    found = (re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.tensors)
+    """Raise CheckpointError if the configuration has more layers than the files, before building
+    them."""
+    matches = (re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.tensors)
     stored, layers = (
-        1 + max((int(match[1]) for match in found if match), default=-1),
+        1 + max((int(match[1]) for match in matches if match), default=-1),
         checkpoint.config.num_hidden_layers,
     )
     if layers > stored:
@@ -162,7 +171,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
 
 
 def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
-    """Return the config, untied where the files hold a head that differs from the embedding: such a
+    """Return the config, untied if the files hold a head that differs from the embedding: such a
     model was trained untied."""
     config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
     stored = [checkpoint.tensors.get(name) for name in pair]
@@ -213,9 +222,8 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement 
     """Fill the abstract model tensor by tensor."""
     shardings = {} if placement is None else weight_shardings(abstract, placement)
     values: dict[str, jax.Array] = {}
-    finite: dict[
-        str, jax.Array
-    ] = {}  # asked for at the end: the host does not wait for each tensor
+    # read at the end, so that the host does not wait for each tensor
+    finite: dict[str, jax.Array] = {}
     expected = hf_names.weights(abstract).items()
     for path, weight in tqdm(
         expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None
@@ -240,7 +248,7 @@ def _cast(
     tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tensor on the device, transposed and cast there (strided copies on the host would
-    take most of the loading time), and whether all of it is finite."""
+    take most of the loading time), and True if all of it is finite."""
     placed = (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
     return placed, jnp.all(jnp.isfinite(placed))
 
@@ -249,12 +257,16 @@ _placed = jax.jit(_cast, static_argnames=("transpose", "dtype"))
 
 
 def _placed_in_parts(
-    checkpoint: Checkpoint, weight: hf_names.Weight, where: NamedSharding, everywhere: NamedSharding
+    checkpoint: Checkpoint,
+    weight: hf_names.Weight,
+    sharding: NamedSharding,
+    everywhere: NamedSharding,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what `_placed` returns, on a mesh: each part is read once by each process that holds
-    it."""
-    axes = (*where.spec, *[None] * (len(weight.hf_shape) - len(where.spec)))
-    stored = NamedSharding(where.mesh, PartitionSpec(*(axes[::-1] if weight.transpose else axes)))
+    """Do what `_placed` does on a mesh. Each part is read once by each process that holds it."""
+    axes = (*sharding.spec, *[None] * (len(weight.hf_shape) - len(sharding.spec)))
+    stored = NamedSharding(
+        sharding.mesh, PartitionSpec(*(axes[::-1] if weight.transpose else axes))
+    )
     read, parts = checkpoint.parts(weight.name), dict[str, np.ndarray]()
 
     def part(index: Any) -> np.ndarray:
@@ -264,11 +276,15 @@ def _placed_in_parts(
         return parts[key]
 
     tensor = jax.make_array_from_callback(weight.hf_shape, stored, part)
-    return _placing(where, everywhere)(tensor, transpose=weight.transpose, dtype=weight.leaf.dtype)
+    return _placing(sharding, everywhere)(
+        tensor, transpose=weight.transpose, dtype=weight.leaf.dtype
+    )
 
 
 @functools.cache
 def _placing(
-    where: NamedSharding, everywhere: NamedSharding
+    sharding: NamedSharding, everywhere: NamedSharding
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    return jax.jit(_cast, static_argnames=("transpose", "dtype"), out_shardings=(where, everywhere))
+    return jax.jit(
+        _cast, static_argnames=("transpose", "dtype"), out_shardings=(sharding, everywhere)
+    )

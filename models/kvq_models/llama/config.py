@@ -1,9 +1,9 @@
 """The model's configuration: one frozen value with Hugging Face's names, read from and written to
 config.json.
 
-`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and
-refuses by field name what this model would compute wrongly. `LlamaConfig.to_hf` writes one that old
-and new versions of transformers read.
+`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and names
+the field if this model would compute it wrongly. `LlamaConfig.to_hf` writes a file that old and new
+versions of transformers can read.
 """
 
 from __future__ import annotations
@@ -12,43 +12,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
-ROPE_TYPES = tuple(_ROPE_FIELDS)
+from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
+from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
 
-
-MOST_LAYERS = (
-    1024  # eight times those of the largest Llama; plans and weights are made layer by layer
-)
-_LIMIT = 2.0**128  # float32 ends below it
+MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
 
 
 class _Family(NamedTuple):
-    """The properties that a model_type implies and config.json does not state."""
+    """Properties that a model_type implies and config.json does not state."""
 
     architecture: str
     qkv_bias: bool | None  # None: config.json's attention_bias decides
     o_bias: bool | None
     mlp_bias: bool | None  # None: config.json's mlp_bias decides
     qk_norm: bool
-    head_dim: (
-        int | None
-    )  # used where config.json has none; None: hidden_size // num_attention_heads
-    sliding_window: int | None  # used where config.json has none
+    head_dim: int | None  # if config.json has none; None: hidden_size // num_attention_heads
+    sliding_window: int | None  # if config.json has none
 
 
 _FAMILIES = {
@@ -67,79 +46,22 @@ _FAMILIES = {
 }
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < _LIMIT:
-        raise ValueError(f"config field {name}={value} must be above 0 and finite in float32")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Settings of the rotary frequencies (models/kvq_models/llama/rope.py). Fields that `rope_type`
-    does not use stay at their defaults.
-
-    Raises NotImplementedError for another rope_type; ValueError for a value that gives no rotation.
-    """
-
-    rope_type: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 8192
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise NotImplementedError(
-                f"config field rope_type={self.rope_type!r} is not supported; supported:"
-                f" {', '.join(ROPE_TYPES)}"
-            )
-        if not 1 < self.theta < _LIMIT:
-            raise ValueError(
-                f"config field rope_theta={self.theta} must be above 1 and finite in float32"
-            )
-        for name in (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-        ):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
-        for name in ("mscale", "mscale_all_dim"):
-            if getattr(self, name):  # 0 stands for none
-                _check_positive(name, getattr(self, name))
-        if self.original_max_position_embeddings < 1:
-            raise ValueError(
-                "config field"
-                f" original_max_position_embeddings={self.original_max_position_embeddings} must be"
-                " positive"
-            )
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"config field low_freq_factor={self.low_freq_factor} must be below"
-                f" high_freq_factor={self.high_freq_factor}"
-            )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """Sizes and options of one model. Static and hashable: safe as metadata of a jitted function's
     arguments.
 
-    sliding_window: the tokens that each token of the `windowed_layers` attends to, itself included;
-    None where all layers attend to all. It is not computed: up to so many tokens it changes
-    nothing, and longer sequences are refused (`check_window`).
+    Fields have Hugging Face's names. In addition:
+        sliding_window: number of tokens that each token of the `windowed_layers` attends to, itself
+            included, or None if all layers attend to all. The window is not computed: it changes
+            nothing up to so many tokens, and longer sequences are refused (`check_window`).
+        qkv_bias, o_bias, mlp_bias: biases of the projections.
+        qk_norm: RMSNorm of each head's queries and keys (Qwen3).
+        eos_token_ids: all tokens at which generation stops.
+        dtype: of the model that carries this config; not part of the checkpoint.
 
-    Raises NotImplementedError for another model_type; ValueError for values that are not positive
-    or not finite, and for head counts that do not divide.
+    Raises NotImplementedError for another model_type, and ValueError for values that are not
+    positive or not finite, and for head counts that do not divide.
     """
 
     vocab_size: int
@@ -163,9 +85,7 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    dtype: str | None = dataclasses.field(
-        default=None, compare=False
-    )  # of the model that carries this; no property of the checkpoint
+    dtype: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.model_type not in _FAMILIES:
@@ -194,21 +114,21 @@ class LlamaConfig:
             )
         if self.rope.rope_type == "dynamic" and self.head_dim == 2:
             raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
-        _check_positive("rms_norm_eps", self.rms_norm_eps)
+        check_positive("rms_norm_eps", self.rms_norm_eps)
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"config field sliding_window={self.sliding_window} must be positive")
 
     @property
     def positions(self) -> int:
-        """Return the tokens up to which a sequence is computed as in training:
+        """Return the length up to which a sequence is computed as in training:
         max_position_embeddings, or a shorter sliding window."""
         return min(
             self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
         )
 
     def check_window(self, tokens: int) -> None:
-        """Raise ValueError where a sequence of so many tokens is longer than the sliding window,
-        which is not computed."""
+        """Raise ValueError if a sequence of so many tokens exceeds the sliding window, which is not
+        computed."""
         if self.sliding_window is not None and tokens > self.sliding_window:
             raise ValueError(
                 f"{tokens} tokens are beyond the sliding window of {self.sliding_window} that"
@@ -218,53 +138,52 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
-        """Return the configuration that the contents of a config.json describe.
+        """Return the configuration described by the contents of a config.json.
 
-        Raises ValueError for a missing or malformed field; NotImplementedError for a model_type,
-        architecture, RoPE type, activation, quantization or kind of layer that this model does not
-        compute.
+        Raises ValueError for a missing or malformed field, and NotImplementedError for a
+        model_type, architecture, RoPE type, activation, quantization or kind of layer that this
+        model does not compute.
         """
         family = _family(hf)
         _refuse_unsupported(hf)
         window, windowed = _sliding_window(hf, family)
-        heads = _required(hf, "num_attention_heads", int)
-        hidden = _required(hf, "hidden_size", int)
-        attention_bias = _optional(hf, "attention_bias", bool, False)
+        heads = required(hf, "num_attention_heads", int)
+        hidden = required(hf, "hidden_size", int)
+        attention_bias = optional(hf, "attention_bias", bool, False)
         return cls(
             model_type=hf["model_type"],
-            vocab_size=_required(hf, "vocab_size", int),
+            vocab_size=required(hf, "vocab_size", int),
             hidden_size=hidden,
-            intermediate_size=_required(hf, "intermediate_size", int),
-            num_hidden_layers=_required(hf, "num_hidden_layers", int),
+            intermediate_size=required(hf, "intermediate_size", int),
+            num_hidden_layers=required(hf, "num_hidden_layers", int),
             num_attention_heads=heads,
             num_key_value_heads=_key_value_heads(hf, heads),
             head_dim=_head_dim(hf, family, hidden, heads),
-            max_position_embeddings=_required(hf, "max_position_embeddings", int),
+            max_position_embeddings=required(hf, "max_position_embeddings", int),
             sliding_window=window,
             windowed_layers=windowed,
-            rms_norm_eps=_required(hf, "rms_norm_eps", float),
-            tie_word_embeddings=_optional(hf, "tie_word_embeddings", bool, False),
+            rms_norm_eps=required(hf, "rms_norm_eps", float),
+            tie_word_embeddings=optional(hf, "tie_word_embeddings", bool, False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias if family.o_bias is None else family.o_bias,
             mlp_bias=(
-                _optional(hf, "mlp_bias", bool, False)
+                optional(hf, "mlp_bias", bool, False)
                 if family.mlp_bias is None
                 else family.mlp_bias
             ),
             qk_norm=family.qk_norm,
-            rope=_rope_from_hf(hf),
-            bos_token_id=_optional(hf, "bos_token_id", int, None),
+            rope=rope_from_hf(hf),
+            bos_token_id=optional(hf, "bos_token_id", int, None),
             eos_token_ids=token_ids(hf, "eos_token_id"),
-            pad_token_id=_optional(hf, "pad_token_id", int, None),
+            pad_token_id=optional(hf, "pad_token_id", int, None),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the contents of a config.json; from_hf(to_hf()) gives this value back.
+        """Return the contents of a config.json. from_hf(to_hf()) gives this value back.
 
         RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which old and new
-        readers understand.
-        Raises ValueError where the family cannot say what this config holds (a Mistral with biases,
-        a Llama with QK-norm).
+        readers understand. Raises ValueError if the family cannot express this config (a Mistral
+        with biases, a Llama with QK-norm).
         """
         hf = {
             "architectures": [_FAMILIES[self.model_type].architecture],
@@ -276,7 +195,7 @@ class LlamaConfig:
             "attention_bias": self.qkv_bias,
             "mlp_bias": self.mlp_bias,
             "rope_theta": self.rope.theta,
-            "rope_scaling": _rope_to_hf(self.rope),
+            "rope_scaling": rope_to_hf(self.rope),
             **self._window_to_hf(),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": _one_or_many(self.eos_token_ids),
@@ -321,51 +240,12 @@ _SIZES = (
 )
 
 
-# --- reading fields
-# -------------------------------------------------------------------------------------------------------------------
-
-
-def _typed(name: str, value: Any, kind: type) -> Any:
-    """Return the value as `kind`; JSON writes whole floats as integers, so those widen, and nothing
-    else converts."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(
-                f"config field {name} is an integer of {value.bit_length()} bits, which no float"
-                " holds"
-            ) from None
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise ValueError(f"config field {name}={value!r} must be of type {kind.__name__}")
-    return value
-
-
-def _required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    if fields.get(name) is None:
-        raise ValueError(f"config field {name} is missing")
-    return _typed(name, fields[name], kind)
-
-
-def _optional(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Return a field's value, or the default where it is absent or null, as in transformers."""
-    value = fields.get(name)
-    return default if value is None else _typed(name, value, kind)
-
-
-def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return the ids of a token id field, which may hold null, one id or a list of ids."""
-    value = fields.get(name)
-    values = [] if value is None else value if isinstance(value, list) else [value]
-    return tuple(_typed(name, one, int) for one in values)
-
-
 def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else ids[0] if ids else None
 
 
 def _family(hf: Mapping[str, Any]) -> _Family:
-    model_type = _required(hf, "model_type", str)
+    model_type = required(hf, "model_type", str)
     if model_type not in _FAMILIES:
         raise NotImplementedError(
             f"config field model_type={model_type!r} is not supported; supported:"
@@ -383,26 +263,22 @@ def _family(hf: Mapping[str, Any]) -> _Family:
 
 def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
     """Return the number of KV heads. Llama configs from before grouped-query attention lack the
-    field; other families always have it."""
+    field. Other families always have it."""
     if hf["model_type"] == "llama":
-        return _optional(hf, "num_key_value_heads", int, heads)
-    return _required(hf, "num_key_value_heads", int)
+        return optional(hf, "num_key_value_heads", int, heads)
+    return required(hf, "num_key_value_heads", int)
 
 
 def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -> int:
-    explicit = _optional(hf, "head_dim", int, family.head_dim)
+    explicit = optional(hf, "head_dim", int, family.head_dim)
     if explicit is not None:
         return explicit
     if heads < 1 or hidden % heads:
         raise ValueError(
-            f"config field num_attention_heads={heads} must divide hidden_size={hidden} where"
+            f"config field num_attention_heads={heads} must divide hidden_size={hidden} if"
             " head_dim is not given"
         )
     return hidden // heads
-
-
-# --- refusing what would be computed wrongly
-# --------------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
@@ -421,11 +297,11 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 
 def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window and the layers that have it; none where no layer uses it, or where
+    """Return the sliding window and the layers that have it, or (None, ()) if no layer uses it or
     it spans the model's context."""
     layers, kinds = (
-        _required(hf, "num_hidden_layers", int),
-        _optional(hf, "layer_types", list, None),
+        required(hf, "num_hidden_layers", int),
+        optional(hf, "layer_types", list, None),
     )
     unknown = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
     if unknown:
@@ -434,102 +310,20 @@ def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None,
             " sliding_attention"
         )
     window = (
-        _optional(hf, "sliding_window", int, None)
+        optional(hf, "sliding_window", int, None)
         if "sliding_window" in hf
         else family.sliding_window
     )
     windowed = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
     if hf["model_type"] == "mistral":
         windowed = tuple(range(layers)) if window is not None else windowed
-    elif kinds is None and _optional(hf, "use_sliding_window", bool, False):
-        windowed = tuple(range(_optional(hf, "max_window_layers", int, 28), layers))
+    elif kinds is None and optional(hf, "use_sliding_window", bool, False):
+        windowed = tuple(range(optional(hf, "max_window_layers", int, 28), layers))
     if windowed and window is None:
         raise ValueError(
             "config field sliding_window is missing, and layer_types names layers that have one"
         )
     inactive = (
-        not windowed or window is None or window >= _required(hf, "max_position_embeddings", int)
+        not windowed or window is None or window >= required(hf, "max_position_embeddings", int)
     )
     return (None, ()) if inactive else (window, windowed)
-
-
-# --- RoPE, in both spellings
-# --------------------------------------------------------------------------------------------------------------
-
-
-def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
-    """Read either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key
-    is `rope_type` or `type`."""
-    section = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    fields = hf.get(section) or {}
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"config field {section}={fields!r} must be an object")
-    if any(isinstance(value, Mapping) for value in fields.values()):
-        raise NotImplementedError(
-            f"config field {section} differs between layer types; supported: one RoPE for all"
-            " layers"
-        )
-    if (partial_rotary_factor := fields.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise NotImplementedError(
-            f"config field {section}.{partial_rotary_factor=} is not supported; supported: 1.0"
-        )
-    rope_type = fields.get("rope_type", fields.get("type", "default"))
-    rope: dict[str, Any] = {
-        "rope_type": rope_type,
-        "theta": _optional(fields, "rope_theta", float, _optional(hf, "rope_theta", float, 1e4)),
-    }
-    if rope_type in ("linear", "dynamic", "llama3"):
-        rope |= {"factor": _required(fields, "factor", float)}
-    if rope_type == "llama3":
-        rope |= {"original_max_position_embeddings": _original_max_positions(hf, fields)}
-        rope |= {
-            name: _required(fields, name, float) for name in ("low_freq_factor", "high_freq_factor")
-        }
-    if rope_type == "yarn":
-        rope |= _yarn_fields(hf, fields)
-    return RopeConfig(**rope)
-
-
-def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
-    """Return the context length before it was extended; as in transformers, the top-level field has
-    priority."""
-    inner = _optional(
-        fields,
-        "original_max_position_embeddings",
-        int,
-        _required(hf, "max_position_embeddings", int),
-    )
-    original = _optional(hf, "original_max_position_embeddings", int, inner)
-    if original < 1:
-        raise ValueError(
-            f"config field original_max_position_embeddings={original} must be positive"
-        )
-    return original
-
-
-def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return YaRN's own fields; a missing `factor` is the ratio of the two context lengths."""
-    original = _original_max_positions(hf, fields)
-    return {
-        "original_max_position_embeddings": original,
-        "factor": _optional(
-            fields, "factor", float, _required(hf, "max_position_embeddings", int) / original
-        ),
-        "attention_factor": _optional(fields, "attention_factor", float, None),
-        "beta_fast": _optional(fields, "beta_fast", float, 32.0),
-        "beta_slow": _optional(fields, "beta_slow", float, 1.0),
-        "mscale": _optional(fields, "mscale", float, None),
-        "mscale_all_dim": _optional(fields, "mscale_all_dim", float, None),
-        "truncate": _optional(fields, "truncate", bool, True),
-    }
-
-
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
-    """Return the `rope_scaling` object with only the fields of its type, since readers warn about
-    others."""
-    if rope.rope_type == "default":
-        return None
-    fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.rope_type]}
-    return {"rope_type": rope.rope_type} | {
-        name: value for name, value in fields.items() if value is not None
-    }

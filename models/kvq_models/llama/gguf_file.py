@@ -1,8 +1,8 @@
-"""Reader of GGUF files: one file with metadata, tokenizer and tensors, which are dequantized one at
-a time as they are read.
+"""Read GGUF files: one file with metadata, tokenizer and tensors. A tensor is dequantized when it
+is read.
 
-The file is mapped, not read: the host holds the tensor at hand in float32. Values are the file's
-own: a 4-bit matrix loads as the numbers that its blocks stand for.
+The file is memory-mapped: the host holds one tensor at a time in float32. Values are exactly the
+file's: a 4-bit matrix loads as the numbers that its blocks encode.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAGIC = b"GGUF"
 
 
 class GgufFile:
-    """One GGUF file, opened: its header is read and checked, its tensors are not."""
+    """An open GGUF file: its header is read and checked, its tensors are not."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raise CheckpointError, in one line, where it is cut off, is no GGUF file, or
-        holds tensors of an unreadable type."""
+        """Open a file. Raise CheckpointError, in one line, if it is truncated, not a GGUF file, or
+        has tensors of an unreadable type."""
         self.path = path
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -50,8 +50,8 @@ class GgufFile:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors' headers by their Hugging Face names; a tensor that has none keeps its
-        own."""
+        """Return the tensors' headers by Hugging Face name. A tensor without one keeps its GGUF
+        name."""
         return {
             name: StoredTensor(
                 self.path, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name
@@ -60,20 +60,20 @@ class GgufFile:
         }
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor, by its Hugging Face name and in Hugging Face's orientation and order of
+        """Return a tensor by its Hugging Face name, in Hugging Face's orientation and order of
         rows, in float32."""
         tensor, heads = self._dequantized(name), gguf_metadata.has_swapped_rows(self.config, name)
         return gguf_metadata.unswapped(tensor, heads) if heads else tensor
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        """Return a function that gives parts of one tensor, which is read and dequantized as a
+        """Return a function that returns parts of one tensor, which is read and dequantized as a
         whole."""
         whole = self.read(name)
         return lambda index: whole[index]
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer, or None where the file has none. CheckpointError where it is of a
-        kind that is not supported."""
+        """Return the tokenizer, or None if the file has none. Raise CheckpointError for an
+        unsupported kind."""
         try:
             return gguf_tokenizer.tokenizer_of(self.fields)
         except (ValueError, NotImplementedError) as error:
@@ -97,8 +97,8 @@ class GgufFile:
 
     @contextmanager
     def _errors(self, task: str) -> Iterator[None]:
-        """Turn whatever the library raises over a damaged file into a CheckpointError of one
-        line."""
+        """Turn any exception that the library raises over a damaged file into a CheckpointError of
+        one line."""
         try:
             yield
         except CheckpointError:

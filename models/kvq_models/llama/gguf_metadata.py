@@ -1,9 +1,9 @@
 """The configuration and the tensor names of a GGUF file, in this project's terms.
 
-GGUF (llama.cpp's format) writes sizes under its own keys, names tensors by block, stores rope
-scaling of Llama 3 as one factor for each frequency, and reorders the rows of the query and key
-projections of architecture `llama`, because its RoPE rotates neighbouring channels (2i, 2i + 1)
-where Hugging Face's rotates halves (i, i + H/2).
+GGUF (llama.cpp's format) writes sizes under its own keys, names tensors by block, and stores rope
+scaling of Llama 3 as one factor per frequency. For architecture `llama` it also reorders the rows
+of the query and key projections, because its RoPE rotates neighbouring channels (2i, 2i + 1) while
+Hugging Face's rotates halves (i, i + H/2).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope_config import RopeConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama
 ROPE_FACTORS = "rope_freqs.weight"
@@ -51,7 +52,7 @@ Fields = Mapping[str, Any]
 
 
 def hf_name(name: str) -> str | None:
-    """Return the Hugging Face name of a GGUF tensor, or None where it has none."""
+    """Return the Hugging Face name of a GGUF tensor, or None if it has none."""
     block = re.fullmatch(r"blk\.(\d+)\.(.*)", name)
     if block is None:
         return _HF_NAMES.get(name)
@@ -60,8 +61,8 @@ def hf_name(name: str) -> str | None:
 
 
 def has_swapped_rows(config: LlamaConfig, hf_tensor: str) -> int:
-    """Return the heads whose rows GGUF reorders in this tensor (by its Hugging Face name); 0 where
-    it reorders none."""
+    """Return the number of heads whose rows GGUF reorders in this tensor (by its Hugging Face
+    name), or 0 if it reorders none."""
     if config.model_type != "llama":
         return 0
     if ".self_attn.q_proj." in hf_tensor:
@@ -81,11 +82,11 @@ def unswapped(tensor: np.ndarray, heads: int) -> np.ndarray:
 def config_of(
     fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factors: Callable[[], np.ndarray]
 ) -> LlamaConfig:
-    """Return the model's configuration from the file's metadata.
+    """Return the model's configuration, from the file's metadata.
 
-    shapes: those of the tensors, by their Hugging Face names. rope_factors reads the tensor of
-    frequency factors where there is one. Raises ValueError for a missing or malformed field,
-    NotImplementedError for what this model does not compute; both name the field.
+    shapes: of the tensors, by Hugging Face name. rope_factors: reads the tensor of frequency
+    factors, if there is one. Raises ValueError for a missing or malformed field, and
+    NotImplementedError for a feature that this model does not compute. Both name the field.
     """
     architecture = _text(fields, "general.architecture")
     if architecture not in ARCHITECTURES:
@@ -193,8 +194,8 @@ def _rope(fields: Fields, architecture: str) -> RopeConfig:
 
 
 def _llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
-    """Return Llama 3's rescaling from what the file keeps of it, the quotient of frequencies [H/2].
-    NotImplementedError for any other."""
+    """Return Llama 3's rescaling from the quotients of frequencies [H/2] that the file stores.
+    Raise NotImplementedError for any other rescaling."""
     largest = float(factors.max(initial=1.0))
     if (
         config.rope.rope_type != "default"
@@ -205,7 +206,7 @@ def _llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
             f"GGUF tensor {ROPE_FACTORS!r} of shape {factors.shape} is not Llama 3's rescaling of"
             " RoPE"
         )
-    # the low and high factors and the original context are those of every published Llama 3.x
+    # every published Llama 3.x has these factors and this original context
     rope = RopeConfig(
         rope_type="llama3",
         theta=config.rope.theta,
@@ -223,10 +224,6 @@ def _llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
             f"GGUF tensor {ROPE_FACTORS!r} is not Llama 3's rescaling of RoPE by {rope.factor:g}"
         )
     return rope
-
-
-# --- fields
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def _value(fields: Fields, key: str, kinds: type | tuple[type, ...], default: Any) -> Any:
@@ -247,9 +244,8 @@ def _whole(fields: Fields, key: str, default: int | None = None) -> int:
 
 
 def _number(fields: Fields, key: str, default: float | None = None) -> float:
-    return float(
-        str(np.float32(_value(fields, key, (int, float), default)))
-    )  # the decimal that was written: float32 holds 1e-5 as 9.99999975e-06
+    # the decimal that was written: float32 stores 1e-5 as 9.99999975e-06
+    return float(str(np.float32(_value(fields, key, (int, float), default))))
 
 
 def _token(fields: Fields, name: str) -> int | None:

@@ -1,9 +1,9 @@
-"""The tokenizer of a GGUF file, as one of the tokenizers library behind transformers' interface,
-chat template included.
+"""The tokenizer of a GGUF file, as a tokenizer of the tokenizers library behind transformers'
+interface, with its chat template.
 
-Two kinds: byte-level BPE (`gpt2`), whose split of text before merging a file names but does not
-contain, and SentencePiece's BPE (`llama`), whose merges follow from its pieces' scores: the pair
-that makes the likeliest piece is merged first.
+There are two kinds. Byte-level BPE (`gpt2`) splits text before merging. A file names the split but
+does not contain it. SentencePiece's BPE (`llama`) derives its merges from the scores of its pieces:
+the pair that makes the likeliest piece is merged first.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# Patterns that cut text before merging, by their names in the field tokenizer.ggml.pre. None is
-# GPT-2's own; "digits" is GPT-2's with each digit apart. Other names are refused: a wrong cut gives
-# valid tokens that are wrong.
+# Patterns that split text before merging, by their names in the field tokenizer.ggml.pre. None is
+# GPT-2's own. "digits" is GPT-2's with each digit apart. Other names are refused, because a wrong
+# split gives valid but wrong tokens.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": "digits",
     "llama-bpe": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}",
 }
-WHOLE_WORDS = ("llama-bpe",)  # take a word of the vocabulary as it is, before any merge
+WHOLE_WORDS = ("llama-bpe",)  # keep a whole word of the vocabulary, before any merge
 COMPOSED = ("qwen2",)  # text in Unicode's form NFC
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 
@@ -34,18 +34,17 @@ Fields = Mapping[str, Any]
 
 
 def tokenizer_of(fields: Fields) -> Any:
-    """Return the file's tokenizer (a transformers.PreTrainedTokenizerFast), or None where it has
+    """Return the file's tokenizer (a transformers.PreTrainedTokenizerFast), or None if it has
     none.
 
-    Raises NotImplementedError, by name, for another kind of tokenizer or of pre-tokenizer;
+    Raises NotImplementedError, by name, for another kind of tokenizer or pre-tokenizer, and
     ValueError for lists that do not fit together.
     """
     kind = fields.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return None
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # it announces on import that it found no PyTorch
+    # its import warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
 
     if kind not in ("gpt2", "llama"):
@@ -62,8 +61,13 @@ def tokenizer_of(fields: Fields) -> Any:
         )
     _add_special(core, tokens, kinds)
     named = {
-        name: _named(fields, own, tokens)
-        for name, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        name: _named(fields, gguf_name, tokens)
+        for name, gguf_name in (
+            ("bos", "bos"),
+            ("eos", "eos"),
+            ("unk", "unknown"),
+            ("pad", "padding"),
+        )
     }
     _add_template(core, fields, kind, named["bos"], named["eos"])
     template = fields.get("tokenizer.chat_template")
@@ -96,11 +100,13 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> Any:
     )
     pattern = PRE_TOKENIZERS[name]
     if pattern is None or pattern == "digits":
-        own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         core.pre_tokenizer = (
-            own
+            byte_level
             if pattern is None
-            else pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), own])
+            else pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), byte_level]
+            )
         )
     else:
         split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -143,8 +149,8 @@ def _sentence_piece(fields: Fields, tokens: Sequence[str]) -> Any:
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every split of a piece into two pieces: the likeliest piece first, and the splits of
-    one piece by the ids of their parts."""
+    """Return every split of a piece into two pieces, the likeliest piece first. The splits of one
+    piece are ordered by the ids of their parts."""
     scored = []
     for piece, number in vocabulary.items():
         splits = [
@@ -177,7 +183,7 @@ def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None
 
 
 def _add_template(core: Any, fields: Fields, kind: str, bos: str | None, eos: str | None) -> None:
-    """Put the first and last special tokens around a text, where the file asks for them."""
+    """Put the first and last special tokens around a text, if the file asks for them."""
     from tokenizers import processors
 
     first = fields.get(

@@ -20,7 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import SHA256, Checksum
-from kvq_models.llama.config import LlamaConfig, token_ids
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.config_fields import token_ids
 from kvq_models.llama.hf_names import EMBED_NAME, HEAD_NAME
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
@@ -32,26 +33,24 @@ TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_templa
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-Part = Literal[
-    "config", "tokenizer", "all"
-]  # what is fetched of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
+# of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
+Part = Literal["config", "tokenizer", "all"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class HfDirectory:
-    """One checkpoint's directory. Nothing is read before it is asked for."""
+    """The directory of a checkpoint. Everything is read on demand."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._checksums: dict[Path, Checksum] = defaultdict(
-            Checksum
-        )  # of the tensors that were read, by their files
+        # of the tensors read so far, by file
+        self._checksums: dict[Path, Checksum] = defaultdict(Checksum)
         self._check_files()
 
     def _check_files(self) -> None:
-        """Raise CheckpointError where a name of a checkpoint's file is something else: reading a
-        pipe would wait for ever."""
+        """Raise CheckpointError if a file of the checkpoint is not a regular file: reading a pipe
+        would wait forever."""
         names = (*CONFIG_FILES, *TOKENIZER_FILES, *TOKENIZER_EXTRAS, "model.safetensors.index.json")
         for path in (
             *(self.directory / name for name in names),
@@ -62,8 +61,8 @@ class HfDirectory:
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
-        """Return the model's configuration, with the end-of-sequence tokens of
-        generation_config.json, if any, where generation stops."""
+        """Return the model's configuration. The end-of-sequence tokens of generation_config.json
+        take precedence, if there are any."""
         config = LlamaConfig.from_hf(self.fields)
         generation_file = self.directory / "generation_config.json"
         eos_token_ids = (
@@ -80,12 +79,12 @@ class HfDirectory:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors in the headers of all files. A truncated file fails here: a header's
-        offsets must cover its file exactly.
+        """Return the tensors in the headers of all files. A truncated file fails here, because a
+        header's offsets must cover its file exactly.
 
-        A tensor that weights share is stored once. `safetensors.torch.save_model` keeps one of its
-        names, often lm_head.weight, and maps the others to it in the metadata; a head that stands
-        alone in a tied model is the embedding, as in transformers.
+        A shared tensor is stored once. `safetensors.torch.save_model` keeps one of its names, often
+        lm_head.weight, and maps the others to it in the metadata. A head without an embedding in a
+        tied model is the embedding, as in transformers.
         """
         stored: dict[str, StoredTensor] = {}
         shared: dict[str, str] = {}
@@ -136,11 +135,11 @@ class HfDirectory:
         raise CheckpointError(f"no *.safetensors in {str(directory)!r}")
 
     def read(self, name: str) -> np.ndarray:
-        """Return a host copy of one tensor. Its file is opened for it alone, because the pages of
-        an open mapping stay in memory.
+        """Return a host copy of one tensor. The file is opened for each tensor, because the pages
+        of an open mapping stay in memory.
 
-        A file with a checksum (`save_llama` writes one) is verified with the last of its tensors:
-        CheckpointError where it is damaged.
+        A file with a checksum (`save_llama` writes one) is verified with the last of its tensors.
+        Raises CheckpointError if it is damaged.
         """
         stored = self.tensors[name]
         if stored.dtype not in FLOAT_DTYPES:
@@ -148,15 +147,15 @@ class HfDirectory:
                 f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
             )
         with _opened(stored.file) as tensors:
-            own = stored.stored_as or name
+            stored_name = stored.stored_as or name
             tensor, header, count = (
-                tensors.get_tensor(own),
+                tensors.get_tensor(stored_name),
                 tensors.metadata() or {},
                 len(tensors.keys()),
             )
         if SHA256 in header:
             checksum = self._checksums[stored.file]
-            checksum.add(own, tensor)
+            checksum.add(stored_name, tensor)
             if len(checksum) == count:
                 try:
                     checksum.check(repr(str(stored.file)), header, required=True)
@@ -165,8 +164,8 @@ class HfDirectory:
         return tensor
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        """Return a function that reads a part of one tensor, and nothing else of it. No checksum
-        tells whether a part is damaged."""
+        """Return a function that reads only a part of one tensor. Damage of a part is not
+        detected."""
         stored = self.tensors[name]
         if stored.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
@@ -180,11 +179,11 @@ class HfDirectory:
         return read
 
     def tokenizer(self) -> Any:
-        """Return the directory's tokenizer, or None where it has none."""
+        """Return the directory's tokenizer, or None if it has none."""
         return load_tokenizer(self.directory)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Copy the tokenizer's files, and the generation settings beside them, as they are."""
+        """Copy the tokenizer's files and the generation settings unchanged."""
         for name in ("generation_config.json", *TOKENIZER_FILES, *TOKENIZER_EXTRAS):
             if (self.directory / name).exists():
                 shutil.copy(self.directory / name, directory / name)
@@ -223,7 +222,7 @@ def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; CheckpointError where there is none."""
+    """Return the object in a JSON file. Raise CheckpointError if there is none."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing in {str(path.parent)!r}")
     try:
@@ -266,7 +265,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the directory's tokenizer, or None where it has none."""
+    """Return the directory's tokenizer, or None if it has none."""
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
     fast = any((directory / name).exists() for name in FAST_TOKENIZER_FILES)
@@ -279,22 +278,20 @@ def load_tokenizer(directory: Path) -> Any:
             f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a"
             " tokenizer.json, and sentencepiece reads it: pip install 'kvq-jax[sentencepiece]'"
         )
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # it announces on import that it found no PyTorch
+    # its import warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # imported late: it takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the tokenizers library raises no narrower one for a broken file
+    except Exception as error:  # the tokenizers library raises nothing narrower for a broken file
         raise CheckpointError(
             f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}"
         ) from error
-    longest = getattr(
-        tokenizer, "model_max_length", None
-    )  # transformers compares lengths with it, whatever it is
+    # transformers compares lengths with it, whatever its type
+    longest = getattr(tokenizer, "model_max_length", None)
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
         raise CheckpointError(
             f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"

@@ -1,10 +1,9 @@
-"""One table between Hugging Face's tensor names and this model's weights, for all families and in
+"""One table that maps Hugging Face's tensor names to this model's weights, for all families and in
 both directions.
 
-torch's Linear stores [out, in] and this model [in, out], so projections are transposed; the
-transpose is its own inverse.
-The config alone decides which rows of the table a checkpoint must have: a weight that the model
-lacks (a bias, a tied head) has no name.
+torch's Linear stores [out, in] and this model [in, out], so projections are transposed. The config
+alone decides which rows of the table a checkpoint must have: a weight that the model lacks (a bias,
+a tied head) has no name.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _BY_PATH = {path: (name, transpose) for name, path, transpose in TABLE}
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight of a model under its Hugging Face name; `leaf` and `spec` are in this model's
+    """One weight of a model under its Hugging Face name. `leaf` and `spec` are in this model's
     orientation."""
 
     name: str
@@ -83,7 +82,7 @@ def describe(llama: Llama) -> Llama:
 
 
 def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
-    """Return the same tree with these values at the paths of `weights(llama)`."""
+    """Return the same tree with other values at the paths of `weights(llama)`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: values.get(path_name(path), leaf), llama
     )
@@ -104,6 +103,6 @@ def _leaves(llama: Llama) -> Iterator[tuple[str, Any]]:
 
 
 def path_name(path: jax.tree_util.KeyPath) -> str:
-    """Return a path such as `layers.0.q_proj.kernel`; the trailing key, which is dropped, is the
-    one inside flax's Param."""
+    """Return a path such as `layers.0.q_proj.kernel`, without the trailing key inside flax's
+    Param."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

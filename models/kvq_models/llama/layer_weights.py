@@ -14,8 +14,8 @@ from kvq_models.llama.model import Layer, abstract_llama
 
 
 def layer_weights(layer: Layer) -> LayerWeights:
-    """Return the weights of a layer that cache methods may build on: the model's own arrays, or
-    what stands for them in an abstract one."""
+    """Return the weights of a layer that cache methods may build on: the model's arrays, or their
+    descriptions in an abstract model."""
     k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
     return LayerWeights(
         k_kernel=k.kernel.get_value(),
@@ -29,7 +29,7 @@ def layer_weights(layer: Layer) -> LayerWeights:
 
 
 def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:
-    """Raise ValueError, in one line, where the spec needs weights that a model of this config does
+    """Raise ValueError, in one line, if the spec needs weights that a model of this config does
     not have."""
     if spec.subtract_bias:
         check_bias(

@@ -2,17 +2,19 @@
 without a cache.
 
     h_0     = embed[token]
-    x       = norm_1(h),   q, k, v = heads(x Wq + bq), heads(x Wk + bk), heads(x Wv + bv)      (per-head RMSNorm of q and k for Qwen3)
+    x       = norm_1(h)
+    q, k, v = heads(x Wq + bq), heads(x Wk + bk), heads(x Wv + bv)   Qwen3: RMSNorm of q, k per head
     h'      = h + attention(rope(q), rope(k), v) Wo
     h_{l+1} = h' + (silu(y Wg) * (y Wu)) Wd,   y = norm_2(h')
     logits  = norm(h_L) head
 
-A layer stops where attention begins and goes on where it ends (`attention_inputs`, `finish`): what
-happens in between, exactly or through a quantized cache, is the caller's choice. Modules are jax
-pytrees with the config as static metadata, so plain `jax.jit`, `jax.grad` and `jax.tree.map` work
-on them. Weights are stored [in, out] in the model's dtype and activations have that dtype; norms,
-rotations, softmax and logits are fp32. Source: Touvron et al., LLaMA; Ainslie et al., GQA; names
-after Hugging Face's checkpoints.
+A layer stops before attention and continues after it (`attention_inputs`, `finish`). The caller
+computes attention, exactly or through a quantized cache. Modules are JAX pytrees with the config as
+static metadata, so plain `jax.jit`, `jax.grad` and `jax.tree.map` work on them. Weights are stored
+[in, out] in the model's dtype and activations have that dtype. Norms, rotations, softmax and logits
+are fp32.
+
+Source: Touvron et al., LLaMA; Ainslie et al., GQA; names after Hugging Face's checkpoints.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ HiddenBTD = Float[Array, "B T D"]
 
 
 class RMSNorm(nnx.Module):
-    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis, in fp32; the result has the dtype
-    of x."""
+    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis, computed in fp32. The result has
+    the dtype of x."""
 
     def __init__(self, width: int, *, eps: float, dtype: DTypeLike):
         self.eps = eps
@@ -56,7 +58,7 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """y = x kernel + bias; kernel [in, out], bias [out] or None."""
+    """y = x kernel + bias, with kernel [in, out] and bias [out] or None."""
 
     def __init__(
         self, width_in: int, width_out: int, *, use_bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
@@ -144,10 +146,10 @@ class Layer(nnx.Module):
         rope: Rope,
         placement: Placement | None = None,
     ) -> LayerInputs:
-        """Return everything that attention and a cache method may need of T tokens; `x` is the
+        """Return everything that attention and a cache method may need of T tokens. `x` is the
         normalized input.
 
-        placement (static): that of the cache, whose shards get the heads that they hold.
+        placement (static): of the cache; each shard gets the heads that it holds.
         """
         x_BTD = self.input_norm(hidden_BTD)
         q_BTC, k_BTC, v_BTC = of_whole_heads(
@@ -168,8 +170,8 @@ class Layer(nnx.Module):
         )
 
     def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: Float[Array, "#B N T H"]) -> HiddenBTD:
-        """Add the output projection and the MLP to the residual stream. Attention may come in any
-        float dtype, and once for all rows."""
+        """Add the output projection and the MLP to the residual stream. Attention may have any
+        float dtype, and one row for all rows."""
         hidden_BTD = hidden_BTD + self.o_proj(merge_heads(attention_BNTH).astype(hidden_BTD.dtype))
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
@@ -177,12 +179,17 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """The whole decoder.
 
-    config            static
-    embed             Param [V, D]
-    layers            nnx.List of `Layer`
-    norm, head        final RMSNorm; Linear [D, V], or None where the head is tied to `embed`
-    cache_parameters  what a cache method needs beside the codes, a pair (k, v) per layer; () for
-                      methods without parameters
+        config            static
+        embed             Param [V, D]
+        layers            nnx.List of `Layer`
+        norm, head        final RMSNorm; Linear [D, V], or None if the head is tied to `embed`
+        cache_parameters  arrays that a cache method needs besides the codes: a pair (k, v) per
+                          layer, or () for methods without parameters
+
+    Args:
+        config: sizes and options.
+        dtype: of all weights.
+        rngs: initializes weights from N(0, 0.02^2). Use `load_llama` for trained ones.
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -206,7 +213,7 @@ class Llama(nnx.Module):
         self.cache_parameters: Any = nnx.data(())
 
     def embed_tokens(self, tokens_BT: Int[Array, "B T"]) -> HiddenBTD:
-        """Return rows of the embedding; a token id outside the vocabulary gives NaN rather than
+        """Return rows of the embedding. A token id outside the vocabulary gives NaN rather than
         another token's row."""
         return self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
 
@@ -223,7 +230,7 @@ class Llama(nnx.Module):
 
 
 def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama:
-    """Return the same tree with a ShapeDtypeStruct for each weight, to count bytes and load
+    """Return the model's tree with a ShapeDtypeStruct for each weight, to count bytes and load
     checkpoints without allocation."""
     return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
@@ -241,12 +248,12 @@ def merge_heads(rows_BNTH: QueryBNTH) -> Float[Array, "B T C"]:
 def causal_attention(
     q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH, valid_BT: ValidBT
 ) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over earlier valid tokens. Exact, with an fp32 softmax; the
+    """Return softmax(q k^T / sqrt(H)) v over earlier valid tokens. Exact, with an fp32 softmax. The
     result has the dtype of v.
 
-    Query head n reads KV head n // G: the G query heads of one KV head are rows of one product and
-    K, V are never repeated.
-    A query with no valid key averages over padding, which is finite and unused.
+    Query head n reads KV head n // G: the G query heads of one KV head are rows of one product, and
+    K, V are never repeated. A query with no valid key averages over padding, which is finite and
+    unused.
     """
     batch, heads, length, head_dim = q_BNTH.shape
     groups = heads // k_BKTH.shape[1]
@@ -279,11 +286,13 @@ def forward(
     *,
     remat: bool = False,
 ) -> Float[Array, "B T V"]:
-    """Return fp32 logits [B, T, V] of right-padded tokens [B, T], exact and without a cache; for
-    training and parity.
+    """Return fp32 logits [B, T, V], exact and without a cache, for training and parity.
 
-    `valid_BT` is True for real tokens (default: all). `remat` recomputes each layer in the backward
-    pass rather than keeping its activations.
+    Args:
+        llama: the model.
+        tokens_BT: [B, T] integers, right-padded.
+        valid_BT: [B, T] bool, True for real tokens (default: all).
+        remat: recompute each layer in the backward pass instead of keeping its activations.
     """
     valid_BT = jnp.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
     positions_BT = jnp.broadcast_to(

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.types.rope import Rope
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.rope_config import RopeConfig
 
 Frequencies = np.ndarray  # [H/2] float32, radians per token
 
@@ -35,7 +36,7 @@ def rope_for(config: LlamaConfig, capacity: int) -> Rope:
     Only `dynamic` depends on the capacity: its base is frozen at the longest length, because cached
     keys keep the rotation they were written with. For capacity <= max_position_embeddings it equals
     transformers' at every length. Raises ValueError for a capacity beyond the model's sliding
-    window: whatever runs layers asks for their rotation first.
+    window: every code path that runs layers calls this first.
     """
     config.check_window(capacity)
     frequencies = _inverse_frequencies(config, capacity)
@@ -108,7 +109,7 @@ def _yarn(plain: Frequencies, rope: RopeConfig, dim: int) -> Frequencies:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cosines and sines, whose square scales the scores; it is 1 except for
+    """Return the factor of cosines and sines. Its square scales the scores. It is 1 except for
     yarn."""
     if rope.rope_type != "yarn":
         return 1.0

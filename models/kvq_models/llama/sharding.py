@@ -1,12 +1,13 @@
 """Weights on a mesh of devices: one rule from the names of their axes (weight_axes.py), Megatron's
 layout.
 
-    columns   q, k, v, gate, up, head, embed    each device makes its share of heads, MLP channels or the vocabulary
-    rows      o, down                           and adds its share of the output: one all-reduce of [B, T, D] each
+    columns   q, k, v, gate, up, head, embed    each device computes its share of heads, MLP
+                                                channels or the vocabulary
+    rows      o, down                           and adds its share of the output: one all-reduce
+                                                of [B, T, D] each
 
-All mesh axes but that of the batch split weights, so that n devices hold 1 / n of them each. A
-weight whose axis does not divide stays whole on every device. Source: Shoeybi et al., Megatron-LM,
-section 3.
+All mesh axes except the batch axis split weights, so n devices hold 1 / n of them each. A weight
+whose axis does not divide is replicated. Source: Shoeybi et al., Megatron-LM, section 3.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.weight_axes import split_by
 
 SPLIT = ("heads", "kv_heads", "mlp", "vocab")  # axes along which weights are split
-ROWS = "rows"  # the mesh axis of a batch, where a mesh is given without a placement
+ROWS = "rows"  # the mesh axis of a batch, if a mesh is given without a placement
 
 
 def placement_of(mesh: AnyMesh | Placement) -> Placement:
-    """Return a placement; for a mesh, the one that its axes' names say: "rows", and any others for
-    heads and tokens."""
+    """Return a placement. A mesh is placed by its axes' names: "rows", and any others for heads and
+    tokens."""
     if isinstance(mesh, Placement):
         return mesh
     names = [name for name in mesh.axis_names if name != ROWS]
@@ -47,7 +48,7 @@ def placement_of(mesh: AnyMesh | Placement) -> Placement:
 
 
 def partition(spec: ArraySpec, placement: Placement) -> PartitionSpec:
-    """Return how a weight is split."""
+    """Return the sharding of a weight."""
     at = next(
         (
             i
@@ -62,7 +63,7 @@ def partition(spec: ArraySpec, placement: Placement) -> PartitionSpec:
 
 
 def weight_shardings(llama: Llama, placement: Placement) -> dict[str, NamedSharding]:
-    """Return the sharding of every weight of a model, or of an abstract one, by path."""
+    """Return the sharding of every weight of a model (abstract or not) by path."""
     return {
         path: NamedSharding(placement.mesh, partition(weight.spec, placement))
         for path, weight in hf_names.weights(llama).items()
@@ -70,7 +71,8 @@ def weight_shardings(llama: Llama, placement: Placement) -> dict[str, NamedShard
 
 
 def shard_nbytes(llama: Llama, placement: Placement) -> int:
-    """Return the bytes of weights that each device holds. Exact; an abstract model is enough."""
+    """Return the bytes of weights that each device holds. The count is exact, and an abstract model
+    is enough."""
     return sum(shard_nbytes_of(llama, placement).values())
 
 
@@ -78,15 +80,19 @@ def shard_nbytes_of(llama: Llama, placement: Placement) -> dict[str, int]:
     """Return the bytes of each weight that each device holds, by path."""
     leaves = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
     shapes = {
-        path: where.shard_shape(leaves[path].shape)
-        for path, where in weight_shardings(llama, placement).items()
+        path: sharding.shard_shape(leaves[path].shape)
+        for path, sharding in weight_shardings(llama, placement).items()
     }
     return {path: math.prod(shape) * leaves[path].dtype.itemsize for path, shape in shapes.items()}
 
 
 def shard_llama(llama: Llama, mesh: AnyMesh | Placement) -> Llama:
-    """Return the model with its weights on a mesh, split as its placement asks; parameters of cache
-    methods go to every device."""
+    """Return the model with its weights on a mesh.
+
+    Args:
+        llama: the model. Parameters of cache methods go to every device.
+        mesh: a mesh, or a placement that says which of its axes split rows, heads and tokens.
+    """
     placement = placement_of(mesh)
     shardings = weight_shardings(llama, placement)
     weights = hf_names.weights(llama).items()
@@ -98,7 +104,7 @@ def shard_llama(llama: Llama, mesh: AnyMesh | Placement) -> Llama:
 
 
 def abstract_on(llama: Llama, placement: Placement) -> Llama:
-    """Return an abstract model whose weights lie on a mesh: to compile programs, without
+    """Return an abstract model whose weights lie on a mesh, to compile programs without
     allocation."""
     shardings = weight_shardings(llama, placement)
 
@@ -111,10 +117,10 @@ def abstract_on(llama: Llama, placement: Placement) -> Llama:
 
 
 def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | None) -> HiddenBTD:
-    """Return `llama.embed_tokens(tokens)`; of an embedding that is split, each device looks up the
-    rows that it holds, and these are added.
+    """Return `llama.embed_tokens(tokens)`. If the embedding is split, each device looks up the rows
+    that it holds, and the results are added.
 
-    Left to itself, XLA reads a single token by a slice, for which it gathers the whole embedding.
+    Otherwise XLA reads a single token by a slice, for which it gathers the whole embedding.
     """
     axes = (
         None
@@ -124,26 +130,28 @@ def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | Non
     if placement is None or axes is None:
         return llama.embed_tokens(tokens)
 
-    def own_rows(embed: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> HiddenBTD:
-        own = tokens - jax.lax.axis_index(axes) * embed.shape[0]
-        held = ((own >= 0) & (own < embed.shape[0]))[..., None]
-        return jax.lax.psum(jnp.where(held, embed[jnp.where(held[..., 0], own, 0)], 0), axes)
+    def local_rows(embed: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> HiddenBTD:
+        local = tokens - jax.lax.axis_index(axes) * embed.shape[0]
+        is_local = ((local >= 0) & (local < embed.shape[0]))[..., None]
+        return jax.lax.psum(
+            jnp.where(is_local, embed[jnp.where(is_local[..., 0], local, 0)], 0), axes
+        )
 
     rows = placement.along("batch", "none")
     specs = PartitionSpec(axes, None), rows
-    found = jax.shard_map(
-        own_rows,
+    looked_up = jax.shard_map(
+        local_rows,
         mesh=placement.mesh,
         in_specs=specs,
         out_specs=placement.along("batch", "none", "model"),
         check_vma=False,
     )
     inside = (tokens >= 0) & (tokens < llama.config.vocab_size)
-    return jnp.where(inside[..., None], found(llama.embed[...], tokens), jnp.nan)
+    return jnp.where(inside[..., None], looked_up(llama.embed[...], tokens), jnp.nan)
 
 
 def mesh_of_weights(llama: Llama) -> Mesh | None:
-    """Return the mesh that a model's weights lie on; None on one device."""
+    """Return the mesh of a model's weights, or None on one device."""
     sharding = getattr(llama.embed.get_value(), "sharding", None)
     return (
         sharding.mesh

@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message is one line and says which file or tensor,
-    and why."""
+    """A checkpoint cannot be loaded. The message is one line with the file or tensor and the
+    reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """The file that holds a tensor, its shape in Hugging Face's orientation, the file's name for
-    its type, and the name under which the file holds it where that is another one: a tensor that
-    two weights share."""
+    """The header of a tensor: its file, its shape in Hugging Face's orientation, the file's name
+    for its type, and the name under which the file stores it if that differs (a tensor that two
+    weights share)."""
 
     file: Path
     shape: tuple[int, ...]
@@ -25,5 +25,5 @@ class StoredTensor:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type where it has none."""
+    """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

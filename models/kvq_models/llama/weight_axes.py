@@ -1,5 +1,5 @@
-"""The axes of every weight of a Llama, by its path in the module tree: one table, as hf_names.py
-has one for names.
+"""The axes of every weight of a Llama by its path in the module tree: one table, like the table of
+names in hf_names.py.
 
 A projection's output axis is as long as its heads together: Axis("kv_heads", K, each=H) has K * H
 entries, H neighbours for each head.
@@ -54,8 +54,8 @@ def weight_axes(path: str, config: LlamaConfig) -> tuple[Axis, ...]:
 
 
 def split_by(size: int, placement: Placement) -> tuple[str, ...]:
-    """Return the mesh axes that split a weight's axis of this size: all but that of rows, or none
-    where they do not divide it."""
+    """Return the mesh axes that split a weight's axis of this size: all except the rows axis, or
+    none if they do not divide it."""
     axes = tuple(axis for axis in (placement.heads, placement.tokens) if axis is not None)
     parts = math.prod(placement.mesh.shape[axis] for axis in axes)
     return axes if parts > 1 and size % parts == 0 else ()

@@ -1,5 +1,5 @@
-"""The way from how a mesh splits weights to how it splits a cache: queries, keys and values of
-whole heads."""
+"""Convert the split of weights on a mesh to the split of a cache: queries, keys and values of whole
+heads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from jaxtyping import Array, Float
 from kvq_jax.placement.placement import Placement
 from kvq_models.llama.weight_axes import split_by
 
-Rows = Float[Array, "B T _"]  # as wide as heads are together
+Rows = Float[Array, "B T _"]  # as wide as all heads together
 
 
 def of_whole_heads(projected: Sequence[Rows], placement: Placement | None) -> tuple[Rows, ...]:
     """Return the outputs of q_proj, k_proj and v_proj, split as a cache's placement splits heads.
 
-    Weights are split further, by tokens too and within heads if need be. What those shards made is
-    gathered here; left to itself, XLA gathers while heads are rotated, in many collectives.
+    Weights are split further, along the axes of tokens too and within heads if need be. The results
+    of these shards are gathered here. Otherwise XLA gathers while heads are rotated, in many
+    collectives.
     """
     whole = list(projected)
     if placement is None:
@@ -30,7 +31,7 @@ def of_whole_heads(projected: Sequence[Rows], placement: Placement | None) -> tu
     for among in gathered_together(
         [rows.shape[2] for rows in projected], projected[0].dtype.itemsize, placement
     ):
-        made = tuple(
+        split_specs = tuple(
             PartitionSpec(placement.rows, None, split_by(projected[i].shape[2], placement))
             for i in among
         )
@@ -38,7 +39,7 @@ def of_whole_heads(projected: Sequence[Rows], placement: Placement | None) -> tu
         gather = jax.shard_map(
             _gather(placement.tokens),
             mesh=placement.mesh,
-            in_specs=made,
+            in_specs=split_specs,
             out_specs=heads,
             check_vma=False,
         )
@@ -50,10 +51,10 @@ def of_whole_heads(projected: Sequence[Rows], placement: Placement | None) -> tu
 def gathered_together(
     widths: Sequence[int], itemsize: int, placement: Placement
 ) -> list[list[int]]:
-    """Return which of the queries, keys and values of these widths each collective gathers.
+    """Assign the queries, keys and values of these widths to collectives.
 
-    As many as have room: no collective moves more bytes than the queries in fp32, which is what
-    merging partial attention moves.
+    Each collective gathers as many as fit: it moves at most the bytes of the queries in fp32, which
+    is what merging partial attention moves.
     """
     if placement.size("tokens") == 1:
         return []
@@ -72,11 +73,10 @@ def gathered_together(
 def _gather(axis: str | None) -> Callable[..., tuple[Rows, ...]]:
     """Return the function that every shard runs."""
 
-    def gather(*own: Rows) -> tuple[Rows, ...]:
-        parts = lax.all_gather(
-            jnp.concatenate(own, axis=2), axis, axis=2
-        )  # [B, T, shards, what each of them made]
-        ends = np.cumsum([rows.shape[2] for rows in own])
+    def gather(*shards: Rows) -> tuple[Rows, ...]:
+        # [B, T, shards, width of a shard's result]
+        parts = lax.all_gather(jnp.concatenate(shards, axis=2), axis, axis=2)
+        ends = np.cumsum([rows.shape[2] for rows in shards])
         return tuple(
             part.reshape(*part.shape[:2], -1) for part in jnp.split(parts, ends[:-1], axis=3)
         )

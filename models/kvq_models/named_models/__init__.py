@@ -1,2 +1,2 @@
-"""Models that have a name: the one that ships with kvq, and public ones that are fetched once into
+"""Models with a name: the one that ships with kvq, and public ones that are downloaded once into
 the user's cache folder."""

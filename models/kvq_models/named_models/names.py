@@ -1,4 +1,4 @@
-"""The one place that knows which words stand for models."""
+"""The words that name models."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from pathlib import Path
 from kvq_models.named_models.published import PUBLISHED, megabytes
 
 EMBEDDED = "embedded"
-EMBEDDED_FOLDER = (
-    Path(__file__).parents[1] / "embedded"
-)  # the small Llama that ships with the package, a Hugging Face directory
+# the small Llama that ships with the package, a Hugging Face directory
+EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded"
 NAMES = (EMBEDDED, *PUBLISHED)
 
 
 def located(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return where a named model lies; any other path or Hub id comes back as it is.
+    """Return the path of a named model. Any other path or Hub id comes back unchanged.
 
-    Only words are names: `./smollm2` is a folder, whatever it is called. Raises FileNotFoundError,
-    in one line that says what to do, where the model of a name is not here.
+    Only plain words are names: `./smollm2` is a folder. Raises FileNotFoundError, in one line that
+    says what to do, if a named model is not on this machine.
     """
     if model == EMBEDDED:
         if not (EMBEDDED_FOLDER / "config.json").is_file():

@@ -1,8 +1,8 @@
-"""Find a file on the user's Python package index: the one that pip is configured with, which may be
-a mirror.
+"""Find a file on the user's Python package index: the one that pip is configured with, possibly a
+mirror.
 
-The index is only asked where a file lies. It need not be trusted: what is downloaded is compared
-with a pinned checksum.
+The index only says where a file is. It need not be trusted: the download is compared with a pinned
+checksum.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from http.client import HTTPException, HTTPResponse
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
-MOST_PAGE = 64 * 2**20  # bytes of a project's page; those of large projects have a few
+MOST_PAGE = 64 * 2**20  # bytes of a project's page; large projects' pages have a few million
 PIP_TIMEOUT = 20.0  # seconds that pip may take to print its configuration
 _JSON = "application/vnd.pypi.simple.v1+json"
 _ACCEPTED = f"{_JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"  # PEP 691
 
 
 class FetchError(OSError):
-    """A file that could not be brought here; the message is one line."""
+    """A file could not be downloaded. The message is one line."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
-        """Take the message, and the status of the answer where a server gave one."""
+        """Take the message, and the HTTP status if a server answered."""
         super().__init__(" ".join(message.split()))
         self.status = status
 
 
 class PackageIndex:
-    """The indexes in the order in which they are asked, and how they are reached."""
+    """The indexes in the order in which they are asked, and how to reach them."""
 
     def __init__(self, index_url: str | None = None) -> None:
-        """Take the index at `index_url`; by default those of pip: its environment variables, else
+        """Use the index at `index_url`. The default is pip's: from its environment variables, else
         its configuration, else PyPI."""
         settings = {} if index_url is not None else _pip_settings()
         first = index_url or settings.get("index-url") or DEFAULT_INDEX
@@ -55,25 +55,25 @@ class PackageIndex:
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
 
     def find(self, project: str, file: str) -> str:
-        """Return the address of a project's file. Raise FetchError where no index has it or none
-        can be reached."""
+        """Return the address of a project's file. Raise FetchError if no index has it or can be
+        reached."""
         errors = []
         for url in self.urls:
             page = f"{url.rstrip('/')}/{project}/"
             try:
                 with self.open(page, {"Accept": _ACCEPTED}) as response:
-                    found = _address(response, file)
+                    address = _address(response, file)
             except FetchError as error:
                 errors.append(str(error))
                 continue
-            if found is not None:
-                return _with_credentials(found, page)
+            if address is not None:
+                return _with_credentials(address, page)
             errors.append(f"{host(page)} has no {file}")
         raise FetchError("; ".join(errors))
 
     def open(self, url: str, headers: dict[str, str]) -> HTTPResponse:
-        """Request an address; the name and password in it, if any, go to its own host alone. Raise
-        FetchError where it cannot be had."""
+        """Request an address. The name and password in it, if any, go only to its host. Raise
+        FetchError if the request fails."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise FetchError(f"{host(url)} is no address of the web (http, https)")
@@ -89,17 +89,18 @@ class PackageIndex:
             raise FetchError(
                 f"{host(url)} answers {error.code} ({error.reason})", status=error.code
             ) from error
+        # ValueError: http.client refuses the address
         except (
             OSError,
             HTTPException,
             ValueError,
-        ) as error:  # ValueError: an address that http.client refuses
+        ) as error:
             reason = getattr(error, "reason", None) or error
             raise FetchError(f"{host(url)} cannot be reached: {reason}") from error
 
 
 def host(url: str) -> str:
-    """Return the host of an address, without name and password: it stands in messages."""
+    """Return the host of an address without name and password, for messages."""
     return urllib.parse.urlsplit(url).hostname or repr(url)
 
 
@@ -108,16 +109,16 @@ class _Links(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.addresses: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "a":
-            self.found += [value for name, value in attrs if name == "href" and value]
+            self.addresses += [value for name, value in attrs if name == "href" and value]
 
 
 def _address(response: HTTPResponse, file: str) -> str | None:
-    """Return the address that a project's page, as JSON (PEP 691) or as HTML (PEP 503), gives for a
-    file; None where it has none."""
+    """Return the address of a file on a project's page, JSON (PEP 691) or HTML (PEP 503), or
+    None."""
     try:
         page = response.read(MOST_PAGE)
         if response.headers.get_content_type() == _JSON:
@@ -127,7 +128,7 @@ def _address(response: HTTPResponse, file: str) -> str | None:
             parser.feed(page.decode("utf-8", "replace"))
             links = {
                 urllib.parse.unquote(urllib.parse.urlsplit(link).path).rpartition("/")[2]: link
-                for link in parser.found
+                for link in parser.addresses
             }
         return urllib.parse.urljoin(response.geturl(), links[file]) if file in links else None
     except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -138,19 +139,19 @@ def _address(response: HTTPResponse, file: str) -> str | None:
 
 def _pip_settings() -> dict[str, str]:
     """Return pip's settings by name (`index-url`): from its environment variables, else from its
-    files, where pip is installed."""
+    files, if pip is installed."""
     names = ("index-url", "extra-index-url", "cert")
     listed = _pip_configuration()
 
     def setting(name: str) -> str:
-        own = os.environ.get(f"PIP_{name.upper().replace('-', '_')}")
-        return own or listed.get(f"install.{name}") or listed.get(f"global.{name}") or ""
+        environment = os.environ.get(f"PIP_{name.upper().replace('-', '_')}")
+        return environment or listed.get(f"install.{name}") or listed.get(f"global.{name}") or ""
 
     return {name: setting(name) for name in names}
 
 
 def _pip_configuration() -> dict[str, str]:
-    """Return what `pip config list` prints: pip knows where each platform keeps its files."""
+    """Return the output of `pip config list`: pip knows where each platform keeps its files."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"]
     try:
         done = subprocess.run(
@@ -162,7 +163,7 @@ def _pip_configuration() -> dict[str, str]:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError, UnicodeError):
-        return {}  # no pip in this environment, as in those of uv
+        return {}  # no pip in this environment, as with uv
     pairs = (line.partition("=") for line in done.stdout.splitlines())
     return {name: str(ast.literal_eval(value)) for name, _, value in pairs if value[:1] in "'\""}
 
@@ -178,8 +179,8 @@ def _without_credentials(url: str) -> str:
 
 
 def _with_credentials(url: str, page: str) -> str:
-    """Return an address with the name and password of the page that gives it, where both are on the
+    """Return an address with the name and password of the page that links to it, if both are on the
     same host."""
-    parts, own = urllib.parse.urlsplit(url), urllib.parse.urlsplit(page)
-    same = (parts.scheme, parts.netloc) == (own.scheme, own.netloc.rpartition("@")[2])
-    return parts._replace(netloc=own.netloc).geturl() if same else url
+    parts, page_parts = urllib.parse.urlsplit(url), urllib.parse.urlsplit(page)
+    same = (parts.scheme, parts.netloc) == (page_parts.scheme, page_parts.netloc.rpartition("@")[2])
+    return parts._replace(netloc=page_parts.netloc).geturl() if same else url

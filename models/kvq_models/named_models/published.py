@@ -1,5 +1,5 @@
-"""The public models that can be fetched by name: what each is, where it comes from, and where it
-lies once it is here."""
+"""The public models that can be fetched by name: their files, their source, and their local
+path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvq_jax.files.user_cache import cache_folder
 
 @dataclasses.dataclass(frozen=True)
 class PinnedFile:
-    """A file that is known by its size in bytes and its SHA-256 (hexadecimal): any other content is
+    """A file pinned by its size in bytes and its SHA-256 (hexadecimal). Any other content is
     refused."""
 
     name: str
@@ -23,7 +23,7 @@ class PinnedFile:
 class PublishedModel:
     """A GGUF file inside a wheel of the Python package index.
 
-    project: the wheel's name on the index; folder: of the GGUF file inside the wheel.
+    project: the wheel's name on the index. folder: of the GGUF file inside the wheel.
     """
 
     name: str
@@ -36,13 +36,13 @@ class PublishedModel:
 
     @property
     def path(self) -> Path:
-        """Where the model lies once it is fetched."""
+        """The local path of the model after a fetch."""
         return cache_folder() / self.file.name
 
     @property
     def is_here(self) -> bool:
-        """True where the file exists with its size. `fetch` publishes only files whose checksum it
-        has verified."""
+        """True if the file exists with its size. `fetch` only publishes files with a verified
+        checksum."""
         return self.path.is_file() and self.path.stat().st_size == self.file.size
 
 

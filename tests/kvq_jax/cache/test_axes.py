@@ -19,7 +19,7 @@ from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.types.array_types import ArraySpec, Axis, AxisName, LayerWeights
 from tests.kvq_jax import layer_runs
-from tests.kvq_jax.origins import PROMPT
+from tests.kvq_jax.origins import prompt
 from tests.methods_table import MethodCase, cases
 
 DIMS = CacheDims(3, 4, 2, 32, 128)
@@ -166,7 +166,7 @@ def coded(codec: Codec, params: Any, stats: Any, shape: tuple[int, ...]) -> Any:
     """Return the structs of the body that rows of this shape are quantized to."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.eval_shape(
-        lambda params, stats, rows: codec.quantize(params, stats, rows, PROMPT),
+        lambda params, stats, rows: codec.quantize(params, stats, rows, prompt(rows)),
         params,
         stats,
         rows,

@@ -14,7 +14,7 @@ from kvq_jax.codecs.codec import Codec
 from kvq_jax.codecs.facts import Facts, OutlierCounts
 from kvq_jax.layer.plan import LayerPlan, by_side
 from tests.kvq_jax.layer_runs import DIMS, empty, parameters_of, quick_jit, sequences
-from tests.kvq_jax.origins import PROMPT
+from tests.kvq_jax.origins import prompt
 from tests.methods_table import MethodCase, cases
 
 TOKENS = 64
@@ -27,7 +27,7 @@ def stored(
     """Return rows in whole blocks, their body, the decoded rows, and the body's outliers."""
     rows = codec.rows(params, inputs)[:, :, : TOKENS // plan.regions.block * plan.regions.block]
     stats = codec.statistics.initial(len(rows), plan.heads)
-    body = codec.quantize(params, stats, rows, PROMPT)
+    body = codec.quantize(params, stats, rows, prompt(rows))
     outliers = codec.facts.outliers
     return (
         rows,

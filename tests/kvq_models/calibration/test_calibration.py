@@ -1,13 +1,10 @@
-"""Calibration: what a sample records is what the exact model computes, an interrupted run ends like
-one that was not, and requests that cannot be met are refused."""
+"""Calibration: a sample records what the exact model computes, an interrupted run ends like an
+uninterrupted one, and requests that cannot be met are refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
-import shutil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +24,10 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.model import causal_attention
 from kvq_models.llama.rope import rope_for
 from tests.exhaustive import some
-from tests.kvq_models.calibration_runs import KEYS_ONLY, LENGTH, SPEC, TEXT, model, one_line, run
+from tests.kvq_models.calibration_runs import KEYS_ONLY, LENGTH, SPEC, TEXT, model, run
 from tests.kvq_models.checkpoints import YARN, random_llama, random_tokens, row_errors, tiny_config
 
 # --- what a sample records
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def recorded(llama, window) -> tuple[float, dict[tuple[int, str, str], np.ndarray]]:
@@ -108,9 +104,8 @@ def test_recorded_gradients_are_the_slopes_of_the_loss():
         for side in ("k", "v"):
             gradient = found[layer, side, "gradients"]
             noise = random.standard_normal(gradient.shape, np.float32)
-            direction = gradient / np.linalg.norm(gradient) + noise / np.linalg.norm(
-                noise
-            )  # noise alone has almost no slope
+            # noise alone has almost no slope
+            direction = gradient / np.linalg.norm(gradient) + noise / np.linalg.norm(noise)
             direction = jnp.asarray(direction / np.linalg.norm(direction))
             up, down = (
                 float(loss(llama, window, {(layer, side): sign * step * direction}))
@@ -157,7 +152,6 @@ def test_equal_layers_are_compiled_once():
 
 
 # --- what a codec is given
-# ----------------------------------------------------------------------------------------------------------------
 
 
 class Calls(NamedTuple):
@@ -167,7 +161,7 @@ class Calls(NamedTuple):
 
 @pytest.fixture
 def given(monkeypatch):
-    """Return what codecs were given to calibrate with, side by side in the order of the layers."""
+    """Return the arguments of the codecs' `calibrate`, side by side in the order of the layers."""
     calls, original = Calls([], []), KVQuantCodec._calibrate
 
     def calibrate(self, rows, gradients):
@@ -236,7 +230,6 @@ def test_keys_that_are_cached_after_rope_come_rotated_and_so_do_their_gradients(
 
 
 # --- the same bytes
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def saved(calibration, directory) -> str:
@@ -268,7 +261,7 @@ def interrupts(function, after):
 
 
 def stopped(monkeypatch, name, replacement, work):
-    """A run that ends where `replacement` of a function of fit.py raises."""
+    """Run a calibration that ends when `replacement` of a function of fit.py raises."""
     with monkeypatch.context() as patch:
         patch.setattr(fit, name, replacement)
         with pytest.raises(Interrupted):
@@ -295,9 +288,8 @@ def test_a_run_that_was_interrupted_inside_a_sample_ends_with_the_same_bytes(
     expected, tmp_path, monkeypatch
 ):
     def cut(llama, window, write):
-        return record(
-            llama, window[::-1], interrupts(write, 3)
-        )  # three arrays of the sample are written, and not even the right ones
+        # three arrays of the sample are written, and not even the right ones
+        return record(llama, window[::-1], interrupts(write, 3))
 
     stopped(monkeypatch, "record", cut, tmp_path / "w")
     assert saved(run(tmp_path / "w"), tmp_path) == expected
@@ -343,127 +335,6 @@ def test_windows_of_a_seed_are_the_same_and_reach_both_ends_of_the_text():
     assert (np.diff(windows, axis=1) == 1).all(), "windows are stretches of the text"
     assert (windows.min(), windows.max()) == (0, 49)
     assert not np.array_equal(windows, samples.draw(text, 400, 10, 1))
-
-
-# --- requests that cannot be met
-# ----------------------------------------------------------------------------------------------------------
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "short text": (
-        {"text": TEXT[:LENGTH]},
-        "samples of 20 tokens need a text of at least 21 tokens, and this one has 20",
-    ),
-    "empty text": ({"text": []}, "has 0"),
-    "unknown token": (
-        {"text": [5] * 30 + [96]},
-        "token id 96 at position 30 is outside the vocabulary of 96",
-    ),
-    "no samples": ({"samples": 0}, "samples=0"),
-    "a cache that needs none": ({"spec": "kivi"}, "'kivi' needs no calibration"),
-    "only dense layers": ({"spec": f"{SPEC},skip_layers=0-1"}, "needs no calibration"),
-    "a cache that does not fit": (
-        {"spec": "k=kvquant:bits=2,outliers=0.1+v=kivi:group_size=24+cache:block=8"},
-        "group_size=24",
-    ),
-    "sinks as long as samples": (
-        {"spec": f"{SPEC},sink=20"},
-        "keeps the first 20 in full precision",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_request_that_cannot_be_met_is_one_line_and_leaves_nothing(case, tmp_path):
-    options, message = REFUSED[case]
-    one_line(message, run, tmp_path / "w", **options)
-    assert not list(tmp_path.iterdir()), "something was written"
-
-
-def test_a_text_of_one_window_is_enough(tmp_path):
-    assert run(tmp_path / "w", text=TEXT[: LENGTH + 1]).origin.samples == 3
-
-
-def test_a_disk_without_space_is_one_line_that_names_both_sizes(tmp_path, monkeypatch):
-    need = 4 * 2 * 3 * LENGTH * 32 * 4 / 2**30  # files, layers, samples, tokens, K * H, bytes
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(need * 2**30) - 1))
-    one_line("3 samples of 20 tokens need 0.00 GiB", run, tmp_path / "w", error=OSError)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(need * 2**30)))
-    run(tmp_path / "w")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
-    run(tmp_path / "w")  # nothing is left to record
-
-
-OTHER_RUNS = {
-    "model": ({"llama": random_llama(tiny_config(), seed=1)}, "model_fingerprint"),
-    "text": ({"text": TEXT + 0 * TEXT[::-1] + (TEXT == 3)}, "tokens_sha256"),
-    "samples": ({"samples": 4}, "samples is 3 there and 4 here"),
-    "length": ({"length": 19}, "length is 20 there and 19 here"),
-    "seed": ({"seed": 7}, "seed is 0 there and 7 here"),
-    "dtype": (
-        {"llama": random_llama(tiny_config(), dtype=jnp.bfloat16)},
-        "dtype is float32 there and bfloat16 here",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OTHER_RUNS)
-def test_a_work_directory_of_another_run_is_refused_by_name(case, work):
-    options, message = OTHER_RUNS[case]
-    before = {path: path.stat().st_mtime_ns for path in work.rglob("*")}
-    one_line(message, run, work, **options)
-    assert {path: path.stat().st_mtime_ns for path in work.rglob("*")} == before, (
-        "another run's directory was touched"
-    )
-
-
-def test_a_directory_that_is_no_work_directory_is_refused(tmp_path):
-    (tmp_path / "photo.jpg").write_bytes(b"x")
-    one_line("is not empty", run, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
-    for text, message in (
-        ("{", "cannot be read"),
-        ('{"format": "kvq-calibration-work-0", "identity": {}, "losses": []}', "cannot be read"),
-    ):
-        (tmp_path / "state.json").write_text(text)
-        one_line(message, run, tmp_path)
-    identity = dataclasses.asdict(Identity("", "", 1, 1, 0, "float32"))
-    (tmp_path / "state.json").write_text(
-        json.dumps({"format": "kvq-calibration-work-0", "identity": identity, "losses": []})
-    )
-    one_line("another version", run, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("projection", "place"),
-    [("v_proj", "layer 1, v: the values"), ("k_proj", "layer 1, k: the keys")],
-)
-def test_rows_that_are_not_finite_name_their_layer_and_side(projection, place, tmp_path):
-    llama = model()
-    path = f"layers.1.{projection}.kernel"
-    broken = hf_names.weights(llama)[path].leaf.at[0, 0].set(jnp.nan)
-    one_line(place, run, tmp_path / "w", llama=hf_names.replace_weights(llama, {path: broken}))
-
-
-def test_gradients_that_are_not_finite_name_their_layer_and_side(tmp_path):
-    llama = model()
-    broken = hf_names.weights(llama)["head.kernel"].leaf.at[0, 0].set(jnp.nan)
-    one_line(
-        "layer 1, k: the gradients in the keys",
-        run,
-        tmp_path / "w",
-        llama=hf_names.replace_weights(llama, {"head.kernel": broken}),
-    )
-
-
-def test_what_a_codec_refuses_names_its_layer_and_side(work, monkeypatch):
-    def refuse(self, rows, gradients):
-        raise ValueError("no two rows differ")
-
-    monkeypatch.setattr(KVQuantCodec, "calibrate", refuse)
-    one_line("layer 0, k: no two rows differ", run, work, SPEC.replace("bits=2", "bits=4"))
 
 
 def test_a_store_reads_what_was_written(tmp_path):

@@ -18,13 +18,12 @@ import kvq_jax as kvq
 from kvq_jax.files import checksum
 from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
 from kvq_models import load_calibration, prefill, prepare, resolved, save_calibration
-from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_models.llama import hf_names
 from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
 # --- the file
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_gives_back_the_calibration_bit_for_bit(work, file):
@@ -75,7 +74,7 @@ def test_a_calibration_decides_what_its_spec_leaves_open_and_serves_every_budget
 
 
 def changed(path, change):
-    """Change a file's tensors and header, and give it the checksum of what it holds then."""
+    """Change a file's tensors and header, and give it the right checksum for them."""
     tensors = load_file(path)
     with path.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))["__metadata__"]
@@ -230,7 +229,7 @@ def test_another_model_or_other_options_are_refused_by_name(file):
 def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
     llama = random_llama(tiny_config("qwen3"))
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llama)
-    assert fingerprint(rounded) == fingerprint(llama)
+    assert partial_fingerprint(rounded) == partial_fingerprint(llama)
     for path in (
         "layers.0.k_proj.kernel",
         "layers.1.v_proj.kernel",
@@ -239,7 +238,7 @@ def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
     ):
         leaf = hf_names.weights(llama)[path].leaf
         other = hf_names.replace_weights(llama, {path: leaf.at[(0,) * leaf.ndim].add(1.0)})
-        assert fingerprint(other) != fingerprint(llama), path
+        assert partial_fingerprint(other) != partial_fingerprint(llama), path
 
 
 def test_a_new_file_has_the_mode_of_every_new_file(file):
@@ -263,7 +262,6 @@ def test_a_file_appears_whole_or_not_at_all(work, tmp_path, monkeypatch):
 
 
 # --- a prepared model
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_prepared_model_decodes_with_what_was_calibrated_from_memory_and_from_file(work, file):

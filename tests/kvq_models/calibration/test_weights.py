@@ -1,5 +1,5 @@
-"""Weights of a few bits: levels of many rows are those of one, sensitivities are squared gradients,
-and few values are left."""
+"""Weights of a few bits: many rows are fitted like one, sensitivities are squared gradients, and
+few values are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One work directory of a calibration, several runs: they never mix, and damage is found."""
+"""Several runs in one work directory of a calibration never mix, and damage is found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_same_calibration_twice_at_once_is_one_line(tmp_path: pathlib.Path):
 
 
 def test_two_seeds_at_once_never_share_a_work_directory(tmp_path: pathlib.Path):
-    """Whether the other run has written its state or not."""
+    """Both if the other run has written its state and if it has not."""
     (tmp_path / "work").mkdir()
     first, second = opened(tmp_path / "work", 0), opened(tmp_path / "work", 1)
     with first, pytest.raises(ValueError, match="seed is 0 there and 1 here"):
@@ -52,7 +52,7 @@ def test_two_seeds_at_once_never_share_a_work_directory(tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize("name", ["k.rows", "v.gradients", "state.json"])
 def test_damage_of_a_half_made_calibration_is_found(name: str, tmp_path: pathlib.Path):
-    """Of its rows where they are still to be fitted; fits are made again."""
+    """Damage of rows that are still to be fitted is an error. Damaged fits are made again."""
     half_made(tmp_path)
     for fit in (tmp_path / "out.safetensors.work" / "fitted").iterdir():
         fit.unlink()
@@ -97,7 +97,7 @@ def test_a_work_directory_of_an_older_version_is_taken_up_with_a_note(tmp_path: 
 
 
 def half_made(folder: pathlib.Path) -> None:
-    """Calibrate up to where the result would be written."""
+    """Calibrate until the result would be written."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

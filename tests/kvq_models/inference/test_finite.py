@@ -1,5 +1,5 @@
-"""What cannot mean anything says so: weights and logits that are not finite, rows beyond the
-cache's dtype, a cache that is gone."""
+"""Meaningless values are reported: weights and logits that are not finite, rows beyond the cache's
+dtype, a consumed cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.overflow import Overflow
 from kvq_models import Llama, generate, load_llama, save_llama
-from kvq_models.inference import decoding
+from kvq_models.inference import checked_input
 from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -70,7 +70,7 @@ def test_a_consumed_cache_says_where_it_went(tmp_path):
         lambda c: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), c), donate_argnums=0
     )(cache)
     uses = {
-        "checked_tokens": lambda c: decoding.checked_tokens(model(), c, [[1]], None),
+        "checked_tokens": lambda c: checked_input.checked_tokens(model(), c, [[1]], None),
         "begin": lambda c: kvq.begin(c, 1, prefill=False),
         "trim": lambda c: kvq.trim(c, [1]),
         "select_rows": lambda c: kvq.select_rows(c, [0]),

@@ -1,8 +1,7 @@
-"""Random histories of a model's cache: turns of a prompt and generated tokens, and tokens that are
-taken back.
+"""Random histories of a model's cache: turns of a prompt and generated tokens, and trimmed tokens.
 
-`generate` has loops of its own. Beside each call the same cache goes through `prefill` and single
-decode steps: the tokens must be the same, and so must the cache afterwards, but for rounding.
+`generate` has separate loops. For each call the same cache also goes through `prefill` and single
+decode steps: the tokens must be the same, and so must the cache afterwards, up to rounding.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from tests.compile_options import QUICK_COMPILE
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 SPECS = ("kivi:bits=2,recent=8,block=32", "xquant_cl:bits=4,base_layer=0")
+# a turn has at most so many tokens, an answer exactly so many
 BATCH, CAPACITY, TURN, NEW = (
     2,
     64,
     12,
     7,
-)  # a turn has at most so many tokens, an answer exactly so many
+)
 DIFFER = (
-    2e-3  # of the entries, codes above all, which may turn where two programs round differently
+    2e-3  # of the entries, mainly codes, that may differ because two programs round differently
 )
 
 step = jax.jit(decode_step, donate_argnums=1, compiler_options=QUICK_COMPILE)

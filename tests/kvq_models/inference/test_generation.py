@@ -1,5 +1,5 @@
-"""generate and its stream: the same tokens as transformers, for the same seed, alone or in a batch;
-and sampling keeps what it should."""
+"""generate and its stream give the same tokens as transformers, and the same tokens for the same
+seed, alone or in a batch. Sampling keeps the right tokens."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_greedy_matches(torch_model, llama, prompts):
     "name", some(CASES, ("llama_llama3", "mistral_head_dim", "qwen2", "qwen3"))
 )
 def test_64_greedy_tokens_equal_transformers(name, tmp_path):
-    # prompt and new tokens stay inside the trained length and the sliding window, where dynamic
+    # prompt and new tokens stay inside the trained length and the sliding window, in which dynamic
     # RoPE and sliding windows change nothing
     windowed = CASES[name].fields.get("sliding_window")
     longer = (

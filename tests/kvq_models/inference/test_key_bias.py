@@ -1,5 +1,5 @@
-"""subtract_bias=true on whole models: what collapses under a key bias is restored, and what cannot
-be had is refused in one line."""
+"""subtract_bias=true on whole models restores methods that collapse under a key bias, and is
+refused in one line if it is impossible."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 
 LENGTH = 64
+# and how many times the error grows, at least
 COLLAPSING = [
     ("int4:block=8", 4),
     ("innerq:bits=4,sink=0,recent=0,block=8", 2),
-]  # and how many times the error grows, at least
+]
 EIGHT_BITS = ["int8:block=8,scale_dtype=float32", "int8:block=8,pre_rope=true,scale_dtype=float32"]
 jitted_forward = jax.jit(forward)
 
@@ -84,8 +85,8 @@ def test_parameters_are_the_models_own_biases():
 
 
 def test_calibration_sees_keys_without_their_bias(tmp_path):
-    """Levels and ranges of a model with a large bias are those of the model without it, and its
-    keys are then coded as well."""
+    """Levels and ranges of a model with a large bias equal the model without it, and its keys are
+    coded as well as there."""
     tokens = np.asarray(random_tokens((1, 400)))[0]
     spec = "kvquant:bits=3,outliers=0,sink=0,block=8"
     found = {}
@@ -121,7 +122,6 @@ def test_calibration_sees_keys_without_their_bias(tmp_path):
 
 
 # --- what cannot be had
-# -------------------------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "no bias": (tiny_config(), "int4:subtract_bias=true", "no bias; leave the option out"),

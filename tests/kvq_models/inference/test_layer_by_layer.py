@@ -1,5 +1,4 @@
-"""Prompts that are prefilled into several caches at once leave each cache as its own prefill
-does."""
+"""Prefilling several caches together leaves each cache as a separate prefill does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Parameters and caches that do not belong together are refused where they meet; those that do are
-used without another trace."""
+"""Parameters and caches that do not belong together are refused. Matching ones are used without
+another trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def empty(spec: str) -> kvq.Cache:
 
 
 def prepared(spec: str, work, of: str | None = None) -> Llama:
-    """Return the model prepared for a spec, with what was calibrated for the spec `of`."""
+    """Return the model prepared for a spec, with the calibration of the spec `of`."""
     calibration = calibration_runs.run(work, of or spec) if spec.startswith("kvquant") else None
     return prepare(
         model("qwen2") if "subtract_bias" in (of or spec) else model(), spec, calibration

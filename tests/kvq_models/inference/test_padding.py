@@ -1,4 +1,5 @@
-"""Few programs serve all lengths, and a padded request gives what it would give without padding."""
+"""Few programs serve all lengths, and a padded request gives the results of the request without
+padding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows that sample by rules of their own: each draws what `sample` draws for its rule alone,
-whatever the other rows ask for."""
+"""Rows with separate sampling rules: each draws what `sample` draws for its rule, whatever the
+other rows ask for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Drafts change the number of steps, and nothing else: tokens, log-probabilities and caches are
-those of greedy `generate`."""
+"""Drafts only change the number of steps: tokens, log-probabilities and caches equal greedy
+`generate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import kvq_jax as kvq
 from kvq_models import Llama, generate, generate_drafted, prepare
 from kvq_models.inference import speculation
 from kvq_models.inference.generation import Generated
-from kvq_models.inference.sampling import Sampling
 from kvq_models.inference.speculation import History, look_up
 from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -28,8 +27,7 @@ SPECS = (
     "innerq:bits=2,recent=8,block=32",
     "k=kivi:bits=2+v=dense+cache:recent=8",
 )
-# Rows that repeat themselves, at once or after a while, and one that does not; of different
-# lengths.
+# Rows of different lengths: some repeat themselves, at once or after a while, and one does not.
 PROMPTS = np.array([[5, 6, 7, 8] * 5, [*range(20, 40)], [9] * 20], np.int32)
 LENGTHS = np.array([19, 20, 3], np.int32)
 
@@ -78,9 +76,10 @@ def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         speculation, "_until_ageing", lambda cache: cache.capacity - cache.lengths - 1
     )
+    # traces it anew
     monkeypatch.setattr(
-        speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=(4, 5, 6))
-    )  # traces it anew
+        speculation, "advance", jax.jit(lambda *given: traced(*given), static_argnums=5)
+    )
     careless = np.asarray(generated.__wrapped__(AGEING, DRAFTS).logprobs)
     assert np.abs(careless - plain).max() > 1e-2
 
@@ -99,7 +98,7 @@ def test_a_block_that_a_wrong_draft_aged_would_be_noticed(monkeypatch: pytest.Mo
     ],
 )
 def test_drafts_are_what_followed_the_same_tokens(tokens: list[int], drafted: list[int]):
-    padded = jnp.array([tokens + [2, 3] * 3], jnp.int32)  # what lies past the row is not read
+    padded = jnp.array([tokens + [2, 3] * 3], jnp.int32)  # tokens past the row are not read
     assert jax.jit(look_up, static_argnums=1)(
         History(padded, jnp.array([len(tokens)], jnp.int32)), 3
     ).tolist() == [drafted]
@@ -111,17 +110,16 @@ def test_a_text_that_repeats_itself_takes_fewer_steps():
         jnp.asarray(PROMPTS[[0, 0, 0]]),
         jnp.asarray(LENGTHS[[0, 0, 0]]),
     )
+    settings = speculation.generation_settings(NEW)
     state = speculation.start(
         llama,
         kvq.init_cache("dense", llama.config, 3, CAPACITY, "float32"),
         tokens,
         lengths,
-        NEW,
-        Sampling(),
-        None,
+        settings,
     )
     begun = speculation.begun_history(tokens, lengths, NEW)
-    state, history = speculation.advance(llama, state, begun, jnp.int32(NEW), DRAFTS, (), None)
+    state, history = speculation.advance(llama, state, begun, settings, jnp.int32(NEW), DRAFTS)
     assert NEW / (1 + DRAFTS) <= int(state.step) < NEW
     assert history.tokens[0, : LENGTHS[0] + NEW].tolist() == [
         *PROMPTS[0, : LENGTHS[0]],

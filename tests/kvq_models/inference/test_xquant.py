@@ -1,4 +1,4 @@
-"""XQuant on whole models: keys and values rebuilt from layer inputs are the model's own, for every
+"""XQuant on whole models: keys and values rebuilt from layer inputs equal the model's, for every
 family and form, and the accumulator flows through the layers of prompts, steps and ragged
 batches."""
 
@@ -45,7 +45,7 @@ EXACT = {
         "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,reading=residual_stream"
     ),
 }
-USUAL = [("gqa4", form) for form in EXACT]  # and what the other models have of their own
+USUAL = [("gqa4", form) for form in EXACT]  # and the features of the other models
 USUAL += [
     ("mha", "x"),
     ("bias", "cross_x"),
@@ -64,7 +64,7 @@ def model(name: str):
 
 @functools.cache
 def exact_inputs(name: str) -> tuple[kvq.LayerInputs, ...]:
-    """Return what every layer of the exact model offers for two rows of tokens."""
+    """Return the attention inputs of every layer of the exact model for two rows of tokens."""
     llama = model(name)
     tokens = random_tokens((2, LENGTH))
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape)

@@ -9,8 +9,9 @@ import math
 
 import pytest
 
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope_config import RopeConfig
 from tests.kvq_models.checkpoints import LLAMA3, SIZES, STORIES, YARN, YARN_ALL, tiny_config
 
 LLAMA = SIZES | {"model_type": "llama"}

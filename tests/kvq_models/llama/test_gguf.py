@@ -1,5 +1,5 @@
-"""GGUF files load as the checkpoints that they were made from: weights, configuration, tokens; what
-is not supported is refused by name."""
+"""GGUF files load like the checkpoints they were made from: weights, configuration, tokens.
+Unsupported features are refused by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, open_checkpoint, read_config
-from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.hf_directory import load_tokenizer
 from kvq_models.llama.model import forward
 from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope_config import RopeConfig
 from tests.kvq_models.checkpoints import (
     STORIES,
     random_llama,
@@ -68,9 +69,8 @@ def test_a_model_of_each_family_computes_what_its_source_does(name: str, tmp_pat
         row_errors(jax.jit(forward)(load_llama(other, dtype="float32")[0], tokens), wanted).min()
         > 1e-2
     )
-    kept = {f.name for f in dataclasses.fields(LlamaConfig) if f.compare} - {
-        "model_type"
-    }  # Mistral's files say llama
+    # Mistral's files say llama
+    kept = {f.name for f in dataclasses.fields(LlamaConfig) if f.compare} - {"model_type"}
     assert {n: getattr(llama.config, n) for n in kept} == {n: getattr(config, n) for n in kept}
 
 
@@ -201,9 +201,8 @@ def test_a_file_that_is_cut_off_ends_in_one_line(
 
 def test_an_unknown_type_of_tensors_is_refused_by_name(plain: pathlib.Path, tmp_path: pathlib.Path):
     whole = plain.read_bytes()
-    at = (
-        whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
-    )  # dimensions, one length, then the type
+    # dimensions, one length, then the type
+    at = whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
     path = tmp_path / "odd.gguf"
     path.write_bytes(whole[:at] + (199).to_bytes(4, "little") + whole[at + 4 :])
     assert "199" in refusal(path)
@@ -263,9 +262,8 @@ def test_sentence_pieces_merge_as_in_the_source(tmp_path: pathlib.Path):
     vocabulary = sorted(source.get_vocab().items(), key=lambda entry: entry[1])
     tokens = [token for token, _ in vocabulary]
     kinds = [2 if i == 0 else 3 if i < 3 else 6 if i < 259 else 1 for i in range(len(tokens))]
-    scores = [
-        -float(max(i - 259, 0)) for i in range(len(tokens))
-    ]  # Llama's pieces stand in the order of their scores
+    # Llama's pieces stand in the order of their scores
+    scores = [-float(max(i - 259, 0)) for i in range(len(tokens))]
     fields = {
         "model": "llama",
         "tokens": tokens,

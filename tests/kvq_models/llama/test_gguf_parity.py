@@ -47,7 +47,7 @@ What is 12345678 + 1?<|im_end|>
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """A directory in Hugging Face's format, made of the GGUF file by transformers alone."""
+    """A directory in Hugging Face's format that transformers alone made from the GGUF file."""
     import gguf
     import safetensors.torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -55,9 +55,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path
 
     folder, file = tmp_path_factory.mktemp("converted"), SMOLLM2.path
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            gguf, "GGUFReader", functools.cache(gguf.GGUFReader)
-        )  # seconds for every time that the vocabulary is parsed
+        # seconds for every time that the vocabulary is parsed
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         with torch.device("meta"):
             names = AutoModelForCausalLM.from_config(config)

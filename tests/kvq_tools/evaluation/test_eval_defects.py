@@ -1,8 +1,8 @@
-"""A wrong cache is caught: each defect, planted in a 4-bit cache that is right otherwise, moves the
+"""A wrong cache is caught: each defect, planted in an otherwise correct 4-bit cache, moves the
 numbers by the factor stated here.
 
-The defects are in the plan of a layer, whose codecs and regions every cache is made of, so that all
-programs are compiled with them.
+The defects are in a layer's plan, whose codecs and regions every cache uses, so all programs are
+compiled with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.rope import rotate
 from kvq_tools import evaluate_caches
-from kvq_tools.evaluation.through import STEP
+from kvq_tools.evaluation.settings import STEP
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 SPEC = kvq.parse("kivi:bits=4,recent=8,block=8")
@@ -56,8 +56,7 @@ class OneBlockLate(Regions):
 
 
 def remade(kind, base):
-    """Return the same dataclass with other behaviour; its class is part of what programs are
-    compiled for."""
+    """Return the same dataclass with other behaviour. Programs are compiled for its class."""
     return kind(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
 
@@ -74,8 +73,8 @@ DEFECTS = {
         plan, k=remade(OnePositionOn, plan.k)
     ),
 }
-# at least so many times the KL of the sound cache, and at most this agreement, where that agrees to
-# 89 %
+# at least so many times the KL of the correct cache, and at most this agreement; the correct
+# cache's is 89 %
 CAUGHT = {
     "V read as K": (100, 0.2),
     "a scale shifted by one group": (1.6, 0.87),
@@ -161,8 +160,8 @@ def test_chunks_catch_it_too(scene):
 
 
 def test_steps_of_the_default_length_see_what_steps_of_whole_blocks_hide(scene, single_steps):
-    """At the end of a block the ring still holds what this defect loses inside it; an odd step ends
-    everywhere."""
+    """At the end of a block the ring still holds the rows that this defect loses inside it. Odd
+    steps end everywhere in a block."""
     sound = single_steps["none"].mean_kl
     for step, seen in ((STEP, True), (4 * SPEC.block, False)):
         (wrong,) = run(scene, ["ageing off by one block"], step=step).values()

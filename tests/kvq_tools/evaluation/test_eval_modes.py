@@ -1,4 +1,4 @@
-"""The three modes: each equals what it says it does, written out by hand; the exact cache gives the
+"""Each of the three modes equals its definition, written out by hand. The exact cache gives the
 exact model, a coarse one does not."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def nats_of(logits, following):
 
 
 def by_hand(ids, logits_of):
-    """-log p of the scored tokens, where logits_of(window tokens) gives logits [T - 1, V]."""
+    """Return -log p of the scored tokens. logits_of(window tokens) gives logits [T - 1, V]."""
     parts = []
     for begin, end, first in CUT:
         row = ids[begin:end]
@@ -140,7 +140,7 @@ def test_all_modes_give_the_exact_model_for_the_dense_cache(scene):
         assert dense.flips.size == 0
 
 
-def test_a_coarse_cache_is_further_away_in_every_mode_and_furthest_where_no_token_is_exact(scene):
+def test_a_coarse_cache_is_further_away_in_every_mode_and_furthest_if_no_token_is_exact(scene):
     kl = {mode: scene.found[mode][1].mean_kl for mode in MODES}
     assert all(kl[mode] > 1e-3 for mode in MODES), kl
     assert kl["chunked"] < kl["decode"] < kl["fake"], (
@@ -173,9 +173,8 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(scene):
     sizes = np.random.default_rng(1).integers(0, 5, TOKENS)
     options = {"window": WINDOW, "stride": WINDOW, "batch": 3, "mode": "fake"}
     result = evaluate(scene.llama, "dense", scene.ids, token_bytes=sizes, **options)
-    unscored = np.arange(
-        0, TOKENS, WINDOW
-    )  # windows do not overlap: nothing precedes their first tokens
+    # windows do not overlap: nothing precedes their first tokens
+    unscored = np.arange(0, TOKENS, WINDOW)
     assert result.utf8_bytes == sizes.sum() - sizes[unscored].sum()
     assert result.bits_per_byte == pytest.approx(
         result.nats.sum() / np.log(2) / result.utf8_bytes, rel=1e-6
@@ -226,7 +225,6 @@ def test_what_cannot_be_run_is_refused(scene):
 
 
 # --- its parts
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_kl_is_that_of_float64_and_zero_for_logits_that_differ_by_a_constant():

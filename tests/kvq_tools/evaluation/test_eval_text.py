@@ -11,7 +11,8 @@ import pytest
 from kvq_jax.cache.spec import parse
 from kvq_tools.evaluation import tokenize
 from kvq_tools.evaluation.results import Evaluation
-from kvq_tools.evaluation.through import STEP, slices
+from kvq_tools.evaluation.settings import STEP, Settings
+from kvq_tools.evaluation.through import slices
 from kvq_tools.evaluation.windows import check_windows, windows
 from laboratory.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import tiny_config
@@ -61,9 +62,10 @@ def test_windows_are_those_of_the_hugging_face_documentation():
         found, end_before = [], 0
         for begin in range(0, tokens, stride):  # their loop: begin_loc, end_loc, trg_len
             end = min(begin + window, tokens)
+            # labels are shifted by one
             found += [
                 begin + at for at in range(max(end - begin - (end - end_before), 1), end - begin)
-            ]  # labels are shifted by one
+            ]
             end_before = end
             if end == tokens:
                 break
@@ -82,7 +84,8 @@ def test_slices_cover_every_prediction_of_a_window_once():
         if prompt >= length or (prompt and mode != "decode"):
             continue
         for vocabulary in (96, 1 << 22):
-            parts = slices(mode, length, 4, vocabulary, 100, prompt)
+            settings = Settings(length, length, mode, chunk=100, prompt=prompt)
+            parts = slices(settings, length, 4, vocabulary)
             predicted = [at for part in parts for at in range(part.first + 1, part.stop + 1)]
             assert predicted == list(range(max(prompt, 1), parts[-1].stop + 1)), (
                 f"{mode} {length=} {prompt=}: {parts}"
@@ -125,7 +128,7 @@ def test_what_cannot_be_scored_is_refused_in_one_line(case):
     check_windows(tiny_config(), np.arange(40), 16, 8, prompt=8)
 
 
-def test_a_prompt_may_be_longer_than_the_overlap_where_there_is_one_window():
+def test_a_prompt_may_be_longer_than_the_overlap_if_there_is_one_window():
     check_windows(tiny_config(), np.arange(16), 16, 16, prompt=10)
     assert windows(16, 16, 16, prompt=10) == ((0, 16, 10),)
 
@@ -228,7 +231,7 @@ def test_the_kl_of_a_window_is_the_mean_of_the_tokens_that_it_scores():
 
 @pytest.mark.parametrize("name", ["exact_nats", "nats", "kl"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_an_evaluation_is_finite_where_every_number_of_every_token_is(name: str, value: float):
+def test_an_evaluation_is_finite_if_every_number_of_every_token_is(name: str, value: float):
     where, arrays = (
         np.arange(4),
         {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")},

@@ -1,4 +1,4 @@
-"""Quality is measured through the cache: the exact cache gives the model's own numbers, and a worse
+"""Quality is measured through the cache: the exact cache gives the model's numbers, and a worse
 cache worse ones."""
 
 from __future__ import annotations

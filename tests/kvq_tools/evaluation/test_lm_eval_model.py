@@ -1,4 +1,4 @@
-"""lm-eval through a cache: its scores are those of decoding, and the cache's bits move them."""
+"""lm-eval through a cache: its scores come from decoding, and the cache's bits move them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 from kvq_models.llama.model import forward
 from kvq_tools.evaluation import lm_eval_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # of lm-eval and datasets, which are others' to mend
+# of lm-eval and datasets, which are others' to mend
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = Path(__file__).parents[3]
 COARSE = "int2:recent=8"
@@ -52,9 +51,8 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(
-        "lm_eval.evaluator.add_env_info", lambda results: None
-    )  # asks pip and git about the machine, for seconds
+    # asks pip and git about the machine, for seconds
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 @pytest.fixture
@@ -66,9 +64,8 @@ def task_folder(tmp_path, paragraphs, offline):
         answer = rng.randrange(3)
         choices = [" ".join(text[other : other + 5]) for other in (at + 400, at + 700)]
         choices.insert(answer, " ".join(text[at + 45 : at + 50]))
-        context, whole = (
-            " ".join(text[at : at + words]) for words in (45, 60)
-        )  # tokens that share a shape, which saves compiling
+        # tokens that share a shape, which saves compiling
+        context, whole = (" ".join(text[at : at + words]) for words in (45, 60))
         rows.append(
             {
                 "context": context,
@@ -110,14 +107,13 @@ def task_folder(tmp_path, paragraphs, offline):
         },
     }
     for name, task in tasks.items():
-        (tmp_path / f"{name}.yaml").write_text(
-            json.dumps({"task": name} | shared | task)
-        )  # JSON is YAML
+        # JSON is YAML
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | task))
     return tmp_path
 
 
 def evaluated(lm, folder, *tasks):
-    """Return (results, {task: what the model answered, in the order of the rows})."""
+    """Return (results, {task: the model's answers in the order of the rows})."""
     import lm_eval
 
     found = lm_eval.simple_evaluate(
@@ -142,16 +138,14 @@ def instances(*arguments):
 
 
 def exact(lm, context, continuation):
-    """Return (log-probability, greedy) of a continuation by a plain forward pass, padded to one
-    shape."""
+    """Return (log-probability, greedy) of a continuation by a padded plain forward pass."""
     row = np.zeros((1, 256), np.int32)
     row[0, : len(context + continuation)] = context + continuation
     logits = np.asarray(jax.jit(forward)(lm.llama, jnp.asarray(row))[0], np.float64)
     logits = logits[len(context) - 1 : len(context + continuation) - 1]
     logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    return logprobs[range(len(continuation)), continuation].sum(), bool(
-        (logits.argmax(-1) == continuation).all()
-    )
+    greedy = bool((logits.argmax(-1) == continuation).all())
+    return logprobs[range(len(continuation)), continuation].sum(), greedy
 
 
 def worst(found, expected):
@@ -232,7 +226,7 @@ def test_a_prefilled_context_gives_a_method_its_prompt_statistics(make, paragrap
     )
 
 
-def test_requests_without_a_prompt_are_refused_where_the_cache_takes_statistics_from_it(make):
+def test_requests_without_a_prompt_are_refused_if_the_cache_takes_statistics_from_it(make):
     lm, plain = (
         make(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false")
     )
@@ -253,10 +247,11 @@ def test_rolling_windows_predict_each_token_once(make, paragraphs):
     ids = [lm.prefix_token_id, *lm.tok_encode(text)]
     assert len(ids) > 81
     found = lm.loglikelihood_rolling(instances((text,)), disable_tqdm=True)
+    # of windows of 40 inputs; the last one scores what is left
     ends = [
         *range(41, len(ids), 40),
         len(ids),
-    ]  # of windows of 40 inputs; the last one scores what is left
+    ]
     starts = [1, *ends[:-1]]
     expected = sum(
         exact(lm, ids[max(0, end - 41) : start], ids[start:end])[0]

@@ -19,9 +19,8 @@ from kvq_tools.evaluation import measure, run
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.methods_table import METHOD_CASES, MethodCase, cases
 
-CONFIG = tiny_config(
-    "qwen2", hidden_size=128, head_dim=32
-)  # a family with a key bias, which one row of the table subtracts
+# a family with a key bias, which one row of the table subtracts
+CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)
 WITH = (
     "innerq2",
     "innerq3_sym",
@@ -42,7 +41,7 @@ WITH += (
     "zipcache42",
     "zipcache83",
 )
-# one of each kind; kvquant3_online needs a calibration (test_kvquant_online.py)
+# one of each kind. kvquant3_online needs a calibration (test_kvquant_online.py).
 MEASURED = ("innerq2", "squat2", "squat3_pre", "polar_global", "nvfp4", "zipcache42")
 KIVI, INNERQ, SQUAT = (
     "kivi:recent=8,block=8",
@@ -98,8 +97,7 @@ def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids)
 
 
 def without_statistics(llama, spec, rows, prompt):
-    """The same measurement with every sequence's statistics as those of one that never had a
-    prompt."""
+    """The same measurement with the statistics of sequences that never had a prompt."""
     jax.clear_caches()
     with mock.patch.object(update, "_with_statistics", lambda plan, params, state, inputs: state):
         found = measure(llama, spec, rows, prompt)

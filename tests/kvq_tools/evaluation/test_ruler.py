@@ -10,13 +10,14 @@ import string
 import pytest
 
 from kvq_tools.evaluation.tasks import niah, ruler
-from tests.kvq_tools.evaluation.test_tasks import embedded_prompts, prompt_text
+from tests.kvq_tools.evaluation.task_samples import embedded_prompts, prompt_text
 
+# the embedded model's tokens are short
 LENGTHS = {
     "vt": (1400, 2800),
     "cwe": (2400, 5800),
     "fwe": (600, 1200),
-}  # the embedded model's tokens are short
+}
 
 
 def puzzles(kind, **changes):
@@ -53,9 +54,8 @@ def test_all_variables_of_the_chain_have_the_value_and_no_others_do():
             f"in the text above, 5 variables are assigned the value {value}, they are:"
         )
         having = {value}
-        for name, given in re.findall(
-            r"^VAR ([A-Z]+) = (?:VAR )?(\w+)$", words, re.MULTILINE
-        ):  # in the order of the text
+        # in the order of the text
+        for name, given in re.findall(r"^VAR ([A-Z]+) = (?:VAR )?(\w+)$", words, re.MULTILINE):
             having |= {name} if given in having else set()
         assert having == {value, *sample.answers}
         assert len(set(sample.answers)) == ruler.HOPS + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvq_tools.evaluation.tasks import niah, passkey
-from kvq_tools.evaluation.tasks.sample import Sample
+from kvq_tools.evaluation.tasks.sample import TaskSample
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ from kvq_tools.evaluation.tasks.sample import Sample
     ],
 )
 def test_the_first_number_is_the_pass_key(text, score, finished):
-    sample = Sample((1,), ("12345",), 8)
+    sample = TaskSample((1,), ("12345",), 8)
     assert passkey.score(sample, text) == {"accuracy": score}
     assert passkey.finished(sample, text) is finished
 
 
 @pytest.mark.parametrize(("text", "score"), [("a1, B2", 1), ("B2", 0.5), ("a 1 b 2", 0), ("", 0)])
 def test_the_share_of_needles_found(text, score):
-    sample = Sample((1,), ("A1", "b2"), 8)
+    sample = TaskSample((1,), ("A1", "b2"), 8)
     assert niah.score(sample, text) == {"accuracy": score}
     assert niah.finished(sample, text) is (score == 1)

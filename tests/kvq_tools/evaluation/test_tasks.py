@@ -1,11 +1,9 @@
-"""Tasks: prompts say what they are said to say, generation runs through the cache, and what a user
-gets wrong is one line."""
+"""Tasks: prompts have the documented content, generation runs through the cache, and user errors
+are one line."""
 
 from __future__ import annotations
 
-import argparse
 import functools
-import itertools
 import json
 import re
 
@@ -13,49 +11,19 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
-from kvq_tools.cli import task_runs
-from kvq_tools.evaluation.tasks import niah, passkey, ruler
-from kvq_tools.evaluation.tasks.filler import depth_of, fitted
-from kvq_tools.evaluation.tasks.runner import batches, capacity, check_samples, run, run_together
-from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
-from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+from kvq_tools.evaluation.tasks import niah, passkey
+from kvq_tools.evaluation.tasks.filler import fitted
+from kvq_tools.evaluation.tasks.runner import batches, capacity, run, run_together
+from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from laboratory.stress import Outliers, Stress, stressed
-from tests.kvq_models.checkpoints import random_llama, tiny_config
-
-TEXT = " ".join(f"Sentence {i} of the text says little, and says it slowly." for i in range(400))
-DEPTHS = (0.0, 0.3, 1.0)
-
-
-@functools.cache
-def embedded_prompts():
-    from kvq_models.llama.hf_directory import load_tokenizer
-
-    return Prompts(load_tokenizer(EMBEDDED))
-
-
-def passkeys(**changes):
-    settings = {"lengths": (200, 400), "depths": DEPTHS, "count": 2, "seed": 0, "text": None}
-    return passkey.generated(embedded_prompts(), **settings | changes)
-
-
-def needles(kind, **changes):
-    settings = {
-        "lengths": (500,),
-        "depths": DEPTHS,
-        "count": 2,
-        "seed": 0,
-        "text": TEXT,
-        "max_new_tokens": 32,
-    }
-    return niah.generated(embedded_prompts(), kind, **settings | changes)
-
-
-def prompt_text(sample):
-    return embedded_prompts().decode(list(sample.prompt))
-
-
-# --- generated samples
-# --------------------------------------------------------------------------------------------------------------------
+from tests.kvq_models.checkpoints import tiny_config
+from tests.kvq_tools.evaluation.task_samples import (
+    DEPTHS,
+    TEXT,
+    needles,
+    passkeys,
+    prompt_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -172,124 +140,9 @@ def test_what_cannot_be_made_is_refused():
             make()
 
 
-# --- files
-# --------------------------------------------------------------------------------------------------------------------------------
-
-
-def lines(path, *rows):
-    path.write_text(
-        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
-    )
-    return path
-
-
-def test_ready_made_samples_are_asked_as_they_are(tmp_path):
-    prompts = embedded_prompts()
-    keys = lines(
-        tmp_path / "keys",
-        {"input": "No. The pass key is 12345. No. No.", "target": "12345"},
-        "",
-        {"input": "b", "target": "1"},
-    )
-    first, _ = passkey.from_file(keys, prompts)
-    assert (
-        prompt_text(first)
-        == "No. The pass key is 12345. No. No.What is the pass key? The pass key is "
-    )
-    assert (first.answers, first.labels["depth"]) == (("12345",), 0.5)
-    assert len(passkey.from_file(keys, prompts, limit=1)) == 1
-    whole = {"input": "hay needle hay. It is", "outputs": ["needle", "hay"]}
-    split = {"input": "hay needle hay.", "answer_prefix": " It is", "outputs": ["needle"]}
-    file = lines(tmp_path / "hay", whole, split)
-    assert [prompt_text(sample) for sample in niah.from_file(file, prompts, suffix=":")] == [
-        "hay needle hay. It is:"
-    ] * 2
-    assert niah.from_file(file, prompts)[0].answers == ("needle", "hay")
-
-
-def test_a_chat_template_holds_the_question_and_the_answer_begins_after_it():
-    tokenizer = embedded_prompts().tokenizer
-    prompts = Prompts(tokenizer, lambda turn: list(tokenizer(f"<user>{turn}</user>").input_ids))
-    (sample,) = passkey.generated(prompts, lengths=(200,), depths=(0,), count=1)
-    assert prompt_text(sample).endswith("What is the pass key?</user> The pass key is ")
-
-
-BAD_FILES = {
-    "no file": (None, "No such file"),
-    "empty": ("", "has no samples"),
-    "no json": ("{", "line 1: not JSON"),
-    "a list": ("[1]", "must be an object, not a list"),
-    "no field": ('{"input": "a"}', "needs the field 'outputs', a list"),
-    "a number": ('{"input": 3, "outputs": ["c"]}', "needs the field 'input', a str"),
-    "a prefix that is no text": (
-        '{"input": "a", "outputs": ["c"], "answer_prefix": 7}',
-        "'answer_prefix' must be a str, not a int",
-    ),
-    "outputs that are no list": (
-        '{"input": "a", "outputs": 5}',
-        "line 1: needs the field 'outputs', a list",
-    ),
-    "outputs that are no texts": (
-        '{"input": "a", "outputs": [5]}',
-        "'outputs' must list texts only",
-    ),
-    "half a surrogate pair": (
-        '{"input": "\\ud800", "outputs": ["c"]}',
-        "the field 'input' is no text",
-    ),
-    "endless": ("[" * 100_000, "line 1: not JSON"),
-    "no outputs": ('{"input": "a", "outputs": []}', "must list at least one text"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_a_bad_file_is_named_with_its_line(case, tmp_path):
-    content, message = BAD_FILES[case]
-    if content is not None:
-        (tmp_path / "file").write_text(content)
-    with pytest.raises((ValueError, OSError), match=re.escape(message)):
-        niah.from_file(tmp_path / "file", embedded_prompts())
-
-
-@pytest.mark.parametrize(
-    ("task", "row"),
-    [
-        (passkey, {"input": "", "target": ""}),
-        (passkey, {"input": "The key is 1.", "target": ""}),
-        (niah, {"input": "", "outputs": [""]}),
-        (niah, {"input": "hay", "outputs": ["a", ""]}),
-    ],
-)
-def test_samples_without_text_are_refused(task, row, tmp_path):
-    with pytest.raises(ValueError, match=r"line 1: the field '.*' has an empty text"):
-        task.from_file(lines(tmp_path / "data", row), embedded_prompts())
-
-
-def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
-    with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
-        check_samples([Sample((), ("a",), 1)], tiny_config())
-    assert depth_of("", "") is None
-
-
-# --- running
-# ------------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Return a directory with a random one-layer model and a tokenizer."""
-    directory = tmp_path_factory.mktemp("tiny")
-    save_llama(
-        random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)),
-        directory,
-    )
-    save_tokenizer(train_tokenizer(["one two three four"] * 3, 300), directory, 256)
-    return directory
-
-
 def lengths_task(asked):
-    """Scores the number of characters; finished after `asked` of them."""
-    return Task(
+    """A task whose score is the number of characters, finished after `asked` of them."""
+    return AnswerRule(
         lambda _, text: {"characters": min(len(text), asked) / asked},
         lambda _, text: len(text) >= asked,
     )
@@ -298,7 +151,7 @@ def lengths_task(asked):
 def test_prompts_of_one_batch_need_the_same_cache_and_the_last_batch_is_filled_up():
     config = tiny_config(max_position_embeddings=256)
     samples = [
-        Sample((1,) * length, (), new)
+        TaskSample((1,) * length, (), new)
         for length, new in ((3, 8), (70, 8), (5, 8), (9, 8), (90, 8), (60, 4), (200, 56))
     ]
     assert [capacity(sample, config) for sample in samples] == [64, 128, 64, 64, 128, 64, 256]
@@ -308,8 +161,8 @@ def test_prompts_of_one_batch_need_the_same_cache_and_the_last_batch_is_filled_u
 
 def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
-    prompts = Prompts(tokenizer)
-    samples = [Sample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (1, 2, 3)]
+    prompts = TaskPrompts(tokenizer)
+    samples = [TaskSample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (1, 2, 3)]
     found = {}
     for batch in (1, 2):
         answers = list(
@@ -323,8 +176,8 @@ def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tin
 
 def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
-    prompts, task = Prompts(tokenizer), lengths_task(1000)
-    samples = [Sample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (9, 2, 5)]
+    prompts, task = TaskPrompts(tokenizer), lengths_task(1000)
+    samples = [TaskSample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (9, 2, 5)]
     caches = [kvq.parse("dense"), kvq.parse("k=int2+v=int2+cache:sink=0,recent=0,block=8")]
     together = run_together(
         [(llama, cache) for cache in caches],
@@ -353,9 +206,9 @@ def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
     assert (len(first), len(others)) == (3, 2), "the last batch is not asked of the others"
 
 
-def test_generation_ends_where_the_task_is_finished(tiny):
+def test_generation_ends_when_the_task_is_finished(tiny):
     llama, tokenizer = load_llama(tiny, dtype="float32")
-    sample = Sample(tuple(Prompts(tokenizer).ids("one two")), (), 60)
+    sample = TaskSample(tuple(TaskPrompts(tokenizer).ids("one two")), (), 60)
     counts = [
         next(
             run(
@@ -363,7 +216,7 @@ def test_generation_ends_where_the_task_is_finished(tiny):
                 kvq.parse("dense"),
                 lengths_task(asked),
                 [sample],
-                Prompts(tokenizer),
+                TaskPrompts(tokenizer),
                 batch=1,
             )
         ).tokens
@@ -372,9 +225,8 @@ def test_generation_ends_where_the_task_is_finished(tiny):
     assert counts[0] < counts[1]
 
 
-def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_path):
-    """On trained weights, with keys that int4 cannot hold: the answers come from what the cache
-    holds."""
+def test_a_cache_that_forgets_fails_and_the_exact_one_remembers(run_json, tmp_path):
+    """On trained weights, with keys that int4 cannot hold: the answers come from the cache."""
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
     save_llama(stressed(llama, Stress(key_outliers=Outliers(4, 64.0))), tmp_path, tokenizer)
     arguments = (
@@ -405,103 +257,3 @@ def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_
         {"cache": one["name"]} | answer for one in found["caches"] for answer in one["answers"]
     ]
     assert sorted(written, key=str) == sorted(shown, key=str)
-
-
-def default_lengths(make, positions):
-    """Return the lengths of the samples that a command makes for a model of so many positions where
-    --lengths is not given."""
-    options = argparse.Namespace(lengths=None, limit=1, seed=0, max_new_tokens=None)
-    samples = task_runs.generated(options, tiny_config(max_position_embeddings=positions), make)
-    return [
-        length for length, _ in itertools.groupby(sample.labels["length"] for sample in samples)
-    ]
-
-
-def test_default_lengths_are_those_within_the_positions_that_the_question_fits(capsys):
-    make = functools.partial(passkey.generated, embedded_prompts(), depths=(0.0,))
-    assert default_lengths(make, 4096) == [1024, 2048, 4096]
-    assert capsys.readouterr().err == ""
-    assert default_lengths(make, 256) == [128, 256], "the question alone takes more than 64 tokens"
-    told = capsys.readouterr().err
-    assert "no samples of 64 tokens: the question needs about 1" in told, told
-
-
-@pytest.mark.parametrize("make", [niah.generated, ruler.generated])
-def test_every_task_has_a_default_length_on_the_embedded_model(make):
-    kinds = ruler.KINDS if make is ruler.generated else niah.KINDS
-    depths = {} if make is ruler.generated else {"depths": (0.0,), "text": TEXT}
-    for kind in kinds:
-        assert (
-            max(default_lengths(functools.partial(make, embedded_prompts(), kind, **depths), 2048))
-            == 2048
-        ), kind
-
-
-def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
-    file = lines(tmp_path / "keys", {"input": "The pass key is 12345.", "target": "12345"})
-    code, out, err = run("passkey", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8)
-    assert code == 0, err
-    for part in (
-        "score: 1 where the first number",
-        "1 samples with prompts of",
-        "│ int4",
-        "accuracy",
-    ):
-        assert part in out, f"{part!r} is missing in {out}"
-
-
-BAD_REQUESTS = {
-    "too long": (
-        ("passkey", "--lengths", "400"),
-        "and the model was trained for 256 positions: take a shorter one",
-    ),
-    "too short": (("passkey", "--lengths", "20"), "try fewer --max-new-tokens or --lengths "),
-    "too few positions": (
-        ("niah",),
-        "and the model was trained for 256 positions, which include --max-new-tokens (now 128)",
-    ),
-    "negative seed": (
-        ("passkey", "--lengths", "200", "--seed", "-1"),
-        "argument --seed: '-1' must be an integer from 0",
-    ),
-    "no length": (("passkey", "--lengths", "a"), "'a' must be an integer"),
-    "no depth": (("passkey", "--depths", "0,2"), "between 0 and 1"),
-    "no number": (("passkey", "--depths", "x"), "not a list of numbers"),
-    "data and lengths": (
-        ("passkey", "--data", "{tmp}/empty", "--lengths", "9"),
-        "--lengths is for generated samples",
-    ),
-    "no text": (
-        ("niah", "--task", "multikey_1", "--max-new-tokens", "4"),
-        "give one (--text FILE)",
-    ),
-    "no task": (("niah", "--task", "multikey_9"), "invalid choice"),
-    "missing data": (("passkey", "--data", "{tmp}/none"), "none"),
-    "empty data": (("passkey", "--data", "{tmp}/empty"), "has no samples"),
-    "unknown cache": (
-        ("passkey", "--data", "{tmp}/empty", "--cache", "kivo"),
-        "unknown cache method",
-    ),
-    "answers exist": (
-        ("passkey", "--data", "{tmp}/row", "--answers", "{tmp}/row"),
-        "must be a new file",
-    ),
-    "no chat template": (("passkey", "--data", "{tmp}/row", "--chat"), "no chat template"),
-    "no room": (
-        ("passkey", "--data", "{tmp}/row", "--max-new-tokens", "255"),
-        "and the model was trained for 256 positions",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_a_bad_request_is_one_line_before_weights_are_read(case, tiny, tmp_path, run, monkeypatch):
-    monkeypatch.setattr(task_runs, "load_llama", lambda *_, **__: pytest.fail("weights were read"))
-    (tmp_path / "empty").write_text("")
-    lines(tmp_path / "row", {"input": "a", "target": "c"})
-    (command, *options), message = BAD_REQUESTS[case]
-    code, out, err = run(command, tiny, *(option.format(tmp=tmp_path) for option in options))
-    assert (code, out) == (2, ""), err
-    errors = [line for line in err.splitlines() if "kvq: error:" in line]
-    assert len(errors) == 1, err
-    assert message in errors[0], errors[0]

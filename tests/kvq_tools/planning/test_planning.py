@@ -1,4 +1,4 @@
-"""Plans: budgets are met as well as they can be, sides measured alone are those of a whole cache,
+"""Plans: budgets are met as well as possible, a side measured alone equals a whole cache's, and
 files are read or refused."""
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def drawn(layers: int, chunks: int, seed: int = 0) -> Costs:
 
 
 # --- allocation
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [4, 7, 12, 20])
@@ -94,7 +93,6 @@ def test_fewer_bits_than_sides_are_refused():
 
 
 # --- measurements
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +114,8 @@ def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exa
     rows = np.stack([ids[at : at + 60] for at in (0, 300)])
     costs = costs_of(calibration, {})
     widths = costs.best(layer, side, 12)
-    windows = kvq.parse(
-        "waterfill:sink=0,recent=0,block=4"
-    )  # the first layer attends to the token before
+    # the first layer attends to the token before
+    windows = kvq.parse("waterfill:sink=0,recent=0,block=4")
     spec = one_side(spec_of([(widths, widths)] * 2), side, windows)
     found = Sensitivity(llama, rows, 48, STEP).kl(prepared, spec, layer)
     alone = dataclasses.replace(spec, skip_layers=(1 - layer,))
@@ -135,7 +132,6 @@ def test_windows_that_are_no_whole_steps_are_refused(planned):
 
 
 # --- files and the command
-# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,7 +141,7 @@ def cache_folder(tmp_path, monkeypatch):
 
 
 def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_path):
-    written = kept.Plan(
+    written = kept.StoredPlan(
         kvq.parse("waterfill:k_widths=43210000@0/22110000,v_widths=32110000"),
         str(tmp_path / "w.safetensors"),
     )
@@ -170,7 +166,7 @@ def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_
 
 @pytest.fixture
 def auto(planned, shallow, cache_folder):
-    """Return a model whose calibration is kept where `auto` finds it."""
+    """Return a model whose calibration is stored for `auto`."""
     file = kept.calibration_file(str(shallow))
     file.parent.mkdir(parents=True)
     save_calibration(planned[2], file)

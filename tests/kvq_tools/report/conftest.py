@@ -1,16 +1,63 @@
-"""Pictures of tests are small: drawing and packing their pixels is most of a page's time."""
+"""One small report for the tests of all files here. Its pictures are small, because drawing and
+packing their pixels is most of a page's time."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 
-from kvq_tools.report import drawing
+from kvq_models import EMBEDDED, load_llama
+from kvq_tools import tokenize
+from kvq_tools.report import drawing, schema
+from tests.kvq_tools.report.small_report import CACHES, CONTEXT, RUN, SAMPLE, STEPS, TEXT, call
 
 
-@pytest.fixture(scope="module", autouse=True)
+@contextlib.contextmanager
 def _small_pictures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "DPI", 40)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pictures_everywhere() -> Iterator[None]:
+    with _small_pictures():
+        yield
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """Return a report of the embedded model, as the command writes it."""
+    out = tmp_path_factory.mktemp("report")
+    (out / "text.txt").write_text(TEXT)
+    caches = [part for cache in CACHES for part in ("--cache", cache)]
+    request = (
+        "report",
+        "embedded",
+        "--text",
+        out / "text.txt",
+        *caches,
+        *RUN,
+        "--contexts",
+        CONTEXT,
+        "--steps",
+        STEPS,
+        "--sample",
+        SAMPLE,
+    )
+    with _small_pictures():
+        assert call(*request, "--out", out) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def report(made):
+    return schema.read(made / "report.json")
+
+
+@pytest.fixture(scope="session")
+def model():
+    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+    return llama, tokenize(tokenizer, TEXT).first(64)

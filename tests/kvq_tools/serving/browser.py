@@ -1,4 +1,4 @@
-"""A headless browser, driven through WebDriver: chromium and its chromedriver, where a machine has
+"""A headless browser, driven through WebDriver: chromium and its chromedriver, if the machine has
 both."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Browser:
         return found
 
     def type(self, name: str, text: str) -> None:
-        """Type in place of what a field holds."""
+        """Replace the text of a field by typing."""
         self._on(name, "clear")
         self._on(name, "value", text=text)
 
@@ -74,7 +74,7 @@ class Browser:
         self._call("POST", f"/element/{element}/{action}", **fields)
 
     def complaints(self) -> list[str]:
-        """Return what the browser's console says, since this was last asked."""
+        """Return the browser's console messages since the last call."""
         return [entry["message"] for entry in self._call("POST", "/se/log", type="browser")]
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfo
 
 @dataclasses.dataclass
 class Running:
-    """url and client of a server; the tokenizer and the weights that it has."""
+    """A server's url and client, its tokenizer and its weights."""
 
     url: str
     port: int

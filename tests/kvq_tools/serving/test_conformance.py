@@ -45,10 +45,11 @@ PATHS: dict[str, tuple[type[CompletionFields] | type[ChatFields], dict]] = {
     "/v1/completions": (CompletionFields, {"prompt": "x", "max_tokens": 1}),
     "/v1/chat/completions": (ChatFields, {"messages": CHAT, "max_completion_tokens": 1}),
 }
+# the fields that another field requires
 BESIDE = {
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
-}  # what a field is only allowed with
+}
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "serving.md"
 

@@ -1,5 +1,5 @@
-"""lm-evaluation-harness's local-completions model against the server: what it scores and generates
-is what the server's engine computes."""
+"""lm-evaluation-harness's local-completions model against the server: its scores and texts are the
+engine's."""
 
 from __future__ import annotations
 

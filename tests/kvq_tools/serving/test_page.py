@@ -1,5 +1,5 @@
-"""The page at `/`: whole by itself, and what it reads is there, and what it does with a server is
-what the API answers."""
+"""The page at `/` is self-contained, everything that it reads exists, and it shows the API's
+answers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the server refuses, and how it says so: fields, bodies, strangers, a full queue, and clients
-that leave."""
+"""The server's refusals and their messages: fields, bodies, unauthorized clients, a full queue, and
+clients that leave."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ ASKING = {  # a value of each refused field that asks for something
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_a_field_that_is_not_served_is_refused_where_it_asks_for_something(
-    server: Running, name: str
-):
+def test_a_field_that_is_not_served_is_refused_if_it_asks_for_something(server: Running, name: str):
     for path, needed in (
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": CHAT}),

@@ -1,4 +1,4 @@
-"""Text as it grows is the text of all tokens, and stops are found wherever they fall."""
+"""Growing text equals the text of all tokens, and stops are found wherever they are."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_tokenizer_that_drops_a_space_at_the_start_loses_none_between_pieces()
     st.integers(1, 5),
 )
 def test_a_text_ends_before_its_first_stop(text: str, stops: list[str], size: int):
-    """A stop is found as soon as its last character is there: of two, the one that ends first, then
-    the one that begins first."""
+    """A stop is found as soon as its last character is there. Of two, the one that ends first wins,
+    then the one that begins first."""
     found, stopped, holder = "", False, Stops(tuple(stops))
     for at in range(0, len(text), size):
         certain, stopped = holder.add(text[at : at + size])

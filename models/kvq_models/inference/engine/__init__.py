@@ -1,2 +1,2 @@
-"""Many requests through one cache of fixed shape: they come and go, and the compiled programs
-stay."""
+"""Serve many requests through one cache of fixed shape. Requests come and go, and the compiled
+programs stay."""

@@ -1,5 +1,5 @@
-"""How many slots of what capacity fit a number of bytes, counted from the layout of the caches;
-nothing is allocated."""
+"""Choose slots and capacity that fit a number of bytes, counted from the layout of the caches.
+Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ CAPACITY_STEP = 64
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The size of an engine's caches. nbytes: of the slots' cache and of the row in which prompts
-    are read, exactly what `Engine` allocates; weights and what a step works on are not in it."""
+    """The size of an engine's caches.
+
+    `nbytes` counts the slots' cache and the row in which prompts are read, exactly what `Engine`
+    allocates. It does not count weights and the working memory of a step.
+    """
 
     slots: int
     capacity: int
@@ -36,12 +39,12 @@ def plan(
     capacity: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> Budget:
-    """Choose what is not given: the capacity is the length up to which the model computes sequences
-    as in training, slots are 8.
+    """Choose the slots and the capacity that are not given. The default capacity is the length up
+    to which the model computes sequences as in training. The default is 8 slots.
 
-    With `memory` (in bytes), as many slots as fit, at most 64; for slots that are given, the
-    largest capacity that fits, a multiple of 64. Raises ValueError, in one line, where what is
-    given does not fit, or the model cannot serve sequences of the capacity.
+    With `memory` (in bytes), choose as many slots as fit, at most 64, or for given slots the
+    largest capacity that fits, a multiple of 64. Raises ValueError, in one line, if the arguments
+    do not fit the memory, or the model cannot serve sequences of the capacity.
     """
 
     def total(slots: int, capacity: int) -> int:
@@ -80,7 +83,7 @@ def plan(
 
 
 def _largest(fits: Callable[[int], bool], longest: int) -> int:
-    """Return the largest multiple of CAPACITY_STEP below `longest` that fits, 0 where none does."""
+    """Return the largest multiple of CAPACITY_STEP below `longest` that fits, or 0 if none does."""
     low, high = 0, -(-longest // CAPACITY_STEP)  # in steps: low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2

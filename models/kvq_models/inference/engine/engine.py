@@ -7,11 +7,11 @@ and leave as soon as they are done.
         for event in engine.advance(): ...
 
 One cache has a row for each slot, and one more row takes the prompt that is being read. Shapes
-never change: `step_slots` and `fill_slot` are compiled once, a prefill once for each width. A
-request's tokens depend on the request alone, bit for bit: its prompt is cut into the same chunks
-whoever else is there, and rows do not see each other.
+never change: `step_slots` and `fill_slot` compile once, a prefill once per width. A request's
+tokens depend on the request alone, bit for bit: its prompt is cut into the same chunks whatever
+else is running, and rows do not see each other.
 
-An engine is driven by one thread.
+Drive an engine from one thread.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
+from kvq_models.inference.engine.accepted import VACANT, Accepted, Counts
 from kvq_models.inference.engine.pieces import RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
 from kvq_models.inference.engine.requests import (
     Ended,
     Event,
-    Likely,
     PromptRead,
     QueueFullError,
     Reason,
@@ -50,62 +50,26 @@ from kvq_models.inference.engine.requests import (
 )
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
-from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 
-WIDTHS = (64, 128, 256)  # of prefill programs: the last is the longest chunk that others wait for
+# of prefill programs; the last is the longest chunk that other requests wait for
+WIDTHS = (64, 128, 256)
 QUEUE_LIMIT = 64
-
-_VACANT = (Sampling(), 0, 0, 0, False)
-
-
-@dataclasses.dataclass
-class _Held:
-    """An accepted request: in the queue, in the row that is prefilled, or in a slot."""
-
-    ticket: Ticket
-    request: Request
-    read: int = 0  # prompt tokens in the cache
-    keys: list[bytes] = dataclasses.field(
-        default_factory=list
-    )  # of the prompt's chunks in the store of prefixes; [] without one
-    drawn: int = 0  # tokens drawn
-    last: int = 0  # the newest of them
-    cancelled: bool = False
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    likely: list[Likely] = dataclasses.field(default_factory=list)
-
-    @property
-    def rule(self) -> tuple[Sampling, int, int, int, bool]:
-        asked = self.request
-        return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
-
-
-@dataclasses.dataclass
-class Counts:
-    """What an engine has done so far."""
-
-    steps: int = 0
-    chunks: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefix_lookups: int = 0  # prompts that were looked up in the store of prefixes,
-    prefix_hits: int = 0  # those of them of which it had at least the first chunk,
-    prefix_tokens: int = 0  # and tokens that were not read because they were there
-    ended: dict[Reason, int] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
-    """B slots on one cache. Raises ValueError, in one line, where the cache does not fit the model
-    or its parameters are missing.
+    """B slots on one cache.
 
-    placement: the mesh on which the slots' cache lies, as the model does. Heads and tokens can be
-    split, rows cannot: a prompt is read in a cache of one row. Prefixes are kept for caches on one
-    device alone.
+    placement: the mesh of the slots' cache, on which the model lies too. Heads and tokens can be
+    split. Rows cannot, because a prompt is read in a cache of one row. Prefixes are kept only for
+    caches on one device.
 
-    prefixes: where the caches of prompts are kept for those that begin alike, with the bits that
-    reading them again would give. The model's weights are hashed for it once. Prompts whose
-    log-probabilities are asked for are always read.
+    prefixes: a store of prompts' caches, used for prompts that begin alike. They have the same bits
+    as reading the prompt again. The model's weights are hashed once for it. Prompts whose
+    log-probabilities are requested are always read.
+
+    Raises ValueError, in one line, if the cache does not fit the model or its parameters are
+    missing.
     """
 
     def __init__(
@@ -147,11 +111,10 @@ class Engine:
         self._compiling: dict[int, Future[None]] = {}
         self.counts = Counts()
         self._tickets = itertools.count()
-        self._queue: deque[_Held] = deque()
-        self._reading: tuple[int, _Held] | None = (
-            None  # the slot that is kept for it, and whose prompt is being read
-        )
-        self._slots: list[_Held | None] = [None] * slots
+        self._queue: deque[Accepted] = deque()
+        # the reserved slot, and the request whose prompt is being read
+        self._reading: tuple[int, Accepted] | None = None
+        self._slots: list[Accepted | None] = [None] * slots
         self._no_logits = jax.device_put(np.zeros((1, llama.config.vocab_size), np.float32))
 
     @property
@@ -164,13 +127,13 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._queue)
 
     @property
     def busy(self) -> int:
-        """Slots that are taken, the one that is kept for the prompt being read included."""
-        return sum(held is not None for held in self._slots) + (self._reading is not None)
+        """Number of taken slots, including the one reserved for the prompt being read."""
+        return sum(accepted is not None for accepted in self._slots) + (self._reading is not None)
 
     @property
     def idle(self) -> bool:
@@ -182,16 +145,16 @@ class Engine:
         return nbytes(self.cache) + nbytes(self._row)
 
     def live_tokens(self) -> int:
-        """Return the tokens that the cache holds for requests."""
-        held = [*self._slots, self._reading[1] if self._reading else None]
-        return sum(one.read + max(0, one.drawn - 1) for one in held if one)
+        """Return the number of tokens that the cache holds for requests."""
+        accepted = [*self._slots, self._reading[1] if self._reading else None]
+        return sum(one.read + max(0, one.drawn - 1) for one in accepted if one)
 
     def warm_up(self, *, wait: bool = True) -> None:
-        """Compile every program, except those that score prompts.
+        """Compile every program except those that score prompts.
 
-        Without `wait`, return once short prompts can be served: a thread goes on with wider chunks,
-        and prompts that need one of those wait for it while other requests decode. Until it is
-        done, it holds a row of the cache of its own.
+        Without `wait`, return once short prompts can be served. A thread continues with wider
+        chunks, and prompts that need one of them wait for it while other requests decode. The
+        thread holds a separate row of the cache until it is done.
         """
         if not self.idle:
             raise ValueError("an engine is warmed up before it has requests")
@@ -216,7 +179,7 @@ class Engine:
 
     @property
     def compiling(self) -> bool:
-        """Whether `warm_up` is still at work in its thread."""
+        """True while the thread of `warm_up` is at work."""
         return not all(future.done() for future in self._compiling.values())
 
     def _compile(self, widths: dict[int, Future[None]]) -> None:
@@ -242,25 +205,25 @@ class Engine:
                 future.set_exception(error)
 
     def submit(self, request: Request) -> Ticket:
-        """Accept a request. Raises ValueError where it does not fit the model or the capacity,
-        QueueFullError where the queue is full."""
+        """Accept a request. Raises ValueError if it does not fit the model or the capacity,
+        QueueFullError if the queue is full."""
         request.check(self.llama.config.vocab_size, self.capacity)
         if self.waiting >= self.queue_limit:
             raise QueueFullError(self.waiting, self.queue_limit)
         ticket = next(self._tickets)
-        self._queue.append(_Held(ticket, request))
+        self._queue.append(Accepted(ticket, request))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go, wherever it is; its last event comes with the next `advance`. Without
-        effect where it has ended."""
-        for held in (*self._queue, *self._slots, self._reading[1] if self._reading else None):
-            if held is not None and held.ticket == ticket:
-                held.cancelled = True
+        """Cancel a request, wherever it is. Its last event comes with the next `advance`. No effect
+        on a request that has ended."""
+        for accepted in (*self._queue, *self._slots, self._reading[1] if self._reading else None):
+            if accepted is not None and accepted.ticket == ticket:
+                accepted.cancelled = True
 
     def advance(self) -> list[Event]:
-        """Read at most one chunk of a prompt, and then take one step of all slots. Return what
-        happened."""
+        """Read at most one chunk of a prompt, then take one step of all slots. Return the
+        events."""
         events: list[Event] = []
         self._drop_cancelled(events)
         self._read_chunk(events)
@@ -268,147 +231,132 @@ class Engine:
         return events
 
     def _drop_cancelled(self, events: list[Event]) -> None:
-        for held in [held for held in self._queue if held.cancelled]:
-            self._queue.remove(held)
-            self._end(held, "cancelled", events)
-        for slot, held in enumerate(self._slots):
-            if held is not None and held.cancelled:
+        for accepted in [accepted for accepted in self._queue if accepted.cancelled]:
+            self._queue.remove(accepted)
+            self._end(accepted, "cancelled", events)
+        for slot, accepted in enumerate(self._slots):
+            if accepted is not None and accepted.cancelled:
                 self._slots[slot] = None
-                self._end(held, "cancelled", events)
+                self._end(accepted, "cancelled", events)
         if self._reading and self._reading[1].cancelled:
-            slot, held = self._reading
-            # Its row, half read, goes into the slot, which stays vacant: what comes back is an
-            # empty row.
-            self._fill(slot, self._no_logits, held)
+            slot, accepted = self._reading
+            # Its half-read row goes into the slot, which stays vacant. An empty row comes back.
+            self._fill(slot, self._no_logits, accepted)
             self._reading = None
-            self._end(held, "cancelled", events)
+            self._end(accepted, "cancelled", events)
 
     def _read_chunk(self, events: list[Event]) -> None:
         logits = None
         if self._reading is None:
-            vacant = [slot for slot, held in enumerate(self._slots) if held is None]
+            vacant = [slot for slot, accepted in enumerate(self._slots) if accepted is None]
             if not self._queue or not vacant:
                 return
             self._reading = vacant[0], self._queue.popleft()
             logits = self._recall(self._reading[1])
-        slot, held = self._reading
-        if held.read < len(held.request.prompt):
-            compiled = self._compiling.get(self._chunk(held)[1])
-            if compiled is not None and not held.request.prompt_logprobs:
+        slot, accepted = self._reading
+        if accepted.read < len(accepted.request.prompt):
+            compiled = self._compiling.get(self._chunk(accepted)[1])
+            if compiled is not None and not accepted.request.prompt_logprobs:
                 if not compiled.done() and any(self._slots):
-                    return  # the others go on
+                    return  # other requests continue
                 compiled.result()
-            logits = self._prefill(held)
-            if held.read < len(held.request.prompt):
+            logits = self._prefill(accepted)
+            if accepted.read < len(accepted.request.prompt):
                 return
-        assert logits is not None, "they come with the last chunk"
+        assert logits is not None, "logits come with the last chunk"
         self._reading = None
-        drawn = self._fill(slot, logits, held)
-        events.append(PromptRead(held.ticket, tuple(held.logprobs), tuple(held.likely)))
-        if held.request.max_new_tokens == 0:
-            self._end(held, "length", events)
-        elif self._take(held, drawn, 0, events):
-            self._slots[slot] = held
+        drawn = self._fill(slot, logits, accepted)
+        events.append(PromptRead(accepted.ticket, tuple(accepted.logprobs), tuple(accepted.likely)))
+        if accepted.request.max_new_tokens == 0:
+            self._end(accepted, "length", events)
+        elif self._take(accepted, drawn, 0, events):
+            self._slots[slot] = accepted
 
-    def _chunk(self, held: _Held) -> tuple[int, int]:
-        """Return how many tokens of the prompt are read next, and the width of the program that
-        reads them."""
-        count = min(len(held.request.prompt) - held.read, self.widths[-1])
+    def _chunk(self, accepted: Accepted) -> tuple[int, int]:
+        """Return the number of prompt tokens to read next, and the width of the program that reads
+        them."""
+        count = min(len(accepted.request.prompt) - accepted.read, self.widths[-1])
         return count, next(width for width in self.widths if width >= count)
 
-    def _recall(self, held: _Held) -> jax.Array | None:
-        """Put what the store has of a prompt into the row that prompts are read in. Return the
-        logits after it, or None."""
-        if self.prefixes is None or held.request.prompt_logprobs:
+    def _recall(self, accepted: Accepted) -> jax.Array | None:
+        """Fill the prompt row with the stored beginning of a prompt. Return the logits after it, or
+        None."""
+        if self.prefixes is None or accepted.request.prompt_logprobs:
             return None
-        held.keys = chunk_keys(self._scope, held.request.prompt, self.widths[-1])
-        found = self.prefixes.longest(held.keys)
+        accepted.keys = chunk_keys(self._scope, accepted.request.prompt, self.widths[-1])
+        pieces = self.prefixes.longest(accepted.keys)
         self.counts.prefix_lookups += 1
-        if not found:
+        if not pieces:
             return None
         for leaf in jax.tree.leaves(self._row):
             leaf.delete()  # there is never a third row
-        self._row = self._pieces.joined(found)
-        held.read = found[-1].length
+        self._row = self._pieces.joined(pieces)
+        accepted.read = pieces[-1].length
         self.counts.prefix_hits += 1
-        self.counts.prefix_tokens += held.read
-        return jax.device_put(found[-1].logits)
+        self.counts.prefix_tokens += accepted.read
+        return jax.device_put(pieces[-1].logits)
 
-    def _remember(self, held: _Held, before: int, logits: jax.Array) -> None:
-        """Keep the chunk that was read after `before` tokens."""
-        if self.prefixes is not None and held.keys:
-            chain = held.keys[: before // self.widths[-1] + 1]
-            self.prefixes.put(chain, self._pieces.cut(self._row, before, held.read, logits))
+    def _remember(self, accepted: Accepted, before: int, logits: jax.Array) -> None:
+        """Store the chunk that was read after `before` tokens."""
+        if self.prefixes is not None and accepted.keys:
+            chain = accepted.keys[: before // self.widths[-1] + 1]
+            self.prefixes.put(chain, self._pieces.cut(self._row, before, accepted.read, logits))
 
-    def _prefill(self, held: _Held) -> jax.Array:
-        """Read the next chunk of the prompt and return the logits [1, V] after it."""
-        prompt, (count, width) = held.request.prompt, self._chunk(held)
+    def _prefill(self, accepted: Accepted) -> jax.Array:
+        """Read the next chunk of a prompt and return the logits [1, V] after it."""
+        prompt, (count, width) = accepted.request.prompt, self._chunk(accepted)
         tokens, following = np.zeros((2, 1, width), np.int32)
-        tokens[0, :count] = prompt[held.read : held.read + count]
+        tokens[0, :count] = prompt[accepted.read : accepted.read + count]
         lengths = np.array([count], np.int32)
-        if held.request.prompt_logprobs:
-            after = prompt[held.read + 1 : held.read + 1 + count]
+        if accepted.request.prompt_logprobs:
+            after = prompt[accepted.read + 1 : accepted.read + 1 + count]
             following[0, : len(after)] = after
             logits, scores, self._row = programs.score_chunk(
                 self.llama, self._row, tokens, lengths, following, self.implementation
             )
-            self._keep_scores(held, len(after), *(np.asarray(score) for score in scores))
+            accepted.add_scores(len(after), *(np.asarray(score) for score in scores))
         else:
             logits, self._row = programs.prefill_chunk(
                 self.llama, self._row, tokens, lengths, False, self.implementation
             )
-            if (
-                logits.sharding != self._no_logits.sharding
-            ):  # on a mesh: or a row that is given up would be filled by another program
+            # on a mesh: otherwise a cancelled row would be filled by another program
+            if logits.sharding != self._no_logits.sharding:
                 self._no_logits = jax.device_put(
                     np.zeros(logits.shape, np.float32), logits.sharding
                 )
-        held.read += count
-        self._remember(held, held.read - count, logits)
+        accepted.read += count
+        self._remember(accepted, accepted.read - count, logits)
         self.counts.chunks += 1
         self.counts.prompt_tokens += count
         return logits
 
-    def _keep_scores(
-        self, held: _Held, count: int, own: np.ndarray, likely: np.ndarray, values: np.ndarray
-    ) -> None:
-        if not held.logprobs:
-            held.logprobs.append(0.0)
-            held.likely.append(())
-        held.logprobs += own[:count].tolist()
-        most = held.request.alternatives
-        held.likely += [
-            tuple(zip(likely[i, :most].tolist(), values[i, :most].tolist(), strict=True))
-            for i in range(count)
-        ]
-
-    def _fill(self, slot: int, logits: jax.Array, held: _Held) -> Drawn:
+    def _fill(self, slot: int, logits: jax.Array, accepted: Accepted) -> Drawn:
         drawn, self.cache, self._row = programs.fill_slot(
-            self.cache, self._row, np.int32(slot), logits, row_rules([held.rule])
+            self.cache, self._row, np.int32(slot), logits, row_rules([accepted.rule])
         )
         return jax.tree.map(np.asarray, drawn)
 
     def _step(self, events: list[Event]) -> None:
-        active = np.array([held is not None for held in self._slots])
+        active = np.array([accepted is not None for accepted in self._slots])
         if not active.any():
             return
-        tokens = np.array([held.last if held else 0 for held in self._slots], np.int32)
-        rules = row_rules([held.rule if held else _VACANT for held in self._slots])
+        tokens = np.array([accepted.last if accepted else 0 for accepted in self._slots], np.int32)
+        rules = row_rules([accepted.rule if accepted else VACANT for accepted in self._slots])
         drawn, self.cache = programs.step_slots(
             self.llama, self.cache, tokens, active, rules, self.implementation
         )
         drawn = jax.tree.map(np.asarray, drawn)
         self.counts.steps += 1
-        for slot, held in enumerate(self._slots):
-            if held is not None and not self._take(held, drawn, slot, events):
+        for slot, accepted in enumerate(self._slots):
+            if accepted is not None and not self._take(accepted, drawn, slot, events):
                 self._slots[slot] = None
 
-    def _take(self, held: _Held, drawn: Drawn, row: int, events: list[Event]) -> bool:
-        """Give a request the token that was drawn in a row. Return whether it goes on."""
+    def _take(self, accepted: Accepted, drawn: Drawn, row: int, events: list[Event]) -> bool:
+        """Give a request the token that was drawn in a row. Return True if it continues."""
         if not drawn.finite[row]:
-            return self._end(held, "not-finite", events)
-        asked = held.request
-        held.last, held.drawn = int(drawn.token[row]), held.drawn + 1
+            return self._end(accepted, "not-finite", events)
+        asked = accepted.request
+        accepted.last, accepted.drawn = int(drawn.token[row]), accepted.drawn + 1
         self.counts.new_tokens += 1
         most = asked.alternatives
         likely = tuple(
@@ -418,12 +366,12 @@ class Engine:
                 strict=True,
             )
         )
-        events.append(Token(held.ticket, held.last, float(drawn.logprob[row]), likely))
-        if held.last in asked.end_ids:
-            return self._end(held, "ended", events)
-        return held.drawn < asked.max_new_tokens or self._end(held, "length", events)
+        events.append(Token(accepted.ticket, accepted.last, float(drawn.logprob[row]), likely))
+        if accepted.last in asked.end_ids:
+            return self._end(accepted, "ended", events)
+        return accepted.drawn < asked.max_new_tokens or self._end(accepted, "length", events)
 
-    def _end(self, held: _Held, reason: Reason, events: list[Event]) -> bool:
-        events.append(Ended(held.ticket, reason))
+    def _end(self, accepted: Accepted, reason: Reason, events: list[Event]) -> bool:
+        events.append(Ended(accepted.ticket, reason))
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
         return False

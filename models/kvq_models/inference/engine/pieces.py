@@ -1,6 +1,6 @@
-"""Rows of a cache in pieces, one for each chunk of a prompt: what the chunk added to the quantized
-body, a copy of the windows and statistics as they were at its end, and the logits after it. Bodies
-only grow: blocks are quantized once and stay as they are.
+"""Cut rows of a cache into pieces, one per chunk of a prompt: the blocks that the chunk added to
+the quantized body, a copy of the windows and statistics at its end, and the logits after it. Bodies
+only grow: blocks are quantized once and do not change.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvq_jax.types.array_types import ArraySpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """The part of a row that one chunk made. arrays: one for each leaf of the row, of a growing one
-    the part from `starts` on.
+class RowPiece:
+    """The part of a row that one chunk made.
 
-    length: tokens of the prompt up to its end. logits [1, V]: after the last of them.
+    arrays: one for each leaf of the row; of a growing leaf, the part from `starts` on. length:
+    tokens of the prompt up to the chunk's end. logits [1, V]: after the last of them.
     """
 
     length: int
@@ -34,8 +34,8 @@ class Piece:
 
 
 class RowPieces:
-    """Cuts rows of one layout into pieces, and puts them together again. Everything happens on the
-    host: nothing is compiled."""
+    """Cuts rows of one layout into pieces and joins them again, on the host. Nothing is
+    compiled."""
 
     def __init__(self, row: Cache):
         self._axes = row.axes
@@ -51,19 +51,19 @@ class RowPieces:
             for spec, leaf in zip(self._specs, jax.tree.leaves(row), strict=True)
         ]
 
-    def cut(self, row: Cache, before: int, length: int, logits: jax.Array) -> Piece:
-        """Return what a chunk added that began after `before` tokens and ended after `length`."""
+    def cut(self, row: Cache, before: int, length: int, logits: jax.Array) -> RowPiece:
+        """Return the piece of a chunk that began after `before` tokens and ended after `length`."""
         starts, arrays = [], []
         for (spec, start, end), leaf in zip(
             self._parts(before, length), jax.tree.leaves(row), strict=True
         ):
             starts.append(start)
             arrays.append(np.array(np.asarray(leaf)[_along(spec, start, end)]))
-        return Piece(length, tuple(starts), tuple(arrays), np.array(logits))
+        return RowPiece(length, tuple(starts), tuple(arrays), np.array(logits))
 
-    def joined(self, pieces: Sequence[Piece]) -> Cache:
-        """Return the row after the last of these pieces, which continue each other from the first
-        chunk on."""
+    def joined(self, pieces: Sequence[RowPiece]) -> Cache:
+        """Return the row at the end of these pieces, which continue each other from the first chunk
+        on."""
         leaves = []
         for i, (spec, empty) in enumerate(zip(self._specs, self._empty, strict=True)):
             if not spec.grows:
@@ -95,16 +95,15 @@ class RowPieces:
 
 
 def _along(spec: ArraySpec, start: int, end: int) -> tuple[slice, ...]:
-    """Return the index of a part along the tokens of an array that grows, of everything in
-    others."""
+    """Return the index of a part along the tokens of a growing array, or of a whole other array."""
     return tuple(
         slice(start, end) if spec.grows and name == "tokens" else slice(None) for name in spec.names
     )
 
 
 def _uniform(spec: ArraySpec, empty: np.ndarray) -> np.ndarray:
-    """Return an array of an empty row as a view of little memory: before it holds tokens, a growing
-    array is the same for all of them."""
+    """Return an array of an empty row as a view that takes little memory: an empty growing array is
+    the same at every token."""
     if not spec.grows:
         return np.zeros(0)  # every piece has all of it
     return (

@@ -1,13 +1,12 @@
-"""Pieces of prompts on disk, for the server that comes after this one: a safetensors file for each,
-named by its key.
+"""Pieces of prompts on disk, for a later server: one safetensors file each, named by its key.
 
     header   format "kvq-prefix", version, key and the key of the piece that it continues, length,
              starts, and the checksum of all of it
     tensors  0, 1, ...: the part of each of the row's leaves; logits
 
-Keys stand for the weights, the cache's layout and the versions that decide its bits (`scope_of`),
-so a file never matches another model. Files are written whole or not at all, by a thread of their
-own: requests do not wait for the disk. Several servers may share a folder.
+Keys depend on the weights, the cache's layout and the versions that decide its bits (`scope_of`),
+so a file never matches another model. A separate thread writes files, whole or not at all: requests
+do not wait for the disk. Several servers may share a folder.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import read_tensors, write_tensors
 from kvq_jax.files.whole import remove_unfinished, replacing
-from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.pieces import RowPiece
 
 FORMAT, VERSION = "kvq-prefix", "1"
-UNWRITTEN = 8  # pieces that may wait for the disk; what comes then is not kept there
+UNWRITTEN = 8  # pieces that may wait for the disk; further ones are not written
 SUFFIX, LOGITS = ".kvq-prefix.safetensors", "logits"  # no other file is counted, read or deleted
 
 _log = logging.getLogger("kvq.prefixes")
 
 
 class PrefixFolder:
-    """Pieces in files of together at most `limit` bytes; the least recently used go first, the end
+    """Pieces in files of at most `limit` bytes together. The least recently used go first, the end
     of a chain before its beginning.
 
-    What killed writers left behind, and pieces whose beginning is gone, are deleted. Raises OSError
-    where the folder cannot be made.
+    Files left by killed writers, and pieces whose beginning is gone, are deleted. Raises OSError if
+    the folder cannot be created.
     """
 
     def __init__(self, folder: Path, limit: int):
@@ -58,9 +57,9 @@ class PrefixFolder:
     def nbytes(self) -> int:
         return sum(size for _, size, _ in self._files())
 
-    def get(self, key: bytes) -> Piece | None:
-        """Return the piece of a key, None where there is none. A damaged file is deleted, and a
-        warning says so."""
+    def get(self, key: bytes) -> RowPiece | None:
+        """Return the piece of a key, or None if there is none. A damaged file is deleted with a
+        warning."""
         path = self._path(key)
         try:
             with safe_open(path, framework="numpy") as file:
@@ -73,7 +72,7 @@ class PrefixFolder:
                 VERSION,
                 key.hex(),
             ):
-                raise ValueError(f"{str(path)!r} holds something else than its name says")
+                raise ValueError(f"{str(path)!r} holds another piece than its name says")
         except FileNotFoundError:
             return None
         except (SafetensorError, ValueError, OSError) as error:
@@ -83,11 +82,11 @@ class PrefixFolder:
             return None
         logits = tensors.pop(LOGITS)
         arrays = tuple(tensors[str(i)] for i in range(len(tensors)))
-        return Piece(int(header["length"]), tuple(json.loads(header["starts"])), arrays, logits)
+        return RowPiece(int(header["length"]), tuple(json.loads(header["starts"])), arrays, logits)
 
-    def put(self, keys: Sequence[bytes], piece: Piece) -> None:
-        """Write the piece of keys[-1], which continues the others, some time soon. Where many wait
-        to be written, it is not kept."""
+    def put(self, keys: Sequence[bytes], piece: RowPiece) -> None:
+        """Schedule writing the piece of keys[-1], which continues the others. It is dropped if many
+        wait to be written."""
         if piece.nbytes < self.limit and self._room.acquire(blocking=False):
             self._writer.submit(self._write, list(keys), piece).add_done_callback(
                 lambda _: self._room.release()
@@ -99,10 +98,10 @@ class PrefixFolder:
         self._use_at(time.time_ns(), keys)
 
     def close(self) -> None:
-        """Return when everything is written."""
+        """Wait until everything is written."""
         self._writer.shutdown()
 
-    def _write(self, keys: list[bytes], piece: Piece) -> None:
+    def _write(self, keys: list[bytes], piece: RowPiece) -> None:
         if self._path(keys[-1]).exists() or not all(self._path(key).exists() for key in keys[:-1]):
             return
         tensors = {str(i): array for i, array in enumerate(piece.arrays)} | {LOGITS: piece.logits}
@@ -116,12 +115,8 @@ class PrefixFolder:
         }
         now, age = time.time_ns(), len(keys) - 1
         try:
-            self._use_at(
-                now,
-                keys[:-1],
-                # before the new file is there: a writer that is killed then leaves no beginning older
-                # than its end
-            )
+            # before the new file exists: a killed writer leaves no beginning older than its end
+            self._use_at(now, keys[:-1])
             with replacing(self._path(keys[-1])) as unfinished:
                 write_tensors(unfinished, tensors, header)
                 os.utime(unfinished, ns=(now - age, now - age))
@@ -134,22 +129,22 @@ class PrefixFolder:
             try:
                 os.utime(self._path(key), ns=(now - age, now - age))
             except OSError:
-                # it is not here, or another server has just deleted it; what continues it is of no
-                # use
+                # missing, or just deleted by another server: the pieces that continue it are
+                # useless
                 return
 
     def _drop_oldest(self) -> None:
         files = sorted(self._files())
-        held = sum(size for _, size, _ in files)
+        stored_bytes = sum(size for _, size, _ in files)
         for _, size, path in files:
-            if held <= self.limit:
+            if stored_bytes <= self.limit:
                 return
             path.unlink(missing_ok=True)
-            held -= size
+            stored_bytes -= size
 
     def _delete_orphans(self) -> None:
-        """Delete the pieces that no chain from a prompt's first chunk reaches, and files that are
-        none of ours to read."""
+        """Delete unreadable files and the pieces that no chain from a prompt's first chunk
+        reaches."""
         before = {path: _continues(path) for _, _, path in self._files()}
         while orphans := {
             path
@@ -161,22 +156,22 @@ class PrefixFolder:
                 del before[path]
 
     def _files(self) -> Iterable[tuple[int, int, Path]]:
-        """Yield (when it was used, bytes, path) of each piece."""
+        """Yield (time of last use, bytes, path) of each piece."""
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.endswith(SUFFIX):
                     try:
-                        told = entry.stat()
+                        status = entry.stat()
                     except FileNotFoundError:
                         continue
-                    yield told.st_mtime_ns, told.st_size, Path(entry.path)
+                    yield status.st_mtime_ns, status.st_size, Path(entry.path)
 
     def _path(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}{SUFFIX}"
 
 
 def _continues(path: Path) -> str | None:
-    """Return the name of the file that a piece continues, "" for a first chunk, None where the file
+    """Return the name of the file that a piece continues, "" for a first chunk, or None if the file
     cannot be read."""
     try:
         with safe_open(path, framework="numpy") as file:

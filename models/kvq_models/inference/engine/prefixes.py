@@ -1,12 +1,13 @@
-"""Prompts that an engine has read, kept in the host's memory and on disk, so that whoever begins
-alike does not read them again.
+"""A store of prompts that an engine has read, in the host's memory and on disk, so that prompts
+that begin alike are not read again.
 
-A prompt is read in chunks, and the state after a chunk depends on the tokens up to its end alone:
-methods that take statistics from a prompt take them from its first chunk. So a piece is kept for
-each chunk, under a hash of all tokens up to its end, and a row that is put together from the pieces
-of a chain has the bits that reading would have given it.
+A prompt is read in chunks. The state after a chunk depends only on the tokens up to its end:
+methods that take statistics from a prompt take them from its first chunk. So the store keeps one
+piece per chunk, under a hash of all tokens up to its end. A row joined from the pieces of a chain
+has the bits that reading the prompt would give.
 
-    key(0) = fingerprints of model and parameters, and everything that shapes a row        key(i) = sha256(key(i - 1), tokens of chunk i)
+    key(0) = fingerprints of model and parameters, and everything that shapes a row
+    key(i) = sha256(key(i - 1), tokens of chunk i)
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ import numpy as np
 
 import kvq_jax
 from kvq_jax.cache.cache import Cache
-from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 
 
 class PrefixStore:
     """Pieces of prompts, in at most `limit` bytes of the host's memory. The least recently used go
-    first, and a piece before those that it continues. Engines of any models may share one in a
-    thread.
+    first, and a piece before those that it continues. Engines of any models may share a store in
+    one thread.
 
-    folder: where they are on disk too; what is there and not here is read. reads: how many were.
+    folder: keeps the pieces on disk too; pieces that are only there are read back. reads: the
+    number of pieces read back.
     """
 
     def __init__(self, limit: int, folder: PrefixFolder | None = None):
@@ -38,40 +40,40 @@ class PrefixStore:
             raise ValueError(f"{limit=} bytes must be at least 0")
         self.limit, self.folder = limit, folder
         self.nbytes = self.reads = 0
-        # the least recently used first; a piece is never older than what continues it
-        self._pieces: OrderedDict[bytes, Piece] = OrderedDict()
+        # the least recently used first; a piece is never older than its continuations
+        self._pieces: OrderedDict[bytes, RowPiece] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def longest(self, keys: Sequence[bytes]) -> list[Piece]:
-        """Return the pieces of a chain of keys, as far as they are here or in the folder."""
-        found = []
+    def longest(self, keys: Sequence[bytes]) -> list[RowPiece]:
+        """Return the pieces of a chain of keys, as far as the store or its folder has them."""
+        pieces = []
         for count, key in enumerate(keys, start=1):
             piece = self._pieces.get(key) or self._read(keys[:count])
             if piece is None:
                 break
-            found.append(piece)
-        self._use(keys[: len(found)])
+            pieces.append(piece)
+        self._use(keys[: len(pieces)])
         if self.folder is not None:
-            self.folder.use(keys[: len(found)])
-        return found
+            self.folder.use(keys[: len(pieces)])
+        return pieces
 
-    def put(self, keys: Sequence[bytes], piece: Piece) -> bool:
-        """Keep the piece of keys[-1], which continues the others. Return False where one of them is
-        gone, or there is no room for it in memory."""
+    def put(self, keys: Sequence[bytes], piece: RowPiece) -> bool:
+        """Store the piece of keys[-1], which continues the others. Return False if one of them is
+        gone or memory has no room."""
         if self.folder is not None:
             self.folder.put(keys, piece)
         return self._keep(keys, piece)
 
-    def _read(self, keys: Sequence[bytes]) -> Piece | None:
+    def _read(self, keys: Sequence[bytes]) -> RowPiece | None:
         piece = None if self.folder is None else self.folder.get(keys[-1])
         if piece is not None:
             self.reads += 1
             self._keep(keys, piece)
         return piece
 
-    def _keep(self, keys: Sequence[bytes], piece: Piece) -> bool:
+    def _keep(self, keys: Sequence[bytes], piece: RowPiece) -> bool:
         if not all(key in self._pieces for key in keys[:-1]):
             return False
         if keys[-1] not in self._pieces:
@@ -88,13 +90,13 @@ class PrefixStore:
 
     def _use(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):
-            if key in self._pieces:  # others are in the folder alone
+            if key in self._pieces:  # other pieces are only in the folder
                 self._pieces.move_to_end(key)
 
 
 def chunk_keys(scope: bytes, prompt: Sequence[int], chunk: int) -> list[bytes]:
-    """Return a key for each chunk of a prompt. scope: a digest of all else that decides the bits of
-    a row."""
+    """Return a key for each chunk of a prompt. scope: a digest of everything else that decides the
+    bits of a row."""
     keys, key = [], scope
     for start in range(0, len(prompt), chunk):
         key = hashlib.sha256(
@@ -105,8 +107,8 @@ def chunk_keys(scope: bytes, prompt: Sequence[int], chunk: int) -> list[bytes]:
 
 
 def scope_of(row: Cache, model_fingerprint: str, *beside: Any) -> bytes:
-    """Return a digest of what decides the bits of rows like `row`, of a model (with its cache
-    parameters), on this device with these versions, and of what is named beside."""
+    """Return a digest of everything that decides the bits of rows like `row`: the model (with its
+    cache parameters), this device, these versions, and the further values in `beside`."""
     arrays = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(row)]
     computed = kvq_jax.__version__, jax.__version__, jax.devices()[0].device_kind
     facts = (

@@ -1,5 +1,5 @@
-"""The compiled programs of an engine: one step of all slots, one that fills a slot, and one for
-each width of a prefill."""
+"""The compiled programs of an engine: one steps all slots, one fills a slot, and one per width
+prefills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, init_cache
 from kvq_jax.cache.row_operations import replace_row
 from kvq_jax.cache.step import begin
-from kvq_models.inference.decoding import decode_step, prefill_program, run_layers
+from kvq_models.inference.decoding import decode_step, prefill_program
+from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
 from kvq_models.llama.model import Llama
@@ -34,11 +35,9 @@ def step_slots(
     rules: RowRules,
     implementation: Implementation = None,
 ) -> tuple[Drawn, Cache]:
-    """Add one token to every active slot and draw the next ones. Slots that are not active become
-    empty."""
-    cache = dataclasses.replace(
-        cache, lengths=jnp.where(active, cache.lengths, 0)
-    )  # vacant rows cost attention nothing
+    """Add one token to every active slot and draw the next ones. Other slots become empty."""
+    # vacant rows cost attention nothing
+    cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
     logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
     return draw(logits, rules), cache
 
@@ -48,7 +47,7 @@ def fill_slot(
     cache: Cache, row: Cache, slot: Int[Array, ""], logits: Float[Array, "1 V"], rules: RowRules
 ) -> tuple[Drawn, Cache, Cache]:
     """Put a prefilled row into a slot and draw its first token. Return (the token, the slots, an
-    empty row in the buffers of the old)."""
+    empty row in the old row's buffers)."""
     empty = init_cache(row.spec, row.dims, 1, row.capacity, row.dtype, row.placement)
     return draw(logits, rules), replace_row(cache, slot, row), empty
 
@@ -64,10 +63,10 @@ def score_chunk(
 ) -> tuple[
     Float[Array, "1 V"], tuple[Float[Array, "T"], Int[Array, "T A"], Float[Array, "T A"]], Cache
 ]:
-    """Do what `prefill_chunk` does, and tell log p of the token that follows each one, with the
+    """Do what `prefill_chunk` does, and return log p of the token that follows each one, with the
     most probable tokens there.
 
-    Attention is that of a prefill, exact inside the chunk. [T, V] logits never exist at once.
+    Attention inside the chunk is exact, as in any prefill. [T, V] logits never exist at once.
     """
     step = begin(
         row,
@@ -86,14 +85,14 @@ def score_chunk(
     def one(part: Array) -> tuple[Array, Array, Array]:
         logits = llama.logits(lax.dynamic_slice_in_dim(padded, part * SCORED, SCORED)[None])[0]
         logprobs = jax.nn.log_softmax(logits, axis=-1)
-        own = lax.dynamic_slice_in_dim(asked, part * SCORED, SCORED)
+        following_part = lax.dynamic_slice_in_dim(asked, part * SCORED, SCORED)
         likely, values = most_likely(logprobs, jnp.bool_(True))
-        return jnp.take_along_axis(logprobs, own[:, None], axis=-1)[:, 0], likely, values
+        return jnp.take_along_axis(logprobs, following_part[:, None], axis=-1)[:, 0], likely, values
 
-    own, likely, values = (
+    following_logprobs, likely, values = (
         a.reshape(parts * SCORED, *a.shape[2:])[:width] for a in lax.map(one, jnp.arange(parts))
     )
     last = llama.logits(
         jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
     )[:, 0]
-    return last, (own, likely, values), row
+    return last, (following_logprobs, likely, values), row

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers: a request, and the events of its life."""
+"""Requests to an engine, and the events of their life."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from kvq_models.inference.sampling import Sampling
 MOST_SEED = 2**32 - 1
 
 Ticket: TypeAlias = int  # names an accepted request
-Likely: TypeAlias = tuple[
-    tuple[int, float], ...
-]  # tokens and their log-probabilities, the most probable first
+# tokens and their log-probabilities, the most probable first
+Likely: TypeAlias = tuple[tuple[int, float], ...]
 Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite"]
 
 
@@ -21,11 +20,16 @@ Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite"]
 class Request:
     """One sequence to generate.
 
-    prompt: token ids. max_new_tokens may be 0, where only the prompt's log-probabilities are
-    wanted. seed and choice: the stream of random numbers, that of row `choice` of `generate` with
-    key(seed). end_ids: tokens that end the text, and are its last. alternatives: how many of the
-    most probable tokens to tell with each token. prompt_logprobs: tell the log-probabilities of the
-    prompt's tokens too.
+    Args:
+        prompt: token ids, at least one.
+        max_new_tokens: 0 if only the prompt's log-probabilities are wanted.
+        sampling: the rule by which tokens are drawn.
+        seed: with `choice`, the stream of random numbers: row `choice` of `generate` with
+            key(seed).
+        choice: see `seed`.
+        end_ids: tokens that end the text, and are its last.
+        alternatives: number of most probable tokens to report with each token.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens too.
     """
 
     prompt: tuple[int, ...]
@@ -38,7 +42,7 @@ class Request:
     prompt_logprobs: bool = False
 
     def check(self, vocab_size: int, capacity: int) -> None:
-        """Raise ValueError, in one line, where the request does not fit the model or a cache of
+        """Raise ValueError, in one line, if the request does not fit the model or a cache of
         this capacity."""
         self.sampling.check()
         if not self.prompt:
@@ -73,7 +77,7 @@ class CapacityError(ValueError):
 
 
 class QueueFullError(RuntimeError):
-    """The queue holds as many requests as it may; try again later."""
+    """The queue is full. Try again later."""
 
     def __init__(self, waiting: int, limit: int):
         super().__init__(f"{waiting} requests are waiting, and the queue holds {limit}")
@@ -82,8 +86,8 @@ class QueueFullError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class PromptRead:
-    """The prompt is in the cache. For a request with `prompt_logprobs`: log p of each token after
-    those before it (0 for the first), and what else was likely there."""
+    """The prompt is in the cache. For a request with `prompt_logprobs`: log p of each token given
+    those before it (0 for the first), and the most probable tokens there."""
 
     ticket: Ticket
     logprobs: tuple[float, ...] = ()
@@ -102,7 +106,7 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A request is done, and its slot is vacant: by an end token, at its limit, by `cancel`, or
+    """A request has ended, and its slot is vacant: by an end token, at its limit, by `cancel`, or
     because the model computed nan or inf."""
 
     ticket: Ticket

@@ -1,5 +1,5 @@
-"""Slots and capacity from a number of bytes: exactly what an engine allocates, and no slot less
-than fits."""
+"""Slots and capacity from a number of bytes: exactly the bytes that an engine allocates, and as
+many slots as fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The engine: whoever else is there, whatever a slot held before, a request gets the tokens that it
-gets alone, from the same programs."""
+"""The engine: whatever else is running, and whatever a slot held before, a request gets the tokens
+that it gets alone, from the same programs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def drained(engine: Engine) -> list[Event]:
 
 
 def answer(engine: Engine, request: Request) -> list[tuple]:
-    """What a request gets when nobody else is there."""
+    """Return the tokens that a request gets alone."""
     engine.submit(request)
     return [_without_ticket(event) for event in drained(engine)]
 
@@ -122,8 +122,8 @@ def poisoned(cache: kvq.Cache, rows: jax.Array) -> kvq.Cache:
 def traffic(
     engine: Engine, requests: list[Request], seed: int, between: Callable[[Engine], None]
 ) -> dict[int, list[tuple]]:
-    """Submit requests at random times in a random order, and let some of a second set go half-way.
-    Return what each of `requests` got."""
+    """Submit requests at random times in a random order, and cancel some of a second set half-way.
+    Return the tokens of each of `requests`."""
     rng = random.Random(seed)
     order = [(i, request, False) for i, request in enumerate(requests)]
     order += [(-1, request, True) for request in rng.sample(requests, len(requests) // 2)]
@@ -151,9 +151,8 @@ def poison_vacant(engine: Engine) -> None:
     engine.cache = poisoned(engine.cache, vacant)
 
 
-@pytest.mark.parametrize(
-    ("spec", "implementation"), [(SPECS[0], None), (SPECS[1], "xla")]
-)  # None: the native kernel, on a CPU
+# None: the native kernel, on a CPU
+@pytest.mark.parametrize(("spec", "implementation"), [(SPECS[0], None), (SPECS[1], "xla")])
 def test_a_request_gets_the_same_bits_alone_and_in_any_company_from_the_same_programs(
     llama: Llama, spec: str, implementation: str | None, compiled: list[str]
 ):
@@ -198,9 +197,8 @@ def test_an_engine_compiles_two_programs_and_one_for_each_width(llama: Llama, co
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=9)])
 def test_tokens_are_those_of_generate(llama: Llama, sampling: Sampling):
-    prompt = np.random.default_rng(3).integers(
-        0, VOCABULARY, (1, 16), np.int32
-    )  # of the same width in both
+    # of the same width in both
+    prompt = np.random.default_rng(3).integers(0, VOCABULARY, (1, 16), np.int32)
     cache = kvq.init_cache(SPECS[0], llama.config, 1, CAPACITY)
     out = generate(
         llama,

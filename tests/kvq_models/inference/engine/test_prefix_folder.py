@@ -14,7 +14,7 @@ import pytest
 
 from kvq_jax.files.whole import UNFINISHED
 from kvq_models import Llama, prepare
-from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.inference.engine.prefix_folder import SUFFIX, PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request
@@ -28,10 +28,11 @@ from tests.kvq_models.inference.engine.test_prefixes import (
 )
 
 PLENTY = 1 << 24
+# their first chunk is the same
 PROMPTS = [
     tokens_of(0, 2 * CHUNK + 9),
     tokens_of(0, CHUNK) + tokens_of(1, 20),
-]  # their first chunk is the same
+]
 REQUESTS = [Request(prompt, 6) for prompt in PROMPTS]
 
 
@@ -48,7 +49,8 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 def served(
     llama: Llama, folder: pathlib.Path, memory: int = PLENTY, limit: int = PLENTY
 ) -> tuple[list[list[tuple]], int]:
-    """What a new process answers, and how many prompt tokens it does not read."""
+    """Return the answers of a new process, and the number of prompt tokens that it does not
+    read."""
     disk = PrefixFolder(folder, limit)
     engine = engine_of(llama, PrefixStore(memory, disk))
     found = [answers(engine, [request])[0] for request in REQUESTS]
@@ -108,8 +110,8 @@ def others(path: pathlib.Path) -> Iterator[pathlib.Path]:
     return (other for other in sorted(path.parent.iterdir()) if other != path)
 
 
-def piece(seed: int) -> Piece:
-    return Piece(
+def piece(seed: int) -> RowPiece:
+    return RowPiece(
         1,
         (0,),
         (np.random.default_rng(seed).integers(0, 256, 10_000, np.uint8),),
@@ -118,7 +120,8 @@ def piece(seed: int) -> Piece:
 
 
 def written(folder: pathlib.Path, limit: int, *chains: list[bytes]) -> set[bytes]:
-    """The keys whose pieces are there after those of these chains' ends were written."""
+    """Return the keys with a piece in the folder after the last pieces of these chains were
+    written."""
     disk = PrefixFolder(folder, limit)
     for seed, chain in enumerate(chains):
         disk.put(chain, piece(seed))

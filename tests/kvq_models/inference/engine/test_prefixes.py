@@ -1,5 +1,5 @@
-"""Prompts from the store: bit for bit what reading them gives, within a budget, the least recently
-used gone first."""
+"""Prompts from the store equal reading them bit for bit. The store keeps to its budget and drops
+the least recently used pieces first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import kvq_jax as kvq
 from kvq_models import Llama, prepare
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.engine import Engine
-from kvq_models.inference.engine.pieces import Piece, RowPieces
+from kvq_models.inference.engine.pieces import RowPiece, RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
 from kvq_models.inference.engine.requests import Ended, Event, Request
 from kvq_models.inference.sampling import Sampling
@@ -58,7 +58,7 @@ def engine_of(llama: Llama, store: PrefixStore | None = None, slots: int = 2, **
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[tuple]]:
-    """What each request gets; all are there from the start."""
+    """Return the tokens of each request. All are submitted at the start."""
     got: dict[int, list[tuple]] = {engine.submit(request): [] for request in requests}
     while not engine.idle:
         for event in engine.advance():
@@ -208,8 +208,8 @@ def test_an_engine_stays_in_the_budget(llama: Llama):
     assert engine.counts.prefix_hits == 1, "the oldest is still there"
 
 
-def piece(nbytes: int) -> Piece:
-    return Piece(1, (0,), (np.zeros(nbytes - 4, np.uint8),), np.zeros((1, 1), np.float32))
+def piece(nbytes: int) -> RowPiece:
+    return RowPiece(1, (0,), (np.zeros(nbytes - 4, np.uint8),), np.zeros((1, 1), np.float32))
 
 
 def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning():

@@ -1,0 +1,132 @@
+"""Settings of an evaluation: the windows, the mode, and the sizes of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypedDict, Unpack, get_args
+
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import has_prompt_statistics, layout
+from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.types.array_types import Integers
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.evaluation.windows import check_windows
+
+Mode = Literal["decode", "chunked", "fake"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+BATCH = 4
+# tokens of one decode step. Odd, so that steps end everywhere in a block: an error inside a block
+# might be invisible at its end
+STEP = 31
+# tokens of a chunk of `chunked`, and of a slice in the other modes if its logits are not too large
+CHUNK = 256
+PROMPT = 128  # the default, if a cache takes statistics from a prompt
+MOST_WINDOW = 2048  # the default
+
+
+class Settings(NamedTuple):
+    """The settings of one evaluation, complete and checked (`check_request`).
+
+    window   tokens of a window; each window starts with an empty cache
+    stride   from the start of one window to the next
+    mode     see through.py
+    batch    windows that run together; the results do not depend on it
+    chunk    tokens of one `prefill` in mode `chunked`
+    prompt   tokens of each window that mode `decode` prefills first and does not score
+    step     tokens of one step of `decode`; the results of a correct cache do not depend on it
+    """
+
+    window: int
+    stride: int
+    mode: Mode = "decode"
+    batch: int = BATCH
+    chunk: int = CHUNK
+    prompt: int = 0
+    step: int = STEP
+
+    def read_tokens(self, window: int) -> int:
+        """Return the number of tokens in the cache when a window reads it for the last time."""
+        return (window - 1) // self.chunk * self.chunk if self.mode == "chunked" else window - 1
+
+    def quantized_tokens(self, cache: kvq.Cache) -> int:
+        """Return how many of these are quantized, in windows of the cache's capacity. In mode
+        `fake` all of them are."""
+        newest = self.read_tokens(cache.capacity)
+        if self.mode == "fake":
+            return newest if any(plan.quantizes for plan in cache.plans) else 0
+        return kvq.quantized_tokens(cache, newest)
+
+
+class Choices(TypedDict, total=False):
+    """The settings that a caller chooses, by name. None and missing ones get their defaults."""
+
+    window: int | None
+    stride: int | None
+    mode: Mode
+    batch: int
+    chunk: int
+    prompt: int | None
+    step: int
+
+
+def check_request(
+    config: LlamaConfig,
+    token_ids: Integers,
+    specs: Sequence[CacheSpec],
+    **choices: Unpack[Choices],
+) -> Settings:
+    """Return complete settings, checked as far as that needs no weights. Raises as
+    `evaluate_caches` does."""
+    window, stride, prompt = choices.get("window"), choices.get("stride"), choices.get("prompt")
+    window = min(MOST_WINDOW, config.positions) if window is None else window
+    stride = max(1, window // 2) if stride is None else stride
+    mode, step = choices.get("mode", "decode"), choices.get("step", STEP)
+    batch, chunk = choices.get("batch", BATCH), choices.get("chunk", CHUNK)
+    if mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
+    if min(batch, chunk, step) < 1:
+        raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
+    if prompt and mode != "decode":
+        raise ValueError(
+            f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything,"
+            " 'fake' nothing"
+        )
+    check_windows(config, token_ids, window, stride, prompt or 0)
+    for spec in specs:
+        layout(spec, config, 1, window)
+    if mode == "decode":
+        default = default_prompt(np.asarray(token_ids).size, window, stride)
+        prompt = prompt_for(config, specs, prompt, default)
+    return Settings(window, stride, mode, batch, chunk, prompt or 0, step)
+
+
+def default_prompt(tokens: int, window: int, stride: int) -> int:
+    """Return the default length of a prompt: at most PROMPT, at most the overlap of windows, and at
+    most half of a single window."""
+    return min(PROMPT, window - stride if tokens > window else tokens // 2)
+
+
+def prompt_for(
+    config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | None, default: int
+) -> int:
+    """Return the prompt length for all of these caches: `asked`, else `default` if one of the
+    caches takes statistics from a prompt, else 0. Raise ValueError if one does and would get no
+    prompt."""
+    needing = [str(spec) for spec in specs if has_prompt_statistics(spec, config)]
+    if asked is None and not needing:
+        return 0
+    used = default if asked is None else asked
+    if needing and not used:
+        remedy = (
+            "give one of at least 1 token"
+            if asked == 0
+            else "let windows overlap: give a stride below the window"
+        )
+        raise ValueError(
+            f"{needing[0]!r} takes statistics from a prompt, and a prompt of 0 tokens leaves it"
+            f" without them; {remedy}"
+        )
+    return used

@@ -1,0 +1,63 @@
+"""The state of an engine's requests: each accepted request, and the counters over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvq_models.inference.engine.requests import Likely, Reason, Request, Ticket
+from kvq_models.inference.sampling import Sampling
+
+# the rule of a slot without a request
+VACANT = (Sampling(), 0, 0, 0, False)
+
+
+@dataclasses.dataclass
+class Accepted:
+    """An accepted request: in the queue, in the prompt row, or in a slot."""
+
+    ticket: Ticket
+    request: Request
+    read: int = 0  # prompt tokens in the cache
+    # of the prompt's chunks in the store of prefixes; [] without a store
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+    drawn: int = 0  # tokens drawn
+    last: int = 0  # the newest of them
+    cancelled: bool = False
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    likely: list[Likely] = dataclasses.field(default_factory=list)
+
+    @property
+    def rule(self) -> tuple[Sampling, int, int, int, bool]:
+        asked = self.request
+        return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
+
+    def add_scores(
+        self, count: int, logprobs: np.ndarray, likely: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Add the log-probabilities of `count` prompt tokens, with the most probable tokens there.
+        The prompt's first token has none."""
+        if not self.logprobs:
+            self.logprobs.append(0.0)
+            self.likely.append(())
+        self.logprobs += logprobs[:count].tolist()
+        most = self.request.alternatives
+        self.likely += [
+            tuple(zip(likely[i, :most].tolist(), values[i, :most].tolist(), strict=True))
+            for i in range(count)
+        ]
+
+
+@dataclasses.dataclass
+class Counts:
+    """Counters of an engine's work so far."""
+
+    steps: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefix_lookups: int = 0  # prompts looked up in the store of prefixes
+    prefix_hits: int = 0  # of these, prompts with at least the first chunk in it
+    prefix_tokens: int = 0  # tokens that came from the store instead of being read
+    ended: dict[Reason, int] = dataclasses.field(default_factory=dict)

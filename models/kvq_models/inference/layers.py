@@ -1,0 +1,103 @@
+"""Run the layers of a model over the tokens of a step, between `begin` and `finish` of a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.attention.dispatch import Launch
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.step import Step, append_and_attend, finish
+from kvq_jax.types.array_types import LayerInputs
+from kvq_models.llama.model import HiddenBTD, Layer, Llama
+from kvq_models.llama.rope import rope_for
+from kvq_models.llama.sharding import embedded
+
+FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
+
+
+def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
+    """Run all layers over the tokens of a step."""
+    rope, split, placement = (
+        rope_for(llama.config, step.cache.capacity),
+        residual_split(step.cache),
+        step.cache.placement,
+    )
+    hidden, positions, valid = split(embedded(llama, tokens, placement)), step.positions, step.valid
+    if twice := tokens.size == 1 and placement is None and _on_gpu(step):
+        hidden, positions, valid = lax.optimization_barrier(
+            jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid))
+        )
+    for layer in llama.layers:
+        inputs = attention_inputs(layer, hidden, positions, valid, rope, placement)
+        inputs = _first_row(inputs) if twice else inputs
+        attention, step = append_and_attend(
+            step,
+            inputs.q_rot,
+            inputs.k_rot,
+            inputs.v,
+            q_pre=inputs.q_pre,
+            k_pre=inputs.k_pre,
+            x=inputs.x,
+            residual=inputs.residual,
+            rope=rope,
+        )
+        hidden = split(finish_layer(layer, hidden, attention))
+    return hidden[: len(tokens)], finish(step)
+
+
+def _on_gpu(step: Step) -> bool:
+    """Return True if a step runs on a GPU. A single row is duplicated there: XLA would compute
+    norms and projections of one row from products and sums, which are separate launches, and write
+    all weights of k and v times x (docs/kernels.md).
+    """
+    return isinstance(step.implementation, Launch) or jax.default_backend() == "gpu"
+
+
+def _first_row(inputs: LayerInputs) -> LayerInputs:
+    """Return the inputs of the first row. The rotation has no rows."""
+    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None))
+    return dataclasses.replace(rows, rope=inputs.rope)
+
+
+def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
+    """Return the identity on the residual stream, constrained on a mesh so that every device has
+    the whole stream of the rows it serves."""
+    placement = cache.placement
+    return (
+        (lambda hidden: hidden)
+        if placement is None
+        else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
+    )
+
+
+# equal layers are traced and lowered once, here as in _layer_step
+attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")
+
+
+@jax.jit
+def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N T H"]) -> HiddenBTD:
+    """Run layer.finish in chunks of tokens, so that the MLP's wide activations never exist for a
+    whole prompt."""
+    length = hidden.shape[1]
+    chunks = -(-length // FINISH_CHUNK)
+    if chunks == 1:
+        return layer.finish(hidden, attention)
+    padding = chunks * FINISH_CHUNK - length
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    attention = jnp.pad(attention, ((0, 0), (0, 0), (0, padding), (0, 0)))
+
+    def one(i: Array) -> HiddenBTD:
+        at = i * FINISH_CHUNK
+        return layer.finish(
+            lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1),
+            lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2),
+        )
+
+    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
+    return done.reshape(hidden.shape)[:, :length]

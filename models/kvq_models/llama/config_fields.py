@@ -1,0 +1,48 @@
+"""Read the fields of a config.json. Every error names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LIMIT = 2.0**128  # float32 ends below it
+
+
+def check_positive(name: str, value: float) -> None:
+    if not 0 < value < LIMIT:
+        raise ValueError(f"config field {name}={value} must be above 0 and finite in float32")
+
+
+def typed(name: str, value: Any, kind: type) -> Any:
+    """Return the value as `kind`. JSON writes whole floats as integers, so integers widen to float.
+    Nothing else converts."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(
+                f"config field {name} is an integer of {value.bit_length()} bits, which no float"
+                " holds"
+            ) from None
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"config field {name}={value!r} must be of type {kind.__name__}")
+    return value
+
+
+def required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    if fields.get(name) is None:
+        raise ValueError(f"config field {name} is missing")
+    return typed(name, fields[name], kind)
+
+
+def optional(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """Return a field's value, or the default if it is absent or null, as in transformers."""
+    value = fields.get(name)
+    return default if value is None else typed(name, value, kind)
+
+
+def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the ids of a token id field, which may hold null, one id or a list of ids."""
+    value = fields.get(name)
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(typed(name, one, int) for one in values)

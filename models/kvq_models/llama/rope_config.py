@@ -1,0 +1,166 @@
+"""Settings of RoPE: one frozen value, read from both spellings of config.json and written in the
+older one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvq_models.llama.config_fields import LIMIT, check_positive, optional, required
+
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+
+
+ROPE_TYPES = tuple(_ROPE_FIELDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Settings of the rotary frequencies (models/kvq_models/llama/rope.py). Fields that `rope_type`
+    does not use keep their defaults.
+
+    Raises NotImplementedError for another rope_type and ValueError for a value that gives no
+    rotation.
+    """
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise NotImplementedError(
+                f"config field rope_type={self.rope_type!r} is not supported; supported:"
+                f" {', '.join(ROPE_TYPES)}"
+            )
+        if not 1 < self.theta < LIMIT:
+            raise ValueError(
+                f"config field rope_theta={self.theta} must be above 1 and finite in float32"
+            )
+        for name in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+        ):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name):  # 0 means none
+                check_positive(name, getattr(self, name))
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(
+                "config field"
+                f" original_max_position_embeddings={self.original_max_position_embeddings} must be"
+                " positive"
+            )
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"config field low_freq_factor={self.low_freq_factor} must be below"
+                f" high_freq_factor={self.high_freq_factor}"
+            )
+
+
+def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
+    """Read either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key
+    is `rope_type` or `type`."""
+    section = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    fields = hf.get(section) or {}
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"config field {section}={fields!r} must be an object")
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        raise NotImplementedError(
+            f"config field {section} differs between layer types; supported: one RoPE for all"
+            " layers"
+        )
+    if (partial_rotary_factor := fields.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise NotImplementedError(
+            f"config field {section}.{partial_rotary_factor=} is not supported; supported: 1.0"
+        )
+    rope_type = fields.get("rope_type", fields.get("type", "default"))
+    rope: dict[str, Any] = {
+        "rope_type": rope_type,
+        "theta": optional(fields, "rope_theta", float, optional(hf, "rope_theta", float, 1e4)),
+    }
+    if rope_type in ("linear", "dynamic", "llama3"):
+        rope |= {"factor": required(fields, "factor", float)}
+    if rope_type == "llama3":
+        rope |= {"original_max_position_embeddings": _original_max_positions(hf, fields)}
+        rope |= {
+            name: required(fields, name, float) for name in ("low_freq_factor", "high_freq_factor")
+        }
+    if rope_type == "yarn":
+        rope |= _yarn_fields(hf, fields)
+    return RopeConfig(**rope)
+
+
+def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
+    """Return the context length before it was extended. As in transformers, the top-level field has
+    priority."""
+    inner = optional(
+        fields,
+        "original_max_position_embeddings",
+        int,
+        required(hf, "max_position_embeddings", int),
+    )
+    original = optional(hf, "original_max_position_embeddings", int, inner)
+    if original < 1:
+        raise ValueError(
+            f"config field original_max_position_embeddings={original} must be positive"
+        )
+    return original
+
+
+def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return YaRN's fields. A missing `factor` is the ratio of the two context lengths."""
+    original = _original_max_positions(hf, fields)
+    return {
+        "original_max_position_embeddings": original,
+        "factor": optional(
+            fields, "factor", float, required(hf, "max_position_embeddings", int) / original
+        ),
+        "attention_factor": optional(fields, "attention_factor", float, None),
+        "beta_fast": optional(fields, "beta_fast", float, 32.0),
+        "beta_slow": optional(fields, "beta_slow", float, 1.0),
+        "mscale": optional(fields, "mscale", float, None),
+        "mscale_all_dim": optional(fields, "mscale_all_dim", float, None),
+        "truncate": optional(fields, "truncate", bool, True),
+    }
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    """Return the `rope_scaling` object with only the fields of its type, because readers warn about
+    others."""
+    if rope.rope_type == "default":
+        return None
+    fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.rope_type]}
+    return {"rope_type": rope.rope_type} | {
+        name: value for name, value in fields.items() if value is not None
+    }

@@ -1,0 +1,118 @@
+"""Task commands: default lengths, tables, and users' mistakes in one line."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+
+import pytest
+
+from kvq_tools.cli import task_runs
+from kvq_tools.evaluation.tasks import niah, passkey, ruler
+from tests.kvq_models.checkpoints import tiny_config
+from tests.kvq_tools.evaluation.task_samples import (
+    TEXT,
+    embedded_prompts,
+    lines,
+)
+
+
+def default_lengths(make, positions):
+    """Return the lengths of the samples that a command makes for a model of so many positions
+    without --lengths."""
+    options = argparse.Namespace(lengths=None, limit=1, seed=0, max_new_tokens=None)
+    samples = task_runs.generated(options, tiny_config(max_position_embeddings=positions), make)
+    return [
+        length for length, _ in itertools.groupby(sample.labels["length"] for sample in samples)
+    ]
+
+
+def test_default_lengths_are_those_within_the_positions_that_the_question_fits(capsys):
+    make = functools.partial(passkey.generated, embedded_prompts(), depths=(0.0,))
+    assert default_lengths(make, 4096) == [1024, 2048, 4096]
+    assert capsys.readouterr().err == ""
+    assert default_lengths(make, 256) == [128, 256], "the question alone takes more than 64 tokens"
+    told = capsys.readouterr().err
+    assert "no samples of 64 tokens: the question needs about 1" in told, told
+
+
+@pytest.mark.parametrize("make", [niah.generated, ruler.generated])
+def test_every_task_has_a_default_length_on_the_embedded_model(make):
+    kinds = ruler.KINDS if make is ruler.generated else niah.KINDS
+    depths = {} if make is ruler.generated else {"depths": (0.0,), "text": TEXT}
+    for kind in kinds:
+        assert (
+            max(default_lengths(functools.partial(make, embedded_prompts(), kind, **depths), 2048))
+            == 2048
+        ), kind
+
+
+def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
+    file = lines(tmp_path / "keys", {"input": "The pass key is 12345.", "target": "12345"})
+    code, out, err = run("passkey", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8)
+    assert code == 0, err
+    for part in (
+        "score: 1 where the first number",
+        "1 samples with prompts of",
+        "│ int4",
+        "accuracy",
+    ):
+        assert part in out, f"{part!r} is missing in {out}"
+
+
+BAD_REQUESTS = {
+    "too long": (
+        ("passkey", "--lengths", "400"),
+        "and the model was trained for 256 positions: take a shorter one",
+    ),
+    "too short": (("passkey", "--lengths", "20"), "try fewer --max-new-tokens or --lengths "),
+    "too few positions": (
+        ("niah",),
+        "and the model was trained for 256 positions, which include --max-new-tokens (now 128)",
+    ),
+    "negative seed": (
+        ("passkey", "--lengths", "200", "--seed", "-1"),
+        "argument --seed: '-1' must be an integer from 0",
+    ),
+    "no length": (("passkey", "--lengths", "a"), "'a' must be an integer"),
+    "no depth": (("passkey", "--depths", "0,2"), "between 0 and 1"),
+    "no number": (("passkey", "--depths", "x"), "not a list of numbers"),
+    "data and lengths": (
+        ("passkey", "--data", "{tmp}/empty", "--lengths", "9"),
+        "--lengths is for generated samples",
+    ),
+    "no text": (
+        ("niah", "--task", "multikey_1", "--max-new-tokens", "4"),
+        "give one (--text FILE)",
+    ),
+    "no task": (("niah", "--task", "multikey_9"), "invalid choice"),
+    "missing data": (("passkey", "--data", "{tmp}/none"), "none"),
+    "empty data": (("passkey", "--data", "{tmp}/empty"), "has no samples"),
+    "unknown cache": (
+        ("passkey", "--data", "{tmp}/empty", "--cache", "kivo"),
+        "unknown cache method",
+    ),
+    "answers exist": (
+        ("passkey", "--data", "{tmp}/row", "--answers", "{tmp}/row"),
+        "must be a new file",
+    ),
+    "no chat template": (("passkey", "--data", "{tmp}/row", "--chat"), "no chat template"),
+    "no room": (
+        ("passkey", "--data", "{tmp}/row", "--max-new-tokens", "255"),
+        "and the model was trained for 256 positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_is_one_line_before_weights_are_read(case, tiny, tmp_path, run, monkeypatch):
+    monkeypatch.setattr(task_runs, "load_llama", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / "empty").write_text("")
+    lines(tmp_path / "row", {"input": "a", "target": "c"})
+    (command, *options), message = BAD_REQUESTS[case]
+    code, out, err = run(command, tiny, *(option.format(tmp=tmp_path) for option in options))
+    assert (code, out) == (2, ""), err
+    errors = [line for line in err.splitlines() if "kvq: error:" in line]
+    assert len(errors) == 1, err
+    assert message in errors[0], errors[0]

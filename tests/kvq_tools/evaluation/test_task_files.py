@@ -1,0 +1,106 @@
+"""Samples from files: they are asked as they are, and bad files are named with their line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvq_tools.evaluation.tasks import niah, passkey
+from kvq_tools.evaluation.tasks.filler import depth_of
+from kvq_tools.evaluation.tasks.runner import check_samples
+from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
+from tests.kvq_models.checkpoints import tiny_config
+from tests.kvq_tools.evaluation.task_samples import (
+    embedded_prompts,
+    lines,
+    prompt_text,
+)
+
+
+def test_ready_made_samples_are_asked_as_they_are(tmp_path):
+    prompts = embedded_prompts()
+    keys = lines(
+        tmp_path / "keys",
+        {"input": "No. The pass key is 12345. No. No.", "target": "12345"},
+        "",
+        {"input": "b", "target": "1"},
+    )
+    first, _ = passkey.from_file(keys, prompts)
+    assert (
+        prompt_text(first)
+        == "No. The pass key is 12345. No. No.What is the pass key? The pass key is "
+    )
+    assert (first.answers, first.labels["depth"]) == (("12345",), 0.5)
+    assert len(passkey.from_file(keys, prompts, limit=1)) == 1
+    whole = {"input": "hay needle hay. It is", "outputs": ["needle", "hay"]}
+    split = {"input": "hay needle hay.", "answer_prefix": " It is", "outputs": ["needle"]}
+    file = lines(tmp_path / "hay", whole, split)
+    assert [prompt_text(sample) for sample in niah.from_file(file, prompts, suffix=":")] == [
+        "hay needle hay. It is:"
+    ] * 2
+    assert niah.from_file(file, prompts)[0].answers == ("needle", "hay")
+
+
+def test_a_chat_template_holds_the_question_and_the_answer_begins_after_it():
+    tokenizer = embedded_prompts().tokenizer
+    prompts = TaskPrompts(tokenizer, lambda turn: list(tokenizer(f"<user>{turn}</user>").input_ids))
+    (sample,) = passkey.generated(prompts, lengths=(200,), depths=(0,), count=1)
+    assert prompt_text(sample).endswith("What is the pass key?</user> The pass key is ")
+
+
+BAD_FILES = {
+    "no file": (None, "No such file"),
+    "empty": ("", "has no samples"),
+    "no json": ("{", "line 1: not JSON"),
+    "a list": ("[1]", "must be an object, not a list"),
+    "no field": ('{"input": "a"}', "needs the field 'outputs', a list"),
+    "a number": ('{"input": 3, "outputs": ["c"]}', "needs the field 'input', a str"),
+    "a prefix that is no text": (
+        '{"input": "a", "outputs": ["c"], "answer_prefix": 7}',
+        "'answer_prefix' must be a str, not a int",
+    ),
+    "outputs that are no list": (
+        '{"input": "a", "outputs": 5}',
+        "line 1: needs the field 'outputs', a list",
+    ),
+    "outputs that are no texts": (
+        '{"input": "a", "outputs": [5]}',
+        "'outputs' must list texts only",
+    ),
+    "half a surrogate pair": (
+        '{"input": "\\ud800", "outputs": ["c"]}',
+        "the field 'input' is no text",
+    ),
+    "endless": ("[" * 100_000, "line 1: not JSON"),
+    "no outputs": ('{"input": "a", "outputs": []}', "must list at least one text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_named_with_its_line(case, tmp_path):
+    content, message = BAD_FILES[case]
+    if content is not None:
+        (tmp_path / "file").write_text(content)
+    with pytest.raises((ValueError, OSError), match=re.escape(message)):
+        niah.from_file(tmp_path / "file", embedded_prompts())
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        (passkey, {"input": "", "target": ""}),
+        (passkey, {"input": "The key is 1.", "target": ""}),
+        (niah, {"input": "", "outputs": [""]}),
+        (niah, {"input": "hay", "outputs": ["a", ""]}),
+    ],
+)
+def test_samples_without_text_are_refused(task, row, tmp_path):
+    with pytest.raises(ValueError, match=r"line 1: the field '.*' has an empty text"):
+        task.from_file(lines(tmp_path / "data", row), embedded_prompts())
+
+
+def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
+    with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
+        check_samples([TaskSample((), ("a",), 1)], tiny_config())
+    assert depth_of("", "") is None

@@ -1,0 +1,182 @@
+"""The page of a report: it holds every cache and every number, and needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import EMBEDDED, load_llama
+from kvq_tools.report import page, quality, schema
+from kvq_tools.report.drawing import DARK, LIGHT
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+from PIL import Image, ImageColor
+
+from tests.kvq_tools.report.small_report import (
+    CACHES,
+    WINDOW,
+    call,
+)
+
+
+def rows_of(text):
+    """{the name of a table's row: its cells}"""
+    found = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", text)
+    return {html.unescape(name): re.findall(r"<td>(.*?)</td>", cells) for name, cells in found}
+
+
+def test_the_page_holds_every_cache_and_every_number(made, report):
+    text = (made / "index.html").read_text()
+    head, rows = html.unescape(text.partition("<main>")[0]), rows_of(text)
+    for fact in (
+        report.model.name,
+        "2,885,888 parameters",
+        report.command,
+        report.date,
+        "64 tokens, 63 of them scored",
+        "mode fake",
+    ):
+        assert fact in head, fact
+    assert report.speed.machine.device in text
+    exact = [f"{report.exact.perplexity:.3f}", f"{report.exact.bits_per_byte:.4f}"]
+    assert rows["model without a cache"][1:3] == exact
+    assert rows["model without a cache"][6] == str(
+        kvq.dense_nbytes(load_llama(EMBEDDED)[0].config, 1, WINDOW)
+    )
+    assert rows["model without a cache: nats"] == [f"{n:.4f}" for n in report.exact.nats]
+    assert rows["tokens"] == [str(p.tokens) for p in report.positions]
+    for n, c in enumerate(report.caches, 1):
+        name = f"{n} {c.name}"
+        quality_cells = [
+            f"{c.perplexity:.3f}",
+            f"{c.bits_per_byte:.4f}",
+            f"{c.kl:.5f}",
+            f"{c.agreement:.2%}",
+            str(len(c.flips)),
+        ]
+        size_cells = [
+            str(c.bytes),
+            f"{c.ratio:.2f}",
+            f"{c.bits_per_element:.2f}",
+            f"{c.body_bits_per_element:.2f}",
+        ]
+        beside = [
+            str(c.parameter_bytes),
+            str(c.working_bytes),
+            str(c.bytes + c.working_bytes + c.parameter_bytes),
+            str(16 * (c.bytes + c.working_bytes) + c.parameter_bytes),
+            f"{c.sink}, {c.recent}, {c.block}",
+            str(c.quantized_tokens),
+        ]
+        assert rows[name][1:] == [*quality_cells, *size_cells, *beside]
+        assert rows[f"{name}: nats"] == [f"{v:.4f}" for v in c.nats]
+        assert rows[f"{name}: KL"] == [f"{v:.5f}" for v in c.kl_by_position]
+        assert rows[f"{name}: flips"] == list(map(str, c.flips_by_position))
+        for side in ("k", "v"):
+            assert rows[f"{name}: {side}"] == [
+                f"{getattr(e, f'{side}_relative'):.4g}" for e in c.errors
+            ]
+        for part in c.sizes[0]:
+            held = [
+                next(p.bytes for p in layer if (p.side, p.name) == (part.side, part.name))
+                for layer in c.sizes
+            ]
+            assert rows[f"{name}: {part.side} {part.name}"] == list(map(str, held))
+    for c in report.speed.caches:
+        samples = c.samples_ms[0]
+        assert rows[c.name] == [c.reads, f"{min(samples):.3g}; {np.median(samples):.3g}"]
+    assert rows[f"1 {CACHES[0]}"] != rows[f"2 {CACHES[1]}"]
+
+
+def test_the_page_needs_nothing_else(made):
+    text = (made / "index.html").read_text()
+    outside = re.findall(
+        r"https?:|<script|<link(?! rel=\"icon\" href=\"data:)|@import|@font-face|<iframe", text
+    )
+    assert not outside, outside
+    references = re.findall(r"(?:src|href)=\"([^\"]*)\"|url\(([^)]*)\)", text)
+    foreign = [
+        found
+        for pair in references
+        if (found := "".join(pair)) and not found.startswith(("#", "data:"))
+    ]
+    assert not foreign, foreign
+    assert any(found.startswith("data:image/png") for pair in references for found in pair), (
+        "no picture inside the page was looked at"
+    )
+
+
+def test_every_picture_can_be_read(made, report):
+    """It has a sentence that says how, words in its place, axes with names, and colours that follow
+    the page's theme."""
+    text = (made / "index.html").read_text()
+    shown = [picture for section in page.sections(report) for picture in section.pictures]
+    assert len(shown) == len(re.findall("<figure", text)) == 9
+    for picture in shown:
+        assert len(picture.reading) > 60, picture.name
+        assert html.escape(picture.alt, quote=False) in text.replace("&#39;", "'").replace(
+            "&#34;", '"'
+        ), picture.name
+        axes = picture.draw(LIGHT).axes
+        for axis in ("x", "y"):
+            named = [name for a in axes if (name := getattr(a, f"get_{axis}label")())]
+            assert named, f"{picture.name} has no name on its {axis} axes"
+        for theme, png in ((LIGHT, picture.light), (DARK, picture.dark)):
+            assert base64.b64encode(png).decode() in text, picture.name
+            with Image.open(io.BytesIO(png)) as image:
+                assert image.convert("RGB").getpixel((0, 0)) == ImageColor.getrgb(theme["paper"]), (
+                    picture.name
+                )
+        assert (made / f"{picture.name}.png").read_bytes() == picture.light, picture.name
+
+
+def test_the_page_can_be_made_again_from_json_alone(made, tmp_path):
+    assert call("report", "--from", made / "report.json", "--out", tmp_path) == 0
+    for name in ("index.html", "report.json", "pareto_kl.png", "magnitudes.png"):
+        assert (tmp_path / name).read_bytes() == (made / name).read_bytes(), name
+    fields = json.loads((made / "report.json").read_text())
+    fields["caches"][0]["kl"] *= 2
+    (tmp_path / "other.json").write_text(json.dumps(fields))
+    other = quality.pareto_kl(schema.read(tmp_path / "other.json"))
+    assert other.light != (made / f"{other.name}.png").read_bytes(), (
+        "a picture does not depend on the numbers"
+    )
+
+
+def test_numbers_that_are_not_finite_and_times_that_were_not_taken_are_left_out(made, report):
+    lost = dataclasses.replace(
+        report.caches[0], kl=None, perplexity=None, kl_by_position=(None,) * 4, nats=(None,) * 4
+    )
+    changed = dataclasses.replace(report, caches=(lost, report.caches[1]), speed=None)
+    assert quality.front_by(changed, "kl") == (False, True)
+    text = page.html(changed, page.sections(changed))
+    row = re.search(rf"<tr><th[^>]*>1 {re.escape(CACHES[0])}</th>(.*?)</tr>", text)
+    assert row
+    assert row[1].startswith("<td></td><td>–</td>"), row[1][:80]
+    assert "Decode steps" not in text
+    assert "Decode steps" in (made / "index.html").read_text()
+
+
+def test_a_cache_of_which_nothing_is_read_quantized_is_told_loudly(report):
+    assert [c.quantized_tokens for c in report.caches] == [WINDOW - 1] * 2, (
+        "in `fake` mode every token is"
+    )
+    assert quality.warning(report) == ""
+    asleep = dataclasses.replace(report.caches[0], quantized_tokens=0, kl=0.0)
+    dense = dataclasses.replace(asleep, name="dense", spec="dense")
+    changed = dataclasses.replace(report, caches=(asleep, report.caches[1], dense))
+    told = (
+        f"NOT ONE token was read quantized through {CACHES[0]}: what is measured there is the"
+        " full-precision model"
+    )
+    assert told in page.sections(changed)[0].text
+    cells = {row[0]: row[-1] for row in page.numbers(changed).rows}
+    assert (cells[f"1 {CACHES[0]}"], cells[f"2 {CACHES[1]}"]) == ("NONE", str(WINDOW - 1))

@@ -1,0 +1,35 @@
+"""The answers of a separate engine like the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.requests import Event, Request, Token
+from tests.kvq_tools.serving.running import (
+    Running,
+)
+
+
+def alone(server: Running, text: str, new: int, special: bool = True, **asked) -> list[int]:
+    """Return the tokens that a separate engine draws for a prompt, with or without the tokenizer's
+    special tokens."""
+    engine = server.engine()
+    ids = tuple(server.tokenizer(text, add_special_tokens=special).input_ids)
+    engine.submit(Request(ids, new, end_ids=tuple(server.llama.config.eos_token_ids), **asked))
+    return [event.token for event in until_idle(engine) if isinstance(event, Token)]
+
+
+def until_idle(engine: Engine) -> Iterator[Event]:
+    while not engine.idle:
+        yield from engine.advance()
+
+
+def text_of(server: Running, text: str, tokens: list[int]) -> str:
+    ids = server.tokenizer(text).input_ids
+    whole = server.tokenizer.decode(
+        [*ids, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return whole.removeprefix(
+        server.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
