@@ -181,7 +181,10 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
         if len(asked) == 2:
             raise KeyboardInterrupt
         return tuple(
-            [long_context.runner.ScoredAnswer(i, "", 0, {"accuracy": 0.5}) for i in range(len(samples))]
+            [
+                long_context.runner.ScoredAnswer(i, "", 0, {"accuracy": 0.5})
+                for i in range(len(samples))
+            ]
             for _ in candidates
         )
 
