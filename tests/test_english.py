@@ -19,9 +19,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("cpu_kernels", "pallas_kernels", "kvq_jax", "models", "kvq_tools", "benchmarks")
-WHERE_PER_IF = 0.5  # "where" for each "if", at most, over the packages and docs/*.md
+WHERE_PER_IF = 0.2  # "where" for each "if", at most, over the packages and docs/*.md
 HEADLESS = 0  # docstrings that begin with a clause, at most
-VAGUE_NAMES = 20  # places in functions that bind one of VAGUE, at most
+VAGUE_NAMES = 10  # places in functions that bind one of VAGUE, at most
 VAGUE = ("own", "found", "held", "told")
 
 CLAUSE = re.compile(r"\s*(?:What|Whether|How|Which|That of|Those of)\b")
