@@ -1,7 +1,8 @@
 """Predict the channels of key outliers from the key projection's weights alone, and measure them
 (XQuant, Appendix B).
 
-    K = X W_k (+ b),   W_k = U S B^T      thin SVD of a layer's whole projection, all KV heads side by side; X the post-norm layer input
+    K = X W_k (+ b)     X is the post-norm layer input
+    W_k = U S B^T       thin SVD of a layer's whole projection, all KV heads side by side
     latent      X U, one channel for each singular direction, the largest singular value first
     prediction  the channels of keys with the largest |B^T[0]|: where the first latent channel goes
     truth       the channel of keys before RoPE with the largest mean magnitude over the tokens of a
@@ -77,7 +78,7 @@ def singular_values(kernel: Float[np.ndarray, "D C"]) -> Float[np.ndarray, "R"]:
 
 
 def predicted_channels(parts: Decomposition, count: int = max(TOPS)) -> Int[np.ndarray, "count"]:
-    """Return the channels with the largest |B^T[0]|, the largest first; all of them where there are
+    """Return the channels with the largest |B^T[0]|, the largest first; all of them if there are
     fewer than `count`."""
     return np.argsort(-np.abs(parts.bt[0]), kind="stable")[:count]
 
@@ -89,7 +90,7 @@ def first_share(singular: Float[np.ndarray, "R"]) -> tuple[float, float]:
 
 
 def peak(magnitudes: Float[np.ndarray, "R"]) -> Peak:
-    """Return the largest channel; its ratio is infinite where at least half of the channels are
+    """Return the largest channel; its ratio is infinite if at least half of the channels are
     zero and not all are."""
     channel = int(np.argmax(magnitudes))
     largest, median = float(magnitudes[channel]), float(np.median(magnitudes))
@@ -97,7 +98,7 @@ def peak(magnitudes: Float[np.ndarray, "R"]) -> Peak:
 
 
 def place(predicted: Sequence[int] | Int[np.ndarray, "count"], channel: int) -> int | None:
-    """Return the place, from 1, at which the channel was predicted; None where it was not."""
+    """Return the place, from 1, at which the channel was predicted; None if it was not."""
     matches = np.flatnonzero(np.asarray(predicted) == channel)
     return int(matches[0]) + 1 if matches.size else None
 
@@ -119,7 +120,7 @@ def layer_magnitudes(
     bases: (U_k, U_v) of each layer, taken when the layer is reached, so that only one layer's are
     needed at a time. Besides the weights, the hidden states of all rows and the activations of one
     row in one layer exist. Sums are fp32; X, keys and attention have the model's dtype. Raises
-    ValueError, naming the layer, where magnitudes are not finite.
+    ValueError, naming the layer, if magnitudes are not finite.
     """
     count, length = rows.shape
     positions_BT = jnp.arange(length, dtype=jnp.int32)[None]

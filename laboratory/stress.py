@@ -74,7 +74,7 @@ class Outliers:
     """Outliers of each KV head, or of a layer's input: the number of RoPE pairs of keys or of
     channels, and their factor.
 
-    A power of two leaves every code as it is where a group has one channel; other factors leave all
+    A power of two leaves every code as it is if a group has one channel. Other factors leave all
     but rounding ties.
     """
 
@@ -103,7 +103,7 @@ def stressed(llama: Llama, stress: Stress) -> Llama:
 
     Computed in float32 and rounded to the model's dtype: powers of two are exact in every dtype,
     other factors and sqrt(2) are rounded (relative 2^-24 in float32, 2^-8 in bfloat16). Parameters
-    of cache methods are dropped: they belong to other keys. Raises as `check`, and ValueError where
+    of cache methods are dropped: they belong to other keys. Raises as `check`, and ValueError if
     a weight would leave the dtype's range.
     """
     check(llama.config, stress)
@@ -138,7 +138,7 @@ def stressed(llama: Llama, stress: Stress) -> Llama:
 
 
 def check(config: LlamaConfig, stress: Stress) -> None:
-    """Raise ValueError, in one line, where the model cannot have what is asked for, or nothing is
+    """Raise ValueError, in one line, if the model cannot have what is asked for, or nothing is
     asked for."""
     if (
         stress.key_outliers
@@ -218,7 +218,6 @@ def _turns_as_before(config: LlamaConfig) -> bool:
 
 
 # --- what is drawn
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def _key_factors(config: LlamaConfig, outliers: Outliers, seed: int) -> list[Factors]:
@@ -269,7 +268,6 @@ def _constants(config: LlamaConfig, magnitude: float, seed: int) -> list[np.ndar
 
 
 # --- what is changed
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _scale_keys(weights: Weights, layer: str, factors: Factors, config: LlamaConfig) -> None:

@@ -156,7 +156,6 @@ def test_saving_over_a_directory_keeps_its_other_files_and_folders(tmp_path: pat
 
 
 # --- kills at any moment
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def random_kills(folder: pathlib.Path, kills: int) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,8 @@
-"""Imports run one way: tests, laboratory, benchmarks, tools -> kvq_tools -> kvq_models -> kvq_jax ->
-pallas_kernels and cpu_kernels -> jax."""
+"""Imports run one way.
+
+tests, laboratory, benchmarks, tools -> kvq_tools -> kvq_models -> kvq_jax -> pallas_kernels and
+cpu_kernels -> jax.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 DEVICES, FOLDER = 8, "tests/multi_device"
 PARTS = {  # which two workers run side by side: (files, at least how many tests)
     "layers": (("test_layers.py",), 25),
-    "models": (("test_models.py", "test_commands.py", "test_engine.py", "test_benchmark.py"), 30),
+    "models": (
+        (
+            "test_models.py",
+            "test_commands.py",
+            "test_engine.py",
+            "test_benchmark.py",
+            "test_refusals.py",
+        ),
+        30,
+    ),
 }
 
 # Its programs are compiled once each, so none is kept on disk; and the other tests check the types

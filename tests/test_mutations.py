@@ -1,4 +1,4 @@
-"""Damaged files at the command: one line, no traceback, no hang, and nothing is accepted where
+"""Damaged files at the command: one line, no traceback, no hang, and nothing is accepted if
 there is a checksum.
 
 Each mutation is drawn from its number alone. KVQ_MUTATIONS=500 runs that many; a small sample runs
@@ -80,7 +80,6 @@ def limited() -> Iterator[None]:
 
 
 # --- what happens to a file
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -145,7 +144,6 @@ def field_changed(content: bytes, draw: random.Random) -> bytes:
 
 
 # --- what reads it
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,8 @@ for name in {sorted(others | {"kvq_models", "kvq_tools"})}:
 import jax.numpy as jnp
 import kvq_jax as kvq
 class Config:
-    num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_size = 2, 4, 2, 64, 256
+    num_hidden_layers, num_attention_heads, num_key_value_heads = 2, 4, 2
+    head_dim, hidden_size = 64, 256
 cache = kvq.init_cache("innerq:bits=2", Config(), batch=1, capacity=256)
 kvq.save_cache(cache, "cache.safetensors")
 rows = jnp.ones((1, 2, 64, 64))

@@ -84,7 +84,8 @@ def test_programs_are_dropped_by_bytes_and_read_back_from_the_runs_cache(run):
 
         def test_first(pytestconfig):
             program(1.0)
-            (plugin,) = (p for p in pytestconfig.pluginmanager.get_plugins() if isinstance(p, Resources))
+            plugins = pytestconfig.pluginmanager.get_plugins()
+            (plugin,) = (p for p in plugins if isinstance(p, Resources))
             plugin.most = 0  # bytes: whatever this process holds is too much
 
         def test_second():

@@ -1,5 +1,5 @@
-"""What the processes of a run share and hold: compiled programs on disk, memory that is given back,
-its peak printed at the end.
+"""Resources that the processes of a run share and hold: compiled programs on disk, and memory
+that is given back, its peak printed at the end.
 
 A program that one test compiled is read by every later test, file and worker from a folder that
 lives as long as the run.
@@ -53,12 +53,8 @@ class Resources:
     """The plugin of a process that runs tests."""
 
     def __init__(self) -> None:
-        gc.set_threshold(
-            50_000,
-            20,
-            50,
-            # traces are many small objects that live long: the usual thresholds cost a tenth of the run
-        )
+        # traces are many small objects that live long: the usual thresholds cost a tenth of the run
+        gc.set_threshold(50_000, 20, 50)
         self.most = MOST_BYTES
         self.counts: Counter[str] = Counter()
         jax.monitoring.register_event_listener(self.count)

@@ -1,12 +1,11 @@
 """Take the pictures of docs/screenshots: commands in a real terminal, a report in a real browser.
 
     python -m tools.screenshots docs/screenshots                  both
-    python -m tools.screenshots docs/screenshots --only report    what docs/report/index.html looks like
+    python -m tools.screenshots docs/screenshots --only report    the page docs/report/index.html
 
-A terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both
-come with
-`apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are, with this
-environment's kvq.
+The terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both
+come with `apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are,
+with this environment's kvq.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LONGEST = 600  # seconds of one command
 
 def terminal(command: str, columns: int, picture: Path) -> None:
     """Run a command in a terminal and photograph its window once the command has ended.
-    RuntimeError where it fails."""
+    RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         status = Path(folder) / "status"
         script = f"printf '$ %s\\n' {shlex.quote(command)}; {command} 2>/dev/null; "

@@ -16,28 +16,33 @@ pipeline_tag: text-generation
 ---
 # The embedded Llama
 
-A Llama of $parameters parameters that ships with kvq, so that demonstrations, tests and evaluations run on the keys, values and attention
-of a trained model without a network. It is a laboratory animal, not an assistant: it recalls what its context says, and left to itself it
-soon repeats itself.
+A Llama of $parameters parameters that ships with kvq, so that demonstrations, tests and evaluations
+run on the keys, values and attention of a trained model without a network. It is a laboratory
+animal, not an assistant: it recalls what its context says, and left to itself it soon repeats
+itself.
 
 | | |
 |---|---|
-| architecture | LlamaForCausalLM, $num_hidden_layers layers, width $hidden_size, MLP $intermediate_size |
-| attention | $num_attention_heads query heads / $num_key_value_heads KV heads of $head_dim, RoPE base $rope_theta |
+| architecture | LlamaForCausalLM, $num_hidden_layers layers, width $hidden_size, MLP \
+$intermediate_size |
+| attention | $num_attention_heads query heads / $num_key_value_heads KV heads of $head_dim, RoPE \
+base $rope_theta |
 | head | tied to the embedding, $vocab_size tokens |
 | context | $max_position_embeddings tokens |
 | weights | bf16 (trained in fp32) |
-| tokenizer | byte-level BPE, every digit a token of its own, `<|endoftext|>` opens every text and ends every document |
+| tokenizer | byte-level BPE, every digit a token of its own, `<|endoftext|>` opens every text and \
+ends every document |
 
 ## Quality
 
-Held-out text, in windows of $window tokens, each after `<|endoftext|>` and without context from the window before; bf16 weights, fp32
-arithmetic, exact attention. Perplexity per token depends on the tokenizer: compare bits per byte.
+Held-out text, in windows of $window tokens, each after `<|endoftext|>` and without context from the
+window before; bf16 weights, fp32 arithmetic, exact attention. Perplexity per token depends on the
+tokenizer: compare bits per byte.
 
 $text_table
 
-Pass keys: a five-digit key is stated once, a number of tokens of held-out text follows, then the key is asked for. Greedy decoding,
-$passkey_trials prompts per distance.
+Pass keys: a five-digit key is stated once, a number of tokens of held-out text follows, then the
+key is asked for. Greedy decoding, $passkey_trials prompts per distance.
 
 $recall_table
 
@@ -47,34 +52,44 @@ $samples
 
 ## Training
 
-$steps steps on $tokens tokens ($hours hours on two shared CPU cores): Muon for the matrices (update RMS 0.2), AdamW (0.9, 0.95) for
-embedding and norms, warm-up, then linear decay to zero, gradient norm clipped to 1. Every row opens with `<|endoftext|>`; one row in four
-is synthetic. Loss on held-out training documents at the end: $final_held_out_loss nats per token. Curve: loss.png, history.json.
+$steps steps on $tokens tokens ($hours hours on two shared CPU cores): Muon for the matrices (update
+RMS 0.2), AdamW (0.9, 0.95) for embedding and norms, warm-up, then linear decay to zero, gradient
+norm clipped to 1. Every row opens with `<|endoftext|>`; one row in four is synthetic. Loss on
+held-out training documents at the end: $final_held_out_loss nats per token. Curve: loss.png,
+history.json.
 
-The run was too short to discover recall. It started from weights in which an induction circuit is wired by hand (layers 0 and 1,
-`laboratory/embedded_model/initialization.py`) and all weights were then trained. So the first two layers' attention has a designed origin: sharp
-heads that look one and two tokens back, driven by one constant channel (its keys are outliers), and heads that match pairs of
-tokens. Layers 2 and 3 grew from random weights.
+The run was too short to discover recall. It started from weights in which an induction circuit is
+wired by hand (layers 0 and 1, `laboratory/embedded_model/initialization.py`) and all weights were
+then trained. So the first two layers' attention has a designed origin: sharp heads that look one
+and two tokens back, driven by one constant channel (its keys are outliers), and heads that match
+pairs of tokens. Layers 2 and 3 grew from random weights.
 
-Segments (each continued from the checkpoint of the one before; rows and steps per phase count from step 0):
+Segments (each continued from the checkpoint of the one before; rows and steps per phase count from
+step 0):
 
 $segments
 
 $commands
-    python -m laboratory.embedded_model.export --run RUN --out models/kvq_models/embedded --text NAME=FILE ...
+    python -m laboratory.embedded_model.export --run RUN --out models/kvq_models/embedded \
+--text NAME=FILE ...
 
-Data: 63 MB of text: public-domain books (folklore, novels, poetry, dictionaries of quotations) and speeches (State of the Union and
-inaugural addresses, from nltk_data), Python Enhancement Proposals (public domain), Ethereum Improvement Proposals (CC0) and Rust RFCs
-(MIT or Apache-2.0). The run read less than one pass over it. Moby Dick, Pride and Prejudice, The Virginian, the NASA report and
-WikiText-2 were not trained on. Synthetic documents (pass keys, several keys among text, key-value lines, repeated token sequences) are
-made around the training text by `laboratory/embedded_model/synthetic.py`.
+Data: 63 MB of text: public-domain books (folklore, novels, poetry, dictionaries of quotations) and
+speeches (State of the Union and inaugural addresses, from nltk_data), Python Enhancement Proposals
+(public domain), Ethereum Improvement Proposals (CC0) and Rust RFCs (MIT or Apache-2.0). The run
+read less than one pass over it. Moby Dick, Pride and Prejudice, The Virginian, the NASA report and
+WikiText-2 were not trained on. Synthetic documents (pass keys, several keys among text, key-value
+lines, repeated token sequences) are made around the training text by
+`laboratory/embedded_model/synthetic.py`.
 
 ## Limits
 
-- A very short training run: the text is poor, facts are not to be believed, and recall is only what the table says.
-- Recall rests on circuits that were wired before training. It shows how cache methods treat such circuits, not how models learn them.
+- A very short training run: the text is poor, facts are not to be believed, and recall is only what
+  the table says.
+- Recall rests on circuits that were wired before training. It shows how cache methods treat such
+  circuits, not how models learn them.
 - Few training rows were as long as the context; quality falls towards its end.
-- Perplexities here compare cache methods with one another on this model. They say nothing about larger models.
+- Perplexities here compare cache methods with one another on this model. They say nothing about
+  larger models.
 """)
 
 

@@ -1,5 +1,6 @@
-"""Ship a training run: `python -m laboratory.embedded_model.export --run DIR --out DIR --text NAME=FILE
-...`.
+"""Ship a training run.
+
+    python -m laboratory.embedded_model.export --run DIR --out DIR --text NAME=FILE ...
 
 The command writes the Hugging Face directory (bf16 weights, tokenizer), evaluation.json and the
 model card README.md. The evaluation is of the shipped weights: they are read back from the written

@@ -1,10 +1,13 @@
 """Initial weights in which an induction circuit is already wired: a short run can then sharpen
 recall instead of having to discover it.
 
-    layer 0, KV head 0      query head 0 attends to the token before, query head 1 to the one before that; each writes what it
-                            read into channels of its own: residual = [content | constant | previous token | the one before it]
-    layer 1, both KV heads  q = projection of (this token, the previous), k = the same projection of (the previous, the one before it):
-                            they match where the same two tokens occurred before; the value copies what followed there into the content
+    layer 0, KV head 0      query head 0 attends to the token before, query head 1 to the one before
+                            that. Each writes what it read into its own channels:
+                            residual = [content | constant | previous token | the one before it]
+    layer 1, both KV heads  q = projection of (this token, the previous),
+                            k = the same projection of (the previous, the one before it). They match
+                            where the same two tokens occurred before, and the value copies what
+                            followed there into the content.
 
 Positions come from RoPE alone: a constant channel makes constant queries and keys whose product
 peaks at one distance, on the fast pairs; content is matched on the slow pairs, which hardly turn

@@ -1,4 +1,6 @@
-"""Train the small embedded Llama: `python -m laboratory.embedded_model.train --corpus DIR --out DIR`.
+"""Train the small embedded Llama.
+
+    python -m laboratory.embedded_model.train --corpus DIR --out DIR
 
 The run can be stopped at any time (Ctrl-C ends it after a step) and continued with the same
 command: checkpoint.safetensors holds the weights, the optimizer state and the step, and the rows of

@@ -23,7 +23,8 @@ from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, plan_of, random_parameters, rope_of
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.codecs.codec import Codec
+from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.learning import for_kernels
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch

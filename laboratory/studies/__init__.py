@@ -1,1 +1,1 @@
-"""Studies for `python -m laboratory.run`: each module adds its arguments and returns its numbers."""
+"""Studies for `python -m laboratory.run`: a module adds its arguments and returns its numbers."""

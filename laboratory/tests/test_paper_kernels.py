@@ -1,5 +1,5 @@
-"""The papers' tables of times as far as a CPU can show: interpreted kernels, errors, and the numbers
-that the papers print."""
+"""The papers' tables of times, as far as a CPU can show: interpreted kernels, errors, and the
+numbers that the papers print."""
 
 from __future__ import annotations
 

@@ -89,7 +89,6 @@ def largest_change(llama, logits):
 
 
 # --- dense outputs stay
-# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "kind"), CHANGES)
@@ -182,7 +181,6 @@ def test_the_written_checkpoint_gives_transformers_the_logits_of_the_old_one(tmp
 
 
 # --- channels
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_outliers_are_whole_pairs_of_the_keys_and_channels_of_the_values_in_every_head_and_layer():
@@ -234,7 +232,6 @@ def test_a_key_bias_stands_where_queries_are_zero_at_frequencies_between_the_old
 
 
 # --- a harder cache
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def cache_error(llama, spec):
@@ -266,7 +263,7 @@ def test_the_cache_became_harder(kind, spec):
 
 
 def test_a_key_bias_does_not_disturb_a_cache_with_a_scale_for_each_channel():
-    """The module says that it only hurts where channels share a scale."""
+    """The module says that it only hurts if channels share a scale."""
     llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
     before, after = (
         cache_error(

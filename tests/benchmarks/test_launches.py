@@ -21,23 +21,33 @@ from benchmarks.machine_code.launches import (
 )
 
 LIST = """\
-001: kCustomKernel [source        | next=002 (1)] decode_attention grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
+001: kCustomKernel [source        | next=002 (1)] decode_attention \
+grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
 002: kCopy         [prev=001 (1)  | next=003 (1)] kCopy
 003: kConditional  [prev=002 (1)  | next=004 (1)]
   false_branch:
-    004: kCustomKernel [source       | next=005 (1)] loop_transpose_fusion grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-    005: kCustomKernel [prev=004 (1) | sink        ] quantize_asym_tokens grid: [16, 8, 1] threads: [32, 1, 1]  shared_memory: 0 bytes
+    004: kCustomKernel [source       | next=005 (1)] loop_transpose_fusion \
+grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
+    005: kCustomKernel [prev=004 (1) | sink        ] quantize_asym_tokens \
+grid: [16, 8, 1] threads: [32, 1, 1]  shared_memory: 0 bytes
   true_branch:
-    006: kCustomKernel [source       | sink        ] loop_broadcast_fusion_1 grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
+    006: kCustomKernel [source       | sink        ] loop_broadcast_fusion_1 \
+grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
 007: kWhile        [prev=003 (1)  | next=008 (1)]
 condition:
-    008: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+    008: kCustomKernel [source | sink] loop_compare_fusion \
+grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
   body:
-    009: kCustomKernel [source       | next=010 (1)] loop_update_fusion_3 grid: [64, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-    010: kCustomKernel [prev=009 (1) | sink        ] loop_add_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
-011: kCustomKernel [prev=007 (1)  | next=012 (1)] gemm_fusion_dot_34 grid: [3072, 1, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
-012: kCustomKernel [prev=011 (1)  | next=013 (1)] decode_attention grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
-013: kCustomKernel [prev=012 (1)  | sink        ] decode_attention grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
+    009: kCustomKernel [source       | next=010 (1)] loop_update_fusion_3 \
+grid: [64, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
+    010: kCustomKernel [prev=009 (1) | sink        ] loop_add_fusion \
+grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+011: kCustomKernel [prev=007 (1)  | next=012 (1)] gemm_fusion_dot_34 \
+grid: [3072, 1, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
+012: kCustomKernel [prev=011 (1)  | next=013 (1)] decode_attention \
+grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
+013: kCustomKernel [prev=012 (1)  | sink        ] decode_attention \
+grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
 """
 
 
@@ -108,11 +118,14 @@ def test_a_line_of_another_form_is_an_error_and_not_a_launch_fewer():
 GRAPHS = """\
 000: kCommandBuffer [source        | next=003 (1)]
     001: kCopy         [source        | next=002 (1)] kCopy
-    002: kCustomKernel [prev=001 (1)  | sink        ] decode_attention grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
+    002: kCustomKernel [prev=001 (1)  | sink        ] decode_attention \
+grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
 003: kConditional  [prev=000 (1)  | next=005 (1)]
   false_branch:
-    004: kCustomKernel [source       | sink        ] loop_transpose_fusion grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-005: kCustomKernel [prev=003 (1)  | next=006 (1)] gemm_fusion_dot_34 grid: [3072, 1, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
+    004: kCustomKernel [source       | sink        ] loop_transpose_fusion \
+grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
+005: kCustomKernel [prev=003 (1)  | next=006 (1)] gemm_fusion_dot_34 \
+grid: [3072, 1, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
 006: kCommandBuffer [prev=005 (1)  | sink        ]
     007: kCopy         [source        | sink        ] kCopy
 """

@@ -1,5 +1,5 @@
-"""What happens to a batch of sequences in a cache, operation by operation, beside an oracle that
-knows only the tokens.
+"""A batch of sequences in a cache is followed, operation by operation, beside an oracle that knows
+only the tokens.
 
 The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, and
 the values of tokens that went through the body and came back by `trim` (the values that attention
@@ -7,7 +7,7 @@ saw: decoded from a state that was just found equal). After every operation a fr
 all of that at once, and must hold the same. A decode step is also made in the fresh cache: its
 outputs must be the same.
 
-A fresh cache has the faults of the code that filled it. Where codes are near exact, outputs of
+A fresh cache has the faults of the code that filled it. If codes are near exact, outputs of
 prompts and steps are compared with attention over the rows themselves, too (`exact`), which needs
 nothing of a cache.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -26,80 +25,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.attention.dispatch import XLA
-from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
-from kvq_jax.codecs.codec import Codec
-from kvq_jax.layer import cross_layer
-from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import Tree
-from kvq_jax.types.rope import rotate
 from tests.kvq_jax import layer_runs
+from tests.kvq_jax.cache_programs import SOUND, Programs
 from tests.kvq_jax.cache_runs import DIMS, rows_of
 from tests.kvq_jax.layer_runs import (
     CAPACITY,
     ROUNDING,
     STEP,
-    Sequences,
     beyond_rounding,
     differences,
     live,
     parameters_of,
-    quick_jit,
 )
+from tests.kvq_jax.vocabulary import WORDS, layer_inputs
 
 BATCH = 8
-WORDS = 311  # tokens of the vocabulary
-# relative error of an output where the codes of two functions differ, which one in 10^4 may
+# relative error of an output if the codes of two functions differ, which one in 10^4 may
 CODES_DIFFER = 2e-2
-
-
-@functools.cache
-def vocabulary(layer: int) -> Sequences:
-    """Return queries, keys before RoPE and values of every token in a layer, as one sequence."""
-    rng = np.random.default_rng(50 + layer)
-    q = rng.normal(size=(1, DIMS.num_attention_heads, WORDS, DIMS.head_dim)).astype(np.float32)
-    k, v = (
-        rng.normal(size=(1, DIMS.num_key_value_heads, WORDS, DIMS.head_dim)).astype(np.float32)
-        for _ in range(2)
-    )
-    k[..., :: DIMS.head_dim // 4] *= 3
-    return Sequences(q, k, k, v, layer_runs.sequences().rope)
-
-
-@functools.cache
-def inputs_of_words(layer: int) -> np.ndarray:
-    return vocabulary(layer).x[0]
-
-
-_rotate = quick_jit(rotate)
-
-
-def layer_inputs(
-    layer: int, ids: np.ndarray, start: np.ndarray, counts: np.ndarray
-) -> kvq.LayerInputs:
-    """Return the inputs of tokens ids [B, T] at positions start[b] + t, of which counts[b] are
-    real. Padding is NaN."""
-    words = vocabulary(layer)
-    valid = np.arange(ids.shape[1]) < counts[:, None]
-    positions = jnp.asarray(start[:, None] + np.arange(ids.shape[1]), jnp.int32)
-    real = valid[:, None, :, None]
-    q, k, v = (
-        np.where(real, np.moveaxis(rows[0][:, ids], 0, 1), np.float32(np.nan))
-        for rows in (words.q, words.k_pre, words.v)
-    )
-    x = np.where(valid[..., None], inputs_of_words(layer)[ids], np.float32(np.nan))
-    q_rot, k_rot = (_rotate(jnp.asarray(rows), positions, words.rope) for rows in (q, k))
-    return kvq.LayerInputs(
-        jnp.asarray(x),
-        jnp.asarray(q),
-        q_rot,
-        jnp.asarray(k),
-        k_rot,
-        jnp.asarray(v),
-        positions,
-        jnp.asarray(valid),
-        words.rope,
-    )
 
 
 def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarray:
@@ -127,81 +70,11 @@ def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarra
 
 
 # --- a fresh cache that is given everything at once
-# ---------------------------------------------------------------------------------------
-
-
-def _returning(codec: Codec, given: jax.Array, returned: jax.Array) -> Codec:
-    """Return the codec, with `given` rows [B, K, T, C] in the place of those of the tokens that
-    `returned` [B, T] from the body."""
-
-    class Returning(type(codec)):
-        def rows(self, params: Tree, inputs: kvq.LayerInputs) -> jax.Array:
-            rows = super().rows(params, inputs)
-            return jnp.where(returned[:, None, :, None], given.astype(rows.dtype), rows)
-
-    held = copy.copy(codec)
-    object.__setattr__(held, "__class__", Returning)
-    return held
-
-
-def _fill(
-    plan: LayerPlan,
-    params: Tree,
-    state: LayerState,
-    inputs: kvq.LayerInputs,
-    carry: Tree,
-    given: tuple[jax.Array, ...],
-    returned: jax.Array,
-) -> tuple[LayerState, Tree]:
-    codecs = [
-        _returning(codec, rows, returned) for codec, rows in zip(plan.codecs, given, strict=True)
-    ]
-    after = append_layer(
-        dataclasses.replace(plan, k=codecs[0], v=codecs[-1]),
-        params,
-        state,
-        inputs,
-        carry,
-        prefill=True,
-    )
-    body = plan.regions.body(jnp.sum(inputs.valid, axis=1, dtype=jnp.int32))
-    return after, cross_layer.advance(plan, params, after, body, carry)
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """The operations under test, compiled. fill: what makes a fresh cache."""
-
-    fill: Callable
-    prefill: Callable
-    decode: Callable
-    trim: Callable
-    selected: Callable
-    repeated: Callable
-    merged: Callable
-
-
-def compiled() -> Programs:
-    """Return the operations as they are now, a fault that a test planted included."""
-    return Programs(
-        fill=quick_jit(lambda *a: _fill(*a), static_argnums=0),
-        prefill=quick_jit(lambda *a: prefill_layer(*a), static_argnums=0),
-        decode=quick_jit(lambda *a: decode_layer(*a, route=XLA), static_argnums=0),
-        trim=quick_jit(lambda *a: kvq.trim(*a)),
-        selected=quick_jit(lambda cache, index: kvq.select_rows(cache, index)),
-        repeated=quick_jit(lambda cache, index: kvq.select_rows(kvq.repeat_rows(cache, 2), index)),
-        merged=quick_jit(
-            lambda cache, other, index: kvq.select_rows(kvq.merge_rows(cache, other), index)
-        ),
-    )
-
-
-SOUND = dataclasses.replace(compiled(), prefill=layer_runs.prefill, decode=layer_runs.decode)
 
 
 @dataclasses.dataclass
 class Known:
-    """What the oracle knows of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose
+    """The oracle's knowledge of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose
     statistics the row has; firsts [B, S]: these tokens. returned [B, S]: which tokens came back
     from the body; given: their rows [B, K, S, C] by layer and side.
     """
@@ -227,11 +100,11 @@ jax.tree_util.register_dataclass(Known)
 
 class Histories:
     """A cache of BATCH rows, changed by its methods; each looks at the cache afterwards and raises
-    AssertionError where it is not what the oracle says. `comparisons` counts arrays that were
+    AssertionError if it is not what the oracle says. `comparisons` counts arrays that were
     compared.
 
-    exact: the relative error that an output may have against exact attention; None where codes are
-    coarse. bodies: False where generated tokens are coded in another way than a prompt's, on
+    exact: the relative error that an output may have against exact attention; None if codes are
+    coarse. bodies: False if generated tokens are coded in another way than a prompt's, on
     purpose; then the body is not compared.
     """
 
@@ -289,7 +162,7 @@ class Histories:
             self._near_exact(layer, inputs, out, start, counts)
 
     def decode(self, counts: np.ndarray, tokens: int = STEP) -> None:
-        """Generate at most `tokens` tokens in a step, counts[b] of them in row b: 0 where a row is
+        """Generate at most `tokens` tokens in a step, counts[b] of them in row b: 0 if a row is
         not active. What exceeds the capacity is dropped."""
         counts = np.minimum(counts, tokens)
         stored = np.minimum(counts, CAPACITY - self.known.lengths)

@@ -13,7 +13,7 @@ from kvq_jax.placement.allowed import parse
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Ended, Request, Token
-from tests.multi_device.test_models import CAPACITY, SPEC, model
+from tests.multi_device.tiny_model import CAPACITY, SPEC, model
 
 MESH = "heads=2,tokens=2"
 

@@ -1,5 +1,5 @@
 """A whole model and its cache on a mesh: the tokens of one device, whatever kind of mesh is in
-context; and what is refused."""
+context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.methods.xquant.roofline import DEVICES
-from kvq_jax.placement.allowed import choose, parse
+from kvq_jax.placement.allowed import parse
 from kvq_models import (
     decode_step,
     generate,
@@ -39,32 +39,17 @@ from kvq_models.llama.sharding import embedded, shard_llama
 from kvq_tools.cli.memory_mesh import collectives as collectives_of_a_step
 from kvq_tools.cli.memory_mesh import share
 from tests.compile_options import QUICK_FLAGS
-from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.checkpoints import random_llama
 from tests.multi_device.placed_runs import collectives, differing, speaks_of_devices
-
-SPEC = "innerq:sink=4,recent=8,block=16"
-CAPACITY = 128
-CONFIG = tiny_config(
-    vocab_size=96, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=16
+from tests.multi_device.tiny_model import (
+    CAPACITY,
+    CONFIG,
+    SPEC,
+    TOKENS,
+    cache_of,
+    model,
+    text_of_one_device,
 )
-TOKENS = np.random.default_rng(0).integers(3, 90, (2, 50))
-
-
-@functools.cache
-def model(mesh: str = "") -> Llama:
-    plain = random_llama(CONFIG)
-    return shard_llama(plain, parse(mesh)) if mesh else plain
-
-
-def cache_of(mesh: str = "", spec: str = SPEC, batch: int = 2) -> kvq.Cache:
-    return kvq.init_cache(
-        spec, CONFIG, batch, CAPACITY, "float32", placement=parse(mesh) if mesh else None
-    )
-
-
-@functools.cache
-def text_of_one_device() -> np.ndarray:
-    return np.asarray(generate(model(), cache_of(), TOKENS, max_new_tokens=20).tokens)
 
 
 def check_text(llama: Llama, placement: kvq.Placement, tokens: Any, expected: np.ndarray) -> None:
@@ -165,7 +150,7 @@ def test_the_plan_of_memory_counts_the_collectives_of_a_step(mesh: str, number: 
 
 
 def test_a_callers_own_step_is_compiled_once(caplog: pytest.LogCaptureFixture):
-    """Also where a cache has arrays without entries, which XLA returns on every device."""
+    """Also if a cache has arrays without entries, which XLA returns on every device."""
     mesh, step = "heads=2,tokens=4", jax.jit(decode_step, donate_argnames="cache")
     cache = cache_of(mesh, "kivi:recent=8,block=16")
     assert not cache.layers[0].sink[0].size
@@ -304,89 +289,6 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
         for leaf in jax.tree.leaves(prepare(model(), "xquant").cache_parameters)
     ]
     assert found["prepared"] == pytest.approx(prepared, rel=1e-4)
-
-
-def test_the_rule_splits_heads_first_and_tokens_for_the_rest():
-    def chosen(spec: str, devices: int, heads: int = 8) -> str:
-        dims = kvq.CacheDims(2, 16, heads, 32, 256)
-        return str(choose(kvq.layout(spec, dims, 1, 4096).plans, devices))
-
-    assert chosen("kivi", 8) == "heads=8"
-    assert chosen("kivi", 16) == "heads=8,tokens=2"
-    assert chosen("kivi", 6) == "heads=2,tokens=3"
-    assert chosen("kivi", 8, heads=3) == "tokens=8"
-    assert chosen("xquant:latent=false", 8) == "tokens=8"
-    assert chosen("nf4:group_size=64", 8) == "heads=4,tokens=2"
-    assert chosen("kvquant:outliers=0.04", 8) == "tokens=8"
-    assert chosen("kivi", 1) == "whole"
-    assert chosen("fp8", 8) == "tokens=8"
-    assert chosen("fp8:scale=head", 8) == "heads=8"
-
-
-REFUSED = {
-    "rows": (
-        lambda: cache_of("rows=2", batch=3),
-        "3 rows do not divide into 2 parts; give a batch of 2, 4, ...",
-    ),
-    "heads": (
-        lambda: cache_of("heads=4"),
-        "2 KV heads do not divide into 4 parts: heads can be 1, 2; tokens can be any number",
-    ),
-    "shared": (
-        lambda: cache_of("heads=2", "xquant:latent=false,block=16"),
-        "rows that all heads share: split tokens, not heads",
-    ),
-    "outliers": (
-        lambda: cache_of("heads=2", "kvquant:outliers=0.1,block=16"),
-        "stores arrays that heads share",
-    ),
-    "coupled": (
-        lambda: cache_of("rows=2", "squat:shared_subspace=true,block=16"),
-        "rows of a batch depend on each other",
-    ),
-    "coupled, rotated": (
-        lambda: cache_of("rows=2", "squat:shared_subspace=true,rotate=true,block=16"),
-        "rows of a batch depend on each other",
-    ),
-    "scale of all heads": (
-        lambda: cache_of("heads=2", "fp8"),
-        "heads depend on each other: split tokens, not heads",
-    ),
-    "devices": (lambda: parse("tokens=9"), "mesh 'tokens=9' needs 9 devices, and there are 8"),
-    "words": (lambda: parse("columns=2"), "write rows=R,heads=H,tokens=T"),
-    "axis": (
-        lambda: kvq.Placement(parse("heads=2").mesh, tokens="t"),
-        "the mesh has no axis 't'; its axes are 'heads'",
-    ),
-    "twice": (
-        lambda: kvq.Placement(parse("heads=2").mesh, rows="heads", tokens="heads"),
-        "one mesh axis cannot split two things",
-    ),
-    "merge": (
-        lambda: kvq.merge_rows(cache_of("heads=2"), cache_of("tokens=2")),
-        "caches with different placement cannot be merged",
-    ),
-    "select": (
-        lambda: kvq.select_rows(cache_of("rows=2"), [1]),
-        "1 rows do not divide into 2 parts",
-    ),
-    "other mesh": (
-        lambda: generate(model("heads=2"), cache_of("tokens=4"), TOKENS),
-        "the model lies on another mesh than the cache",
-    ),
-    "no mesh": (
-        lambda: generate(model(), cache_of("tokens=4"), TOKENS),
-        "the cache lies on a mesh (tokens=4), and the model does not",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_in_one_line(name: str):
-    call, message = REFUSED[name]
-    with pytest.raises(ValueError, match=re.escape(message)) as found:
-        call()
-    assert "\n" not in str(found.value)
 
 
 def test_an_own_model_runs_on_a_mesh_of_explicit_axes():

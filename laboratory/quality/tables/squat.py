@@ -17,10 +17,13 @@ def squat() -> Suite:
         ("KIVI", f"kivi:{WINDOW}"),
         *((f"lambda={lam}", f"squat:lam={lam},{WINDOW}") for lam in LAMBDAS),
     )
+
+    def ranked(cache: str, rank: int) -> str:
+        return f"{cache},rank={rank}" if "lam" in cache else cache
+
     lines = (
-        (f"r={rank}", ((name, f"{cache},rank={rank}" if "lam" in cache else cache) for name, cache in columns))
-        for rank in RANKS
-    )  # fmt: skip
+        (f"r={rank}", [(name, ranked(cache, rank)) for name, cache in columns]) for rank in RANKS
+    )
     wide = "sink=0,recent=96,block=32"
     return Suite(
         "The SQuat paper's tables",

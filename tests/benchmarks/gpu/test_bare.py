@@ -20,10 +20,12 @@ SCRIPT = """
 import sys
 import jax, numpy, scipy, opt_einsum
 
+REFUSED = "jaxtyping flax filelock safetensors tqdm transformers tokenizers gguf rich"
+
 class Refused:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top in {"jaxtyping", "flax", "filelock", "safetensors", "tqdm", "transformers", "tokenizers", "gguf", "rich", "huggingface_hub"}:
+        if top in [*REFUSED.split(), "huggingface_hub"]:
             raise ModuleNotFoundError(f"{name} is refused", name=top)
 
 sys.meta_path.insert(0, Refused())

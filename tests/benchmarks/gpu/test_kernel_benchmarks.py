@@ -8,39 +8,19 @@ import math
 import pathlib
 import shutil
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from benchmarks import results_page
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu import (
-    attention_candidates,
-    decode_step,
-    kernels,
-    plots,
-    quantize_candidates,
-    timed_case,
-)
-from benchmarks.gpu.attention_candidates import (
-    INEXACT_MERGE,
-    MODELS,
-    MORE_SPECS,
-    SPECS,
-    Planned,
-    attention_tasks,
-    shape_of,
-)
-from benchmarks.gpu.device_timing import Timing, timing_loop
+from benchmarks.gpu import decode_step, kernels, plots, quantize_candidates, timed_case
+from benchmarks.gpu.attention_candidates import Planned, attention_tasks
+from benchmarks.gpu.device_timing import Timing
 from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
-from benchmarks.gpu.plans import PLANS, Case
-from benchmarks.gpu.quantize_candidates import quantize_tasks
+from benchmarks.gpu.plans import Case
 from benchmarks.gpu.random_model import TINY, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow
 from pallas_kernels.launch import Launch
-from tests.exhaustive import some
-from tests.pallas_kernels.lowering import lower_for_cuda
 
 TIMING = Timing(
     samples=2, seconds=0, most_copies=1, copy_bytes=1 << 20
@@ -297,133 +277,6 @@ def test_shapes_left_out_for_lack_of_time_are_named(tmp_path: pathlib.Path):
     report = empty()
     kernels.run(CASES[:2], report, tmp_path / "rows.json", TIMING, seconds=-1)
     assert GpuReport.read(tmp_path / "rows.json").skipped == [case.name for case in CASES[:2]]
-
-
-@pytest.mark.parametrize("arithmetic", some(["asm", "jnp"], ["asm"]))
-@pytest.mark.parametrize("spec", some([*SPECS, *MORE_SPECS], SPECS))
-def test_attention_candidates_lower_for_cuda(spec: str, arithmetic: str):
-    task = attention_tasks(shape_of("Llama-3.1-8B", 4096, 1), (Launch(arithmetic),), (spec,))[-1]
-    assert "decode_attention" in lowered(task)
-
-
-PLANNED = [
-    *(
-        task
-        for task in attention_tasks(shape_of("Llama-2-7B", 4096, 1), (), ())
-        if "cuDNN" not in task.candidate
-    ),
-    *quantize_tasks(shape_of("Llama-3.1-8B", 4096, 1), (Launch("asm"),)),
-]
-
-
-@pytest.mark.parametrize(
-    "planned", PLANNED, ids=lambda planned: f"{planned.section}: {planned.candidate}"
-)
-def test_other_candidates_lower_for_cuda(planned: Planned):
-    text = lowered(planned)
-    assert ("triton" in text) == (planned.section == "quantize")
-
-
-def lowered(planned: Planned) -> str:
-    task = planned.make()
-    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
-    [(_, call)] = task.calls
-    return lower_for_cuda(timing_loop(call, task.feed, 2), x, [copy])
-
-
-def points(cases: list[Case]) -> list[tuple[int, int]]:
-    return [(case.shape.tokens, case.shape.batch) for case in cases]
-
-
-def test_the_plans_cover_the_shape_table():
-    cases = PLANS.planned("all")
-    for model in MODELS:
-        chosen = [
-            case
-            for case in cases
-            if (case.section, case.model, case.specs) == ("attention", model, SPECS)
-        ]
-        assert sorted(points(chosen)) == [
-            (512 << i, batch) for i in range(9) for batch in (1, 16)
-        ], model
-    assert len({case.name for case in cases}) == len(cases)
-    [more] = [case for case in cases if case.specs == MORE_SPECS]
-    wanted = [task.candidate for task in more.tasks(INTERPRETED, ())]
-    assert wanted[-len(MORE_SPECS) :] == list(MORE_SPECS)
-    asked = [task.candidate for task in more.tasks(INTERPRETED, ("nf4",))]
-    assert asked[-1] == "nf4", "a list on the command line goes for every case"
-    assert not set(asked) & (set(MORE_SPECS) - {"nf4"})
-
-
-def test_what_shows_most_comes_first_and_compiles_in_seconds():
-    first, following = PLANS.planned("first"), PLANS.planned("next")
-    assert points(first) == [(32768, 16)]
-    assert points(following[:3]) == [(131072, 1), (4096, 16), (32768, 1)]
-    assert {case.section for case in following[3:]} == {"quantize"}
-    slow = ("kvquant", "nf4", "polarquant", "pre_rope")
-    for case in (*first, *following, *PLANS.planned("parity")):
-        names = [task.candidate for task in case.tasks(INTERPRETED, ())]
-        assert not [name for name in names if any(part in name for part in slow)], (
-            "minutes of a compiler's time"
-        )
-        if case.section == "attention":
-            assert names[:2] == ["XLA bf16", "cuDNN bf16"]
-            assert {
-                "dense",
-                "kivi:bits=4",
-                "kivi:bits=2",
-                "innerq:bits=2",
-                "innerq:bits=1,mode=sym",
-            } <= set(names)
-
-
-def test_tiny_cases_keep_their_sections():
-    for plan in PLANS.stages:
-        tiny = {case.tiny for case in PLANS.planned(plan)}
-        assert {case.section for case in tiny} == {case.section for case in PLANS.planned(plan)}
-        assert all(case.shape.tokens <= 2048 for case in tiny)
-        assert len(tiny) < 30
-
-
-@pytest.mark.parametrize("group", [1, 4])
-def test_a_split_batch_for_cudnn_attends_as_one_sequence_does(
-    group: int, monkeypatch: pytest.MonkeyPatch
-):
-    """With XLA's attention in cuDNN's place. Either gives logarithms of sums in the dtype of the
-    keys: in float32 they merge exactly, in bf16 a run's weight is off by up to 2^-9 of its
-    logarithm, which the row's remark says."""
-    attend = jax.nn.dot_product_attention
-
-    def by_xla(*args, implementation: str, **options):
-        assert implementation == "cudnn"
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return attend(*args, implementation="xla", **options)
-
-    def by_xla_in_float32(q, k, v, **options):
-        return by_xla(*(a.astype(jnp.float32) for a in (q, k, v)), **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla_in_float32)
-    rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(2, 3, group, 64)) * 2, jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(2, 512, 3, 64)), jnp.bfloat16) for _ in range(2))
-    wanted = np.asarray(attention_candidates._cudnn(q, k, v))
-
-    def errors(found: jax.Array) -> np.ndarray:
-        return np.linalg.norm(np.asarray(found) - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
-
-    assert errors(attention_candidates._cudnn_split(4, q, k, v)).max() < 1e-5
-    assert errors(attention_candidates._cudnn(q, k[:, :128], v[:, :128])).min() > 0.2, (
-        "the first run alone would pass"
-    )
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    assert 1e-3 < errors(attention_candidates._cudnn_split(4, q, k, v)).max() < 4e-2
-    planned = {
-        task.candidate: task for task in attention_tasks(shape_of("Llama-3.1-8B", 4096, 1), (), ())
-    }
-    remarks = {name: task.make().remark for name, task in planned.items()}
-    assert {name for name, remark in remarks.items() if remark == INEXACT_MERGE} == {
-        "cuDNN bf16, tokens split"
-    }
 
 
 @pytest.mark.parametrize("shape", ["Llama-3.1-8B", "Llama-9:512:1", "Llama-3.1-8B:512:0"])

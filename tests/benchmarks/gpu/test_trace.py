@@ -19,13 +19,15 @@ planes {
     events { metadata_id: 1 offset_ps: 0 duration_ps: 5000000 }
     events { metadata_id: 2 offset_ps: 6000000 duration_ps: 2000000 }
     events { metadata_id: 1 offset_ps: 9000000 duration_ps: 7000000 } }
-  lines { name: "Stream #15(MemcpyD2D)" events { metadata_id: 3 offset_ps: 0 duration_ps: 1000000 } }
+  lines { name: "Stream #15(MemcpyD2D)"
+    events { metadata_id: 3 offset_ps: 0 duration_ps: 1000000 } }
   lines { name: "XLA Modules" events { metadata_id: 1 offset_ps: 0 duration_ps: 90000000 } }
 }
 planes {
   name: "/host:CPU"
   event_metadata { key: 1 value { id: 1 name: "decode_attention" } }
-  lines { name: "tf_XLAPjRtCpuClient/1" events { metadata_id: 1 offset_ps: 0 duration_ps: 80000000 } }
+  lines { name: "tf_XLAPjRtCpuClient/1"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 80000000 } }
 }
 """
 

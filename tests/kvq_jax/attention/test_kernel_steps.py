@@ -108,7 +108,7 @@ def test_steps_are_those_of_xla(spec):
 
 
 @pytest.mark.parametrize("spec", ["kivi:bits=4,pre_rope=true", "kvquant:bits=4"])
-def test_a_step_with_keys_before_rope_is_divided_by_the_kernel_that_merges_and_needs_the_models_rope(
+def test_a_step_with_keys_before_rope_is_divided_by_the_merging_kernel_and_needs_the_rope(
     spec,
 ):
     plan = plan_of(spec)

@@ -25,7 +25,8 @@ import kvq_jax as kvq
 from kvq_jax.attention import streaming
 from kvq_jax.cache import row_operations
 from kvq_jax.layer.regions import Regions
-from tests.kvq_jax.cache_histories import BATCH, SOUND, Histories, Programs, compiled
+from tests.kvq_jax.cache_histories import BATCH, Histories
+from tests.kvq_jax.cache_programs import SOUND, Programs, compiled
 from tests.kvq_jax.layer_runs import CAPACITY, STEP
 from tests.methods_table import METHOD_CASES, MethodCase
 
@@ -108,8 +109,8 @@ class Machine(RuleBasedStateMachine):
 
 
 def run_histories(make: Callable[[], Histories], count: int) -> dict[str, int]:
-    """Draw `count` histories; AssertionError, with the shortest sequence of operations that still
-    fails, where one is wrong."""
+    """Draw `count` histories. Raises AssertionError, with the shortest sequence of operations that
+    still fails, if one is wrong."""
     done: dict[str, int] = {}
     run_state_machine_as_test(
         lambda: Machine(make, done),
@@ -135,7 +136,6 @@ def test_a_row_is_what_a_fresh_cache_of_its_tokens_is(case: MethodCase, record_p
 
 
 # --- near-exact codes and small chunks: what a fresh cache cannot see, as it has the same fault
-# -------------------------------------------
 
 
 def near_exact(programs: Programs = SOUND) -> Histories:

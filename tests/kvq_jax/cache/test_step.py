@@ -160,7 +160,6 @@ def test_steps_in_a_scan_equal_single_steps():
 
 
 # --- what a caller is told
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def refused(message: str, function: Any, *arguments: Any, **options: Any) -> None:
@@ -227,7 +226,7 @@ def test_arrays_of_other_shapes_are_refused_by_name(
     shapes: dict[str, tuple[int, ...]], message: str
 ):
     """Arrays that agree with each other, but not with the step; others are refused by the
-    annotations, where these are checked."""
+    annotations, if these are checked."""
     rows, _ = given([0, 0], 8)
     step = kvq.begin(new(), 8, prefill=True)
     refused(

@@ -103,7 +103,7 @@ def test_codes_do_not_depend_on_the_bias_and_without_the_option_they_do(spec: st
     if spec.startswith(("int", "nf", "innerq")):
         error = changed(plain[..., others], disturbed[..., others])
         assert error > 0.2, (
-            f"the constant disturbs only {error:.2%} of the channels that do not have it: no control"
+            f"the constant disturbs only {error:.2%} of the channels without it: no control"
         )
     else:
         assert changed(plain, disturbed) > 0.02, "the constant disturbs nothing: no control"

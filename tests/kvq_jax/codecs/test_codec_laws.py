@@ -151,7 +151,7 @@ def test_degenerate_entries_decode_to_finite_rows_and_stay_in_their_token(case: 
 
 
 class Naive(Wrapped):
-    """Control: 8-bit codes with a scale for each token and head, without a thought of infinities."""
+    """Control: 8-bit codes with one scale per token and head, and no care for infinities."""
 
     def quantize(self, params: Any, stats: Any, rows: Any, at: Origin) -> Any:
         scale = jnp.max(jnp.abs(rows), axis=(2, 3), keepdims=True) / 127

@@ -36,7 +36,8 @@ FORMATS = (
 
 
 def names(format: GroupFormat) -> str:
-    return f"{format.scheme}{format.bits}_{format.axis}{format.group_size}_H{format.channels}_block{format.block}"
+    groups = f"{format.scheme}{format.bits}_{format.axis}{format.group_size}"
+    return f"{groups}_H{format.channels}_block{format.block}"
 
 
 def body_of(format: GroupFormat, seed: int = 0) -> GroupedArray:

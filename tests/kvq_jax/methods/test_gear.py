@@ -19,11 +19,9 @@ from tests.kvq_jax.methods.test_golden import compare_numbers, golden
 from tests.kvq_jax.origins import PROMPT
 
 TOKENS, CHANNELS = 128, 64
-HEADS = {
-    "k": 1,
-    "v": 4,
-    # of the file's inputs: outliers of values are chosen over all heads; results are those of the first
-}
+# heads of the file's inputs: outliers of values are chosen over all of them, and the file has the
+# results of the first
+HEADS = {"k": 1, "v": 4}
 OF_PUBLIC_CODE = (
     2  # outliers on each side: 2 % of the KV width of 256, halved, for keys and values alike
 )

@@ -25,7 +25,6 @@ SMALL = CacheDims(4, 4, 2, 8, 48)
 
 
 # --- sizes
-# --------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,6 @@ def test_the_papers_size_of_shared_heads_leaves_the_wide_base_out(bits: int, pap
 
 
 # --- memory
-# -------------------------------------------------------------------------------------------------------------------------------
 
 
 def decode_temporaries(
@@ -149,7 +147,6 @@ def test_the_accumulator_is_the_only_memory_that_grows(layer: int):
 
 
 # --- refusals
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,16 @@ import sys
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
-from kvq_models import EMBEDDED, generate, load_llama, right_padded, save_llama
+from kvq_models import generate, load_llama, right_padded
 from kvq_models.llama.checkpoint import read_config
-from kvq_models.llama.hf_directory import HfDirectory
-from kvq_tools.cli import console, doctor_facts, inputs, main, one_generation, text_input
+from kvq_tools.cli import console, inputs, main, one_generation, text_input
 from kvq_tools.cli.commands import memory
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import UNFINISHED, Continuation
-from tests.kvq_models.checkpoints import PROMPT, STORIES, random_llama, tiny_config
+from tests.kvq_models.checkpoints import PROMPT, STORIES
 
 CACHE = "kivi:bits=2,recent=8,block=8"
 HERE = "native" if dispatch.no_device("native") is None else "xla"  # the reader on this machine
@@ -273,7 +271,7 @@ def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
     assert inputs.byte_size(text) == size
 
 
-# --- methods, doctor
+# --- methods
 
 
 def test_methods_lists_every_method_with_its_declared_options(run, run_json):
@@ -290,85 +288,6 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
         for spec, bits in found[name]["average_bits"].items():
             kvq.parse(spec)
             assert 1 < bits <= 16, f"{spec} stores {bits} bits"
-
-
-def save_qwen2(directory, peak):
-    """Save a two-layer Qwen2 with one channel of `peak` in the key bias of its first layer."""
-    save_llama(random_llama(tiny_config("qwen2")), directory)
-    tensors = load_file(directory / "model.safetensors")
-    tensors[doctor_facts.BIAS_NAME.format(0)][3] = peak
-    save_file(tensors, directory / "model.safetensors")
-
-
-def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_reads_no_other_tensor(
-    tmp_path, run_json, monkeypatch
-):
-    save_qwen2(tmp_path, 90.0)
-    read, names = HfDirectory.read, []
-    monkeypatch.setattr(
-        HfDirectory, "read", lambda self, name: names.append(name) or read(self, name)
-    )
-    options = "sink=0,recent=8,block=8"
-    hit = run_json("doctor", tmp_path, "--cache", f"innerq:normalize=false,{options}")
-    assert [w for w in hit["warnings"] if w.startswith("layer 0: k_proj bias up to 90")], hit[
-        "warnings"
-    ]
-    assert not [w for w in hit["warnings"] if w.startswith("layer 1")], "layer 1 has a small bias"
-    assert hit["layers"][0]["k_proj_bias"]["largest"] == 90.0
-    assert set(names) == {doctor_facts.BIAS_NAME.format(layer) for layer in (0, 1)}
-    spared = run_json("doctor", tmp_path, "--cache", "kivi:recent=8,block=8")
-    assert not [w for w in spared["warnings"] if "k_proj bias" in w], (
-        "per-channel keys give each channel its own range"
-    )
-
-
-def test_doctor_tells_which_layers_are_exact_and_why(tmp_path, run, run_json):
-    save_llama(random_llama(tiny_config()), tmp_path)
-    found = run_json(
-        "doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
-    )
-    first, second = found["layers"]
-    assert (first["quantized"], first["reason"]) == (False, "skip_layers names it")
-    assert (second["quantized"], second["reason"]) == (True, None)
-    assert second["k"]["bits"] == second["v"]["bits"] == 4, "the per-layer value is resolved"
-    _, text, _ = run(
-        "doctor", tmp_path, "--cache", "kivi:bits=4@1/2,recent=8,block=8,skip_layers=0"
-    )
-    assert "skip_layers names it" in text
-
-
-@pytest.mark.parametrize(
-    ("fields", "cache", "warning"),
-    [
-        ({}, "kivi", "nothing is quantized within 64 tokens"),
-        (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "dense",
-            "base is frozen from the capacity (64)",
-        ),
-        ({"head_dim": 24}, "kivi:recent=8,block=8,group_size=8", "fits no GPU kernel"),
-        ({"head_dim": 8}, "kivi:recent=8,block=8", "padded to"),
-    ],
-)
-def test_doctor_warns_of_what_a_config_implies(tmp_path, run_json, fields, cache, warning):
-    config = tiny_config(**fields)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    warnings = run_json("doctor", tmp_path, "--cache", cache)["warnings"]
-    assert any(warning in w for w in warnings), warnings
-
-
-def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
-    served = run_json("doctor", EMBEDDED, "--cache", "kivi:bits=4")
-    assert {layer["no_kernel"] for layer in served["layers"]} == {None}
-    spec = "kivi:bits=4,group_size=16"
-    refused = run_json("doctor", EMBEDDED, "--cache", spec)
-    assert all(
-        layer["no_kernel"] == "k: blocks of 16 tokens; kernels read spans of 32"
-        for layer in refused["layers"]
-    )
-    assert "no: k: blocks of 16 tokens" in " ".join(
-        run("doctor", EMBEDDED, "--cache", spec)[1].split()
-    )
 
 
 # --- demo

@@ -1,0 +1,89 @@
+"""Compiled operations on caches, and the one that fills a fresh cache with everything at once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import kvq_jax as kvq
+from kvq_jax.attention.dispatch import XLA
+from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
+from kvq_jax.codecs.codec import Codec
+from kvq_jax.layer import cross_layer
+from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.types.array_types import Tree
+from tests.kvq_jax import layer_runs
+from tests.kvq_jax.layer_runs import quick_jit
+
+
+def _returning(codec: Codec, given: jax.Array, returned: jax.Array) -> Codec:
+    """Return the codec, with `given` rows [B, K, T, C] in the place of those of the tokens that
+    `returned` [B, T] from the body."""
+
+    class Returning(type(codec)):
+        def rows(self, params: Tree, inputs: kvq.LayerInputs) -> jax.Array:
+            rows = super().rows(params, inputs)
+            return jnp.where(returned[:, None, :, None], given.astype(rows.dtype), rows)
+
+    held = copy.copy(codec)
+    object.__setattr__(held, "__class__", Returning)
+    return held
+
+
+def _fill(
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    inputs: kvq.LayerInputs,
+    carry: Tree,
+    given: tuple[jax.Array, ...],
+    returned: jax.Array,
+) -> tuple[LayerState, Tree]:
+    codecs = [
+        _returning(codec, rows, returned) for codec, rows in zip(plan.codecs, given, strict=True)
+    ]
+    after = append_layer(
+        dataclasses.replace(plan, k=codecs[0], v=codecs[-1]),
+        params,
+        state,
+        inputs,
+        carry,
+        prefill=True,
+    )
+    body = plan.regions.body(jnp.sum(inputs.valid, axis=1, dtype=jnp.int32))
+    return after, cross_layer.advance(plan, params, after, body, carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The operations under test, compiled. fill: what makes a fresh cache."""
+
+    fill: Callable
+    prefill: Callable
+    decode: Callable
+    trim: Callable
+    selected: Callable
+    repeated: Callable
+    merged: Callable
+
+
+def compiled() -> Programs:
+    """Return the operations as they are now, a fault that a test planted included."""
+    return Programs(
+        fill=quick_jit(lambda *a: _fill(*a), static_argnums=0),
+        prefill=quick_jit(lambda *a: prefill_layer(*a), static_argnums=0),
+        decode=quick_jit(lambda *a: decode_layer(*a, route=XLA), static_argnums=0),
+        trim=quick_jit(lambda *a: kvq.trim(*a)),
+        selected=quick_jit(lambda cache, index: kvq.select_rows(cache, index)),
+        repeated=quick_jit(lambda cache, index: kvq.select_rows(kvq.repeat_rows(cache, 2), index)),
+        merged=quick_jit(
+            lambda cache, other, index: kvq.select_rows(kvq.merge_rows(cache, other), index)
+        ),
+    )
+
+
+SOUND = dataclasses.replace(compiled(), prefill=layer_runs.prefill, decode=layer_runs.decode)

@@ -1,0 +1,119 @@
+"""Docstrings, comments and documents are plain English, held by counts over the whole tree.
+
+A condition is "if", not "where". A docstring begins with a verb or a noun, not with a clause
+("What the row has"). A local name says the value, not that there is one (`found`, `held`). Width
+is ruff's business (E501 at 100 columns).
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import io
+import pathlib
+import re
+import tokenize
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ("cpu_kernels", "pallas_kernels", "kvq_jax", "models", "kvq_tools", "benchmarks")
+WHERE_PER_IF = 0.2  # "where" for each "if", at most, over the packages and docs/*.md
+HEADLESS = 0  # docstrings that begin with a clause, at most
+VAGUE_NAMES = 10  # places in functions that bind one of VAGUE, at most
+VAGUE = ("own", "found", "held", "told")
+
+CLAUSE = re.compile(r"\s*(?:What|Whether|How|Which|That of|Those of)\b")
+CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)  # `jnp.where(...)` is not English
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Yield the path and content of every Python file of the packages."""
+    for file in (file for name in PACKAGES for file in sorted((ROOT / name).rglob("*.py"))):
+        yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+
+
+def docstrings(source: str) -> list[str]:
+    """Return every string that stands alone as a statement."""
+    return [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+
+
+def comments(source: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+def where_and_if(texts: list[str]) -> collections.Counter[str]:
+    """Count both words in texts, code in backticks left out."""
+    words = (re.findall(r"(?<![\w.])(?:where|if)\b", CODE.sub("", t).lower()) for t in texts)
+    return collections.Counter(word for of_text in words for word in of_text)
+
+
+def headless(source: str) -> list[str]:
+    """Return the first lines of docstrings that begin with a clause."""
+    return [text.strip().splitlines()[0] for text in docstrings(source) if CLAUSE.match(text)]
+
+
+def vague_names(source: str) -> list[str]:
+    """Return the vague names that functions bind: assigned, looped over or taken as arguments."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, FUNCTION)]
+    inside = {node for function in functions for node in ast.walk(function)}
+    names = [n.arg for n in inside if isinstance(n, ast.arg)]
+    names += [n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    return sorted(name for name in names if name in VAGUE)
+
+
+def test_conditions_are_if_and_not_where():
+    files = [docstrings(content) + comments(content) for _, content in sources()]
+    assert len(files) > 200, "the walk finds no sources"
+    pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))]
+    assert pages, "the walk finds no documents"
+    count = sum(map(where_and_if, [*files, pages]), collections.Counter())
+    assert count["where"] <= WHERE_PER_IF * count["if"], count
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    lines = [f"{path}: {line}" for path, content in sources() for line in headless(content)]
+    assert len(lines) <= HEADLESS, "\n".join(lines)
+
+
+def test_local_names_say_the_value():
+    lines = [f"{path}: {name}" for path, content in sources() for name in vague_names(content)]
+    assert len(lines) <= VAGUE_NAMES, "\n".join(lines)
+
+
+@pytest.mark.parametrize("first", ["What", "Whether", "How", "Which", "That of", "Those of"])
+def test_a_docstring_that_begins_with_a_clause_is_refused(first: str):
+    assert headless(f'def f():\n    """{first} the row has."""\n')
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "if_"),
+    [
+        ("Return None where no row is valid.", 1, 0),
+        ("Where it is set, and if so `jnp.where(a if b else c)`", 1, 1),
+        ("jnp.where, elsewhere, iffy", 0, 0),
+        ("```\nif x: where(y)\n```\nIf it fits", 0, 1),
+    ],
+)
+def test_both_words_are_counted_outside_code(text: str, where: int, if_: int):
+    assert where_and_if([text]) == collections.Counter(where=where, **{"if": if_})
+
+
+def test_docstrings_of_fields_and_comments_are_read():
+    source = 'class C:\n    """A."""\n\n    x: int\n    """B."""  # C\n'
+    assert (docstrings(source), comments(source)) == (["A.", "B."], ["# C"])
+
+
+def test_a_vague_local_name_is_refused_and_a_field_is_not():
+    loops = "def f(own, held=1):\n    found = [told for told in own]\n    return found\n"
+    assert vague_names(loops) == ["found", "held", "own", "told"]
+    assert vague_names("class C:\n    held: int\nfound = 1\ndef f(): return found") == []
