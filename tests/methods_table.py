@@ -38,7 +38,8 @@ METHOD_CASES = (
     MethodCase("kivi4_group8", "kivi:bits=4,group_size=8,sink=3,recent=5,block=8", 8.0, 0.03961),
     MethodCase(
         "kivi3_k8_pre_rope",
-        "kivi:bits=3,k_bits=8,pre_rope=true,scale_dtype=float32,sink=0,recent=0,block=16",
+        "k=kivi:bits=8,pre_rope=true,scale_dtype=float32"
+        "+v=kivi:bits=3,scale_dtype=float32+cache:sink=0,recent=0,block=16",
         8.5,
         0.1693,
     ),
@@ -114,7 +115,8 @@ METHOD_CASES = (
     MethodCase("squat2", "squat:rank=3,lam=0.01,sink=0,recent=12,block=16", 3.5, 0.433),
     MethodCase(
         "squat3_pre",
-        "squat_pre:bits=3,k_bits=4,rank=6,block_channels=12,scale_dtype=float32,sink=2,recent=5,block=8",
+        "k=squat_pre:bits=4,rank=6,block_channels=12,scale_dtype=float32"
+        "+v=kivi:bits=3,scale_dtype=float32+cache:sink=2,recent=5,block=8",
         8.5,
         0.1372,
     ),
@@ -153,7 +155,8 @@ METHOD_CASES = (
     MethodCase("xquant4", "xquant:sink=2,recent=3,block=16", 5.125, 0.0875),
     MethodCase(
         "xquant3_outlier",
-        "xquant:bits=3,k_bits=4,group_size=8,exact_outlier_channel=true,sink=1,block=16",
+        "k=xquant:bits=4,group_size=8,exact_outlier_channel=true"
+        "+v=xquant:bits=3,group_size=8+cache:sink=1,block=16",
         7.5625,
         0.1036,
     ),
@@ -208,7 +211,8 @@ METHOD_CASES = (
     MethodCase("turboquant3", "turboquant:sink=2,recent=3,block=8", 3.25, 0.2732),
     MethodCase(
         "turboquant2_pre_rope",
-        "turboquant:bits=2,v_bits=4,pre_rope=true,scale_dtype=float32,recent=3,block=16",
+        "k=turboquant:bits=2,pre_rope=true,scale_dtype=float32"
+        "+v=turboquant:bits=4,scale_dtype=float32+cache:recent=3,block=16",
         3.5,
         0.4937,
     ),

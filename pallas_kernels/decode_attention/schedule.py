@@ -42,7 +42,7 @@ class TileRun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the tiles of a batch are shared.
+    """A division of the tiles of a batch among programs.
 
     Args:
         programs: of the launch, no more than run at a time.

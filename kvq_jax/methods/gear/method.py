@@ -39,12 +39,6 @@ class Gear(Method):
     }
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(
-        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
-    v_bits: int | PerLayer = option(
-        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
     group_size: int = option(0, "elements that share a scale (0: 64, or the largest divisor below)")
     backbone: Literal["kivi", "kcvt"] = option(
         "kivi",
@@ -66,10 +60,9 @@ class Gear(Method):
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         self._check(dims, block)
-        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
         heads, channels = dims.num_key_value_heads, dims.head_dim
         per_side, pool = self._outliers(side, heads, channels, block)
-        bits = side_bits or at_layer(self.bits, layer)
+        bits = at_layer(self.bits, layer)
         format = self._format(side, bits, heads, channels, block)
         return GearCodec(
             side, format, self.rank, self.turns, per_side, pool, self.pre_rope and side == "k"

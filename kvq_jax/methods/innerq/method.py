@@ -29,19 +29,13 @@ class InnerQ(Method):
         " channel"
     )
     source: ClassVar[str] = "InnerQ (Tayaranian et al. 2026), arXiv:2602.23200"
-    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {"total_bits": ("bits", "k_bits", "v_bits")}
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {"total_bits": ("bits",)}
 
     bits: int | PerLayer = option(
         2,
         "magnitude bits, the paper's count: the sign of symmetric groups is extra",
         choices=BITS,
         per_layer=True,
-    )
-    k_bits: int | PerLayer = option(
-        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
-    v_bits: int | PerLayer = option(
-        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
     )
     total_bits: int = option(
         0,
@@ -67,8 +61,7 @@ class InnerQ(Method):
         return Windows(sink=32, recent=96, block=self.group_size or 32)
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
-        bits = side_bits or at_layer(self.bits, layer)
+        bits = at_layer(self.bits, layer)
         if self.total_bits:
             bits = self.total_bits - (self.mode != "asym")
         scheme: Scheme = "hybrid" if self.mode == "hybrid_prefill" else self.mode

@@ -30,12 +30,6 @@ class Kivi(Method):
     source: ClassVar[str] = "KIVI (Liu et al. 2024), arXiv:2402.02750"
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(
-        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
-    v_bits: int | PerLayer = option(
-        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     pre_rope: bool = option(False, "cache keys before RoPE (the XQuant paper's KIVI*)")
     scale_dtype: str = option(
@@ -48,8 +42,7 @@ class Kivi(Method):
     def codec(
         self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str
     ) -> GroupedCodec:
-        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
-        bits = side_bits or at_layer(self.bits, layer)
+        bits = at_layer(self.bits, layer)
         if side == "k":
             group = resolve_group(self.group_size, block, "the block of tokens")
             format = GroupFormat(

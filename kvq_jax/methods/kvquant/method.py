@@ -32,12 +32,6 @@ class KVQuant(Method):
     source: ClassVar[str] = "KVQuant (Hooper et al. 2024), arXiv:2401.18079"
 
     bits: int | PerLayer = option(4, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(
-        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
-    v_bits: int | PerLayer = option(
-        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
     outliers: float = option(
         0.01,
         "fraction of each token's KV width kept in full precision, rounded up to whole values on"
@@ -102,8 +96,7 @@ class KVQuant(Method):
         if not self.slots:
             raise ValueError("slots=0 leaves no place for outliers: outliers=0 turns them off")
         heads, head_dim = dims.num_key_value_heads, dims.head_dim
-        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
-        bits = side_bits or at_layer(self.bits, layer)
+        bits = at_layer(self.bits, layer)
         axis = self.k_axis if side == "k" else self.v_axis
         group = channel_group(0, heads, head_dim) if axis == "token" else None
         width = heads * head_dim

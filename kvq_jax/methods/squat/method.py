@@ -33,12 +33,6 @@ class _Squat(Method):
     pre_rope: ClassVar[bool]
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(
-        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
-    v_bits: int | PerLayer = option(
-        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     rank: int = option(5, "dimensions of the query subspace, r")
     lam: float = option(0.001, "lambda, the weight of errors inside the subspace; 0 is KIVI")
@@ -58,9 +52,7 @@ class _Squat(Method):
     )
 
     def _kivi(self) -> Kivi:
-        return Kivi(
-            self.bits, self.k_bits, self.v_bits, self.group_size, self.pre_rope, self.scale_dtype
-        )
+        return Kivi(self.bits, self.group_size, self.pre_rope, self.scale_dtype)
 
     def windows(self) -> Windows:
         return self._kivi().windows()

@@ -34,12 +34,6 @@ class TurboQuant(Method):
     declines: ClassVar[frozenset[str]] = frozenset({"rotate"})  # it always does
 
     bits: int | PerLayer = option(3, "bits of keys and values", choices=BITS, per_layer=True)
-    k_bits: int | PerLayer = option(
-        0, "bits of keys, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
-    v_bits: int | PerLayer = option(
-        0, "bits of values, if they differ (0: bits)", choices=(0, *BITS), per_layer=True
-    )
     pre_rope: bool = option(False, "cache keys before RoPE")
     scale_dtype: str = option(
         "float16", "dtype of norms", choices=("float16", "bfloat16", "float32")
@@ -49,8 +43,7 @@ class TurboQuant(Method):
         return Windows(sink=0, recent=0, block=32)
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
-        bits, channels = side_bits or at_layer(self.bits, layer), dims.head_dim
+        bits, channels = at_layer(self.bits, layer), dims.head_dim
         format = CodebookFormat(
             bits,
             channels,

@@ -102,36 +102,17 @@ class XQuant(_InputCache):
     bits: int | PerLayer = option(
         4, "bits of the cached rows (16: full precision)", choices=BITS, per_layer=True
     )
-    k_bits: int | PerLayer = option(
-        0,
-        "bits of the latents of keys, if they differ (0: bits)",
-        choices=(0, *BITS),
-        per_layer=True,
-    )
-    v_bits: int | PerLayer = option(
-        0,
-        "bits of the latents of values, if they differ (0: bits)",
-        choices=(0, *BITS),
-        per_layer=True,
-    )
     exact_outlier_channel: bool = option(
         False, "keep the first latent channel of keys in full precision (Appendix B)"
     )
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        side_bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
-        if not self.is_latent(dims):
-            if side_bits:
-                raise ValueError(
-                    f"{side}_bits has no meaning here: xquant caches one layer input for keys and"
-                    " values of this model"
-                )
-            if self.exact_outlier_channel:
-                raise ValueError(
-                    "exact_outlier_channel=true is about latents of keys; xquant caches the layer's"
-                    " input of this model"
-                )
-        bits = side_bits or at_layer(self.bits, layer)
+        if self.exact_outlier_channel and not self.is_latent(dims):
+            raise ValueError(
+                "exact_outlier_channel=true is about latents of keys; xquant caches the layer's"
+                " input of this model"
+            )
+        bits = at_layer(self.bits, layer)
         return self.plain(side, bits, dims, block, dtype, self.exact_outlier_channel)
 
 

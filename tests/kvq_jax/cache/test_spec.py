@@ -171,7 +171,7 @@ def test_a_cache_is_traced_once_for_equal_specs():
 
 
 def test_bits_and_skipped_layers_differ_by_layer():
-    spec = kvq.parse("kivi:bits=4@0/8@1-2/2,v_bits=0@3/3,skip_layers=2")
+    spec = kvq.parse("k=kivi:bits=4@0/8@1-2/2+v=kivi:bits=2@3/3+cache:skip_layers=2")
     plans = kvq.layout(spec, DIMS, 1, 256).plans
     assert [plan.k.format.bits for plan in plans if not isinstance(plan.k, DenseCodec)] == [4, 8, 2]
     assert [plan.v.format.bits for plan in plans if not isinstance(plan.v, DenseCodec)] == [3, 3, 2]
@@ -194,7 +194,7 @@ def test_total_bits_count_the_sign():
     ("text", "parts"),
     [
         ("kivvi", ("kivvi", "dense, kivi, innerq")),
-        ("kivi:bit=2", ("'bit'", "bits, k_bits, v_bits", "sink, recent, block, skip_layers")),
+        ("kivi:bit=2", ("'bit'", "bits, group_size", "sink, recent, block, skip_layers")),
         ("kivi:bits=7", ("bits=7", "2, 3, 4, 8")),
         ("kivi:bits=4@0-2/7", ("bits=4@0-2/7", "2, 3, 4, 8")),
         ("kivi:bits=two", ("bits=two", "2 | 3 | 4 | 8")),
@@ -220,8 +220,8 @@ def test_total_bits_count_the_sign():
         ("kivi:skip_layers=0-999999999999", ("names layer 999999999999", "below 4096")),
         ("kivi:bits=4@0-999999999999/2", ("names layer 999999999999", "below 4096")),
         ("innerq:total_bits=3,bits=2", ("total_bits=3 stands for bits=2",)),
-        ("innerq:k_bits=3,total_bits=3", ("total_bits=3 stands for k_bits=3",)),
-        ("innerq:v_bits=3@0/2,total_bits=3", ("total_bits=3 stands for v_bits=3@0/2",)),
+        ("innerq:bits=3@0/2,total_bits=3", ("total_bits=3 stands for bits=3@0/2",)),
+        ("kivi:k_bits=4", ("'k_bits'", "bits, group_size")),
         ("k=kivi+v=polarquant:radius_bits=2", ("v=polarquant", "write v=dense")),
         ("k=polarquant+v=polarquant", ("v=polarquant", "write v=dense")),
         ("kvquant:outliers=inf", ("outliers=inf", "finite")),
@@ -249,7 +249,7 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
         ),
         ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
         ("kivi:bits=8@50-60/2", ("kivi:bits", "layer 60", "0 to 3")),
-        ("k=dense+v=innerq:v_bits=3@0/3@2-4/2", ("innerq:v_bits", "layer 4", "0 to 3")),
+        ("k=dense+v=innerq:bits=3@0/3@2-4/2", ("innerq:bits", "layer 4", "0 to 3")),
         (
             "dense:subtract_bias=true",
             ("subtract_bias=true", "dense", "keeps keys in full precision"),

@@ -164,7 +164,7 @@ def test_the_accumulator_is_the_only_memory_that_grows(layer: int):
             LLAMA_3_8B,
             "starts at layer 40, but the model has layers 0 to 31",
         ),
-        ("xquant:k_bits=4", LLAMA_2_7B, "k_bits has no meaning here"),
+        ("k=xquant:bits=4+v=xquant:bits=2", LLAMA_2_7B, "keeps one body for keys and values"),
         ("xquant:exact_outlier_channel=true", LLAMA_2_7B, "about latents of keys"),
         ("xquant_cl:reading=residual_stream,latent=true", LLAMA_3_8B, "needs latent=false"),
         ("xquant:group_size=96,latent=false", LLAMA_3_8B, "group_size=96 does not divide the row"),

@@ -26,7 +26,7 @@ BEFORE_WEIGHTS = {
     ),
     "unknown option": (
         ("generate", "{model}", "--prompt", "a", "--cache", "kivi:bit=2"),
-        "options: bits, k_bits",
+        "options: bits, group_size",
     ),
     "option that does not fit": (
         ("generate", "{model}", "--prompt", "a", "--cache", "kivi:group_size=7,block=7"),

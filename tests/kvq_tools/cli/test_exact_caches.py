@@ -24,7 +24,7 @@ EXACT = [
     "kivi:skip_layers=0-1",
     "xquant:bits=16",
     "xquant:bits=16,latent=true",
-    "xquant:k_bits=16,v_bits=16,latent=true",
+    "k=xquant:bits=16,latent=true+v=xquant:bits=16,latent=true",
 ]
 EXACT += ["xquant_cl:bits=16,base_layer=1,base_bits=16,early_bits=16"]
 CODED = [
@@ -33,7 +33,7 @@ CODED = [
     "k=kivi+v=dense",
     "xquant",
     "xquant:bits=16@0/4",
-    "xquant:bits=16,v_bits=4,latent=true",
+    "k=xquant:bits=16,latent=true+v=xquant:bits=4,latent=true",
 ]
 CODED += [
     "polarquant:angle_bits=4,radius_bits=4",
