@@ -70,7 +70,7 @@ def incoming(plan: LayerPlan, carry: Tree) -> Array:
 def tokens_of(
     plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]
 ) -> Float[Array, "B 1 E D"] | None:
-    """Return the accumulator at entries index[b] of those held here; None for plans that build on
+    """Return this shard's accumulator at the entries index[b], or None for plans that build on
     no layer below."""
     cross = plan.cross_layer
     if cross is None or cross.starts:
