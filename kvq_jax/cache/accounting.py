@@ -143,6 +143,9 @@ class OutlierTotals:
 def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
     """Return the outliers of each side among the live tokens of a cache's body.
 
+    Args:
+        cache: the cache, on any placement.
+
     Returns:
         A dictionary for each layer, from "k", "v", or the one side of methods that cache something
         else, to its totals. Sides without slots for outliers are left out.
@@ -168,7 +171,11 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
 
 def dropped_outliers(cache: Cache) -> tuple[int, int]:
     """Return (outliers that found no slot, outliers that have one) among the live tokens of a
-    cache's body, summed over layers and sides."""
+    cache's body, summed over layers and sides.
+
+    Args:
+        cache: the cache.
+    """
     total = sum(
         (side for layer in outlier_totals(cache) for side in layer.values()), OutlierTotals()
     )

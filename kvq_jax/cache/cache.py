@@ -76,10 +76,12 @@ class Cache:
 
     @property
     def batch(self) -> int:
+        """Return B, the number of rows."""
         return self.lengths.shape[0]
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
+        """Return the static plan of every layer."""
         return plans(self.spec, self.dims, self.capacity, self.dtype, self.placement)
 
     @property

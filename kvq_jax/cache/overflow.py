@@ -31,6 +31,9 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
 
     Tokens that have left a window were quantized with their group's finite extreme in place of inf,
     and are no longer found.
+
+    Args:
+        cache: the cache.
     """
     overflows, lengths = [], np.asarray(cache.lengths)
     for number, (plan, layer) in enumerate(zip(cache.plans, cache.layers, strict=True)):

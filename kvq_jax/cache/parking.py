@@ -24,6 +24,9 @@ def park(cache: Cache) -> Cache:
     """Return the cache with its bodies in pinned host memory, bit for bit. The bodies of `cache`
     are consumed, one array after the other.
 
+    Args:
+        cache: a cache on devices that have pinned host memory.
+
     Raises:
         ValueError: in one line, if the cache was consumed, is parked already, or a device has no
             pinned host memory.
@@ -45,6 +48,9 @@ def park(cache: Cache) -> Cache:
 
 def unpark(cache: Cache) -> Cache:
     """Return a parked cache with its bodies on the devices again, bit for bit.
+
+    Args:
+        cache: the result of `park`.
 
     Raises:
         ValueError: in one line, if the cache is not parked, or was consumed.

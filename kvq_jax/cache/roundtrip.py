@@ -33,6 +33,9 @@ def roundtrip_layer(
     Returns:
         (k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], and the carry for the
         layer above.
+
+    Raises:
+        ValueError: if the spec cannot be read, or its options do not fit the model.
     """
     spec = parse(spec)
     batch, heads, tokens, head_dim = inputs.v.shape

@@ -110,6 +110,7 @@ class CacheSpec:
         return self.k.exact and self.v.exact
 
     def regions(self, capacity: int) -> Regions:
+        """Return the regions of a cache of so many tokens."""
         return Regions(self.sink, self.recent, self.block, capacity)
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:

@@ -177,8 +177,8 @@ def append_and_attend(
         rope: the model's rotation, for methods that read q_pre and k_pre, XQuant and subtract_bias.
 
     Returns:
-        (out, step): the attention, [B, N, T, H] in the dtype of q, finite and unspecified at
-        padding, NaN past the capacity; and the step for the next layer.
+        (out, step): the attention and the step for the next layer. `out` is [B, N, T, H] in the
+        dtype of q, finite and unspecified at padding, and NaN past the capacity.
 
     Raises:
         ValueError: in one line, if a shape does not fit the cache, the method needs an array that
@@ -274,6 +274,9 @@ def _through_layer(
 
 def finish(step: Step) -> Cache:
     """Return the cache with the step's tokens added and counted.
+
+    Args:
+        step: the step from `append_and_attend` for the last layer.
 
     Raises:
         ValueError: if the step has not gone through every layer.

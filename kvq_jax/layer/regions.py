@@ -49,17 +49,21 @@ class Regions:
 
     @property
     def body_capacity(self) -> int:
+        """Return the number of body tokens of a full cache."""
         return self.body(self.capacity)
 
     @property
     def sink_slots(self) -> int:
+        """Return the number of tokens that the sink has room for."""
         return min(self.sink, self.capacity)
 
     @property
     def ring_slots(self) -> int:
+        """Return the number of tokens that the ring has room for, at least 1."""
         return max(1, min(self.recent + self.block, self.capacity - self.sink))
 
     def ring_slot(self, position: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return the ring slot of a position that is in the ring."""
         return (position - self.sink) % self.ring_slots
 
     def ring_positions(self, lengths: Int[Array, "B"]) -> Int[Array, "B R"]:

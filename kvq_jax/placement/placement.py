@@ -72,6 +72,7 @@ class Placement:
 
     @property
     def devices(self) -> int:
+        """Return the number of devices of the mesh."""
         return self.mesh.size
 
     def __str__(self) -> str:

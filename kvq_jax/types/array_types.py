@@ -14,7 +14,7 @@ Words
     block      the tokens that leave the recent window together
     chunk      the tokens that the streaming attention reads in one step of its loop
     plane      the W neighbouring channels that one bit field of the packed words holds
-    position   index of a token in its sequence; rows are right-padded, so index == position
+    position   index of a token in its sequence. Rows are right-padded, so index == position
     valid      True for a real token, False for padding
 
 Axes
@@ -90,6 +90,7 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """Return the number of entries along the axis."""
         return self.count // self.per * self.each
 
 
@@ -115,6 +116,7 @@ class ArraySpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of the array."""
         return tuple(axis.size for axis in self.axes)
 
     @property
@@ -130,6 +132,7 @@ class ArraySpec:
 
     @property
     def names(self) -> tuple[AxisName, ...]:
+        """Return the names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     def axis(self, name: AxisName) -> int:
