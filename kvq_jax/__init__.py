@@ -2,7 +2,8 @@
 
 import kvq_jax as kvq
 
-cache = kvq.init_cache("innerq:bits=2", kvq.CacheDims(32, 32, 8, 128, 4096), batch=1, capacity=4096)
+dims = kvq.CacheDims(32, 32, 8, 128, 4096)
+cache = kvq.init_cache("innerq:bits=2", dims, batch=1, capacity=4096)
 
 step = kvq.begin(cache, tokens=1, prefill=False)      # in a decode step of any model
 out, step = kvq.append_and_attend(step, q, k, v)      # in place of each layer's attention

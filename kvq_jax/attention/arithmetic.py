@@ -1,5 +1,5 @@
-"""Which arithmetic the fused kernels of a layer run with: assembly where a self-test has shown, on
-this kind of device, that it computes what array operations do; array operations elsewhere.
+"""Choose the arithmetic of a layer's fused kernels: assembly if a self-test has shown, on this kind
+of device, that it computes the same as array operations, else array operations.
 
 The self-test (pallas_kernels/self_test.py) runs at the first use of a format on a GPU. Its verdict
 is kept in the user's cache folder, by device, versions of JAX and of its runtime, kernels' sources
@@ -29,15 +29,16 @@ from kvq_jax.layer.plan import LayerPlan
 from pallas_kernels.launch import Arithmetic, Launch
 
 Format = Any  # pallas_kernels.self_test.Format, which needs Triton to be imported
-Test = Callable[
-    [Format, Any], str | None
-]  # (format, device) -> how assembly differs, None where it does not
+# (format, device) -> how assembly differs, or None if it does not
+Test = Callable[[Format, Any], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the self-test of a format found. difference: how assembly differs from array operations,
-    None where it does not."""
+    """The result of the self-test of a format.
+
+    difference: how assembly differs from array operations, or None if it does not.
+    """
 
     device: str
     jax: str
@@ -46,8 +47,8 @@ class Verdict:
 
 
 def arithmetic_of(plan: LayerPlan, query_heads: int) -> Arithmetic:
-    """Return how kernels that can serve this layer compute on this process's device. The first call
-    for a format compiles for seconds."""
+    """Return the arithmetic of the kernels that can serve this layer on this process's device. The
+    first call for a format compiles for seconds."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return "jnp"
@@ -55,32 +56,29 @@ def arithmetic_of(plan: LayerPlan, query_heads: int) -> Arithmetic:
 
 
 def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
-    """Say, in one line, which arithmetic the layers of these plans get here, all of which kernels
-    can serve, and why; tests what was not tested yet."""
+    """Return, in one line, the arithmetic that the layers of these plans get here, and why. Kernels
+    must be able to serve all of them. Formats that have no verdict yet are tested."""
     device = jax.local_devices()[0]
-    found = [verdict(format_of(plan, query_heads), device) for plan in dict.fromkeys(plans)]
-    if failed := next((one for one in found if one.difference is not None), None):
+    verdicts = [verdict(format_of(plan, query_heads), device) for plan in dict.fromkeys(plans)]
+    if not verdicts:
+        return "no layer that kernels serve"
+    if failed := next((one for one in verdicts if one.difference is not None), None):
         return (
             f"array operations where assembly fails its self-test on {failed.device}:"
             f" {failed.difference}"
         )
-    return (
-        f"assembly: its self-test passed on {found[0].device} with JAX {found[0].jax}"
-        if found
-        else "no layer that kernels serve"
-    )
+    return f"assembly: its self-test passed on {verdicts[0].device} with JAX {verdicts[0].jax}"
 
 
 def format_of(plan: LayerPlan, query_heads: int) -> Format:
-    """Return what the self-test takes of a layer that kernels can serve."""
+    """Return the self-test's format of a layer that kernels can serve."""
     return _self_test().Format(
         plan.k.kernels.reader(), plan.v.kernels.reader(), query_heads // plan.heads
     )
 
 
 def on_device(format: Format, device: Any) -> str | None:
-    """Run the self-test. Its reference is computed on the CPU, where JAX has that beside the
-    GPU."""
+    """Run the self-test. Its reference is computed on the CPU if JAX has one beside the GPU."""
     reference = None
     with contextlib.suppress(RuntimeError):
         reference = jax.local_devices(backend="cpu")[0]
@@ -88,8 +86,8 @@ def on_device(format: Format, device: Any) -> str | None:
 
 
 def verdict(format: Format, device: Any, test: Test = on_device) -> Verdict:
-    """Return the verdict that is kept for this format on devices of this kind, or test it, and keep
-    what comes out."""
+    """Return the verdict on this format for devices of this kind. If none is kept, run the test and
+    keep its verdict."""
     return _verdict(format, device, test, cache_folder() / "kernels")
 
 
@@ -107,21 +105,19 @@ def _verdict(format: Format, device: Any, test: Test, folder: Path) -> Verdict:
     file = folder / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or none that can be read
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
-    # The choice is made while a step is traced; a thread of its own computes, where nothing is
-    # traced.
+    # This runs while a step is traced. Nothing is traced in a new thread, so it can compute.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         difference = thread.submit(test, format, device).result()
-    found = Verdict(device.device_kind, jax.__version__, repr(format), difference)
-    with contextlib.suppress(OSError):  # a home that cannot be written to: every process tests anew
+    result = Verdict(device.device_kind, jax.__version__, repr(format), difference)
+    with contextlib.suppress(OSError):  # the home cannot be written to: every process tests anew
         folder.mkdir(parents=True, exist_ok=True)
-        whole.write(file, json.dumps(dataclasses.asdict(found), indent=1))
-    return found
+        whole.write(file, json.dumps(dataclasses.asdict(result), indent=1))
+    return result
 
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of the kernels' code: what was shown of other kernels says nothing of
-    these."""
+    """Return a digest of the kernels' code: a verdict on other kernels says nothing about these."""
     files = sorted(Path(inspect.getfile(Launch)).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

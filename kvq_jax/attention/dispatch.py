@@ -1,5 +1,5 @@
-"""The choice of what reads a layer's body in a decode step and, on a GPU, quantizes the blocks that
-age into it.
+"""Choose the code that reads a layer's body in a decode step and, on a GPU, quantizes the blocks
+that age into it.
 
 A caller asks for one of
 
@@ -8,12 +8,12 @@ A caller asks for one of
     "xla"      the streaming path, everywhere
     "pallas"   the fused kernels for GPUs; ValueError, with the reason, if they cannot run
     "native"   the C++ kernel for CPUs; ValueError, with the reason, if it cannot run
-    a Launch   the fused kernels with these options on any device, for tests (interpret=True) and for
-               compilation ahead of time
+    a Launch   the fused kernels with these options on any device, for tests (interpret=True) and
+               for compilation ahead of time
 
-`choose` turns that into an `Route`, once for a layer and call. Fused kernels are imported
-only if one is needed, because the Triton route of Pallas is deprecated since JAX 0.11 and XLA does
-without it.
+`choose` turns that into a `Route`, once for a layer and call. Fused kernels are imported only if
+one is needed, because the Triton route of Pallas is deprecated since JAX 0.11 and XLA does without
+it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ Kernels: TypeAlias = Literal["pallas", "native"]
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """What reads and writes the body of one layer in one call.
+    """The implementation that reads and writes the body of one layer in one call.
 
-    name: "xla", "native" or "pallas".
-    launch: the options of the fused kernels, for "pallas".
-    only_on: the platform that it serves, if a program may also be compiled for others. XLA serves
-        those. None if it serves every platform that the program is compiled for.
+    Attributes:
+        name: "xla", "native" or "pallas".
+        launch: the options of the fused kernels, for "pallas".
+        only_on: the platform that it serves, if a program may also be compiled for others. XLA
+            serves those. None if it serves every platform that the program is compiled for.
     """
 
     name: Literal["xla", "native", "pallas"]
@@ -61,9 +62,7 @@ NATIVE = Route("native")
 Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
 
 MOST_NATIVE_TOKENS = 32  # new tokens of a row in one step
-# the first compute capability with the tensor-core types and asynchronous loads that the kernels
-# use
-OLDEST = 8.0
+OLDEST = 8.0  # the first compute capability with the tensor-core types and asynchronous loads
 
 
 def unsupported(
@@ -71,11 +70,9 @@ def unsupported(
 ) -> str | None:
     """Return, in one line, why none of these kernels can serve this layer's decode steps, or None
     if one can. The device is not considered."""
-    return (
-        _unsupported_native(plan, tokens)
-        if kernels == "native"
-        else _unsupported_fused(plan, query_heads, tokens)
-    )
+    if kernels == "native":
+        return _unsupported_native(plan, tokens)
+    return _unsupported_fused(plan, query_heads, tokens)
 
 
 def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
@@ -104,7 +101,7 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
     if tokens != 1:
         return f"{tokens} new tokens in one step; kernels take one"
     channels = plan.head_dim
-    most = 16 if channels <= 128 else 8  # what a program's registers hold
+    most = 16 if channels <= 128 else 8  # as many as fit a program's registers
     if query_heads // plan.heads > most:
         return (
             f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {most}"
@@ -140,11 +137,10 @@ def no_triton() -> str | None:
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
-        said = (
+        return (
             "kernels need jax.experimental.pallas.triton, which cannot be imported from JAX"
-            f" {jax.__version__}"
+            f" {jax.__version__}: JAX 0.10.2 to 0.12 have it (pip install 'jax<0.13')"
         )
-        return f"{said}: JAX 0.10.2 to 0.12 have it (pip install 'jax<0.13')"
     return None
 
 
@@ -152,11 +148,9 @@ def no_device(kernels: Kernels = "pallas") -> str | None:
     """Return, in one line, why this process cannot run these kernels, or None if it can."""
     backend = jax.default_backend()
     if kernels == "native":
-        return (
-            unavailable()
-            if backend == "cpu"
-            else f"native kernels need a CPU, this process runs on {backend}"
-        )
+        if backend == "cpu":
+            return unavailable()
+        return f"native kernels need a CPU, this process runs on {backend}"
     if backend != "gpu":
         return f"kernels need a GPU, this process runs on {backend}"
     device = jax.devices()[0]
@@ -170,7 +164,7 @@ def no_device(kernels: Kernels = "pallas") -> str | None:
 
 
 def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int) -> Route:
-    """Return what serves a layer. Raises ValueError, with the reason, if a named implementation
+    """Return the route of a layer. Raise ValueError, with the reason, if a named implementation
     cannot run."""
     if implementation is None:
         return _automatic(plan, query_heads, tokens)
@@ -182,9 +176,8 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
         return Route("pallas", implementation)
     if implementation not in ("pallas", "native"):
         raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
-    if reason := unsupported(plan, query_heads, tokens, implementation) or no_device(
-        implementation
-    ):
+    reason = unsupported(plan, query_heads, tokens, implementation) or no_device(implementation)
+    if reason:
         raise ValueError(f"{implementation=} cannot run: {reason}")
     return NATIVE if implementation == "native" else Route("pallas", _launch(plan, query_heads))
 
@@ -209,8 +202,8 @@ def _launch(plan: LayerPlan, query_heads: int) -> Launch:
 
 
 def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
-    """Return, in one line, why these kernels (default: those for this process's device) do not read
-    this layer; None where they do."""
+    """Return, in one line, why these kernels (default: the ones for this process's device) do not
+    read this layer, or None if they do."""
     kernels = kernels or _kernels_here()
     return no_device(kernels) or unsupported(plan, query_heads, tokens, kernels)
 
@@ -228,13 +221,12 @@ def kernels_here() -> str:
 
 
 def arithmetic_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
-    """Say, in one line, how fused kernels compute for the layers of these plans that they serve,
-    and what the self-test found."""
+    """Return, in one line, the arithmetic of fused kernels in the layers of these plans that they
+    serve, and the result of the self-test."""
     if reason := no_device("pallas"):
         return f"not tested: {reason}"
-    return arithmetic.described(
-        [plan for plan in plans if not unsupported(plan, query_heads, 1)], query_heads
-    )
+    served = [plan for plan in plans if not unsupported(plan, query_heads, 1)]
+    return arithmetic.described(served, query_heads)
 
 
 def attend(
@@ -248,11 +240,11 @@ def attend(
     windows: Tree,
     route: Route,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does, with NaN past the capacity, and let the route
-    read the body.
+    """Attend as `streaming.attend` does, with NaN past the capacity, and let the route read the
+    body.
 
     before, after: the state without and with the new tokens.
-    windows: the attention over the windows, if `append_token` computed it on its way.
+    windows: the attention over the windows, if `append_token` computed it.
     """
     if route.launch:
         return _fused().attend(plan, params, after, body, inputs, limits, windows, route.launch)
@@ -271,11 +263,11 @@ def quantize(
     at: Origin,
     route: Route,
 ) -> Tree:
-    """Quantize whole blocks of rows, by the fused quantize-and-pack kernel if the route
-    and the codec have one.
+    """Quantize whole blocks of rows, by the fused quantize-and-pack kernel if the route and the
+    codec have one.
 
-    The codes are those of `codec.quantize`, but for elements midway between two levels, or nearly
-    so: XLA may choose the other one (pallas_kernels/quantize/kernel.py).
+    The codes equal the ones from `codec.quantize`, except for elements at or near the midpoint of
+    two levels: XLA may choose the other level (pallas_kernels/quantize/kernel.py).
     """
     if route.launch:
         job = codec.kernels.writer(params, stats, at.prefill)
@@ -324,8 +316,8 @@ def append_token(
 
 
 def _fused() -> types.ModuleType:
-    """Import the module that calls kernels. That fails without Triton, so nothing above imports
-    it."""
+    """Import the module that calls kernels. The import fails without Triton, so it is not at the
+    top."""
     from kvq_jax.attention import fused
 
     return fused

@@ -1,5 +1,5 @@
-"""Calls of the fused kernels with the arrays of caches. It needs Triton, so `dispatch` imports it
-only when a kernel is launched."""
+"""Call the fused kernels with the arrays of caches. This module needs Triton, so `dispatch` imports
+it only when it launches a kernel."""
 
 from __future__ import annotations
 
@@ -62,9 +62,12 @@ def attend(
     windows: Splits | None,
     launch: Launch,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does, with one query token; NaN past the capacity. windows: what
-    `append_token` found in those of the state `after` it; None where they hold nothing of their
-    own, or no kernel reads them."""
+    """Attend as `streaming.attend` does, with one query token, and NaN past the capacity.
+
+    after: the state with the new token.
+    windows: the attention over its windows from `append_token`, or None if they hold no token that
+        the body lacks, or no kernel reads them.
+    """
     if windows is None and not _leave_at_once(plan):
         out = streaming.attend(
             plan,
@@ -77,22 +80,19 @@ def attend(
             appended=True,
         )
         return streaming.without_lost(plan, inputs.positions, out)
-    heads, positions = inputs.q_rot.shape[1], inputs.positions[:, 0]
-    group, rows, of_windows = (
-        heads // plan.heads,
-        _by_kv_head(plan, inputs.q_rot),
-        [] if windows is None else [windows],
-    )
+    positions, group = inputs.positions[:, 0], inputs.q_rot.shape[1] // plan.heads
+    rows = _by_kv_head(plan, inputs.q_rot)
+    of_windows = [] if windows is None else [windows]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     query, (keys, _), (values, _), _ = arguments
-    held = plan.regions.held_capacity
-    as_they_are = (
+    body_capacity = plan.regions.held_capacity
+    one_kernel_merges = (
         plan.v.kernels.sum is None
         and not values.sums_codes
-        and heads_at_once(query, keys, values, held) == plan.heads
+        and heads_at_once(query, keys, values, body_capacity) == plan.heads
     )
-    if plan.regions.axis is None and as_they_are:
-        of_body = attention_in_pieces(*arguments, capacity=held, launch=launch)
+    if plan.regions.axis is None and one_kernel_merges:
+        of_body = attention_in_pieces(*arguments, capacity=body_capacity, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
         return finished(
             [*of_windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch
@@ -102,15 +102,13 @@ def attend(
         part = online_softmax.across(part, plan.regions.axis)
     if of_windows:
         part = online_softmax.merge(merged(of_windows, group, launch=launch), part)
-    out = online_softmax.finish(part)
-    return streaming.without_lost(
-        plan, inputs.positions, out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
-    )
+    out = online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+    return streaming.without_lost(plan, inputs.positions, out)
 
 
 def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
-    """Return True where a new token leaves for the body in its own step, which holds it as it is:
-    windows have nothing of their own."""
+    """Return True if a new token enters the body in its own step and is stored there unchanged, so
+    that the windows hold no token that the body lacks."""
     regions = plan.regions
     without_windows = (
         regions.sink == regions.recent == 0
@@ -136,9 +134,11 @@ def _by_kv_head(plan: LayerPlan, q: QueryBNTH) -> Float[Array, "B K R H"]:
 def _queries(
     plan: LayerPlan, state: LayerState, inputs: LayerInputs, limits: PositionsBT
 ) -> Queries | None:
-    """Return what attends to the windows in a kernel; None where they hold nothing of their own, or
-    hold rows that no kernel reads: keys before or after RoPE, and values, of 16 bits, are read.
-    Raises ValueError where keys cached before RoPE come without `rope`.
+    """Return the queries that attend to the windows in a kernel.
+
+    None if the windows hold no token that the body lacks, or rows that no kernel reads. Kernels
+    read keys before or after RoPE, and values, in 16 bits. Raise ValueError if keys cached before
+    RoPE come without `rope`.
     """
     vectors = plan.k.facts.form != "other" and plan.v.facts.form == "vectors"
     if _leave_at_once(plan) or not vectors or plan.joint or state.ring[0].dtype.name not in DTYPES:
@@ -158,8 +158,8 @@ def _add_body(
     rows: Float[Array, "B K R H"],
     part: PartialAttention,
 ) -> PartialAttention:
-    """Return `part` with the body added, as `streaming.read_chunks` does, but by the
-    decode-attention kernel."""
+    """Return `part` with the body added, as `streaming.read_chunks` does, by the decode-attention
+    kernel."""
     arguments = _body_arguments(
         view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits
     )
@@ -183,8 +183,8 @@ def _body_arguments(
     """Return the queries, the readers of keys and values with their arrays, and the limits, as
     kernels take them."""
     keys, values = (
-        reader_and_arrays(codec, own, arrays, rope, plan.regions)
-        for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
+        reader_and_arrays(codec, side_params, arrays, rope, plan.regions)
+        for codec, side_params, arrays in zip(plan.codecs, params, body, strict=True)
     )
     query = plan.k.query(params[0], stats[0], rows)
     return query, keys, values, plan.regions.held(limits[:, 0])
@@ -193,11 +193,11 @@ def _body_arguments(
 def reader_and_arrays(
     codec: Codec, params: Tree, body: Tree, rope: Rope | None, regions: Regions
 ) -> tuple[Reader, list[Array]]:
-    """Return the reader of a codec's body, or of what this shard holds of it, and the arrays that
-    it reads.
+    """Return the reader of a codec's body, or of this shard's part of it, and the arrays that it
+    reads.
 
-    Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before
-    RoPE come without `rope`.
+    Raise ValueError, with the reason, if kernels cannot read it, or if keys cached before RoPE come
+    without `rope`.
     """
     reader, arrays = codec.kernels.reader(), codec.kernels.arrays(for_kernels(params), body)
     if isinstance(reader, str):
@@ -231,9 +231,13 @@ def append_token(
     limits: PositionsBT | None,
     launch: Launch,
 ) -> tuple[LayerState, tuple[bool, ...], Splits | None]:
-    """Return the state with the new token of each row where total > start in the windows, and with
-    the block that leaves them in the bodies whose blocks a kernel writes; which ones these are;
-    and, with limits, what `attend` takes of the windows.
+    """Append the new token of each row with total > start to the windows, and the block that leaves
+    them to the bodies whose blocks a kernel writes.
+
+    Returns:
+        The new state.
+        Whether a kernel wrote each body.
+        The attention over the windows, for `attend`, if `limits` is given.
     """
     regions, block = plan.regions, plan.regions.block
     first = regions.body(start)
@@ -258,29 +262,23 @@ def append_token(
         if blocks is None:
             return before
         arrays = [blocks.body] if isinstance(blocks, Rows) else blocks.body
-        return jax.tree.map(
-            lambda spec, array: spec.store(array),
-            spec,
-            jax.tree.unflatten(jax.tree.structure(spec), arrays),
-        )
+        arrays = jax.tree.unflatten(jax.tree.structure(spec), arrays)
+        return jax.tree.map(lambda spec, array: spec.store(array), spec, arrays)
 
     sink, ring = (tuple(getattr(side, name) for side in after) for name in ("sink", "ring"))
     bodies = tuple(
         body(spec, before, side.blocks)
         for spec, before, side in zip(specs, state.body, after, strict=True)
     )
-    return (
-        dataclasses.replace(state, sink=sink, ring=ring, body=bodies),
-        tuple(side.blocks is not None for side in after),
-        windows,
-    )
+    state = dataclasses.replace(state, sink=sink, ring=ring, body=bodies)
+    return state, tuple(side.blocks is not None for side in after), windows
 
 
 def block_writer(
     plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch
 ) -> KernelWriter | None:
-    """Return what writes the blocks that leave into a codec's body; None where XLA does, as where a
-    ring does not hold whole runs."""
+    """Return the writer of the blocks that leave the windows into a codec's body, or None if XLA
+    writes them, for example if a ring does not hold whole runs."""
     regions = plan.regions
     if (
         plan.cross_layer is not None

@@ -1,4 +1,4 @@
-"""Calls of the C++ kernels with the arrays of caches."""
+"""Call the C++ kernels with the arrays of caches."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def attend(
     inputs: LayerInputs,
     limits: PositionsBT,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does: one query token in one call, windows included; more of
-    them, or windows that hold no keys after RoPE, by `read_body`."""
+    """Attend as `streaming.attend` does.
+
+    One query token takes one kernel call, which also reads the windows. Several query tokens, or
+    windows that hold no keys after RoPE, go through `read_body`.
+    """
     if not _reads_windows(plan, after, inputs):
         return streaming.attend(plan, params, before, body, inputs, limits, read_body)
     batch, heads, _, head_dim = inputs.q_rot.shape
@@ -41,9 +44,9 @@ def attend(
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> bool:
-    if (
-        inputs.q_rot.shape[2] > 1 or not plan.regions.held_capacity or plan.regions.axis is not None
-    ):  # all shards have the windows
+    if inputs.q_rot.shape[2] > 1 or not plan.regions.held_capacity:
+        return False
+    if plan.regions.axis is not None:  # all shards have the windows, which count once
         return False
     vectors = (
         not plan.joint
@@ -54,13 +57,12 @@ def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> b
 
 
 def _seen(plan: LayerPlan, inputs: LayerInputs, limits: PositionsBT) -> Bool[Array, "B E"]:
-    """Return which slots of sink and ring the query sees, once its token is in them: those that
-    hold a token that is not in the body."""
+    """Return a mask of the slots of sink and ring that the query sees, once its token is in them:
+    the slots that hold a token that is not in the body."""
     start = inputs.positions[:, :1]
-    held, real = streaming.window_slots(
-        plan.regions, start + inputs.valid[:, :1].astype(start.dtype)
-    )
-    return real & streaming.outside_body(plan.regions, held, limits)
+    tokens = start + inputs.valid[:, :1].astype(start.dtype)
+    positions, real = streaming.window_slots(plan.regions, tokens)
+    return real & streaming.outside_body(plan.regions, positions, limits)
 
 
 def read_body(
@@ -69,7 +71,7 @@ def read_body(
     rows: Float[Array, "B K R H"],
     part: PartialAttention,
 ) -> PartialAttention:
-    """Return `part` with the body added, as `streaming.read_chunks` does, but by the C++ kernel."""
+    """Return `part` with the body added, as `streaming.read_chunks` does, by the C++ kernel."""
     if not view.plan.regions.held_capacity:
         return part
     of_body = _of_body(
@@ -93,8 +95,8 @@ def _of_body(
     query = plan.k.query(params[0], stats[0], rows)
     if keys[0].rotated:
         keys = keys[0], [*keys[1], *_turns(rope, plan.regions.sink, capacity)]
-    held = plan.regions.held(limits)
-    m, l, o = decode_attention(query, keys, values, held, capacity=capacity, windows=windows)
+    counts = plan.regions.held(limits)
+    m, l, o = decode_attention(query, keys, values, counts, capacity=capacity, windows=windows)
     return PartialAttention(m, l, plan.v.kernels.summed(o))
 
 
@@ -106,10 +108,12 @@ def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list
 
 
 def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 n half"]]:
-    """Return the cosines and sines by which the kernel rotates keys cached before RoPE: of the
-    first few tokens, times RoPE's attention factor, of the first few runs of so many, and of the
-    position of every so many runs of the body. A position is a sum of three, so that the tables
-    hardly grow with the capacity."""
+    """Return the cosines and sines by which the kernel rotates keys cached before RoPE.
+
+    The first table is for TOGETHER neighbouring tokens, times RoPE's attention factor. The second
+    is for NEAR runs of TOGETHER tokens, the third for every NEAR-th run of the body. A position is
+    the sum of one entry of each, so the tables hardly grow with the capacity.
+    """
     rope = required_rope(rope)
     steps = jnp.arange(TOGETHER, dtype=jnp.int32)
     near = jnp.arange(0, min(capacity, NEAR * TOGETHER), TOGETHER, dtype=jnp.int32)
@@ -122,26 +126,22 @@ def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 
 
 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:
-    """Return what `arrays.stored.store_blocks` returns."""
+    """Write blocks as `arrays.stored.store_blocks` does, by the C++ kernel."""
     specs, structure = jax.tree.flatten(block)
-    new = [
-        spec.store(array)
-        for spec, array in zip(specs, structure.flatten_up_to(values), strict=True)
-    ]
+    arrays = zip(specs, structure.flatten_up_to(values), strict=True)
+    new = [spec.store(array) for spec, array in arrays]
     tokens: list[tuple[int, int]] = [(spec.axis("tokens"), spec["tokens"].size) for spec in specs]
     axes, entries = zip(*tokens, strict=True)
-    return structure.unflatten(
-        store.store_blocks(
-            structure.flatten_up_to(stored), new, first, count, axes=axes, entries=entries
-        )
-    )
+    old = structure.flatten_up_to(stored)
+    written = store.store_blocks(old, new, first, count, axes=axes, entries=entries)
+    return structure.unflatten(written)
 
 
 def put_rows(
     slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new: Bool[Array, "B E"]
 ) -> Float[Array, "B K E C"]:
-    """Return the slots of a window with rows[b, :, 0] in the one that new[b] marks, if it marks
-    one: nothing else is written."""
+    """Return the slots of a window with rows[b, :, 0] in the slot that new[b] marks, if any.
+    Nothing else is written."""
     if not slots.shape[2]:
         return slots
     first, count = jnp.argmax(new, axis=1), jnp.sum(new, axis=1)  # at most one

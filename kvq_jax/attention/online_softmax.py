@@ -1,5 +1,5 @@
-"""Online softmax: attention over parts of the token axis (`PartialAttention`) is extended and
-merged in fp32, exact up to rounding.
+"""Online softmax: extend and merge attention over parts of the token axis (`PartialAttention`) in
+fp32, exact up to rounding.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax; Dao et al.,
 FlashAttention.
@@ -30,15 +30,14 @@ def extend(
     mask: Bool[Array, "#B #K #R #C"],
     weigh: Callable[[Float[Array, "B K R C"]], Float[Array, "B K R H"]],
 ) -> PartialAttention:
-    """Add one chunk of tokens to `part`; `weigh` maps weights to weighted values. Masked tokens do
+    """Add one chunk of tokens to `part`. `weigh` maps weights to weighted values. Masked tokens do
     not count, even with a score of NaN."""
     scores = jnp.where(mask, scores, NEG_INF)
     m = jnp.maximum(part.m, jnp.max(scores, axis=-1, keepdims=True))
     p = jnp.where(mask, jnp.exp(scores - m), 0)
     shrink = jnp.exp(part.m - m)
-    return PartialAttention(
-        m, part.l * shrink + jnp.sum(p, axis=-1, keepdims=True), part.o * shrink + weigh(p)
-    )
+    total = part.l * shrink + jnp.sum(p, axis=-1, keepdims=True)
+    return PartialAttention(m, total, part.o * shrink + weigh(p))
 
 
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
@@ -55,12 +54,11 @@ def across(part: PartialAttention, axis: str) -> PartialAttention:
     m = pmax(m_d),   l = psum(l_d exp(m_d - m)),   o = psum(o_d exp(m_d - m))
     """
     m = lax.pmax(part.m, axis)
-    o_and_l = lax.psum(
-        jnp.concatenate([part.o, part.l], axis=-1) * jnp.exp(part.m - m), axis
-    )  # one collective for both
+    o_and_l = jnp.concatenate([part.o, part.l], axis=-1) * jnp.exp(part.m - m)
+    o_and_l = lax.psum(o_and_l, axis)  # one collective for both
     return PartialAttention(m, o_and_l[..., -1:], o_and_l[..., :-1])
 
 
 def finish(part: PartialAttention) -> Float[Array, "B K R H"]:
-    """Return o / l; zeros for query rows that saw no token."""
+    """Return o / l, zeros for query rows that saw no token."""
     return part.o / jnp.maximum(part.l, jnp.finfo(jnp.float32).tiny)

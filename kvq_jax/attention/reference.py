@@ -1,5 +1,5 @@
-"""The reference that defines correct attention: the whole layer is dequantized, then read by
-ordinary softmax attention in fp32."""
+"""The reference that defines correct attention: dequantize the whole layer, then compute ordinary
+softmax attention in fp32."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvq_jax.types.rope import Rope
 def decode_rows(
     plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()
 ) -> tuple[CachedRows, ...]:
-    """Return the dequantized rows of each codec of the plan in token order, fp32 [B, K, S, C];
+    """Return the dequantized rows of each codec of the plan in token order, fp32 [B, K, S, C],
     zeros from `lengths` on.
 
-    carry: that of the layer below.
+    carry: the carry of the layer below.
     """
     regions = plan.regions
     position = jnp.broadcast_to(jnp.arange(regions.capacity), (lengths.shape[0], regions.capacity))
@@ -38,20 +38,14 @@ def decode_rows(
     by_codec = []
     for side, codec in enumerate(plan.codecs):
         stored = load_body(codec.body(1, 1, regions.block), state.body[side])
-        own = by_side(params)[side]
+        side_params = by_side(params)[side]
         below = cross_layer.tokens_of(plan, carry, position[:, : regions.body_capacity])
-        body = cross_layer.decoded(
-            codec, own, codec.dequantize(own, state.stats[side], stored), below
-        )
-        rows = jnp.concatenate(
-            [part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])],
-            axis=2,
-        )
-        by_codec.append(
-            jnp.where(
-                live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0
-            )
-        )
+        differences = codec.dequantize(side_params, state.stats[side], stored)
+        body = cross_layer.decoded(codec, side_params, differences, below)
+        parts = (state.sink[side], body, state.ring[side])
+        rows = jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=2)
+        in_order = jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip")
+        by_codec.append(jnp.where(live, in_order, 0))
     return tuple(by_codec)
 
 
@@ -77,7 +71,7 @@ def decode_vectors(
 def attend(
     q: QueryBNTH, k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]
 ) -> Float[Array, "B N T H"]:
-    """Return softmax(q k^T / sqrt(H)) v in fp32; query head n reads KV head n // G."""
+    """Return softmax(q k^T / sqrt(H)) v in fp32. Query head n reads KV head n // G."""
     batch, heads, tokens, head_dim = q.shape
     q_BKGTH = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, tokens, head_dim)
     scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k.astype(jnp.float32)) * head_dim**-0.5

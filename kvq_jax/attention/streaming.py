@@ -1,11 +1,11 @@
-"""Attention over a layer in one pass of online softmax: full-precision rows first, then the body in
+"""Attend over a layer in one pass of online softmax: full-precision rows first, then the body in
 chunks.
 
     out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
 
-The body is never dequantized as a whole: one chunk of it is read, used and forgotten, and the
-loop's trip count follows the live length, not the capacity. Works for every codec, on every
-backend, for T >= 1 queries.
+The body is never dequantized as a whole. One chunk at a time is read and used, and the loop's trip
+count follows the live length, not the capacity. This works for every codec, on every backend, for
+T >= 1 queries.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 BODY_CHUNK = 1408  # body tokens read in one step, at most
-BODY_CHUNK_ELEMENTS = (
-    11 << 16
-    # at most, in their K, their V or their scores, for the whole batch: 2.75 MiB in fp32
-    # (docs/decisions/streaming_attention.md)
-)
+# at most, in their K, their V or their scores, for the whole batch: 2.75 MiB in fp32
+# (docs/decisions/streaming_attention.md)
+BODY_CHUNK_ELEMENTS = 11 << 16
 EXACT_CHUNK = 1024  # full-precision rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
@@ -47,16 +45,21 @@ def attend(
     *,
     appended: bool = False,
 ) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype
-    of q, fp32 accumulation.
+    """Return softmax(q k^T / sqrt(H)) v over all the tokens that a query may see, [B, N, T, H] in
+    the dtype of q, with fp32 accumulation. The output at padding is finite and unspecified.
 
-    windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read
-    together with the new rows. body: the arrays to read beyond the windows, see
-    `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from sink +
-    limit on are read in full precision. read_body adds the body's part (default: `read_chunks`).
-    appended: the windows are those *after*, and hold every new token that a query sees, as they do
-    after one; the new rows are then read as the windows store them. The output at padding is finite
-    and unspecified.
+    Args:
+        plan: the layer's plan.
+        params: the layer's method parameters (keys, values).
+        windows: the state *before* the tokens of `inputs` were appended. Its sink and ring are read
+            together with the new rows.
+        body: the arrays to read beyond the windows, see `LayerPlan.readable`.
+        inputs: the new tokens.
+        limits: [B, T], the number of body tokens that each query sees. Positions from sink + limit
+            on are read in full precision.
+        read_body: adds the body's part (default: `read_chunks`).
+        appended: `windows` is the state *after* the append, and holds every new token that a query
+            sees, as it does after one token. The new rows are then read as the windows store them.
     """
     view = _view(plan, params, windows, body, inputs, appended)
     tokens = inputs.q_rot.shape[2]
@@ -68,9 +71,8 @@ def attend(
     padding = chunks * QUERY_CHUNK - tokens
     padded = Queries(
         jnp.pad(queries.q, ((0, 0), (0, 0), (0, padding), (0, 0))),
-        jnp.pad(
-            queries.positions, ((0, 0), (0, padding)), constant_values=-1
-        ),  # sees nothing: no position is below 0
+        # a query at position -1 sees nothing
+        jnp.pad(queries.positions, ((0, 0), (0, padding)), constant_values=-1),
         jnp.pad(queries.limits, ((0, 0), (0, padding))),
     )
 
@@ -89,7 +91,7 @@ def attend(
 
 
 def without_lost(plan: LayerPlan, positions: PositionsBT, out: QueryBNTH) -> QueryBNTH:
-    """Return the attention of tokens with NaN past the capacity."""
+    """Return attention with NaN for tokens past the capacity."""
     return jnp.where((positions >= plan.regions.capacity)[:, None, :, None], jnp.nan, out)
 
 
@@ -98,14 +100,12 @@ def chunk_tokens(
 ) -> int:
     """Return the number of body tokens that query rows read in one step, a multiple of `block`.
 
-    At most BODY_CHUNK_ELEMENTS elements are in their vectors, in their scores, and in cached rows
-    of `row_width` channels, unless one block has more.
+    Their vectors, their scores, and their cached rows of `row_width` channels have at most
+    BODY_CHUNK_ELEMENTS elements each, unless one block has more.
     """
     batch, heads, queries, head_dim = rows.shape
-    tokens = min(
-        BODY_CHUNK,
-        BODY_CHUNK_ELEMENTS // (batch * max(heads * head_dim, heads * queries, row_width)),
-    )
+    widest = max(heads * head_dim, heads * queries, row_width)
+    tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // (batch * widest))
     return min(max(tokens // block, 1) * block, capacity)
 
 
@@ -119,8 +119,8 @@ class Queries(NamedTuple):
 
 
 class View(NamedTuple):
-    """All that the queries of one call may read: full-precision rows in the order sink, ring, new
-    tokens; and the body."""
+    """The arrays that the queries of one call may read: full-precision rows (sink, ring, new
+    tokens, in this order) and the body."""
 
     plan: LayerPlan
     params: Tree
@@ -157,22 +157,21 @@ def _view(
     for side, (codec, new) in enumerate(((plan.k, inputs.k_rot), (plan.v, inputs.v))):
         home = 0 if plan.joint else side
         rows = jnp.concatenate([windows.sink[home], windows.ring[home]], axis=2)
-        held = codec.vectors(params[side], rows, old, inputs.rope)
-        vectors.append(
-            held if appended else jnp.concatenate([held, new.astype(held.dtype)], axis=2)
-        )
+        cached = codec.vectors(params[side], rows, old, inputs.rope)
+        if not appended:
+            cached = jnp.concatenate([cached, new.astype(cached.dtype)], axis=2)
+        vectors.append(cached)
     keys, values = vectors
-    values = jnp.where(
-        real[:, None, :, None], values, 0
-    )  # a masked token has weight 0, but 0 * nan is nan
+    # a masked token has weight 0, but 0 * nan is nan
+    values = jnp.where(real[:, None, :, None], values, 0)
     return View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
 
 
 def window_slots(
     regions: Regions, tokens: Int[Array, "B 1"]
 ) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
-    """Return (positions, whether a slot holds one) of the slots of sink and ring, in this order,
-    after so many tokens."""
+    """Return (positions, mask of the slots that hold a token) for the slots of sink and ring, in
+    this order, after so many tokens."""
     sink = jnp.broadcast_to(
         jnp.arange(regions.sink_slots, dtype=tokens.dtype)[None],
         (tokens.shape[0], regions.sink_slots),
@@ -185,16 +184,15 @@ def window_slots(
 def outside_body(
     regions: Regions, positions: Int[Array, "..."], limits: Int[Array, "..."]
 ) -> Bool[Array, "..."]:
-    """Return which positions are read in full precision by a query that sees the first `limits`
-    body tokens."""
+    """Return a mask of the positions that a query reads in full precision if it sees the first
+    `limits` body tokens."""
     return (positions < regions.sink) | (positions >= regions.sink + limits)
 
 
 def _attend_queries(
     view: View, queries: Queries, newest: int | Array, read_body: BodyReader
 ) -> QueryBNTH:
-    """Attend with up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them
-    may see."""
+    """Attend with up to QUERY_CHUNK queries. Each sees at most the first `newest` new tokens."""
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
@@ -203,8 +201,8 @@ def _attend_queries(
     if view.plan.regions.axis is None:
         part = read_body(view, queries, rows, part)
     else:  # the windows are on every shard of the body
-        own = read_body(view, queries, rows, online_softmax.empty(*rows.shape))
-        part = online_softmax.merge(part, online_softmax.across(own, view.plan.regions.axis))
+        of_shard = read_body(view, queries, rows, online_softmax.empty(*rows.shape))
+        part = online_softmax.merge(part, online_softmax.across(of_shard, view.plan.regions.axis))
     return online_softmax.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
 
 
@@ -217,17 +215,18 @@ def _add_exact(
     def step(i: int | Array, part: PartialAttention) -> PartialAttention:
         at, fresh = _window(i, chunk, size)
         k, v = (lax.dynamic_slice_in_dim(a, at, chunk, 2) for a in (view.keys, view.values))
-        held, real = (
+        positions, real = (
             lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real)
         )
         seen = (
-            (held <= queries.positions[..., None])
-            & outside_body(regions, held, queries.limits[..., None])
+            (positions <= queries.positions[..., None])
+            & outside_body(regions, positions, queries.limits[..., None])
             & real
             & fresh[None, None]
         )
+        scores = _scaled(dot_rows(rows, k), rows)
         return online_softmax.extend(
-            part, _scaled(dot_rows(rows, k), rows), _per_row(seen, rows), lambda w: weigh_rows(w, v)
+            part, scores, _per_row(seen, rows), lambda weights: weigh_rows(weights, v)
         )
 
     if chunk == size:
@@ -239,7 +238,7 @@ def _add_exact(
 def read_chunks(
     view: View, queries: Queries, rows: Float[Array, "B K R H"], part: PartialAttention
 ) -> PartialAttention:
-    """Return `part` with the body added: one chunk after the other is dequantized and used."""
+    """Return `part` with the body added: dequantize and use one chunk after the other."""
     plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
     k_home, v_home = 0, len(plan.codecs) - 1
     size = regions.held_capacity
@@ -251,35 +250,34 @@ def read_chunks(
     def step(i: Array, part: PartialAttention) -> PartialAttention:
         at, fresh = _window(i, chunk, size)
         index = regions.body_token(at + jnp.arange(chunk))
-        held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
+        positions = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
 
         def read(home: int, at: Array) -> Tree:
             specs = plan.readable_specs(home, 1, 1, regions.block)
             return load_chunk(specs, view.body[home], at // regions.block, chunk // regions.block)
 
         def weigh(weights: Float[Array, "B K R C"]) -> Float[Array, "B K R H"]:
-            then = (
-                at if plan.joint else _after(weights, at)
-            )  # joint rows are dequantized once, for keys and values
+            # joint rows are dequantized once, for keys and values
+            then = at if plan.joint else _after(weights, at)
             return plan.v.weighted(
-                v_params, view.stats[v_home], weights, read(v_home, then), held, view.rope
+                v_params, view.stats[v_home], weights, read(v_home, then), positions, view.rope
             )
 
-        scores = _scaled(
-            plan.k.scores(k_params, view.stats[k_home], query, read(k_home, at), held, view.rope),
-            rows,
+        scores = plan.k.scores(
+            k_params, view.stats[k_home], query, read(k_home, at), positions, view.rope
         )
         seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
-        return online_softmax.extend(part, scores, _per_row(seen, rows), weigh)
+        return online_softmax.extend(part, _scaled(scores, rows), _per_row(seen, rows), weigh)
 
     return lax.fori_loop(0, -(-jnp.max(regions.held(queries.limits)) // chunk), step, part)
 
 
 def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:
-    """Return `at`, made to depend on the weights, which are never negative; XLA does not know that.
+    """Return `at`, made to depend on the weights. They are never negative, but XLA does not know
+    it.
 
-    Otherwise the CPU backend unpacks a chunk of V while it holds that of K: 60 % more memory, 10 to
-    15 % more time (docs/decisions/streaming_attention.md).
+    Otherwise the CPU backend unpacks a chunk of V while the chunk of K is still in memory: 60 %
+    more memory, 10 to 15 % more time (docs/decisions/streaming_attention.md).
     """
     return at + (weights[0, 0, 0, 0] < 0).astype(at.dtype)
 
@@ -296,7 +294,7 @@ def _per_row(mask: Bool[Array, "B T C"], rows: Float[Array, "B K R H"]) -> Bool[
 
 
 def _window(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, " chunk"]]:
-    """Return the start of step i and a mask of the entries that no earlier step read: the last step
-    starts early, to stay in the array."""
+    """Return the start of step i and a mask of the entries that no earlier step has read. The last
+    step starts early, to stay in the array."""
     at = jnp.minimum(jnp.asarray(i, jnp.int32) * chunk, size - chunk)
     return at, at + jnp.arange(chunk) >= jnp.asarray(i, jnp.int32) * chunk

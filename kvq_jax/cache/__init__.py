@@ -1,2 +1,1 @@
-"""The cache as a whole: specs, allocation, updates, row operations, files, and the accounting of
-its bytes."""
+"""The cache as a whole: specs, allocation, updates, row operations, files, and byte counts."""

@@ -1,4 +1,4 @@
-"""Bytes and bits of caches, counted from their arrays."""
+"""Count the bytes and bits of caches from their arrays."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from kvq_jax.types.array_types import ModelDims
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of all arrays in a tree: a cache, a layer, or the structs or descriptions of
-    either. Exact."""
+    """Return the bytes of all arrays in a tree. Exact.
+
+    Args:
+        tree: a cache, a layer, or the structs or descriptions of either.
+    """
     return sum(
         math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
     )
@@ -30,38 +33,52 @@ def nbytes(tree: Any) -> int:
 def dense_nbytes(
     config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16"
 ) -> int:
-    """Return the bytes of unquantized keys and values: 2 * L * B * K * S * H * itemsize."""
+    """Return the bytes of unquantized keys and values: 2 * L * B * K * S * H * itemsize. Exact.
+
+    Args:
+        config: the model's config, or its `CacheDims`.
+        batch: B, the number of sequences.
+        capacity: S, the tokens of each sequence.
+        dtype: the dtype of keys and values.
+    """
     d = dims_of(config)
-    return (
-        2
-        * d.num_hidden_layers
-        * batch
-        * d.num_key_value_heads
-        * capacity
-        * d.head_dim
-        * jnp.dtype(dtype).itemsize
-    )
+    of_token = 2 * d.num_hidden_layers * d.num_key_value_heads * d.head_dim
+    return of_token * batch * capacity * jnp.dtype(dtype).itemsize
 
 
 def bits_per_element(
     spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16"
 ) -> float:
     """Return the stored bits of a whole cache divided by the 2 * L * K * S * H elements that it
-    stands for.
+    stands for. Exact, counted from shapes.
 
-    Windows, scales, padding and statistics are included; their full-precision rows have `dtype`,
-    whatever the model's is.
+    Windows, scales, padding and statistics are included.
+
+    Args:
+        spec: the cache, or its text.
+        config: the model's config, or its `CacheDims`.
+        capacity: S, in tokens.
+        dtype: the dtype of the windows' full-precision rows, whatever the model's is.
+
+    Raises:
+        ValueError: as `init_cache`.
     """
     elements = dense_nbytes(config, 1, capacity, "uint8")
     return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
 
 
 def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
-    """Return the stored bits of a body element, averaged over layers and sides: what papers call
-    average bits, without windows.
+    """Return the stored bits of a body element, averaged over layers and sides. Papers call this
+    average bits, without windows. Exact, counted from the arrays of whole blocks.
 
-    Counted from the arrays of whole blocks. Elements in full precision count as 16 bits, whatever
-    dtype the model has.
+    Elements in full precision count as 16 bits, whatever the model's dtype.
+
+    Args:
+        spec: the cache, or its text.
+        config: the model's config, or its `CacheDims`.
+
+    Raises:
+        ValueError: as `init_cache`.
     """
     bits = elements = 0
     for plan, layers in Counter(plans_for(spec, config, "bfloat16")).items():
@@ -73,8 +90,12 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
 
 
 def unmet_options(cache: Cache) -> tuple[str, ...]:
-    """Return in words what options ask for and the layers of a cache are too small for, each
-    sentence once; a layout is enough."""
+    """Return a sentence for each option that the layers of a cache are too small to satisfy, each
+    sentence once.
+
+    Args:
+        cache: a cache, or its layout.
+    """
     sides = ((plan.heads, codec.facts.unmet) for plan in cache.plans for codec in plan.codecs)
     sentences = (unmet(heads) for heads, unmet in sides if unmet)
     return tuple(dict.fromkeys(sentence for sentence in sentences if sentence))
@@ -82,7 +103,15 @@ def unmet_options(cache: Cache) -> tuple[str, ...]:
 
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
     """Return the share of the body's elements that have a slot for an outlier, averaged over layers
-    and sides."""
+    and sides.
+
+    Args:
+        spec: the cache, or its text.
+        config: the model's config, or its `CacheDims`.
+
+    Raises:
+        ValueError: as `init_cache`.
+    """
     sides = [(plan, codec) for plan in plans_for(spec, config) for codec in plan.codecs]
     return sum(
         codec.facts.outlier_slots(plan.heads) / (plan.heads * plan.head_dim)
@@ -92,8 +121,12 @@ def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class OutlierTotals:
-    """The outliers of some tokens: those that have a slot (`kept`) and those that found none
-    (`dropped`)."""
+    """The number of outliers of some tokens.
+
+    Attributes:
+        kept: outliers that have a slot.
+        dropped: outliers that found no slot.
+    """
 
     kept: int = 0
     dropped: int = 0
@@ -103,42 +136,45 @@ class OutlierTotals:
 
     @property
     def share_dropped(self) -> float:
-        """The share of all outliers that found no slot; 0 where there are none."""
+        """Return the share of all outliers that found no slot, 0 if there are no outliers."""
         return self.dropped / max(1, self.kept + self.dropped)
 
 
 def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
-    """Return, for each layer, the outliers of each side ("k", "v", or the one side of methods that
-    cache something else) among the live tokens of a cache's body. Sides without slots for outliers
-    are left out.
+    """Return the outliers of each side among the live tokens of a cache's body.
+
+    Args:
+        cache: the cache, on any placement.
+
+    Returns:
+        A dictionary for each layer, from "k", "v", or the one side of methods that cache something
+        else, to its totals. Sides without slots for outliers are left out.
     """
     layers = []
-    cache = (
-        cache if cache.placement is None else move(cache, None)
-    )  # body arrays in the order of tokens
+    if cache.placement is not None:
+        cache = move(cache, None)  # body arrays in the order of tokens
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
-        own = {}
+        by_side = {}
         for side, codec, stored in zip(plan.names, plan.codecs, layer.body, strict=True):
             if codec.facts.outliers:
-                counts = codec.facts.outliers.counts(
-                    load_body(codec.body(1, plan.heads, plan.regions.block), stored)
-                )
-                first = (
-                    jnp.arange(counts.kept.shape[1])
-                    * plan.regions.body_capacity
-                    // max(1, counts.kept.shape[1])
-                )  # of each run
+                body = load_body(codec.body(1, plan.heads, plan.regions.block), stored)
+                counts = codec.facts.outliers.counts(body)
+                runs = counts.kept.shape[1]
+                first = jnp.arange(runs) * plan.regions.body_capacity // max(1, runs)  # of each run
                 live = first[None] < plan.regions.body(cache.lengths)[:, None]
-                own[side] = OutlierTotals(
+                by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
                 )
-        layers.append(own)
+        layers.append(by_side)
     return tuple(layers)
 
 
 def dropped_outliers(cache: Cache) -> tuple[int, int]:
     """Return (outliers that found no slot, outliers that have one) among the live tokens of a
-    cache's body, all layers and sides together.
+    cache's body, summed over layers and sides.
+
+    Args:
+        cache: the cache.
     """
     total = sum(
         (side for layer in outlier_totals(cache) for side in layer.values()), OutlierTotals()
@@ -147,14 +183,24 @@ def dropped_outliers(cache: Cache) -> tuple[int, int]:
 
 
 def quantized_tokens(cache: Cache, tokens: int) -> int:
-    """Return how many of the first `tokens` tokens are quantized in some layer of a cache, or of
-    its layout."""
+    """Return the number of the first `tokens` tokens that are quantized in some layer.
+
+    Args:
+        cache: a cache, or its layout.
+        tokens: the number of tokens in a row.
+    """
     return max((plan.regions.body(tokens) for plan in cache.plans if plan.quantizes), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """The bytes of one named part of a cache, in one layer or in all of them."""
+    """The bytes of one named part of a cache, in one layer or in all of them.
+
+    Attributes:
+        side: "k", "v", the one side of a joint body, or "-".
+        name: the part, such as "words", "scale" or "ring".
+        bytes: its bytes.
+    """
 
     side: str
     name: str
@@ -162,10 +208,13 @@ class Component:
 
 
 def components(cache: Cache) -> tuple[Component, ...]:
-    """Return the bytes of each part of a cache; their sum is `nbytes(cache)`.
+    """Return the bytes of each part of a cache. Their sum is `nbytes(cache)`. Exact.
 
     The parts of a side are its windows, each kind of body array (packed words, scales, zero points,
     full-precision rows) and the prompt statistics.
+
+    Args:
+        cache: a cache, or its layout.
     """
     totals: dict[tuple[str, str], int] = {}
     for part in (part for layer in layer_components(cache) for part in layer):
@@ -175,7 +224,7 @@ def components(cache: Cache) -> tuple[Component, ...]:
 
 
 def layer_components(cache: Cache) -> tuple[tuple[Component, ...], ...]:
-    """Return the `components` of each layer; the lengths belong to no layer."""
+    """Return the `components` of each layer. The lengths belong to no layer."""
     return tuple(
         _components(plan, layer) for plan, layer in zip(cache.plans, cache.layers, strict=True)
     )

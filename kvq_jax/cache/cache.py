@@ -1,11 +1,11 @@
-"""The cache: a pytree that holds the state of sequences, and nothing of the model, beside a static
-description.
+"""The cache: a pytree that holds the state of sequences and a static description, and nothing of
+the model.
 
     cache = init_cache(parse("kivi:bits=2"), config, batch=1, capacity=4096)
 
 Every leaf has a leading batch axis and its own buffer, so a cache can be donated, be carried by a
-scan, and have its rows selected. Constructors validate nothing, because tree transformations
-rebuild a cache with other leaves; `init_cache` does.
+scan, and have its rows selected. `init_cache` validates its arguments. Constructors do not, because
+tree transformations rebuild a cache with other leaves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
 
 @dataclasses.dataclass(frozen=True)
 class CacheDims:
-    """The part of a model's config that shapes a cache. Hashable."""
+    """The dimensions of a model that shape its caches. Hashable.
+
+    Attributes:
+        num_hidden_layers: L, the number of layers.
+        num_attention_heads: N, the number of query heads.
+        num_key_value_heads: K, the number of key/value heads.
+        head_dim: H, the channels of a head.
+        hidden_size: D, the width of the model.
+    """
 
     num_hidden_layers: int
     num_attention_heads: int
@@ -46,11 +54,16 @@ class CacheDims:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A cache for B sequences. Build it with `init_cache`.
+    """A cache for B sequences, a pytree. Build it with `init_cache`.
 
-    layers: one LayerState for each layer. lengths [B] int32: live tokens of each batch row. spec,
-    dims, capacity (in tokens) and dtype (of full-precision rows) are static, and so is placement:
-    where the arrays lie on a mesh, None for one device.
+    Attributes:
+        layers: a `LayerState` for each layer.
+        lengths: [B] int32, the live tokens of each batch row.
+        spec: the method and the windows. Static, as are all the following.
+        dims: the dimensions of the model.
+        capacity: S, the tokens that each row has room for.
+        dtype: the name of the dtype of full-precision rows.
+        placement: the placement of the arrays on a mesh, or None for one device.
     """
 
     layers: tuple[LayerState, ...]
@@ -63,10 +76,12 @@ class Cache:
 
     @property
     def batch(self) -> int:
+        """Return B, the number of rows."""
         return self.lengths.shape[0]
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
+        """Return the static plan of every layer."""
         return plans(self.spec, self.dims, self.capacity, self.dtype, self.placement)
 
     @property
@@ -97,8 +112,8 @@ def plans(
 ) -> tuple[LayerPlan, ...]:
     """Return the plan of every layer.
 
-    Raises ValueError where the options do not fit the model, or name a layer that it does not have,
-    or the method cannot have the placement.
+    Raise ValueError if the options do not fit the model, or name a layer that it does not have, or
+    the method cannot have the placement.
     """
     _check_layers(spec, dims)
     layers = range(dims.num_hidden_layers)
@@ -111,8 +126,8 @@ def plans(
 def plans_for(
     spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None
 ) -> tuple[LayerPlan, ...]:
-    """Return the plan of every layer of a cache of one token, for what does not depend on its size.
-    Raises as `init_cache`."""
+    """Return the plan of every layer of a cache of one token, for questions that do not depend on
+    its size. Raise as `init_cache`."""
     spec, dims, name = _checked(spec, config, 1, 1, dtype, None)
     return plans(spec, dims, 1, name)
 
@@ -130,26 +145,34 @@ def init_cache(
     dtype: DTypeLike | None = None,
     placement: Placement | None = None,
 ) -> Cache:
-    """Return an empty cache for `batch` sequences of up to `capacity` tokens.
+    """Return an empty cache.
 
-    dtype: of full-precision rows, float32, bfloat16 or float16. Default: that of the model, if its
-    config has one, as that of a model from `load_llama` has; else bfloat16. placement: the devices
-    of a mesh and what each of them holds; the cache is made there, part by part. Raises ValueError
-    for another dtype, and where the options do not fit the model: a group size that does not divide
-    the head dim, skip_layers beyond the last layer, a placement that the method cannot have.
+    Args:
+        spec: the cache, or its text.
+        config: the model's config, or its `CacheDims`.
+        batch: B, the number of sequences.
+        capacity: S, the tokens that each sequence has room for.
+        dtype: the dtype of full-precision rows: float32, bfloat16 or float16. Default: the model's
+            dtype, if its config has one (as after `load_llama`), else bfloat16.
+        placement: the devices of a mesh and the part of the cache that each of them holds. The
+            cache is made there, part by part. Default: one device.
+
+    Raises:
+        ValueError: for another dtype, and if the options do not fit the model: a group size that
+            does not divide the head dim, skip_layers beyond the last layer, a placement that the
+            method cannot have.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
-    made = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
+    empty = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
     if placement is None:
-        return made()
+        return empty()
     if not isinstance(placement.mesh, Mesh):
         raise ValueError(
             "a cache needs the devices of a mesh, and an AbstractMesh has none: kvq.layout"
             " describes such a cache"
         )
-    return jax.jit(
-        made, out_shardings=shardings(axes(spec, dims, batch, capacity, name, placement), placement)
-    )()
+    described = axes(spec, dims, batch, capacity, name, placement)
+    return jax.jit(empty, out_shardings=shardings(described, placement))()
 
 
 def _empty(
@@ -174,16 +197,27 @@ def axes(
     dtype: DTypeLike | None = None,
     placement: Placement | None = None,
 ) -> Cache:
-    """Describe every array of `init_cache(...)`: return the same tree, with an `ArraySpec` of named
-    axes (array_types.py) for each array.
+    """Describe every array of a cache: return the tree of `init_cache(...)` with an `ArraySpec` of
+    named axes for each array. Allocates nothing.
 
-    axes("kivi", config, batch=1, capacity=4096).layers[0].body[0].scale["tokens"]       # Axis("tokens", 4000, per=32)
+        described = axes("kivi", config, batch=1, capacity=4096)
+        described.layers[0].body[0].scale["tokens"]      # Axis("tokens", 4000, per=32)
+
+    Args:
+        spec: the cache, or its text.
+        config: the model's config, or its `CacheDims`.
+        batch: B, the number of sequences.
+        capacity: S, the tokens that each sequence has room for.
+        dtype: the dtype of full-precision rows, as in `init_cache`.
+        placement: the placement on a mesh, or None for one device.
+
+    Raises:
+        ValueError: as `init_cache`.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
     of_layers = plans(spec, dims, capacity, name, placement)
-    described = {
-        plan: plan.axes(batch, name) for plan in dict.fromkeys(of_layers)
-    }  # most layers of a model have equal plans
+    # most layers of a model have equal plans
+    described = {plan: plan.axes(batch, name) for plan in dict.fromkeys(of_layers)}
     layers = tuple(described[plan] for plan in of_layers)
     lengths = ArraySpec((Axis("batch", batch),), "int32")
     return describe(
@@ -206,14 +240,26 @@ def layout(
     dtype: DTypeLike | None = None,
     placement: Placement | None = None,
 ) -> Cache:
-    """Return the ShapeDtypeStructs of `init_cache(...)`, with their shardings where there is a
-    placement. Allocates nothing."""
+    """Return the ShapeDtypeStructs of `init_cache(...)`, with their shardings if there is a
+    placement. Allocates nothing.
+
+    Args:
+        spec: the cache, or its text.
+        config: the model's config, or its `CacheDims`.
+        batch: B, the number of sequences.
+        capacity: S, the tokens that each sequence has room for.
+        dtype: the dtype of full-precision rows, as in `init_cache`.
+        placement: the placement on a mesh, which may be an AbstractMesh, or None for one device.
+
+    Raises:
+        ValueError: as `init_cache`.
+    """
     described = axes(spec, config, batch, capacity, dtype, placement)
     structs = jax.tree.map(lambda spec: spec.struct, described)
     if placement is None:
         return structs
     return jax.tree.map(
-        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
         structs,
         shardings(described, placement),
     )
@@ -221,14 +267,14 @@ def layout(
 
 def shardings(described: Cache, placement: Placement) -> Cache:
     """Return the same tree with a NamedSharding for each description. Every device has the lengths,
-    which hosts read."""
+    because hosts read them."""
     of_layers = jax.tree.leaves(placement.shardings(described.layers))
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
 def is_parked(cache: Cache) -> bool:
-    """Return True where a cache's bodies are in the host's memory (parking.py); traced arrays know
-    it, too."""
+    """Return True if a cache's bodies are in the host's memory (parking.py). Traced arrays know it,
+    too."""
     bodies = jax.tree.leaves([layer.body for layer in cache.layers])
     return any(
         isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
@@ -237,8 +283,8 @@ def is_parked(cache: Cache) -> bool:
 
 
 def check_held(cache: Cache, *, parked: bool = False) -> None:
-    """Raise ValueError where a call has consumed the cache, whose donated buffers are gone, or its
-    bodies are in the host's memory; with `parked`, where they are not."""
+    """Raise ValueError if a call has consumed the cache (its donated buffers are gone), or if its
+    bodies are in the host's memory. With `parked`, they must be there."""
     arrays = (
         leaf
         for leaf in jax.tree.leaves(cache)
@@ -258,11 +304,18 @@ def check_held(cache: Cache, *, parked: bool = False) -> None:
 
 
 def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
-    """Return True where a cache of this model takes statistics from a sequence's prompt: InnerQ's
-    key norm, SQuat's subspace.
+    """Return True if a cache of this model takes statistics from a sequence's prompt: InnerQ's key
+    norm, SQuat's subspace.
 
     A sequence that starts without a prompt never has them, and is quantized as if the method had no
-    such part. Raises as `init_cache`.
+    such part.
+
+    Args:
+        spec: the cache, or its text.
+        config: the model's config, or its `CacheDims`.
+
+    Raises:
+        ValueError: as `init_cache`.
     """
     codecs = ((codec, plan.heads) for plan in set(plans_for(spec, config)) for codec in plan.codecs)
     return any(
@@ -290,10 +343,10 @@ def _checked(
 def _row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
     """Return the name of a cache's dtype. Hugging Face's configs name theirs as PyTorch does:
     torch.float32."""
-    given = getattr(config, "dtype", None) if dtype is None else dtype
-    text = str(given).removeprefix("torch.") if given is not None else DTYPES[0]
+    wanted = getattr(config, "dtype", None) if dtype is None else dtype
+    text = str(wanted).removeprefix("torch.") if wanted is not None else DTYPES[0]
     try:
-        name = text if text in DTYPES else jnp.dtype(given).name
+        name = text if text in DTYPES else jnp.dtype(wanted).name
     except TypeError:
         name = text
     if name not in DTYPES:
@@ -304,7 +357,7 @@ def _row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
 
 
 def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
-    """Raise ValueError where the spec names a layer that the model does not have."""
+    """Raise ValueError if the spec names a layer that the model does not have."""
     named = [("skip_layers names", layer) for layer in spec.skip_layers]
     for method in (spec.k, spec.v):
         first = method.carries_from()

@@ -1,4 +1,4 @@
-"""Show an object in a line, and in a notebook as a small table: both from the same facts."""
+"""Show an object as a line of text, or as a small table in a notebook, from the same facts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-MOST_ROWS = 8  # lengths that are listed; more are told by their smallest and largest
+MOST_ROWS = 8  # lengths that are listed; of more, the smallest and the largest are shown
 
 
 def line(name: str, facts: Mapping[str, object]) -> str:
-    """Return `name(fact, label fact, ...)`; facts whose label is empty stand alone."""
+    """Return `name(fact, label fact, ...)`. A fact with an empty label stands alone."""
     return f"{name}({', '.join(f'{label} {fact}'.strip() for label, fact in facts.items())})"
 
 
@@ -28,8 +28,8 @@ def table(name: str, facts: Mapping[str, object]) -> str:
 
 
 def values(array: Any) -> str:
-    """Return the entries of a vector; for one that has none now (traced, donated, a shape alone),
-    what it is instead."""
+    """Return the entries of a vector as text, or "traced", "donated" or "not allocated" if it has
+    none now."""
     if isinstance(array, Tracer):
         return "traced"
     if isinstance(array, jax.Array) and array.is_deleted():
@@ -43,7 +43,7 @@ def values(array: Any) -> str:
 
 
 def size(tree: Any) -> str:
-    """Return the bytes of a tree's arrays, or of those that it describes."""
+    """Return the bytes of a tree's arrays, or of the arrays that it describes, as text."""
     whole = sum(
         int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize
         for leaf in jax.tree.leaves(tree)

@@ -1,8 +1,8 @@
-"""A cache from one placement to another, through the host, array by array: what a file holds and
-what one device holds are the same bytes.
+"""Move a cache from one placement to another, through the host, array by array. A file holds the
+same bytes as one device.
 
-On one device the body's blocks stand in the order of tokens. On D shards of tokens each shard's
-blocks stand together, and blocks without a token fill the last deal:
+On one device the body's blocks are in the order of tokens. On D shards of tokens each shard's
+blocks are together, and blocks without a token fill the last deal:
 
     order     block 0, 1, 2, ...
     dealt     block 0, D, 2 D, ...  |  1, D + 1, ...  |  ...
@@ -24,17 +24,22 @@ from kvq_jax.placement.placement import Placement
 from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import ArraySpec
 
-Reorder = Callable[[Any], np.ndarray]  # of one array
-ReorderBody = Callable[
-    [ArraySpec, Regions, np.ndarray], np.ndarray
-]  # by the description of a block
+Reorder = Callable[[Any], np.ndarray]  # array -> reordered array
+# (description of one block, regions, array) -> reordered array
+ReorderBody = Callable[[ArraySpec, Regions, np.ndarray], np.ndarray]
 
 
 def move(cache: Cache, placement: Placement | None) -> Cache:
-    """Return the same cache where `placement` says, or on one device for None, bit for bit. The
-    host holds one array at a time.
+    """Return the same cache on the devices of a placement, bit for bit. The host holds one array at
+    a time.
 
-    Raises ValueError, in one line, where the method cannot have the placement.
+    Args:
+        cache: the cache, on any placement.
+        placement: the new placement, or None for one device.
+
+    Raises:
+        ValueError: in one line, if the method cannot have the placement, or the cache was consumed
+            or is parked.
     """
     check_held(cache)
     described = axes(cache.spec, cache.dims, cache.batch, cache.capacity, cache.dtype, placement)
@@ -53,7 +58,7 @@ def move(cache: Cache, placement: Placement | None) -> Cache:
 
 def orders(cache: Cache) -> list[Reorder]:
     """Return, for each array of a cache, the function that fetches it to the host in the order of
-    tokens. Every process gets all of it."""
+    tokens. Every process gets the whole array."""
     return [
         lambda array, of=of: of(fetched(array))
         for of in _for_bodies(cache, cache.placement, _ordered)
@@ -71,18 +76,17 @@ def placers(described: Cache) -> list[Callable[[np.ndarray], jax.Array]]:
     devices that hold it."""
     if described.placement is None:
         return [jnp.asarray] * len(jax.tree.leaves(described))
-    where = jax.tree.leaves(shardings(described, described.placement))
     return [
-        lambda host, where=where: jax.make_array_from_callback(
-            host.shape, where, lambda index: host[index]
+        lambda host, sharding=sharding: jax.make_array_from_callback(
+            host.shape, sharding, lambda index: host[index]
         )
-        for where in where
+        for sharding in jax.tree.leaves(shardings(described, described.placement))
     ]
 
 
 def _for_bodies(cache: Cache, placement: Placement | None, reorder: ReorderBody) -> list[Reorder]:
-    """Return a function for each array: the identity but for body arrays that a placement deals
-    out."""
+    """Return a function for each array: `reorder` for body arrays that a placement deals out, the
+    identity for others."""
     described = axes(cache.spec, cache.dims, cache.batch, cache.capacity, cache.dtype, placement)
 
     def of_layer(plan: LayerPlan, layer: Any) -> Any:
@@ -93,41 +97,27 @@ def _for_bodies(cache: Cache, placement: Placement | None, reorder: ReorderBody)
         if plan.regions.shards == 1:
             return jax.tree.leaves(whole)
         blocks = tuple(codec.body(1, 1, plan.regions.block) for codec in plan.codecs)
-        parts = {
-            "sink": whole.sink,
-            "ring": whole.ring,
-            "body": jax.tree.map(of, blocks),
-            "stats": whole.stats,
-        }
-        return [
-            leaf
-            for name in ("sink", "ring", "body", "stats")
-            for leaf in jax.tree.leaves(parts[name])
-        ]
+        return jax.tree.leaves((whole.sink, whole.ring, jax.tree.map(of, blocks), whole.stats))
 
-    layers = [
-        found
-        for plan, layer in zip(described.plans, described.layers, strict=True)
-        for found in of_layer(plan, layer)
-    ]
-    return [*layers, np.asarray]
+    layers = zip(described.plans, described.layers, strict=True)
+    functions = [function for plan, layer in layers for function in of_layer(plan, layer)]
+    return [*functions, np.asarray]
 
 
 def _ordered(block: ArraySpec, regions: Regions, array: np.ndarray) -> np.ndarray:
-    """Return a body array in the order of tokens, from one that is dealt out. `block` describes
-    that of one block."""
+    """Return a body array in the order of tokens, from one that is dealt out. `block` describes the
+    array of one block."""
     axis, entries = block.axis("tokens"), block["tokens"].size
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     dealt = array.reshape(*before, regions.shards, -1, entries, *after)
     ordered = np.swapaxes(dealt, axis, axis + 1).reshape(array.shape)
-    return np.ascontiguousarray(
-        ordered[(slice(None),) * axis + (slice(regions.body_capacity // regions.block * entries),)]
-    )
+    live = slice(regions.body_capacity // regions.block * entries)
+    return np.ascontiguousarray(ordered[(slice(None),) * axis + (live,)])
 
 
 def _dealt(block: ArraySpec, regions: Regions, array: np.ndarray) -> np.ndarray:
     """Return a body array dealt out to shards, from one in the order of tokens: the inverse of
-    `_ordered`, with zeros where no block is."""
+    `_ordered`, with zeros for missing blocks."""
     axis, entries = block.axis("tokens"), block["tokens"].size
     missing = regions.held_capacity * regions.shards // regions.block * entries - array.shape[axis]
     whole = np.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])

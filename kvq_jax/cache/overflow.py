@@ -1,5 +1,5 @@
-"""Full-precision rows that a cache's dtype cannot hold: float16 ends at 65504, and what is larger
-is stored as inf without a word."""
+"""Find full-precision rows that a cache's dtype cannot hold: float16 ends at 65504, and larger
+values are silently stored as inf."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from kvq_jax.cache.cache import Cache
 
 
 class Overflow(NamedTuple):
-    """Windows that hold an infinite value: of this batch row, in this layer, of this side ("k",
-    "v", or the one of a joint body)."""
+    """A window that holds an infinite value.
+
+    Attributes:
+        row: the batch row.
+        layer: the layer.
+        side: "k", "v", or the one side of a joint body.
+    """
 
     row: int
     layer: int
@@ -24,10 +29,13 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
     """Return the windows of live tokens in which a value exceeded the cache's dtype. Copies the
     windows to the host.
 
-    What has left a window was quantized with its group's finite extreme in place of inf, and cannot
-    be told from others any more.
+    Tokens that have left a window were quantized with their group's finite extreme in place of inf,
+    and are no longer found.
+
+    Args:
+        cache: the cache.
     """
-    found, lengths = [], np.asarray(cache.lengths)
+    overflows, lengths = [], np.asarray(cache.lengths)
     for number, (plan, layer) in enumerate(zip(cache.plans, cache.layers, strict=True)):
         sink = np.arange(plan.regions.sink_slots)[None] < lengths[:, None]
         ring = np.asarray(plan.regions.ring_positions(jnp.asarray(lengths))) >= plan.regions.sink
@@ -35,5 +43,5 @@ def overflowed(cache: Cache) -> tuple[Overflow, ...]:
             infinite = np.zeros(len(lengths), bool)
             for window, live in zip(windows, (sink, ring), strict=True):
                 infinite |= (np.isinf(np.asarray(window)).any(axis=(1, 3)) & live).any(axis=1)
-            found += [Overflow(int(row), number, side) for row in np.flatnonzero(infinite)]
-    return tuple(found)
+            overflows += [Overflow(int(row), number, side) for row in np.flatnonzero(infinite)]
+    return tuple(overflows)

@@ -1,16 +1,15 @@
-"""Average bits as the KVQuant paper counts them (Appendix M), for its method and the formats that
-it compares with.
+"""Count average bits as the KVQuant paper does (Appendix M), for its method and the formats that it
+compares with.
 
-    integers      b + (16 + b) / group            a 16-bit scale and a zero point of as many bits as a code
-    NormalFloat   b + 32 / group                  a 16-bit scale and a 16-bit zero point
+    integers      b + (16 + b) / group    a 16-bit scale, and a zero point of as many bits as a code
+    NormalFloat   b + 32 / group          a 16-bit scale and a 16-bit zero point
     nuq           b + 32 / width (tokens) or b + 32 / context (channels), + 32 * fraction for
                   outliers: a 16-bit value and a 16-bit index
 
 Outliers also cost one 32-bit pointer per token. The paper's averages (Tables 1, 2 and 17, and the
 128K column of Table 8) agree with one pointer for a token's key and value together, the 1M and 10M
-columns of Table 8 with none. What this project stores is counted from its arrays
-(`kvq.body_bits_per_element`): indices have no pointers, slots are whole, and a key's overflow takes
-a byte.
+columns of Table 8 with none. `kvq.body_bits_per_element` counts this project's own arrays: their
+indices have no pointers, slots are whole, and a key's overflow takes a byte.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def paper_bits(
     spec: CacheSpec | str, config: ModelDims, context: int, *, pointers: bool = True
 ) -> float | None:
     """Return the average bits of a cached element at a context of `context` tokens, without
-    windows; None where the paper's rule does not cover some layer's method.
+    windows, or None if the paper's rule does not cover some layer's method.
 
     pointers: count the pointers of outliers.
     """

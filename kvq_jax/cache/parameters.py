@@ -1,8 +1,10 @@
-"""Method parameters of one layer: arrays that a method needs beside the codes, calibrated on a text
-or made from the layer's weights.
+"""Make the method parameters of one layer: arrays that a method needs beside the codes, calibrated
+on a text or derived from the layer's weights.
 
-calibrated = calibrate_layer(spec, dims, layer, rows, gradients)                         once for a model; keep the arrays in a file
-own = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated)           for `begin(..., parameters=)`
+    # once for a model: keep the arrays in a file
+    calibrated = calibrate_layer(spec, dims, layer, rows, gradients)
+    # for begin(..., parameters=)
+    parameters = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated)
 """
 
 from __future__ import annotations
@@ -33,20 +35,30 @@ def prepare_layer(
     weights: LayerWeights | None = None,
     calibrated: Calibrated | None = None,
 ) -> tuple[Tree, Tree]:
-    """Return the parameters (keys, values) of one layer, each a tree of arrays, or () for a side
-    that needs none.
+    """Return the method parameters of one layer.
 
-    weights: the layer's projections, for methods that rebuild keys and values with them (XQuant) or
-    subtract their bias (subtract_bias); arrays that are used unchanged are shared with the model.
-    calibrated: what `calibrate_layer` returned, for methods that are calibrated on a text
-    (KVQuant). Both may be given even if the method does not need them.
+    Arguments that the method does not need are ignored.
 
-    Raises ValueError, in one line, where the spec does not fit the model, where weights or
-    calibrated arrays are needed and not given, and where arrays have the wrong names or shapes.
+    Args:
+        spec: the cache, or its text.
+        dims: the model's config, or its `CacheDims`.
+        layer: the number of the layer.
+        weights: the layer's projections, for methods that rebuild keys and values with them
+            (XQuant) or subtract their bias (subtract_bias). Arrays that are used unchanged are
+            shared with the model.
+        calibrated: the result of `calibrate_layer`, for methods that are calibrated on a text
+            (KVQuant).
+
+    Returns:
+        The parameters (keys, values), each a tree of arrays, or () for a side that needs none.
+
+    Raises:
+        ValueError: in one line, if the spec does not fit the model, if weights or calibrated arrays
+            that the method needs are missing, or if arrays have the wrong names or shapes.
     """
     spec, sizes = parse(spec), dims_of(dims)
     plan = parameter_plans(spec, sizes)[layer]
-    made: tuple[Tree, Tree] = ((), ())
+    from_weights: tuple[Tree, Tree] = ((), ())
     if plan.k.learning.weights or plan.v.learning.weights:
         if weights is None:
             raise ValueError(
@@ -54,15 +66,14 @@ def prepare_layer(
                 " weights=kvq.LayerWeights(...)"
             )
         _check_weights(weights, sizes)
-        made = plan.from_weights(weights)
-    given = calibrated or {}
-    sides: tuple[tuple[Side, Codec, Tree], ...] = (("k", plan.k, made[0]), ("v", plan.v, made[1]))
-    k, v = (
-        _with_calibrated(
-            f"{str(spec)!r}, {side} of layer {layer}", codec, sizes, own, given.get(side)
-        )
-        for side, codec, own in sides
-    )
+        from_weights = plan.from_weights(weights)
+
+    def with_calibrated(side: Side, codec: Codec, side_params: Tree) -> Tree:
+        owner = f"{str(spec)!r}, {side} of layer {layer}"
+        return _with_calibrated(owner, codec, sizes, side_params, (calibrated or {}).get(side))
+
+    k = with_calibrated("k", plan.k, from_weights[0])
+    v = with_calibrated("v", plan.v, from_weights[1])
     return k, k if plan.joint else v
 
 
@@ -73,19 +84,28 @@ def calibrate_layer(
     rows: Mapping[Side, ArrayLike],
     gradients: Mapping[Side, ArrayLike],
 ) -> dict[Side, dict[str, np.ndarray]]:
-    """Return the calibrated parameters of one layer, {"k": {name: array}, "v": {...}}; sides that
-    need none are left out.
+    """Return the parameters of one layer that the method learns from the tokens of a text.
 
-    rows["k"], rows["v"] [B, K, T, H]: the keys and values that the method would cache for the
-    tokens of a text. Keys are taken before RoPE where the method caches them so (KVQuant's
-    default), else after it, and without their bias under subtract_bias. gradients: those of the
-    model's mean loss with respect to these rows, which weight elements (KVQuant's Fisher
-    information). Give ones if they are not known: then all elements weigh the same but for their
-    scale. Leave out the first `sink` tokens, which a cache keeps in full precision. Computed in
-    NumPy; the same rows give the same arrays.
+    Leave out the first `sink` tokens, which a cache keeps in full precision. Computed in NumPy: the
+    same rows give the same arrays.
 
-    Raises ValueError, in one line, where a side's rows or gradients are missing, have the wrong
-    shapes, or are refused by the method.
+    Args:
+        spec: the cache, or its text.
+        dims: the model's config, or its `CacheDims`.
+        layer: the number of the layer.
+        rows: "k" and "v" [B, K, T, H], the keys and values that the method would cache. Keys come
+            before RoPE if the method caches them before RoPE (KVQuant's default), else after it,
+            and without their bias under subtract_bias.
+        gradients: "k" and "v" [B, K, T, H], the gradients of the model's mean loss with respect to
+            `rows`, which weight elements (KVQuant's Fisher information). Pass ones if they are not
+            known: then all elements weigh the same but for their scale.
+
+    Returns:
+        {"k": {name: array}, "v": {...}}, without sides that need no parameters.
+
+    Raises:
+        ValueError: in one line, if a side's rows or gradients are missing, have the wrong shapes,
+            or the method refuses them.
     """
     spec, sizes = parse(spec), dims_of(dims)
     plan, calibrated = parameter_plans(spec, sizes)[layer], {}
@@ -98,65 +118,62 @@ def calibrate_layer(
                 f"{str(spec)!r} is calibrated on {side} of layer {layer}: give rows[{side!r}] and"
                 f" gradients[{side!r}]"
             )
-        own, slopes = (
-            _token_rows(given[side], sizes, f"{name}[{side!r}]")
-            for name, given in (("rows", rows), ("gradients", gradients))
-        )
-        if own.shape != slopes.shape:
+        tokens = _token_rows(rows[side], sizes, f"rows[{side!r}]")
+        slopes = _token_rows(gradients[side], sizes, f"gradients[{side!r}]")
+        if tokens.shape != slopes.shape:
             raise ValueError(
-                f"rows[{side!r}] and gradients[{side!r}] have {len(own)} and {len(slopes)} tokens"
+                f"rows[{side!r}] and gradients[{side!r}] have {len(tokens)} and {len(slopes)}"
+                " tokens"
             )
-        calibrated[side] = codec.learning.calibrate(own, slopes)
+        calibrated[side] = codec.learning.calibrate(tokens, slopes)
     return calibrated
 
 
 def missing_parameters(plan: LayerPlan, params: Tree) -> str:
     """Return the sides ("keys", "values", "keys and values") whose codec lacks parameters that it
-    needs; "" where nothing is missing."""
-    pair = by_side(params)
-    lacking = [
-        name
-        for name, codec, own in zip(("keys", "values"), (plan.k, plan.v), pair, strict=True)
-        if (codec.learning.weights and not own)
-        or set(codec.learning.parameters(plan.heads)) - set(own)
-    ]
-    return " and ".join(lacking)
+    needs, "" if nothing is missing."""
+
+    def lacks(codec: Codec, side_params: Tree) -> bool:
+        if codec.learning.weights and not side_params:
+            return True
+        return not set(codec.learning.parameters(plan.heads)) <= set(side_params)
+
+    sides = zip(("keys", "values"), (plan.k, plan.v), by_side(params), strict=True)
+    return " and ".join(name for name, codec, side_params in sides if lacks(codec, side_params))
 
 
 def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
     """Describe the axes of a layer's parameters (keys, values): a tree of `ArraySpec`, without
     sides that have none.
 
-    Their names tell which weights the model has. Raises ValueError where they are not those that
-    the codecs describe.
+    The names of the parameters say which weights the model has. Raise ValueError if the codecs do
+    not describe these parameters.
     """
     described = []
-    for codec, own in zip((plan.k, plan.v), by_side(params), strict=True):
-        derived = codec.learning.derived(plan.heads)
-        found = (
-            {**(made or {}), **codec.learning.parameters(plan.heads), **more}
-            for (_, made), more in itertools.product(
-                described_from_weights(codec, dims), (derived, {})
-            )
+    for codec, side_params in zip((plan.k, plan.v), by_side(params), strict=True):
+        kinds = described_from_weights(codec, dims)
+        derived = codec.learning.derived(plan.heads), {}
+        candidates = (
+            {**(from_weights or {}), **codec.learning.parameters(plan.heads), **more}
+            for (_, from_weights), more in itertools.product(kinds, derived)
         )
-        matching = [
-            axes for axes in found if jax.tree.structure(axes) == jax.tree.structure(own or {})
-        ]
+        structure = jax.tree.structure(side_params or {})
+        matching = [axes for axes in candidates if jax.tree.structure(axes) == structure]
         if not matching:
             raise ValueError(
                 f"{type(codec).__name__} has parameters that it does not describe:"
-                f" {jax.tree.structure(own)}"
+                f" {jax.tree.structure(side_params)}"
             )
-        described.append(matching[0] if own else ())
+        described.append(matching[0] if side_params else ())
     return tuple(described)
 
 
 def described_from_weights(
     codec: Codec, dims: CacheDims, dtype: str = "float32"
 ) -> Iterator[tuple[LayerWeights, Tree]]:
-    """Yield the descriptions of each kind of weights that the codec takes (with biases or not, with
-    QK-norm or not), and of the parameters that follow from them. Weights that are used unchanged
-    are the same objects in both."""
+    """Yield the descriptions of each kind of weights that the codec takes (with or without biases
+    and QK-norm), and of the parameters that follow from them. Weights that are used unchanged are
+    the same objects in both."""
     for bias, norm in itertools.product((False, True), repeat=2):
         weights = _described_weights(dims, dtype, bias, norm)
         try:
@@ -166,10 +183,8 @@ def described_from_weights(
 
 
 def _described_weights(dims: CacheDims, dtype: str, bias: bool, norm: bool) -> LayerWeights:
-    model, out = (
-        Axis("model", dims.hidden_size),
-        Axis("kv_heads", dims.num_key_value_heads, each=dims.head_dim),
-    )
+    model = Axis("model", dims.hidden_size)
+    out = Axis("kv_heads", dims.num_key_value_heads, each=dims.head_dim)
     kernel, vector = ArraySpec((model, out), dtype), ArraySpec((out,), dtype)
     return LayerWeights(
         k_kernel=kernel,
@@ -186,32 +201,36 @@ def parameter_plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:
     """Return the plans of a spec's smallest cache, for questions that do not depend on the
     capacity.
 
-    Raises ValueError where the spec does not fit the model.
+    Raise ValueError if the spec does not fit the model.
     """
     return plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")
 
 
 def _with_calibrated(
-    where: str, codec: Codec, dims: CacheDims, own: Tree, calibrated: Mapping[str, ArrayLike] | None
+    owner: str,
+    codec: Codec,
+    dims: CacheDims,
+    from_weights: Tree,
+    calibrated: Mapping[str, ArrayLike] | None,
 ) -> Tree:
-    """Return a side's parameters: those made from weights, `own`, its calibrated ones and what
-    follows from these."""
+    """Return a side's parameters: the ones from weights, the calibrated ones, and the ones derived
+    from these. `owner` names the side in errors."""
     declared = codec.learning.parameters(dims.num_key_value_heads)
     if not declared:
-        return own
+        return from_weights
     if calibrated is None:
         raise ValueError(
-            f"{where} needs {', '.join(declared)}: give prepare_layer"
+            f"{owner} needs {', '.join(declared)}: give prepare_layer"
             " calibrated=kvq.calibrate_layer(...)"
         )
     shapes = {name: jnp.shape(array) for name, array in calibrated.items()}
     wanted = {name: struct.shape for name, struct in declared.items()}
     if shapes != wanted:
-        raise ValueError(f"{where} needs calibrated arrays of shapes {wanted}, got {shapes}")
+        raise ValueError(f"{owner} needs calibrated arrays of shapes {wanted}, got {shapes}")
     arrays = {
         name: jnp.asarray(calibrated[name], struct.dtype) for name, struct in declared.items()
     }
-    return (own or {}) | arrays | codec.learning.derive(arrays)
+    return (from_weights or {}) | arrays | codec.learning.derive(arrays)
 
 
 def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:

@@ -1,5 +1,5 @@
-"""The round trip of given keys and values through a cache: every token is quantized and
-dequantized, and there are no windows."""
+"""Send keys and values through a cache and back: every token is quantized and dequantized, and
+there are no windows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,23 @@ from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
 def roundtrip_layer(
     spec: CacheSpec | str, inputs: LayerInputs, params: Tree = (), layer: int = 0, carry: Tree = ()
 ) -> tuple[RowsBKTH, RowsBKTH, Tree]:
-    """Return (k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], as the body
-    would return them for tokens of one prompt.
+    """Return the keys and values that the body of a cache would return for the tokens of a prompt.
 
-    The last token is repeated to fill the last block, which widens no range. Give each layer the
-    carry of the layer below it, and the first layer `()`.
+    The last token is repeated to fill the last block, which widens no range.
+
+    Args:
+        spec: the cache, or its text.
+        inputs: the tokens of the prompt as the layer sees them.
+        params: the layer's parameters from `prepare_layer`, for methods that need any.
+        layer: the number of the layer.
+        carry: the carry that this function returned for the layer below, `()` for the first layer.
+
+    Returns:
+        (k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], and the carry for the
+        layer above.
+
+    Raises:
+        ValueError: if the spec cannot be read, or its options do not fit the model.
     """
     spec = parse(spec)
     batch, heads, tokens, head_dim = inputs.v.shape
@@ -37,48 +49,50 @@ def _roundtrip(
     plan: LayerPlan, inputs: LayerInputs, params: Tree, carry: Tree
 ) -> tuple[RowsBKTH, RowsBKTH, Tree]:
     batch, _, tokens, _ = inputs.v.shape
-    padding, own = -tokens % plan.regions.block, by_side(params)
+    padding, params = -tokens % plan.regions.block, by_side(params)
     index = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
     below, by_codec = cross_layer.tokens_of(plan, carry, index), []
-    for codec, mine in zip(plan.codecs, own, strict=False):
-        rows = cross_layer.coded(codec, mine, codec.rows(mine, inputs).astype(jnp.float32), below)
-        stats = codec.statistics.of(mine, inputs)
+    for codec, side_params in zip(plan.codecs, params, strict=False):
+        rows = codec.rows(side_params, inputs).astype(jnp.float32)
+        rows = cross_layer.coded(codec, side_params, rows, below)
+        stats = codec.statistics.of(side_params, inputs)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
         at = jnp.pad(inputs.positions, ((0, 0), (0, padding)), mode="edge")
-        body = codec.quantize(mine, stats, padded, Origin(at, prefill=True))
-        decoded = codec.dequantize(mine, stats, body)[:, :, :tokens]
-        by_codec.append(cross_layer.decoded(codec, mine, decoded, below))
+        body = codec.quantize(side_params, stats, padded, Origin(at, prefill=True))
+        decoded = codec.dequantize(side_params, stats, body)[:, :, :tokens]
+        by_codec.append(cross_layer.decoded(codec, side_params, decoded, below))
         if plan.cross_layer:
-            held = cross_layer.after(plan.cross_layer, mine, decoded, below)
-            carry = plan.cross_layer.accumulator(batch, tokens).store(held[:, 0])
-    k = plan.k.vectors(own[0], by_codec[0], inputs.positions, inputs.rope)
-    v = plan.v.vectors(own[1], by_codec[-1], inputs.positions, inputs.rope)
+            accumulator = cross_layer.after(plan.cross_layer, side_params, decoded, below)
+            carry = plan.cross_layer.accumulator(batch, tokens).store(accumulator[:, 0])
+    k = plan.k.vectors(params[0], by_codec[0], inputs.positions, inputs.rope)
+    v = plan.v.vectors(params[1], by_codec[-1], inputs.positions, inputs.rope)
     return k.astype(jnp.float32), v.astype(jnp.float32), carry
 
 
 def roundtrip(
     spec: CacheSpec | str, k: RowsBKTH, v: RowsBKTH, q: QueryBNTH | None = None
 ) -> tuple[RowsBKTH, RowsBKTH]:
-    """Return (k_hat, v_hat), fp32, of keys after RoPE and values [B, K, T, H]; q [B, N, T, H] is
-    for methods that read queries.
+    """Return keys and values as the body of a cache would return them for the tokens of a prompt.
 
-    Serves methods without parameters that cache keys after RoPE; others need `roundtrip_layer`.
-    Raises ValueError where a method reads queries and q is None.
+    For methods without parameters that cache keys after RoPE. Others need `roundtrip_layer`.
+
+    Args:
+        spec: the cache, or its text.
+        k: [B, K, T, H], keys after RoPE.
+        v: [B, K, T, H], values.
+        q: [B, N, T, H], queries after RoPE, for methods that read them.
+
+    Returns:
+        (k_hat, v_hat), fp32 [B, K, T, H].
+
+    Raises:
+        ValueError: if a method reads queries and q is None.
     """
     spec = parse(spec)
     if q is None and (spec.k.reads_queries or spec.v.reads_queries):
         raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
-    inputs = LayerInputs(
-        None,
-        None,
-        k if q is None else q,
-        None,
-        k,
-        v,
-        positions,
-        jnp.ones((batch, tokens), bool),
-        None,
-    )
+    valid, queries = jnp.ones((batch, tokens), bool), k if q is None else q
+    inputs = LayerInputs(None, None, queries, None, k, v, positions, valid, None)
     return roundtrip_layer(spec, inputs)[:2]

@@ -1,11 +1,11 @@
-"""Operations on the batch rows of caches: shorten, select, repeat and join them. Pure and jittable;
-all regions of a row move together.
+"""Shorten, select, repeat and join the batch rows of caches. The functions are pure and jittable.
+All regions of a row move together.
 
-trim         speculative decoding takes back rejected tokens, a chat goes back a turn
-select_rows  beam search reorders its beams, a server drops finished sequences
-repeat_rows  one prompt, several continuations
-merge_rows   two batches become one
-replace_row  a server puts a new sequence into a vacant row of a running batch
+    trim         speculative decoding takes back rejected tokens, a chat goes back a turn
+    select_rows  beam search reorders its beams, a server drops finished sequences
+    repeat_rows  one prompt gets several continuations
+    merge_rows   two batches become one
+    replace_row  a server puts a new sequence into a vacant row of a running batch
 """
 
 from __future__ import annotations
@@ -37,47 +37,56 @@ from kvq_jax.types.integers import int32
 
 
 def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> Cache:
-    """Return the cache with every row shortened to at most lengths[b] tokens: the newest are
-    dropped. Shorter rows do not change.
+    """Return the cache with every row shortened to at most lengths[b] tokens. The newest tokens are
+    dropped, and shorter rows do not change.
 
     The ageing rule body(n) holds afterwards: body tokens that now belong to the recent window are
     dequantized into it. So they keep the value that attention saw, and are quantized once more if
     they age again. Only blocks that can come back are dequantized. A row that is trimmed to 0
     tokens is like a new one.
 
-    parameters: the method's parameters for each layer; `()` for methods without any. Raises
-    ValueError where `lengths` is not [B], or holds no integers of at least 0; traced lengths cannot
-    be checked and are clamped.
+    Args:
+        cache: the cache.
+        lengths: [B] integers of at least 0, the most tokens that each row keeps. Traced lengths
+            cannot be checked and are clamped.
+        parameters: the method's parameters for each layer, `()` for methods without any.
+
+    Raises:
+        ValueError: if `lengths` is not [B] or holds other values, or the cache was consumed or is
+            parked.
     """
     check_held(cache)
-    kept = jnp.asarray(int32("lengths", lengths))
-    if kept.shape != (cache.batch,):
-        raise ValueError(f"lengths must be [{cache.batch}], got shape {kept.shape}")
-    if not isinstance(kept, Tracer) and np.asarray(kept).min() < 0:
-        raise ValueError(f"lengths must be at least 0, got {np.asarray(kept).tolist()}")
-    return _apply(_trimmed, cache.placement, cache, kept, parameters or ((),) * len(cache.layers))
+    limits = jnp.asarray(int32("lengths", lengths))
+    if limits.shape != (cache.batch,):
+        raise ValueError(f"lengths must be [{cache.batch}], got shape {limits.shape}")
+    if not isinstance(limits, Tracer) and np.asarray(limits).min() < 0:
+        raise ValueError(f"lengths must be at least 0, got {np.asarray(limits).tolist()}")
+    return _apply(_trimmed, cache.placement, cache, limits, parameters or ((),) * len(cache.layers))
 
 
-def _trimmed(cache: Cache, kept: LengthsB, parameters: tuple[Tree, ...]) -> Cache:
-    kept = jnp.clip(kept, 0, cache.lengths)
+def _trimmed(cache: Cache, limits: LengthsB, parameters: tuple[Tree, ...]) -> Cache:
+    lengths = jnp.clip(limits, 0, cache.lengths)
+    trim_layer = _trim_layer
+    if cache.placement is not None:
+        trim_layer = _trim_layer_on_shards(cache, cache.placement)
     layers, below = [], None
-    for plan, p, state in zip(cache.plans, parameters, cache.layers, strict=True):
-        trim_layer = (
-            _trim_layer
-            if cache.placement is None
-            else _trim_layer_on_shards(cache, cache.placement)
-        )
-        state, below = trim_layer(plan, p, state, cache.lengths, kept, below)
+    for plan, params, state in zip(cache.plans, parameters, cache.layers, strict=True):
+        state, below = trim_layer(plan, params, state, cache.lengths, lengths, below)
         layers.append(state)
-    return dataclasses.replace(cache, layers=tuple(layers), lengths=kept)
+    return dataclasses.replace(cache, layers=tuple(layers), lengths=lengths)
 
 
 def select_rows(cache: Cache, index: Integers) -> Cache:
     """Return a cache of the rows index[0], index[1], ...: a selection, a new order, or copies.
     Exact.
 
-    Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot
-    be checked and are clamped.
+    Args:
+        cache: the cache.
+        index: a vector of row numbers 0 .. B-1. Traced numbers cannot be checked and are clamped.
+
+    Raises:
+        ValueError: if `index` is not such a vector, the placement cannot split so many rows, or the
+            cache was consumed or is parked.
     """
     check_held(cache)
     index = jnp.asarray(int32("index", index))
@@ -105,7 +114,12 @@ def repeat_rows(cache: Cache, repeats: int) -> Cache:
     """Return a cache with every row repeated, copies side by side: row b becomes rows b * repeats
     .. (b + 1) * repeats - 1. Exact.
 
-    Raises ValueError where `repeats` is no integer of at least 1.
+    Args:
+        cache: the cache.
+        repeats: the number of copies of each row, at least 1.
+
+    Raises:
+        ValueError: if `repeats` is not an integer of at least 1, or as `select_rows`.
     """
     if int32("repeats", repeats).ndim or repeats < 1:
         raise ValueError(f"{repeats=} must be an integer of at least 1")
@@ -113,10 +127,15 @@ def repeat_rows(cache: Cache, repeats: int) -> Cache:
 
 
 def merge_rows(first: Cache, second: Cache) -> Cache:
-    """Return a cache with the rows of `first`, then those of `second`. Exact.
+    """Return a cache with the rows of `first`, then the rows of `second`. Exact.
 
-    Raises ValueError, naming the field, where the caches differ in spec, dims, capacity, dtype or
-    placement.
+    Args:
+        first: a cache.
+        second: a cache of the same spec, dims, capacity, dtype and placement.
+
+    Raises:
+        ValueError: if the caches differ in one of these fields (the message names it), or one was
+            consumed or is parked.
     """
     _check_alike(first, second, "cannot be merged")
     return _apply(_merged, first.placement, first, second)
@@ -132,13 +151,21 @@ def _merged(first: Cache, second: Cache) -> Cache:
 
 
 def replace_row(cache: Cache, index: Integers, row: Cache) -> Cache:
-    """Return the cache with `row`, a cache of one row, in place of its row `index`; nothing that
-    was there remains. Exact.
+    """Return the cache with `row`, a cache of one row, in place of its row `index`. Nothing of the
+    old row remains. Exact.
 
-    Shapes do not change, and the index may be traced: one program serves every row, and where it
-    donates the cache, only the bytes of one row are written. Raises ValueError where the caches
-    differ in spec, dims, capacity, dtype or placement, `row` has not exactly one row, or `index` is
-    no row number 0 .. B-1; a traced index cannot be checked and is clamped.
+    Shapes do not change, and the index may be traced, so one program serves every row. If it
+    donates the cache, only the bytes of one row are written.
+
+    Args:
+        cache: the cache.
+        index: the row number, 0 .. B-1. A traced number cannot be checked and is clamped.
+        row: a cache of one row with the same spec, dims, capacity, dtype and placement.
+
+    Raises:
+        ValueError: if the caches differ in one of these fields (the message names it), `row` does
+            not have exactly one row, `index` is not a row number, or a cache was consumed or is
+            parked.
     """
     _check_alike(cache, row, "share no rows")
     index = jnp.asarray(int32("index", index))
@@ -168,18 +195,18 @@ def _check_alike(first: Cache, second: Cache, failure: str) -> None:
             raise ValueError(f"caches with different {field} {failure}: {one} and {other}")
 
 
-def _apply(operation: Callable[..., Cache], placement: Placement | None, *given: Any) -> Cache:
-    """Return operation(*given). On a mesh it is one program, whose result lies there as the caches
-    that were given do."""
+def _apply(operation: Callable[..., Cache], placement: Placement | None, *arguments: Any) -> Cache:
+    """Return operation(*arguments). On a mesh it is one program, whose result has the same
+    placement."""
     if placement is None:
-        return operation(*given)
-    with crossing(placement) as own:
-        return _compiled(operation, *own.taken(given))
+        return operation(*arguments)
+    with crossing(placement) as mesh:
+        return _compiled(operation, *mesh.taken(arguments))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _compiled(operation: Callable[..., Cache], *given: Any) -> Cache:
-    cache = operation(*given)
+def _compiled(operation: Callable[..., Cache], *arguments: Any) -> Cache:
+    cache = operation(*arguments)
     assert cache.placement is not None
     return jax.tree.map(lax.with_sharding_constraint, cache, shardings(cache.axes, cache.placement))
 
@@ -198,14 +225,13 @@ def _trim_layer_on_shards(
         below: Array | None,
     ) -> tuple[LayerState, Array | None]:
         states, rows = state_partition(plan, placement), placement.along("batch")
-        own = parameter_partition(
-            plan, placement, functools.partial(parameter_axes, plan, cache.dims, params), params
-        )
+        described = functools.partial(parameter_axes, plan, cache.dims, params)
+        parameters = parameter_partition(plan, placement, described, params)
         carried = placement.along("batch", "none", "tokens", "model", body=True)
         local = functools.partial(_trim_layer, plan.share(placement.size("heads")))
-        return on_shards(local, placement, (own, states, rows, rows, carried), (states, carried))(
-            params, state, old, new, below
-        )
+        arguments = (parameters, states, rows, rows, carried)
+        on_all = on_shards(local, placement, arguments, (states, carried))
+        return on_all(params, state, old, new, below)
 
     return run
 
@@ -229,51 +255,41 @@ def _trim_layer(
     specs = tuple(codec.statistics.spec(old.shape[0], plan.heads) for codec in plan.codecs)
     initial = tuple(codec.statistics.initial(old.shape[0], plan.heads) for codec in plan.codecs)
     stats = jax.tree.map(reset, specs, state.stats, initial)
-    # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens
-    # touches.
-    blocks = regions.most_held(
-        min(
-            -(-(regions.recent + regions.block - 1) // regions.block),
-            regions.body_capacity // regions.block,
-        )
-    )
+    # The window of recent .. recent + block - 1 tokens touches the blocks that can come back.
+    touched = -(-(regions.recent + regions.block - 1) // regions.block)
+    blocks = regions.most_held(min(touched, regions.body_capacity // regions.block))
     if not blocks:
         return dataclasses.replace(state, stats=stats), None
-    # [B], the first of the body tokens held here to dequantize
+    # [B], the first body token of this shard to dequantize
     first = jnp.minimum(
         regions.held(regions.body(new)), regions.held_capacity - blocks * regions.block
     )
-    held = regions.ring_positions(new)
-    index = (
-        held - regions.sink
-    )  # the token that each ring slot holds now, counted from the start of the body
+    # the token that each ring slot holds now, counted from the start of the body
+    index = regions.ring_positions(new) - regions.sink
     returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
         body = load_row_blocks(
             codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks
         )
-        own = by_side(params)[side]
-        rows = codec.dequantize(own, state.stats[side], body)
+        side_params = by_side(params)[side]
+        rows = codec.dequantize(side_params, state.stats[side], body)
         if plan.cross_layer:
-            carried = cross_layer.after(plan.cross_layer, own, rows, below)
-        rows = cross_layer.decoded(codec, own, rows, below)
-        back = take_tokens(rows, regions.held_index(index) - first[:, None]).astype(
-            state.ring[side].dtype
-        )
+            carried = cross_layer.after(plan.cross_layer, side_params, rows, below)
+        rows = cross_layer.decoded(codec, side_params, rows, below)
+        back = take_tokens(rows, regions.held_index(index) - first[:, None])
+        back = back.astype(state.ring[side].dtype)
         if regions.axis is not None:
             back = _of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
     return dataclasses.replace(state, ring=tuple(ring), stats=stats), carried
 
 
-def _of_holder(rows: Array, held: Array, axis: str) -> Array:
-    """Return, on every shard along a mesh axis, the rows of the one that holds them, bit for bit: a
-    sum of integers and zeros."""
+def _of_holder(rows: Array, holds: Array, axis: str) -> Array:
+    """Return, on every shard along a mesh axis, the rows of the shard that holds them, bit for bit:
+    a sum of integers and zeros."""
     unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(rows, unsigned).astype(
-        jnp.uint32
-    )  # no collective of 16 bits runs everywhere
-    return lax.bitcast_convert_type(
-        lax.psum(jnp.where(held, bits, 0), axis).astype(unsigned), rows.dtype
-    )
+    # no collective of 16 bits runs everywhere
+    bits = lax.bitcast_convert_type(rows, unsigned).astype(jnp.uint32)
+    total = lax.psum(jnp.where(holds, bits, 0), axis)
+    return lax.bitcast_convert_type(total.astype(unsigned), rows.dtype)

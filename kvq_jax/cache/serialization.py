@@ -1,12 +1,12 @@
-"""Caches on disk: each is one safetensors file, whose header describes the cache.
+"""Save caches and load them. Each is one safetensors file, whose header describes the cache.
 
     header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of
              the model and of the method parameters, and a checksum of all the rest
-             (kvq_jax/files/checksum.py); files of version 1 have none
+             (kvq_jax/files/checksum.py), which files of version 1 do not have
     tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v,
-             lengths; and what a program keeps beside the cache: beside.tokens
+             lengths. Also the arrays that a program keeps beside the cache: beside.tokens
 
-A file comes from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree
+A file comes from outside. Nothing in it is trusted before it agrees with `layout(...)`, the tree
 that the header promises, and nothing is returned before its checksum is verified.
 """
 
@@ -55,7 +55,10 @@ def fingerprint(tree: Tree) -> str:
     """Return the sha256 of a tree's arrays as 64 hex digits: dtype, shape and bytes of every leaf,
     in tree order.
 
-    Copies every array to the host. Where several processes hold their parts, all of them call this.
+    Copies every array to the host. If several processes hold parts of them, all must call this.
+
+    Args:
+        tree: a tree of arrays, such as a model's weights or the method parameters.
     """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
@@ -75,11 +78,20 @@ def save_cache(
 ) -> None:
     """Write a cache to a file, bit for bit. The file appears complete or not at all.
 
-    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method
-    parameters that it was quantized with. beside: other arrays to keep in the file, such as the
-    tokens that the cache holds, which `load_beside` reads. A cache
-    on a mesh is written as one device would hold it, so any placement can load it. Where several
-    processes hold it, all of them call this, the first one writes, and all wait for that.
+    A cache on a mesh is written as one device would hold it, so any placement can load it. If
+    several processes hold it, all must call this: the first one writes, and all wait for it.
+
+    Args:
+        cache: the cache.
+        path: the file to write or replace.
+        model_fingerprint: the `fingerprint` of the model that filled the cache.
+        parameters_fingerprint: the `fingerprint` of the method parameters that quantized it.
+        beside: other arrays to keep in the file, such as the tokens that the cache holds, which
+            `load_beside` reads.
+
+    Raises:
+        ValueError: if the cache was consumed or is parked.
+        OSError: if the file cannot be written.
     """
     check_held(cache)
     header = {
@@ -115,16 +127,28 @@ def load_cache(
     parameters_fingerprint: str | None = None,
     placement: Placement | None = None,
 ) -> Cache:
-    """Return the cache that `save_cache` wrote, bit for bit. Arguments that are given must agree
-    with the file; None is not compared.
+    """Return the cache that `save_cache` wrote, bit for bit.
 
-    placement: where on a mesh the cache shall lie, whatever it was when it was saved; None for one
-    device. The host holds one array at a time beside what its devices hold.
-    Raises ValueError, in one line, where the file cannot be read, where an argument differs (spec,
-    dims, capacity, dtype, a fingerprint), where a tensor is missing, unknown, or has another shape
-    or dtype than the header promises, or where the content does not have its checksum. Raises
-    FileNotFoundError where there is no file. A file without a checksum, of an older version, is
-    loaded with a warning.
+    The file must agree with every argument that is not None. The host holds one array at a time
+    beside the parts of its devices. A file of an older version, without a checksum, is loaded with
+    a warning.
+
+    Args:
+        path: the file.
+        spec: the expected spec, or its text.
+        config: the expected model's config, or its `CacheDims`.
+        capacity: the expected capacity, in tokens.
+        dtype: the expected dtype of full-precision rows.
+        model_fingerprint: the expected `fingerprint` of the model.
+        parameters_fingerprint: the expected `fingerprint` of the method parameters.
+        placement: the placement of the loaded cache on a mesh, whatever it was when it was saved,
+            or None for one device.
+
+    Raises:
+        FileNotFoundError: if there is no file.
+        ValueError: in one line, if the file cannot be read, if it differs from an argument, if a
+            tensor is missing, unknown, or has another shape or dtype than the header promises, or
+            if the content does not match its checksum.
     """
     path = pathlib.Path(path)
     expected = {
@@ -176,16 +200,35 @@ def load_cache(
 
 
 def saved_layout(path: str | os.PathLike[str]) -> Cache:
-    """Return the layout of the cache that a file says it holds: its spec, dims, rows and capacity.
-    Only the header is read. Raises as `load_cache`, which verifies the rest."""
+    """Return the layout of the cache in a file: its spec, dims, rows and capacity, as the header
+    says.
+
+    Reads only the header. `load_cache` verifies the rest.
+
+    Args:
+        path: the file.
+
+    Raises:
+        FileNotFoundError: if there is no file.
+        ValueError: in one line, if the header cannot be read or does not describe a cache.
+    """
     path = pathlib.Path(path)
     with _opened(path) as file:
         return _promised(path, _header(path, file.metadata() or {}, len(file.keys())))
 
 
 def load_beside(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the arrays that `save_cache` kept beside the cache. `load_cache` verifies their
-    checksum, with that of the cache."""
+    """Return the arrays that `save_cache` kept beside the cache, by name.
+
+    `load_cache` verifies the checksum of the whole file. This function does not.
+
+    Args:
+        path: the file.
+
+    Raises:
+        FileNotFoundError: if there is no file.
+        ValueError: in one line, if the file cannot be read.
+    """
     with _opened(pathlib.Path(path)) as file:
         return {name.removeprefix(BESIDE): file.get_tensor(name) for name in _beside(file)}
 
@@ -197,8 +240,8 @@ def _beside(file: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(path: pathlib.Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises FileNotFoundError where there is none, ValueError where it
-    cannot be read."""
+    """Open a safetensors file. Raise FileNotFoundError if there is none, ValueError if it cannot be
+    read."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is not a file")
     with contextlib.ExitStack() as stack:
@@ -212,7 +255,7 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[str, Any]:
-    """Return the header's fields as values. Raise ValueError, in one line, where one is missing or
+    """Return the header's fields as values. Raise ValueError, in one line, if one is missing or
     makes no sense."""
     if header.get("format") != FORMAT:
         raise ValueError(
@@ -237,12 +280,8 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
     for field, read in readers.items():
         try:
             fields[field] = read(header[field])
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ):  # the last is raised by JSON that is nested too deeply
+        # JSON that is nested too deeply raises RecursionError
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise ValueError(
                 f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
             ) from None
@@ -263,11 +302,8 @@ def _promised(path: pathlib.Path, fields: dict[str, Any]) -> Cache:
         return layout(
             fields["spec"], fields["dims"], fields["batch"], fields["capacity"], fields["dtype"]
         )
-    except (
-        ValueError,
-        ArithmeticError,
-        LookupError,
-    ) as error:  # the last two are raised for sizes that no method expects
+    # sizes that no method expects raise ArithmeticError or LookupError
+    except (ValueError, ArithmeticError, LookupError) as error:
         raise ValueError(f"{str(path)!r}: the header does not describe a cache: {error}") from None
 
 
@@ -296,8 +332,8 @@ def _named(cache: Cache) -> dict[str, Any]:
 
 
 def _steps(cache: Cache, path: tuple[Any, ...]) -> list[str]:
-    """Return a path's steps as text. Within a layer: `layers`, its number, a field, the side, then
-    the codec's own names."""
+    """Return a path's steps as text. Within a layer they are `layers`, its number, a field, the
+    side, and the codec's own names."""
     steps = [
         str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", ""))))
         for entry in path

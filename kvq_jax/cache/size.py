@@ -1,4 +1,5 @@
-"""What a cache costs in memory: its own arrays, and what a model and a step need beside them."""
+"""Count the memory of a cache: its own arrays, and the arrays that a model and a step need beside
+them."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ COMPARED_BATCHES = 1, 16  # for which tables show resident bytes
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The bytes that a cache takes, of B sequences with a capacity of S tokens.
+    """The bytes that a cache of B sequences with a capacity of S tokens takes.
 
-    cache       its arrays: codes, scales, windows and statistics
-    parameters  what the method adds to the model, whatever the batch: calibrated arrays and factors
-                of weights, but not weights that are used unchanged
-    working     memory of a step: the accumulator [B, S, D] of cross-layer methods
-    elements    2 * L * B * K * S * H, the entries of keys and values that the cache stands for
+    Attributes:
+        cache: bytes of its arrays: codes, scales, windows and statistics.
+        parameters: bytes that the method adds to the model, whatever the batch: calibrated arrays
+            and factors of weights, but not weights that are used unchanged.
+        working: bytes of a step's working memory: the accumulator [B, S, D] of cross-layer methods.
+        elements: 2 * L * B * K * S * H, the number of keys' and values' entries that the cache
+            stands for.
     """
 
     cache: int
@@ -35,7 +38,7 @@ class Size:
 
     @property
     def resident(self) -> int:
-        """Return the bytes that the cache adds to those of the model."""
+        """Return the bytes that the cache adds to the model."""
         return self.cache + self.parameters + self.working
 
     @property
@@ -56,24 +59,25 @@ def size(
     capacity: int,
     dtype: DTypeLike = "bfloat16",
 ) -> Size:
-    """Return what a cache costs in memory, counted from shapes: nothing is allocated.
+    """Return the memory that a cache takes. Exact, counted from shapes. Allocates nothing.
 
-    size("xquant:bits=4", config, batch=1, capacity=32768).resident_bits     # Llama-3.1-8B: 4.81
+        size("xquant:bits=4", config, batch=1, capacity=32768).resident_bits   # Llama-3.1-8B: 4.81
 
     Args:
-        spec: the cache.
+        spec: the cache, or its text.
         config: the model's config, or its `CacheDims`.
-        batch: sequences.
+        batch: number of sequences.
         capacity: tokens of each sequence.
-        dtype: of the model: of the full-precision rows, and of what is made from its weights.
+        dtype: the model's dtype, of full-precision rows and of arrays made from its weights.
 
-    Raises ValueError as `init_cache` does.
+    Raises:
+        ValueError: as `init_cache`.
     """
     return size_of(layout(spec, config, batch, capacity, dtype))
 
 
 def size_of(cache: Cache) -> Size:
-    """Return what a cache, or its layout, costs in memory on one device."""
+    """Return the memory that a cache, or its layout, takes on one device."""
     return Size(
         cache=nbytes(cache),
         parameters=sum(parameter_bytes(cache)),
@@ -83,14 +87,13 @@ def size_of(cache: Cache) -> Size:
 
 
 def parameter_bytes(cache: Cache) -> list[int]:
-    """Return the bytes that the parameters of each layer add to a model whose dtype is that of the
-    cache.
+    """Return the bytes that the parameters of each layer add to a model of the cache's dtype.
 
-    On a mesh, to each device: parameters are whole on all of them, so weights that are used
-    unchanged count there if the model's own are split.
+    On a mesh, these are the bytes on each device. Parameters are whole on all of them, so weights
+    that are used unchanged count there if the model's own weights are split.
     """
-    where = cache.placement
-    split = where is not None and where.size("heads") * where.size("tokens") > 1
+    mesh = cache.placement
+    split = mesh is not None and mesh.size("heads") * mesh.size("tokens") > 1
     plans = cache.plans
     counted = {
         plan: _parameter_bytes(plan, cache.dims, cache.dtype, shared=not split)
@@ -100,13 +103,13 @@ def parameter_bytes(cache: Cache) -> list[int]:
 
 
 def _parameter_bytes(plan: LayerPlan, dims: CacheDims, dtype: str, *, shared: bool) -> int:
-    """Return the bytes of a layer's parameters, without those that are the model's own weights if
-    these are `shared`."""
+    """Return the bytes of a layer's parameters, without the model's own weights if these are
+    `shared`."""
     total = 0
     for codec in plan.codecs:
-        weights, made = next(described_from_weights(codec, dims, dtype))
+        weights, derived = next(described_from_weights(codec, dims, dtype))
         unchanged = {id(leaf) for leaf in jax.tree.leaves(weights)} if shared else set()
-        total += nbytes([leaf for leaf in jax.tree.leaves(made) if id(leaf) not in unchanged])
+        total += nbytes([leaf for leaf in jax.tree.leaves(derived) if id(leaf) not in unchanged])
         total += nbytes([codec.learning.parameters(plan.heads), codec.learning.derived(plan.heads)])
     return total
 

@@ -2,12 +2,12 @@
 
     SPEC    = METHOD | k=METHOD+v=METHOD[+cache:OPTIONS]
     METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
-    preset=NAME stands for a method's named set of options; options that are written beside it win
+    preset=NAME stands for a method's named set of options. Options beside it override it
     values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2,
             else 2)
 
-`sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache; in a single METHOD
-they stand among its options. `parse(str(spec)) == spec`.
+`sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache. In a single METHOD
+they are written among its options. `parse(str(spec)) == spec`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ from kvq_jax.methods.registry import METHODS
 from kvq_jax.types.array_types import ModelDims
 
 CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
-MOST_LAYERS = (
-    4096  # that a spec can name; a range of layers is written out before a model bounds it
-)
+# that a spec can name: a range of layers is expanded before a model bounds it
+MOST_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """The description of a cache: the methods of both sides and the windows. Build it with `parse`.
 
-    Frozen and hashable, so it can be a static argument of a jitted function. sink, recent, block:
-    tokens. skip_layers: layers kept in full precision. subtract_bias: keys are cached without
-    k_proj's bias (codecs/bias_subtracting.py).
+    Frozen and hashable, so it can be a static argument of a jitted function.
+
+    Attributes:
+        k: the method of keys.
+        v: the method of values.
+        sink: the number of first tokens that stay in full precision.
+        recent: the least number of newest tokens in full precision.
+        block: the number of tokens that leave the recent window together.
+        skip_layers: the layers that stay in full precision.
+        subtract_bias: keys are cached without k_proj's bias (codecs/bias_subtracting.py).
     """
 
     k: Method
@@ -100,21 +106,20 @@ class CacheSpec:
 
     @property
     def exact(self) -> bool:
-        """Return True where neither method quantizes anything, whatever its options."""
+        """Return True if neither method quantizes anything, whatever its options."""
         return self.k.exact and self.v.exact
 
     def regions(self, capacity: int) -> Regions:
+        """Return the regions of a cache of so many tokens."""
         return Regions(self.sink, self.recent, self.block, capacity)
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
-        """Return the plan of one layer: resolved codecs and regions. Raises ValueError where the
+        """Return the plan of one layer: resolved codecs and regions. Raise ValueError if the
         options do not fit the model."""
         self._check()
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
-        k_codec, v_codec = (
-            k.resolved("k", index, dims, self.block, dtype),
-            v.resolved("v", index, dims, self.block, dtype),
-        )
+        k_codec = k.resolved("k", index, dims, self.block, dtype)
+        v_codec = v.resolved("v", index, dims, self.block, dtype)
         if (k_codec.facts.joint or v_codec.facts.joint) and k != v:
             joint = k if k_codec.facts.joint else v
             raise ValueError(
@@ -134,8 +139,18 @@ def _defaults(k: Method, v: Method) -> CacheSpec:
 
 
 def parse(text: str | CacheSpec) -> CacheSpec:
-    """Return the spec that a text describes. Raises ValueError, in one line, which names what is
-    unknown and lists what is allowed."""
+    """Return the spec that a text describes.
+
+        parse("kivi:bits=2,recent=128")
+        parse("k=kivi:bits=4+v=kivi:bits=2+cache:sink=4")
+
+    Args:
+        text: METHOD, or k=METHOD+v=METHOD[+cache:OPTIONS], with METHOD = name[:OPTIONS] and
+            OPTIONS = option=value[,option=value ...]. A `CacheSpec` is returned unchanged.
+
+    Raises:
+        ValueError: in one line, which names the unknown part and lists the allowed ones.
+    """
     if isinstance(text, CacheSpec):
         return text
     parts = re.split(r"\+(?![0-9])", text.strip())  # 1e+16 is a number
@@ -173,9 +188,9 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
         options = _with_preset(name, options)
         if side == "v=":
             _check_value_method(_named(name))
-        methods.append(
-            _method(name, {o: text for o, text in options.items() if o not in CACHE_OPTIONS})
-        )  # a preset may name windows
+        # a preset may name windows
+        options = {o: text for o, text in options.items() if o not in CACHE_OPTIONS}
+        methods.append(_method(name, options))
     cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
     unknown = [o for o in cache if o not in CACHE_OPTIONS]
     if unknown:
@@ -206,16 +221,15 @@ def _named(name: str) -> Method:
 
 
 def _with_preset(name: str, options: dict[str, str]) -> dict[str, str]:
-    """Return the options with `preset` replaced by those that it stands for; options that are given
-    win."""
+    """Return the options with `preset` replaced by its options. Other options override them."""
     presets = _named(name).presets
     if not presets or "preset" not in options:
         return options
     chosen = options["preset"]
     if chosen not in presets:
         raise ValueError(f"{name}:preset={chosen} is unknown; presets: {', '.join(presets)}")
-    given = {key: text for key, text in options.items() if key != "preset"}
-    return _split(f"{name}:{presets[chosen]}")[1] | given
+    others = {key: text for key, text in options.items() if key != "preset"}
+    return _split(f"{name}:{presets[chosen]}")[1] | others
 
 
 def _method(name: str, options: dict[str, str]) -> Method:

@@ -1,12 +1,15 @@
-"""One step of any model through its cache, layer by layer: queries, keys and values of new tokens
-go in, attention comes out.
+"""Take one step of any model through its cache, layer by layer: queries, keys and values of new
+tokens go in, attention comes out.
 
-    step = begin(cache, tokens, lengths, prefill=True)        T new tokens for each row, and their positions
-    out, step = append_and_attend(step, q, k, v)              once for each layer, from the first to the last
-    cache = finish(step)                                      the cache with the tokens added
+    # T new tokens for each row, and their positions
+    step = begin(cache, tokens, lengths, prefill=True)
+    # once for each layer, from the first to the last
+    out, step = append_and_attend(step, q, k, v)
+    # the cache with the tokens added
+    cache = finish(step)
 
 All three are pure. Call them inside your model's jitted function, which takes the cache and returns
-it: if the cache is donated, or is the carry of a `lax.scan` or `lax.while_loop`, it is updated in
+it. If the cache is donated, or is the carry of a `lax.scan` or `lax.while_loop`, it is updated in
 place. `docs/own_model.md` has an example.
 """
 
@@ -55,11 +58,16 @@ from kvq_jax.types.rope import Rope
 class Step:
     """T new tokens on their way through the layers, made by `begin`. A pytree.
 
-    positions [B, T] int32: indices of the new tokens in their sequences, which RoPE takes. valid
-    [B, T] bool: True for the tokens that the cache stores, False for padding and past the capacity.
-    layer (static): the number of layers that the tokens have passed. The other fields belong to
-    `append_and_attend`: the cache, whose layers from `layer` on are not yet updated; the method
-    parameters; and the value that a cross-layer method carries from layer to layer.
+    Attributes:
+        positions: [B, T] int32, the indices of the new tokens in their sequences, which RoPE takes.
+        valid: [B, T] bool, True for the tokens that the cache stores, False for padding and past
+            the capacity.
+        cache: the cache, whose layers from `layer` on are not yet updated.
+        parameters: the method parameters of each layer.
+        carry: the value that a cross-layer method carries from layer to layer.
+        prefill: True for prompts (static).
+        implementation: as in `begin` (static).
+        layer: the number of layers that the tokens have passed (static).
     """
 
     positions: PositionsBT
@@ -84,30 +92,35 @@ def begin(
     """Return the step that adds `tokens` new tokens to every row of a cache, at positions
     cache.lengths[b] + t.
 
-    lengths [B] int: how many of them are real (default: all); the rest is padding on the right, and
-    a row of length 0 does not change. prefill (static): True for prompts, whose tokens attend to
-    each other in full precision and give the prompt statistics of rows that were empty; False for
-    generated tokens, each of which sees the cache as if it had come alone. parameters: what
-    `prepare_layer` returned, one entry for each layer, for methods that need any. implementation
-    (static): "xla", "pallas" or "native"; None uses kernels where they can run.
-
     A token past the capacity is neither stored nor counted. Its attention is NaN in every layer,
-    and so is all that follows from it.
+    and so is everything computed from it.
 
-    Raises ValueError, in one line, where the cache was consumed, the lengths do not fit the batch,
-    or the cache's method needs parameters that are not given.
+    Args:
+        cache: the cache, which must not be parked.
+        tokens: T, the number of new tokens of each row, padding included.
+        lengths: [B] int, the number of real tokens of each row (default: all). The rest is padding
+            on the right, and a row of length 0 does not change.
+        prefill: static. True for prompts, whose tokens attend to each other in full precision and
+            give the prompt statistics of rows that were empty. False for generated tokens, each of
+            which sees the cache as if it had come alone.
+        parameters: the results of `prepare_layer`, one for each layer, for methods that need any.
+        implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
+
+    Raises:
+        ValueError: in one line, if the cache was consumed or is parked, the lengths do not fit the
+            batch, or parameters that the cache's method needs are missing.
     """
     check_held(cache)
     if tokens < 1:
         raise ValueError(f"{tokens=} must be at least 1")
-    given = tuple(parameters) or ((),) * len(cache.layers)
-    if len(given) != len(cache.layers):
+    by_layer = tuple(parameters) or ((),) * len(cache.layers)
+    if len(by_layer) != len(cache.layers):
         raise ValueError(
             f"parameters must have an entry for each of the {len(cache.layers)} layers, got"
-            f" {len(given)}"
+            f" {len(by_layer)}"
         )
-    for layer, (plan, own) in enumerate(zip(cache.plans, given, strict=True)):
-        missing = missing_parameters(plan, own)
+    for layer, (plan, layer_parameters) in enumerate(zip(cache.plans, by_layer, strict=True)):
+        missing = missing_parameters(plan, layer_parameters)
         if missing:
             remedy = (
                 f"kvq.prepare_layer({str(cache.spec)!r}, dims, {layer}, ...) makes them, begin(...,"
@@ -116,17 +129,18 @@ def begin(
             raise ValueError(
                 f"{str(cache.spec)!r} needs parameters for {missing} of layer {layer}: {remedy}"
             )
-    with crossing(cache.placement) as own:
+    with crossing(cache.placement) as mesh:
         new = jnp.arange(tokens, dtype=jnp.int32)[None]
         positions = cache.lengths[:, None] + new
         valid = positions < cache.capacity
         if lengths is not None:
-            real = own.taken(jnp.asarray(int32("lengths", lengths)))
+            real = mesh.taken(jnp.asarray(int32("lengths", lengths)))
             if real.shape != (cache.batch,):
                 raise ValueError(f"lengths must be [{cache.batch}], got shape {real.shape}")
             valid &= new < real[:, None]
-        positions, valid = own.everywhere((positions, valid))
-    return Step(own.handed(positions), own.handed(valid), cache, given, (), prefill, implementation)
+        positions, valid = mesh.everywhere((positions, valid))
+    positions, valid = mesh.handed(positions), mesh.handed(valid)
+    return Step(positions, valid, cache, by_layer, (), prefill, implementation)
 
 
 def append_and_attend(
@@ -141,25 +155,35 @@ def append_and_attend(
     residual: Float[Array, "B T D"] | None = None,
     rope: Rope | None = None,
 ) -> tuple[QueryBNTH, Step]:
-    """Return (out, step): attention of the new tokens in the next layer, and the step with their
-    keys and values in that layer's cache.
+    """Add the new tokens' keys and values to the next layer's cache and return their attention.
 
-        out[b, n, t] = softmax(q[b, n, t] . K / sqrt(H)) V        over the cached tokens and the new ones up to t
+        out[b, n, t] = softmax(q[b, n, t] . K / sqrt(H)) V
 
-    q [B, N, T, H] and k [B, K, T, H] come after RoPE, v [B, K, T, H]; query head n reads KV head n
-    // (N // K). out [B, N, T, H] has the dtype of q and is accumulated in fp32; at padding it is
-    finite and unspecified, past the capacity NaN. Attention is exact over the sink, the recent
-    window and the other tokens of a prompt; over the body it is that of the dequantized keys and
-    values.
+    over the cached tokens and the new ones up to t. Query head n reads KV head n // (N // K). The
+    attention is exact over the sink, the recent window and the other tokens of a prompt. Over the
+    body it is the attention over the dequantized keys and values. Sums are accumulated in fp32.
 
-    Some methods read more: q_pre and k_pre, before RoPE (keys cached before RoPE; some forms of
-    SQuat); the model's `rope` (the same, XQuant and subtract_bias); x [B, T, D], the input of the
-    projections, after the norm (XQuant); residual [B, T, D], from which x was normalized (some
-    forms of XQuant-CL).
+    Args:
+        step: the step from `begin`, or from this function for the layer below.
+        q: [B, N, T, H], queries after RoPE.
+        k: [B, K, T, H], keys after RoPE.
+        v: [B, K, T, H], values.
+        q_pre: [B, N, T, H], queries before RoPE, for methods that cache keys before RoPE and some
+            forms of SQuat.
+        k_pre: [B, K, T, H], keys before RoPE, for the same methods.
+        x: [B, T, D], the input of the projections, after the norm, for XQuant.
+        residual: [B, T, D], the residual stream from which x was normalized, for some forms of
+            XQuant-CL.
+        rope: the model's rotation, for methods that read q_pre and k_pre, XQuant and subtract_bias.
 
-    Raises ValueError, in one line, for shapes that do not fit the cache, where the method needs an
-    array that is not given (it is named), after the last layer, and where a named implementation
-    cannot run.
+    Returns:
+        (out, step): the attention and the step for the next layer. `out` is [B, N, T, H] in the
+        dtype of q, finite and unspecified at padding, and NaN past the capacity.
+
+    Raises:
+        ValueError: in one line, if a shape does not fit the cache, the method needs an array that
+            is missing (the message names it), the step has gone through all layers, or a named
+            implementation cannot run.
     """
     return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=True)
 
@@ -176,9 +200,11 @@ def append(
     residual: Float[Array, "B T D"] | None = None,
     rope: Rope | None = None,
 ) -> Step:
-    """Return the step of `append_and_attend` without its attention, which is not computed: for a
-    prompt that goes into several caches, and whose attention is the same in all of them. Arguments
-    and errors are those of `append_and_attend`.
+    """Add the new tokens' keys and values as `append_and_attend` does, and do not compute
+    attention.
+
+    For a prompt that goes into several caches, because its attention is the same in all of them.
+    Takes the arguments and raises the errors of `append_and_attend`.
     """
     return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=False)[1]
 
@@ -247,16 +273,22 @@ def _through_layer(
 
 
 def finish(step: Step) -> Cache:
-    """Return the cache with the step's tokens added and counted. Raises ValueError where the step
-    has not gone through every layer."""
+    """Return the cache with the step's tokens added and counted.
+
+    Args:
+        step: the step from `append_and_attend` for the last layer.
+
+    Raises:
+        ValueError: if the step has not gone through every layer.
+    """
     if step.layer != len(step.cache.layers):
         raise ValueError(
             f"the step went through {step.layer} of {len(step.cache.layers)} layers: call"
             " append_and_attend once for each"
         )
-    with crossing(step.cache.placement) as own:
-        added = jnp.sum(own.taken(step.valid), axis=1, dtype=jnp.int32)
-        return dataclasses.replace(step.cache, lengths=own.everywhere(step.cache.lengths + added))
+    with crossing(step.cache.placement) as mesh:
+        added = jnp.sum(mesh.taken(step.valid), axis=1, dtype=jnp.int32)
+        return dataclasses.replace(step.cache, lengths=mesh.everywhere(step.cache.lengths + added))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # equal layers are traced and lowered once
@@ -269,7 +301,7 @@ def _layer_step(
     inputs: LayerInputs,
     carry: Tree,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Take one layer, by XLA on platforms that the route does not serve."""
+    """Take the step through one layer, by XLA on platforms that the route does not serve."""
     layer = prefill_layer if prefill else decode_layer
 
     def by(route: Route) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
@@ -292,8 +324,8 @@ def _layer_append(
     inputs: LayerInputs,
     carry: Tree,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Run `_layer_step` with its queries in the place of its attention, which is dead code then:
-    XLA leaves it out."""
+    """Run `_layer_step`, but return the queries in place of its attention, so that XLA removes the
+    attention as dead code."""
     _, after, carry = _layer_step(plan, prefill, route, params, state, inputs, carry)
     return inputs.q_rot, after, carry
 
@@ -312,15 +344,14 @@ def _layer_step_on_shards(
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Run `_layer_step` on every shard of a placement."""
     states, carries = state_partition(plan, placement), carry_partition(placement)
-    own = parameter_partition(
-        plan, placement, functools.partial(parameter_axes, plan, dims, params), params
-    )
+    described = functools.partial(parameter_axes, plan, dims, params)
+    parameters = parameter_partition(plan, placement, described, params)
     attention = placement.along("batch", "heads", "none", "channels")
     local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, route)
     run = on_shards(
         local,
         placement,
-        (own, states, input_partition(placement), carries),
+        (parameters, states, input_partition(placement), carries),
         (attention, states, carries),
     )
     return run(params, state, inputs, carry)

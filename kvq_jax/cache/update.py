@@ -1,8 +1,7 @@
-"""The update of one layer of a cache: new tokens enter the full-precision windows, and blocks that
-age out are quantized into the body.
+"""Update one layer of a cache: new tokens enter the full-precision windows, and blocks that age out
+are quantized into the body.
 
-All methods share this file; they differ in their codecs. The functions are pure: state in, state
-out.
+All methods share this file and differ in their codecs. The functions are pure: state in, state out.
 
 `carry` is a value that flows through the layers of one forward pass: `()` for methods whose layers
 are independent, the accumulator for cross-layer methods (cross_layer.py).
@@ -40,9 +39,9 @@ def prefill_layer(
     """Return (out, state, carry): attention of prompt tokens, and the layer's state with them
     added.
 
-    Attention is exact inside the prompt and over the windows; tokens that were in the body before
-    are read as they were quantized. Rows of the batch that were empty get their prompt statistics
-    here. `route` chooses what quantizes; XLA does the attention of prompts.
+    Attention is exact inside the prompt and over the windows. Tokens that were in the body before
+    are read dequantized. Rows of the batch that were empty get their prompt statistics here.
+    `route` chooses the code that quantizes. XLA computes the attention of prompts.
     """
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
@@ -65,39 +64,17 @@ def decode_layer(
     """Return (out, state, carry): attention of T generated tokens, and the layer's state with them
     added.
 
-    The result is that of T single steps: each token sees the body as it would be at its own step.
+    The result equals T single steps: each token sees the body as it would be at its own step.
     `route`: see attention/dispatch.py.
     """
     params = by_side(params)
-    # past the capacity a token sees nothing that is real; without the bound it would see a block
-    # more than there is
+    # A token past the capacity sees nothing real. Without the bound it would see a block too many.
     limits = jnp.minimum(plan.regions.body(inputs.positions + 1), plan.regions.body_capacity)
-    after, windows = _append(
-        plan,
-        params,
-        state,
-        inputs,
-        carry,
-        limits,
-        prefill=False,
-        route=route,
-    )
+    after, windows = _append(plan, params, state, inputs, carry, limits, prefill=False, route=route)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
-    return (
-        dispatch.attend(
-            plan,
-            params,
-            state,
-            after,
-            plan.readable(after.body, carry),
-            inputs,
-            limits,
-            windows,
-            route,
-        ),
-        after,
-        carry,
-    )
+    body = plan.readable(after.body, carry)
+    out = dispatch.attend(plan, params, state, after, body, inputs, limits, windows, route)
+    return out, after, carry
 
 
 def append_layer(
@@ -113,18 +90,10 @@ def append_layer(
     """Return the state with the valid tokens of `inputs` added.
 
     Their rows are written to the windows, and whole blocks that age out are quantized into the
-    body, by a fused kernel if one is `chosen`. Cross-layer methods read `carry`.
+    body, by a fused kernel if `route` names one. Cross-layer methods read `carry`.
     """
-    return _append(
-        plan,
-        by_side(params),
-        state,
-        inputs,
-        carry,
-        None,
-        prefill=prefill,
-        route=route,
-    )[0]
+    params = by_side(params)
+    return _append(plan, params, state, inputs, carry, None, prefill=prefill, route=route)[0]
 
 
 def _append(
@@ -138,14 +107,14 @@ def _append(
     prefill: bool,
     route: Route,
 ) -> tuple[LayerState, Tree]:
-    """Return what `append_layer` does and, with the limits of what is read from the body, what a
-    kernel found in the windows on its way."""
+    """Return the state from `append_layer` and, if `limits` is given, the attention over the
+    windows that a fused kernel computed on its way."""
     regions = plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
     rows = [
-        codec.rows(own, inputs).astype(ring.dtype)
-        for codec, own, ring in zip(plan.codecs, params, state.ring, strict=False)
+        codec.rows(side_params, inputs).astype(ring.dtype)
+        for codec, side_params, ring in zip(plan.codecs, params, state.ring, strict=False)
     ]
     after, aged, windows = None, (False, False), None
     if not prefill and inputs.positions.shape[1] == 1:
@@ -153,12 +122,11 @@ def _append(
             plan, params, state, rows, start, total, inputs, limits, route
         )
     if after is None:
-        held, in_ring = (
-            jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(start), regions.sink_slots)),
-            regions.ring_positions(total),
-        )
+        in_sink = jnp.arange(regions.sink_slots)
+        in_sink = jnp.broadcast_to(in_sink, (len(start), regions.sink_slots))
+        in_ring = regions.ring_positions(total)
         sink = tuple(
-            _refresh(slots, new, held, start, total, route)
+            _refresh(slots, new, in_sink, start, total, route)
             for slots, new in zip(state.sink, rows, strict=True)
         )
         ring = tuple(
@@ -166,28 +134,15 @@ def _append(
             for slots, new in zip(state.ring, rows, strict=True)
         )
         after = dataclasses.replace(state, sink=sink, ring=ring)
-    body = (
-        (
-            after.body[side]
-            if aged[side]
-            else _age(
-                plan,
-                codec,
-                params[side],
-                state,
-                side,
-                rows[side],
-                after.ring[side],
-                start,
-                total,
-                carry,
-                prefill,
-                route,
-            )
-        )
-        for side, codec in enumerate(plan.codecs)
-    )
-    return dataclasses.replace(after, body=tuple(body)), windows
+
+    def body_of(side: int, codec: Codec) -> Tree:
+        if aged[side]:
+            return after.body[side]
+        arrays = params[side], state, side, rows[side], after.ring[side]
+        return _age(plan, codec, *arrays, start, total, carry, prefill, route)
+
+    body = tuple(body_of(side, codec) for side, codec in enumerate(plan.codecs))
+    return dataclasses.replace(after, body=body), windows
 
 
 def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
@@ -214,57 +169,58 @@ def _with_statistics(
 def _refresh(
     slots: Float[Array, "B K E C"],
     rows: Float[Array, "B K T C"],
-    held: Int[Array, "B E"],
+    positions: Int[Array, "B E"],
     start: LengthsB,
     total: LengthsB,
     route: Route,
 ) -> Float[Array, "B K E C"]:
-    """Return the window slots after new tokens: slot e takes the row at position held[e] if that
+    """Return the window slots after new tokens: slot e takes the row at positions[e] if that
     position is new, else keeps its row."""
-    new = (held >= start[:, None]) & (held < total[:, None])
+    new = (positions >= start[:, None]) & (positions < total[:, None])
     if route.name == "native" and rows.shape[2] == 1:
         return native.put_rows(slots, rows, new)
-    index = jnp.clip(held - start[:, None], 0, rows.shape[2] - 1)
+    index = jnp.clip(positions - start[:, None], 0, rows.shape[2] - 1)
     return jnp.where(new[:, None, :, None], take_tokens(rows, index), slots)
 
 
 def _refresh_ring(
     slots: Float[Array, "B K R C"],
     rows: Float[Array, "B K T C"],
-    held: Int[Array, "B R"],
+    positions: Int[Array, "B R"],
     start: LengthsB,
     total: LengthsB,
     route: Route,
 ) -> Float[Array, "B K R C"]:
-    """Return what `_refresh` does. On a GPU, one new token is one row written, and not the whole
-    ring read and written: a fifth of the bytes of 4K tokens in 4 bits. The CPU backend would widen
-    all of a ring of 16 bits to write one row.
+    """Refresh the ring as `_refresh` does, but write only the row of a single new token on a GPU.
+
+    To read and write the whole ring takes a fifth of the bytes of 4K tokens in 4 bits. The CPU
+    backend would widen all of a 16-bit ring to write one row.
     """
 
     def whole() -> Array:
-        return _refresh(slots, rows, held, start, total, route)
+        return _refresh(slots, rows, positions, start, total, route)
 
     if rows.shape[2] > 1 or route.name == "native":
         return whole()
-    new = (held >= start[:, None]) & (held < total[:, None])
+    new = (positions >= start[:, None]) & (positions < total[:, None])
     return lax.platform_dependent(cpu=whole, default=lambda: put_rows(slots, rows, new))
 
 
 def put_rows(
     slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new: Bool[Array, "#B E"]
 ) -> Float[Array, "B K E C"]:
-    """Return the slots with rows[b] in the one that new[b] marks, if it marks one: nothing else is
+    """Return the slots with rows[b] in the slot that new[b] marks, if any. Nothing else is
     written."""
 
     def put(slots: Array, row: Array, new: Array) -> Array:
         at = jnp.argmax(new)
-        kept = lax.dynamic_slice_in_dim(slots, at, 1, axis=1)
-        return lax.dynamic_update_slice_in_dim(slots, jnp.where(new[at], row, kept), at, axis=1)
+        old = lax.dynamic_slice_in_dim(slots, at, 1, axis=1)
+        return lax.dynamic_update_slice_in_dim(slots, jnp.where(new[at], row, old), at, axis=1)
 
     new = jnp.broadcast_to(new, (len(slots), new.shape[1]))
-    return (
-        jax.vmap(put)(slots, rows, new) if len(slots) > 1 else put(slots[0], rows[0], new[0])[None]
-    )
+    if len(slots) > 1:
+        return jax.vmap(put)(slots, rows, new)
+    return put(slots[0], rows[0], new[0])[None]
 
 
 def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Float[Array, "B K E C"]:
@@ -273,16 +229,14 @@ def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Floa
 
 
 def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: int) -> Tree:
-    """Return code(source), computed ENCODE_CHUNK tokens at a time, which bounds the memory that
-    quantizing a long prompt takes.
+    """Return code(source), computed ENCODE_CHUNK tokens at a time to bound the memory of quantizing
+    a long prompt.
 
-    Arrays of `source` have their tokens on axis 2; `block` describes the quantized arrays of one
+    Arrays of `source` have their tokens on axis 2. `block` describes the quantized arrays of one
     block of `tokens` tokens.
     """
-    blocks, per_chunk = (
-        jax.tree.leaves(source)[0].shape[2] // tokens,
-        max(1, ENCODE_CHUNK // tokens),
-    )
+    blocks = jax.tree.leaves(source)[0].shape[2] // tokens
+    per_chunk = max(1, ENCODE_CHUNK // tokens)
     chunks = -(-blocks // per_chunk)
     if chunks == 1:
         return code(source)
@@ -319,7 +273,7 @@ def _age(
     route: Route,
 ) -> Tree:
     """Return the body with the blocks added that leave the window when `start` tokens become
-    `total`. ring: with these tokens in it."""
+    `total`. `ring` already holds these tokens."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
@@ -327,9 +281,9 @@ def _age(
         return state.body[side]
     first = regions.held(regions.body(start))
     leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
-    step = (
-        tokens == 1 and not prefill
-    )  # what leaves is still in the ring, which has room for a block more than it must hold
+    # The block that leaves in a step is still in the ring, which has room for one block more than
+    # the recent window.
+    step = tokens == 1 and not prefill
     position = regions.held_positions(first, blocks * block)
     index = jnp.where(
         (position < start[:, None]) | step,
@@ -345,25 +299,19 @@ def _age(
         def code(source: tuple[Array, Array | None, Array]) -> Tree:
             rows, below, position = source
             coded = cross_layer.coded(codec, params, rows, below)
-            return dispatch.quantize(
-                codec,
-                params,
-                state.stats[side],
-                coded,
-                Origin(position[:, 0, :, 0], prefill),
-                route,
-            )
+            at = Origin(position[:, 0, :, 0], prefill)
+            return dispatch.quantize(codec, params, state.stats[side], coded, at, route)
 
         whole = source, below, position[:, None, :, None]
-        return (
-            code(whole) if route.launch else _by_chunks(code, codec.body(1, 1, block), whole, block)
-        )
+        if route.launch:
+            return code(whole)
+        return _by_chunks(code, codec.body(1, 1, block), whole, block)
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))
 
-    # In a decode step only every block-th token makes a block age. The branch returns that block
-    # and not the body, which it would copy.
+    # In a decode step only every block-th token makes a block age. The branch returns that block,
+    # because it would copy the body.
     coded = encode() if tokens >= block else lax.cond(jnp.any(leaving > 0), encode, nothing)
     return dispatch.store_blocks(
         codec.body(1, 1, block), state.body[side], coded, first // block, leaving, route

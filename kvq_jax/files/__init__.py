@@ -1,1 +1,1 @@
-"""Files and directories that appear whole or not at all, and checksums of what they hold."""
+"""Write files and directories whole or not at all, and check their contents."""

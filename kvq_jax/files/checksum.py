@@ -1,10 +1,11 @@
-"""Tensor files with a checksum: safetensors whose header holds a sha256 of everything else that the
-file says.
+"""Read and write tensor files with a checksum: safetensors whose header holds a sha256 of
+everything else in the file.
 
-    sha256( JSON of [ header without the checksum, sorted;  (name, dtype, shape, sha256 of the bytes) of each tensor, sorted ] )
+    sha256( JSON of [ header without the checksum, sorted;
+                      (name, dtype, shape, sha256 of the bytes) of each tensor, sorted ] )
 
-So a damaged tensor, a changed header field, and tensors that have changed places are all found.
-Damage is: a checksum is no signature.
+So it detects a damaged tensor, a changed header field, and tensors that have changed places. It
+detects damage, not forgery: a checksum is no signature.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class NoChecksum(UserWarning):
 
 
 class Checksum:
-    """The checksum of a file whose tensors are seen one at a time, in any order."""
+    """The checksum of a file whose tensors are added one at a time, in any order."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
@@ -42,18 +43,17 @@ class Checksum:
         self._tensors[name] = tensor.dtype.name, tensor.shape, sha256_of(tensor)
 
     def hexdigest(self, header: Mapping[str, str]) -> str:
-        """Return the checksum of the tensors so far with a file's header; a checksum that it holds
-        is left out."""
+        """Return the checksum of the tensors so far with a file's header, without the checksum in
+        the header."""
         fields = sorted((field, value) for field, value in header.items() if field != SHA256)
         tensors = [(name, *self._tensors[name]) for name in sorted(self._tensors)]
         return hashlib.sha256(json.dumps([fields, tensors]).encode()).hexdigest()
 
     def check(self, where: str, header: Mapping[str, str], *, required: bool) -> None:
-        """Raise ValueError, in one line, where a file's checksum is not that of its content;
-        `where` names the file.
+        """Raise ValueError, in one line, if a file's content does not match its checksum.
 
-        A file without one raises too where it is `required`. Otherwise the file is of an older
-        version, and a warning says that damage would not be seen.
+        A file without a checksum also raises if one is `required`. Otherwise the file is of an
+        older version, and a warning says that damage would not be seen. `where` names the file.
         """
         if SHA256 not in header:
             if required:
@@ -76,7 +76,7 @@ def sha256_of(tensor: np.ndarray) -> str:
 
 
 def read_tensors(file: Any, where: str, *, required: bool) -> dict[str, np.ndarray]:
-    """Return all tensors of an open safetensors file by their names. Raises as `Checksum.check`."""
+    """Return all tensors of an open safetensors file by their names. Raise as `Checksum.check`."""
     tensors, checksum = {}, Checksum()
     names = file.keys()
     for name in names:

@@ -1,9 +1,8 @@
-"""Files and directories that appear whole or not at all, wherever the process that writes them is
-killed.
+"""Write files and directories whole or not at all, even if the writing process is killed.
 
-What is being written stands in a directory of its own beside its future place, .kvq-unfinished-*,
-and moves there by one rename when its bytes are on the disk. A lock inside that directory is held
-by its writer alone, and the system releases it when the writer dies; so the next writer in the same
+The new content is written to a temporary directory beside its future place, .kvq-unfinished-*, and
+moves there by one rename when its bytes are on the disk. Its writer alone holds a lock inside that
+directory, and the system releases the lock when the writer dies. So the next writer in the same
 folder knows what a killed one has left, and removes it.
 """
 
@@ -29,8 +28,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write a file to, and move it over `path` at the end.
 
-    After an error or a kill, `path` is as it was. Raises OSError where the folder of `path` is
-    missing or cannot be written.
+    After an error or a kill, `path` is as it was. Raise OSError if the folder of `path` is missing
+    or cannot be written.
     """
     path = Path(path)
     with _unfinished(path) as folder:
@@ -42,21 +41,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file whole or not at all; text in UTF-8. Raises as `replacing`."""
+    """Write a file whole or not at all, text in UTF-8. Raise as `replacing`."""
     with replacing(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new directory to fill, and put it in the place of `path` at the end, with all that it
-    holds at once.
+    """Yield a new directory to fill, and move it as a whole to `path` at the end.
 
-    A directory that stands at `path` is replaced whole, in one step where the system can swap two
+    An existing directory at `path` is replaced whole, in one step if the system can swap two
     directories (Linux, on most file systems). Elsewhere there is a moment in which neither is
-    there; after a kill in it, the next writer in that folder puts the old one back. After an error
-    or a kill at any other moment, `path` is as it was. Folders above `path` are made. Raises
-    OSError where that fails.
+    there. After a kill in that moment, the next writer in that folder puts the old one back. After
+    an error or a kill at any other moment, `path` is as it was. Folders above `path` are made.
+    Raise OSError if that fails.
     """
     path = Path(os.path.realpath(path))  # a link to a directory keeps its name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +74,8 @@ def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def delete_directory(path: str | os.PathLike[str]) -> None:
-    """Delete a directory as a whole: a kill leaves all of it, or what the next writer in the same
-    folder removes."""
+    """Delete a directory as a whole. A kill leaves all of it, or a remainder that the next writer
+    in the same folder removes."""
     path = Path(os.path.realpath(path))
     with _unfinished(path) as folder:
         os.rename(path, folder / CONTENT)
@@ -85,8 +83,8 @@ def delete_directory(path: str | os.PathLike[str]) -> None:
 
 
 def link_others(old: Path, new: Path) -> None:
-    """Give a directory the files and folders of an older one whose names it lacks, as links where
-    the file system has them."""
+    """Give a directory the files and folders of an older one whose names it lacks, as links if the
+    file system has them."""
     for other in old.iterdir():
         if (new / other.name).exists() or other.name.startswith(UNFINISHED):
             continue
@@ -97,13 +95,11 @@ def link_others(old: Path, new: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed writers have left in a folder. Every writer does this for its own; nothing
-    that is being written is touched."""
+    """Remove the remainders of killed writers from a folder, but nothing that is being written.
+    Every writer does this in its own folder."""
     for left in folder.glob(f"{UNFINISHED}*"):
-        with (
-            contextlib.suppress(OSError),
-            filelock.FileLock(left / "lock", timeout=0),
-        ):  # held: someone is writing it
+        # a lock that another process holds: that process is writing
+        with contextlib.suppress(OSError), filelock.FileLock(left / "lock", timeout=0):
             for displaced in (left / DISPLACED).glob("*"):
                 if not (folder / displaced.name).exists():
                     os.rename(displaced, folder / displaced.name)
@@ -112,7 +108,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """Yield a new locked directory beside `path`, and remove it with all that it holds by then."""
+    """Yield a new locked directory beside `path`, and remove it with its contents at the end."""
     remove_unfinished(path.parent)
     while True:
         folder = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
@@ -121,9 +117,8 @@ def _unfinished(path: Path) -> Iterator[Path]:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
         lock = filelock.FileLock(folder / "lock", timeout=0)
-        with contextlib.suppress(
-            filelock.Timeout, FileNotFoundError
-        ):  # another writer took it for a killed one's, before it was locked
+        # Before it is locked, another writer may take it for a killed writer's directory.
+        with contextlib.suppress(filelock.Timeout, FileNotFoundError):
             lock.acquire()
             break
     try:
@@ -149,13 +144,12 @@ def _swap(content: Path, path: Path, displaced: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Swap two directories in one step of the kernel; return False where it cannot do that."""
+    """Swap two directories in one step of the kernel. Return False if it cannot do that."""
     renameat2 = getattr(_LIBC, "renameat2", None)
-    return (
-        renameat2 is not None
-        and renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-        == 0
-    )
+    if renameat2 is None:
+        return False
+    paths = _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other)
+    return renameat2(*paths, _RENAME_EXCHANGE) == 0
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -166,9 +160,9 @@ def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Non
 
 
 def _sync(path: Path) -> None:
-    """Return when a file's bytes, or the names in a directory, are on the disk."""
+    """Wait until a file's bytes, or the names in a directory, are on the disk."""
     if os.name == "nt":
-        return  # Windows syncs only what is open for writing
+        return  # Windows syncs only files that are open for writing
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,2 +1,2 @@
-"""One layer of a cache: its regions, its static plan and state, and the accumulator of cross-layer
+"""One layer of a cache: its regions, its static plan, its state, and the accumulator of cross-layer
 methods."""

@@ -1,10 +1,11 @@
 """The accumulator of cross-layer methods, to which each layer adds its dequantized differences.
 
-    acc_base = dequantized rows of the base layer,   acc_i = accumulated_i(acc_{i-1}, dequantized differences of layer i)
+    acc_base = dequantized rows of the base layer
+    acc_i    = accumulated_i(acc_{i-1}, dequantized differences of layer i)
 
-It is working memory of one forward pass, [B, S, D] over the body's tokens, updated in place from
-layer to layer and never stored in the cache. Functions here are the identity for plans of other
-methods, whose carry is `()`.
+It is working memory of one forward pass, [B, S, D] over the body's tokens. It is updated in place
+from layer to layer and never stored in the cache. The functions here are the identity for plans of
+other methods, whose carry is `()`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ CHUNK_ELEMENTS = 1 << 20  # elements of the accumulator that one step reads and 
 def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, carry: Tree) -> Tree:
     """Return the carry after this layer.
 
-    live [B]: body tokens of each row; entries beyond these are unspecified, but finite where the
-    body is.
+    live [B]: body tokens of each row. Entries beyond these are unspecified, but finite if the body
+    is.
     """
     codec, cross = plan.k, plan.cross_layer
     if cross is None:
@@ -40,24 +41,24 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
         return stored
     block = plan.regions.block
     chunk = min(max(CHUNK_ELEMENTS // (batch * wide * block), 1) * block, size)
-    own, stats = by_side(params)[0], state.stats[0]
+    key_params, stats = by_side(params)[0], state.stats[0]
 
     def step(i: Array, stored: Array) -> Array:
         at = jnp.minimum(i * chunk, size - chunk)
-        fresh = (
-            at + jnp.arange(chunk) >= i * chunk
-        )  # the last chunk starts early, and adds nothing twice
+        # the last chunk starts early, and adds nothing twice
+        fresh = at + jnp.arange(chunk) >= i * chunk
         old = lax.dynamic_slice_in_dim(stored, at, chunk, tokens)
         body = load_chunk(codec.body(1, 1, block), state.body[0], at // block, chunk // block)
-        new = after(cross, own, codec.dequantize(own, stats, body), spec.load(old)[:, None])
-        kept = jnp.where(spec.along("tokens", fresh), spec.store(new[:, 0]), old)
-        return lax.dynamic_update_slice_in_dim(stored, kept, at, tokens)
+        differences = codec.dequantize(key_params, stats, body)
+        new = after(cross, key_params, differences, spec.load(old)[:, None])
+        updated = jnp.where(spec.along("tokens", fresh), spec.store(new[:, 0]), old)
+        return lax.dynamic_update_slice_in_dim(stored, updated, at, tokens)
 
     return lax.fori_loop(0, -(-jnp.max(plan.regions.held(live)) // chunk), step, stored)
 
 
 def incoming(plan: LayerPlan, carry: Tree) -> Array:
-    """Return the accumulator from the layer below. Raises ValueError where none was carried."""
+    """Return the accumulator from the layer below. Raise ValueError if there is none."""
     if not jax.tree.leaves(carry):
         raise ValueError(
             "this layer builds on the one below it, but no accumulator was carried to it: run the"
@@ -69,7 +70,7 @@ def incoming(plan: LayerPlan, carry: Tree) -> Array:
 def tokens_of(
     plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]
 ) -> Float[Array, "B 1 E D"] | None:
-    """Return the accumulator at entries index[b] of those held here; None for plans that build on
+    """Return this shard's accumulator at the entries index[b], or None for plans that build on
     no layer below."""
     cross = plan.cross_layer
     if cross is None or cross.starts:
@@ -84,8 +85,8 @@ def tokens_of(
 def coded(
     codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1 T D"] | None
 ) -> CachedRows:
-    """Return what is quantized in place of the rows: their difference from what the layers below
-    predict, if there are any."""
+    """Return the vectors to quantize in place of the rows: their difference from the prediction of
+    the layers below, if there are any."""
     cross = codec.facts.cross_layer
     if below is None or cross is None or cross.starts:
         return rows
@@ -108,8 +109,7 @@ def after(
     differences: CachedRows,
     below: Float[Array, "B 1 T D"] | None,
 ) -> Float[Array, "B 1 T D"]:
-    """Return the accumulator of some tokens after this layer, in the dtype in which it is
-    stored."""
+    """Return the accumulator of some tokens after this layer, in its stored dtype."""
     if cross.starts or below is None:
         accumulator = jnp.zeros((), jnp.float32)
     else:

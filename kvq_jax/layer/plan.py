@@ -20,8 +20,8 @@ Sides = tuple[Any, ...]  # (keys, values), or one entry for both
 
 
 def by_side(params: Tree) -> tuple[Tree, Tree]:
-    """Split one layer's method parameters into (keys, values); `()` stands for both where neither
-    side has any."""
+    """Split one layer's method parameters into (keys, values). `()` stands for both if neither side
+    has any."""
     return params or ((), ())
 
 
@@ -29,10 +29,13 @@ def by_side(params: Tree) -> tuple[Tree, Tree]:
 @dataclasses.dataclass(frozen=True)
 class LayerState:
     """The state of one layer. Each field is a pair (keys, values), or holds one entry for both
-    (`LayerPlan.joint`).
+    (`LayerPlan.joint`). Every array has a leading batch axis.
 
-    Every array has a leading batch axis. sink [B, K, sink, C] and ring [B, K, recent + block, C]
-    hold rows in full precision, body the codec's arrays, stats the prompt statistics.
+    Attributes:
+        sink: [B, K, sink, C], the first tokens' rows in full precision.
+        ring: [B, K, recent + block, C], the newest tokens' rows in full precision.
+        body: the codec's arrays.
+        stats: the prompt statistics.
     """
 
     sink: Sides
@@ -43,8 +46,8 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """Static description of one layer's cache: resolved codecs and region sizes. heads = K,
-    head_dim = H."""
+    """Static description of one layer's cache: resolved codecs and region sizes. `heads` is K,
+    `head_dim` is H."""
 
     k: Codec
     v: Codec
@@ -64,28 +67,25 @@ class LayerPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of those entries."""
+        """Return the name of each entry of the state's fields."""
         return ("kv",) if self.joint else ("k", "v")
 
     @property
     def row_width(self) -> int:
-        """Return the channels of a token's widest cached row, its heads together."""
+        """Return the number of channels of a token's widest cached row, over all heads."""
         return max(codec.facts.row_width(self.heads, self.head_dim) for codec in self.codecs)
 
     @property
     def cross_layer(self) -> CrossLayer | None:
-        """How the layer builds on the one below it, if it does."""
+        """Return how the layer builds on the one below it, or None if it does not."""
         return self.k.facts.cross_layer
 
     def dealt(self, shards: int, axis: str | None) -> LayerPlan:
         """Return the plan of a layer whose body is dealt out to shards along a mesh axis."""
-        return (
-            self
-            if shards == 1
-            else dataclasses.replace(
-                self, regions=dataclasses.replace(self.regions, shards=shards, axis=axis)
-            )
-        )
+        if shards == 1:
+            return self
+        regions = dataclasses.replace(self.regions, shards=shards, axis=axis)
+        return dataclasses.replace(self, regions=regions)
 
     def share(self, parts: int) -> LayerPlan:
         """Return the plan of 1 / parts of the KV heads."""
@@ -93,18 +93,18 @@ class LayerPlan:
 
     @property
     def quantizes(self) -> bool:
-        """Return True where the layer stores codes: not where it is skipped, nor where a method's
-        options leave its rows as they are."""
+        """Return True if the layer stores codes. A skipped layer does not, nor does one whose rows
+        the method's options leave as they are."""
         return not all(codec.facts.exact for codec in self.codecs)
 
     def from_weights(self, weights: LayerWeights) -> tuple[Tree, Tree]:
-        """Return the parameters (keys, values) that follow from the layer's weights; `()` for a
+        """Return the parameters (keys, values) that follow from the layer's weights, `()` for a
         side that takes none."""
         k = self.k.learning.from_weights(weights)
         return k, k if self.joint else self.v.learning.from_weights(weights)
 
     def readable(self, bodies: Sides, carry: Tree) -> Sides:
-        """Return what attention reads: the bodies, or the accumulator."""
+        """Return the arrays that attention reads: the bodies, or the accumulator."""
         return (carry,) if self.cross_layer else bodies
 
     def readable_specs(self, side: int, batch: int, heads: int, tokens: int) -> Tree:
@@ -113,14 +113,14 @@ class LayerPlan:
         return self.codecs[side].body(batch, heads, tokens)
 
     def axes(self, batch: int, dtype: DTypeLike) -> LayerState:
-        """Describe every array of this layer: the tree of `ArraySpec` that allocation, byte counts
-        and shardings derive from."""
+        """Describe every array of this layer: the tree of `ArraySpec` from which allocation, byte
+        counts and shardings follow."""
 
         def window(slots: int) -> Sides:
             rows = (codec.facts.row_axes(self.heads, self.head_dim) for codec in self.codecs)
-            held = (Axis("batch", batch), Axis("tokens", slots))
+            sequences, tokens = Axis("batch", batch), Axis("tokens", slots)
             return tuple(
-                ArraySpec((held[0], heads, held[1], channels), jnp.dtype(dtype).name)
+                ArraySpec((sequences, heads, tokens, channels), jnp.dtype(dtype).name)
                 for heads, channels in rows
             )
 

@@ -1,19 +1,17 @@
 """The three regions of a cache's token axis, and the one rule by which tokens age.
 
-    [ sink: first `sink` tokens, full precision | body: quantized, whole blocks | recent:
-    full-precision ring of recent + block slots ]
+    sink     the first `sink` tokens, full precision
+    body     quantized, whole blocks
+    recent   a full-precision ring of recent + block slots
 
-    body(n) = floor(max(0, n - sink - recent) / block) * block        tokens in the body after n tokens
+    body(n) = floor(max(0, n - sink - recent) / block) * block     tokens in the body after n tokens
 
 So the newest recent .. recent + block - 1 tokens are in full precision. A ring slot s holds the
-newest token p with
-(p - sink) % slots == s.
+newest token p with (p - sink) % slots == s.
 
-Where D shards split a body, its blocks are dealt out in turn:
-
-    block g is block g // D of shard g % D        so shards differ by at most one block, whatever the length
-
-and the first blocks of a sequence are the first ones of every shard.
+If D shards split a body, its blocks are dealt out in turn: block g is block g // D of shard g % D.
+So shards differ by at most one block, whatever the length, and the first blocks of a sequence are
+the first ones of every shard.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ N = TypeVar("N", int, Array)
 class Regions:
     """Static sizes in tokens. `capacity` counts all three regions together.
 
-    shards: how many shards the body's blocks are dealt out to, which lie along the mesh axis
-    `axis`. What a shard holds is asked by its own program, inside of `jax.shard_map`.
+    shards: the number of shards along the mesh axis `axis` to which the body's blocks are dealt
+    out. A shard's program calls the methods about what it holds inside `jax.shard_map`.
     """
 
     sink: int
@@ -51,63 +49,62 @@ class Regions:
 
     @property
     def body_capacity(self) -> int:
+        """Return the number of body tokens of a full cache."""
         return self.body(self.capacity)
 
     @property
     def sink_slots(self) -> int:
+        """Return the number of tokens that the sink has room for."""
         return min(self.sink, self.capacity)
 
     @property
     def ring_slots(self) -> int:
+        """Return the number of tokens that the ring has room for, at least 1."""
         return max(1, min(self.recent + self.block, self.capacity - self.sink))
 
     def ring_slot(self, position: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return the ring slot of a position that is in the ring."""
         return (position - self.sink) % self.ring_slots
 
     def ring_positions(self, lengths: Int[Array, "B"]) -> Int[Array, "B R"]:
-        """Return the position that each ring slot holds after `lengths` tokens; below `sink` where
-        the slot is still empty."""
+        """Return the position that each ring slot holds after `lengths` tokens. It is below `sink`
+        if the slot is still empty."""
         newest = lengths[:, None] - 1
         return newest - (newest - self.sink - jnp.arange(self.ring_slots)[None]) % self.ring_slots
 
     @property
     def held_capacity(self) -> int:
-        """Return the body tokens that each shard has room for."""
+        """Return the number of body tokens that each shard has room for."""
         return self.most_held(self.body_capacity // self.block) * self.block
 
     def most_held(self, blocks: int) -> int:
-        """Return how many of so many neighbouring blocks one shard can hold, at most."""
+        """Return the most of so many neighbouring blocks that one shard can hold."""
         return -(-blocks // self.shards)
 
     def held(self, body: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Return how many of the first `body` body tokens, whole blocks, this shard holds: its
-        first ones."""
+        """Return how many of the first `body` body tokens (whole blocks) this shard holds. They are
+        its first ones."""
         if self.shards == 1:
             return body
-        return (
-            (body // self.block + self.shards - 1 - lax.axis_index(self.axis))
-            // self.shards
-            * self.block
-        )
+        blocks = body // self.block + self.shards - 1 - lax.axis_index(self.axis)
+        return blocks // self.shards * self.block
 
     def body_token(self, index: Int[Array, "..."]) -> Int[Array, "..."]:
         """Return the body token that this shard holds at `index`."""
         if self.shards == 1:
             return index
-        return (
-            index // self.block * self.shards + lax.axis_index(self.axis)
-        ) * self.block + index % self.block
+        block = index // self.block * self.shards + lax.axis_index(self.axis)
+        return block * self.block + index % self.block
 
     def held_index(self, token: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Return where the shard that has a body token holds it: the inverse of `body_token`."""
-        return (
-            token
-            if self.shards == 1
-            else token // (self.block * self.shards) * self.block + token % self.block
-        )
+        """Return the index of a body token in the shard that holds it: the inverse of
+        `body_token`."""
+        if self.shards == 1:
+            return token
+        return token // (self.block * self.shards) * self.block + token % self.block
 
     def holds(self, token: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Return True where this shard, one of several, holds a body token."""
+        """Return a mask of the body tokens that this shard, one of several, holds."""
         return token // self.block % self.shards == lax.axis_index(self.axis)
 
     def held_positions(self, first: Int[Array, "B"], count: int) -> Int[Array, "B count"]:

@@ -1,2 +1,2 @@
-"""Caches on several devices: which mesh axes split which axes of their arrays, and a layer's
-functions run on each shard."""
+"""Caches on several devices: the mesh axes that split the axes of their arrays, and a layer's
+functions on each shard."""

@@ -1,5 +1,4 @@
-"""What a cache's method allows of a placement, as its arrays' axes say, and the rule that picks
-one."""
+"""Check whether a cache's method allows a placement, by the axes of its arrays, and choose one."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from kvq_jax.types.array_types import ArraySpec
 
 
 def refused(plan: LayerPlan, placement: Placement, query_heads: int) -> str | None:
-    """Return, in one line, why a layer of this plan cannot have a placement; None where it can."""
+    """Return, in one line, why a layer of this plan cannot have a placement, or None if it can."""
     rows, heads = placement.size("rows"), placement.size("heads")
     if rows > 1 and any("rows" in codec.facts.couples for codec in plan.codecs):
         return (
@@ -32,11 +31,10 @@ def refused(plan: LayerPlan, placement: Placement, query_heads: int) -> str | No
 
 
 def unsplittable(plan: LayerPlan, heads: int) -> str | None:
-    """Return, in one line, why the KV heads of a layer cannot be split into so many parts; None
-    where they can.
+    """Return, in one line, why the KV heads of a layer cannot be split into so many parts, or None
+    if they can.
 
-    They can where every array has an axis of KV heads, of whose entries each part has whole ones of
-    its own.
+    They can be split if every array has an axis of KV heads and no two parts share an entry of it.
     """
     if heads == 1:
         return None
@@ -63,8 +61,8 @@ def unsplittable(plan: LayerPlan, heads: int) -> str | None:
 
 
 def _is_share(whole: ArraySpec, part: ArraySpec, heads: int) -> bool:
-    """Return True where `part`, described for 1 / heads of the KV heads, is that share of `whole`,
-    and no entry is cut."""
+    """Return True if `part`, described for 1 / heads of the KV heads, is that share of `whole`, and
+    no entry is cut."""
     if "kv_heads" not in whole.names or whole.names != part.names:
         return False
     axis = whole["kv_heads"]
@@ -74,8 +72,8 @@ def _is_share(whole: ArraySpec, part: ArraySpec, heads: int) -> bool:
 
 
 def placed(plan: LayerPlan, placement: Placement | None, query_heads: int) -> LayerPlan:
-    """Return a layer's plan with its body dealt out as the placement asks. Raises ValueError, in
-    one line, where it cannot be."""
+    """Return a layer's plan with its body dealt out as the placement asks. Raise ValueError, in one
+    line, if the method does not allow it."""
     if placement is None:
         return plan
     reason = refused(plan, placement, query_heads)
@@ -85,7 +83,7 @@ def placed(plan: LayerPlan, placement: Placement | None, query_heads: int) -> La
 
 
 def check_rows(placement: Placement | None, batch: int) -> None:
-    """Raise ValueError, in one line, where so many rows cannot be split as a placement asks."""
+    """Raise ValueError, in one line, if so many rows cannot be split as a placement asks."""
     rows = 1 if placement is None else placement.size("rows")
     if batch % rows:
         raise ValueError(
@@ -95,14 +93,14 @@ def check_rows(placement: Placement | None, batch: int) -> None:
 
 
 def choose(plans: Sequence[LayerPlan], devices: int | Sequence[Any] | None = None) -> Placement:
-    """Return the placement of one sequence over some devices: heads up to gcd(K, devices), where
-    the method allows, tokens for the rest.
+    """Return the placement of one sequence over some devices: heads up to gcd(K, devices), if the
+    method allows it, and tokens for the rest.
 
-    Splitting heads costs nothing; splitting tokens costs two small collectives in each layer.
-    devices: those to use (default: all), or only their number, which gives an abstract mesh.
+    Splitting heads costs nothing. Splitting tokens costs two small collectives in each layer.
+    devices: the devices to use (default: all), or only their number, which gives an abstract mesh.
     """
-    found = jax.devices() if devices is None else devices
-    number = found if isinstance(found, int) else len(found)
+    available = jax.devices() if devices is None else devices
+    number = available if isinstance(available, int) else len(available)
     if number < 1:
         raise ValueError(f"a placement needs at least one device, got {number}")
     most = math.gcd(plans[0].heads, number)
@@ -111,33 +109,32 @@ def choose(plans: Sequence[LayerPlan], devices: int | Sequence[Any] | None = Non
         for h in range(most, 0, -1)
         if most % h == 0 and not any(unsplittable(plan, h) for plan in plans)
     )
-    return Placement(
-        mesh_of({"heads": heads, "tokens": number // heads}, found), heads="heads", tokens="tokens"
-    )
+    mesh = mesh_of({"heads": heads, "tokens": number // heads}, available)
+    return Placement(mesh, heads="heads", tokens="tokens")
 
 
 def mesh_of(sizes: dict[str, int], devices: int | Sequence[Any]) -> AnyMesh:
-    """Return a mesh of these sizes: of the first devices given, or an abstract one."""
+    """Return a mesh of these sizes over the first of these devices, or an abstract one."""
     types = (AxisType.Auto,) * len(sizes)
     if isinstance(devices, int):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-    made: Mesh = jax.make_mesh(
+    mesh: Mesh = jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
         axis_types=types,
         devices=list(devices)[: math.prod(sizes.values())],
     )
-    return made
+    return mesh
 
 
 def parse(text: str, devices: int | Sequence[Any] | None = None) -> Placement:
     """Return the placement that a text such as "heads=4,tokens=2" describes, on a mesh of its own.
 
-    Raises ValueError, in one line, where the text cannot be read or asks for more devices than
-    there are.
+    Raise ValueError, in one line, if the text cannot be read or asks for more devices than there
+    are.
     """
-    found = jax.devices() if devices is None else devices
-    number = found if isinstance(found, int) else len(found)
+    available = jax.devices() if devices is None else devices
+    number = available if isinstance(available, int) else len(available)
     sizes: dict[str, int] = {}
     for part in text.split(","):
         way, _, size = part.partition("=")
@@ -149,15 +146,14 @@ def parse(text: str, devices: int | Sequence[Any] | None = None) -> Placement:
         sizes[way] = int(size)
     wanted = math.prod(sizes.values())
     if wanted > number:
-        virtual = not isinstance(found, int) and found[0].platform == "cpu"
-        hint = (
-            f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes virtual ones of a"
-            " CPU)"
-            if virtual
-            else ""
-        )
+        hint = ""
+        if not isinstance(available, int) and available[0].platform == "cpu":
+            hint = (
+                f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes virtual ones"
+                " of a CPU)"
+            )
         raise ValueError(f"mesh {text!r} needs {wanted} devices, and there are {number}{hint}")
-    return Placement(mesh_of(sizes, found), **{way: way for way in sizes})
+    return Placement(mesh_of(sizes, available), **{way: way for way in sizes})
 
 
 def _divisors(number: int) -> str:

@@ -1,14 +1,13 @@
-"""Programs over a cache on a mesh, called from wherever: no mesh in context, one with Auto axes, or
-one with Explicit axes.
+"""Run programs over a cache on a mesh from any context: no mesh, one with Auto axes, or one with
+Explicit axes.
 
-    with crossing(placement) as own:          from here on, axes are of type Auto, as those of the cache's arrays
-        x = own.taken(x)                      arrays of the caller's mesh become arrays of the placement's
+    with crossing(placement) as mesh:      # axes are of type Auto inside, like the cache's
+        x = mesh.taken(x)                  # from the caller's mesh to the placement's
         ...
-    return own.handed(out, "batch")           and back
+    return mesh.handed(out, "batch")       # and back
 
 A mesh with axes of type Explicit, as `jax.make_mesh` makes them, would ask for a sharding of each
-product. Without a placement nothing happens, and programs for one device are what they are without
-this module.
+product. Without a placement nothing happens, and programs for one device do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvq_jax.types.array_types import AxisName, Tree
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """The way from the mesh around a call to that of a placement, and back."""
+    """The way from the mesh around a call to the mesh of a placement, and back."""
 
     placement: Placement | None
     around: AbstractMesh
@@ -37,12 +36,10 @@ class Crossing:
         return tree if self.placement is None else jax.tree.map(self._take, tree)
 
     def everywhere(self, tree: Tree) -> Tree:
-        """Return the arrays of a tree, of which every device shall have a copy. Call it inside."""
-        return (
-            tree
-            if self.placement is None
-            else jax.lax.with_sharding_constraint(tree, self.placement.everywhere)
-        )
+        """Return the arrays of a tree with a copy on every device. Call it inside."""
+        if self.placement is None:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, self.placement.everywhere)
 
     def handed(self, array: jax.Array, *names: AxisName) -> jax.Array:
         """Return an array with axes of these names as one of the mesh around. Call it outside."""

@@ -1,13 +1,14 @@
-"""Where arrays lie on a mesh of devices: one table from the names of their axes to the mesh axes
-that split them.
+"""Place arrays on a mesh of devices: one table from the names of their axes to the mesh axes that
+split them.
 
-    rows     sequences of the batch. Shards never speak to each other
-    heads    KV heads, and the query heads that read them, where a method stores each head apart
+    rows     sequences of the batch. Shards never communicate
+    heads    KV heads, and the query heads that read them, if a method stores each head apart
     tokens   the body's blocks, dealt out in turn (layer/regions.py). Blocks are coded
-             independently, so every method can be split so; windows, prompt statistics and new
-             tokens are on every shard, and attention over the body is merged, exact up to rounding
+             independently, so every method can be split this way. Windows, prompt statistics and
+             new tokens are on every shard, and attention over the body is merged, exact up to
+             rounding
 
-What is not split is on every device of the mesh.
+Everything else is on every device of the mesh.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ WAYS = ("rows", "heads", "tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The axes of a mesh that split a cache's rows, KV heads and body tokens; None where nothing
-    does. Hashable.
+    """The axes of a mesh that split a cache's rows, KV heads and body tokens. Hashable.
 
         mesh = jax.make_mesh((4, 2), ("heads", "tokens"))
-        cache = init_cache("kivi:bits=2", config, batch=1, capacity=1 << 20,
-        placement=Placement(mesh, heads="heads", tokens="tokens"))
+        split = Placement(mesh, heads="heads", tokens="tokens")
+        cache = init_cache("kivi:bits=2", config, batch=1, capacity=1 << 20, placement=split)
 
-    mesh: devices, or an AbstractMesh where only shapes and bytes are asked for. Its axes may be of
-    any type: programs that hold a cache run with axes of type Auto, whatever mesh is in context
-    (crossing.py). Mesh axes that are not named hold copies.
-    Raises ValueError, in one line, for an axis that the mesh does not have or that is named twice.
+    Mesh axes that are not named hold copies. The axes of the mesh may be of any type: programs that
+    hold a cache run with axes of type Auto, whatever mesh is in context (crossing.py).
+
+    Attributes:
+        mesh: the devices, or an AbstractMesh if only shapes and bytes are needed.
+        rows: the mesh axis that splits the sequences of the batch, or None.
+        heads: the mesh axis that splits the KV heads, or None.
+        tokens: the mesh axis that splits the blocks of the body, or None.
+
+    Raises:
+        ValueError: in one line, if the mesh does not have an axis, or one is named twice.
     """
 
     mesh: AnyMesh
@@ -59,20 +66,23 @@ class Placement:
         object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
 
     def size(self, way: str) -> int:
-        """Return into how many parts "rows", "heads" or "tokens" are split."""
+        """Return the number of parts into which "rows", "heads" or "tokens" are split."""
         axis = getattr(self, way)
         return 1 if axis is None else self.mesh.shape[axis]
 
     @property
     def devices(self) -> int:
+        """Return the number of devices of the mesh."""
         return self.mesh.size
 
     def __str__(self) -> str:
         return ",".join(f"{way}={self.size(way)}" for way in WAYS if self.size(way) > 1) or "whole"
 
     def split(self, name: AxisName, *, body: bool = False) -> str | None:
-        """Return the mesh axis that splits array axes of this name, if any; `body`: in arrays that
-        grow with the body's tokens."""
+        """Return the mesh axis that splits array axes of this name, if any.
+
+        body: the array grows with the body's tokens.
+        """
         if name == "batch":
             return self.rows
         if name in ("kv_heads", "heads"):
@@ -92,16 +102,16 @@ class Placement:
         return jax.tree.map(self.partition, specs)
 
     def shardings(self, specs: Tree) -> Tree:
-        """Return a NamedSharding for each description of a tree. Arrays without entries (the first
-        tokens' window of a cache that has none) are everywhere: so XLA returns them, whatever it
-        was asked."""
+        """Return a NamedSharding for each description of a tree.
+
+        Arrays without entries (the sink of a cache that has none) are on every device, because XLA
+        returns them so whatever their sharding.
+        """
 
         def of(spec: ArraySpec) -> NamedSharding:
-            return (
-                NamedSharding(self.mesh, self.partition(spec))
-                if all(spec.shape)
-                else self.everywhere
-            )
+            if not all(spec.shape):
+                return self.everywhere
+            return NamedSharding(self.mesh, self.partition(spec))
 
         return jax.tree.map(of, specs)
 
@@ -120,7 +130,7 @@ class Placement:
         return sum(map(of, jax.tree.leaves(specs)))
 
     def constrained(self, array: jax.Array, *names: AxisName) -> jax.Array:
-        """Return an array with axes of these names, split as they are in a cache. For use in a
+        """Return an array with axes of these names, split as a cache splits them. For use in a
         program."""
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.along(*names)))
 

@@ -1,4 +1,4 @@
-"""Arrays whose parts several processes hold."""
+"""Fetch arrays whose parts several processes hold."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jax.typing import ArrayLike
 
 
 def fetched(array: ArrayLike) -> np.ndarray:
-    """Return a whole array on the host, contiguous. Where its parts lie with several processes, all
-    of them call this and get all of it."""
+    """Return a whole array on the host, contiguous. If several processes hold parts of it, all of
+    them must call this, and each gets the whole array."""
     if (
         isinstance(array, jax.Array)
         and not array.is_fully_addressable

@@ -1,7 +1,7 @@
-"""Functions of one layer, run on every shard of a placement: each gets its share of heads, rows and
-blocks, and a plan that says so.
+"""Run functions of one layer on every shard of a placement. Each call gets its share of heads, rows
+and blocks, and a plan that says so.
 
-Between these functions, the model's own products are the compiler's to split.
+Between these functions, the compiler splits the model's own products.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def input_partition(placement: Placement) -> LayerInputs:
 
 
 def carry_partition(placement: Placement) -> PartitionSpec:
-    """Return the PartitionSpec of what flows from layer to layer: an accumulator of body tokens [B,
-    S, D], or nothing."""
+    """Return the PartitionSpec of the carry from layer to layer: an accumulator of body tokens
+    [B, S, D], or nothing."""
     return placement.along("batch", "tokens", "model", body=True)
 
 
 def parameter_partition(
     plan: LayerPlan, placement: Placement, described: Callable[[], Tree], params: Tree
 ) -> Tree:
-    """Return the PartitionSpec of a layer's method parameters. `described` gives their axes, and is
-    asked only where heads are split."""
+    """Return the PartitionSpec of a layer's method parameters. `described` returns their axes, and
+    is called only if heads are split."""
     if placement.size("heads") == 1 or not jax.tree.leaves(params):
         return PartitionSpec()
     specs = described()
@@ -72,8 +72,8 @@ def _is_spec(node: Any) -> bool:
 def on_shards(
     function: Callable[..., Any], placement: Placement, in_specs: Tree, out_specs: Tree
 ) -> Callable[..., Any]:
-    """Return a function of whole arrays that runs `function` on every shard's parts. Collectives
-    are the function's own."""
+    """Return a function of whole arrays that runs `function` on every shard's parts. `function`
+    calls its own collectives."""
     return jax.shard_map(
         function, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

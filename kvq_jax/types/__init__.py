@@ -1,2 +1,2 @@
-"""What everything else is written in: arrays with named axes, pytrees that check their types,
-integers as they came, rotary positions."""
+"""The types that everything else uses: arrays with named axes, pytrees that check their types,
+checked integers, rotary positions."""

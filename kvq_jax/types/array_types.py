@@ -9,13 +9,13 @@ Dimensions
 
 Words
 -----
-    row        what a cache stores for one token and one head: K post-RoPE, K pre-RoPE or V
+    row        the vector that a cache stores for one token and one head: K after or before RoPE, V
     group      the elements that share one scale (and one zero point)
     block      the tokens that leave the recent window together
     chunk      the tokens that the streaming attention reads in one step of its loop
     plane      the W neighbouring channels that one bit field of the packed words holds
-    position   index of a token in its sequence; rows are right-padded, so index == position
-    valid      True where a token is real, False where it is padding
+    position   index of a token in its sequence. Rows are right-padded, so index == position
+    valid      True for a real token, False for padding
 
 Axes
 ----
@@ -26,14 +26,15 @@ Every array that is kept (caches, prompt statistics, method parameters, weights)
     kv_heads   key/value heads                   heads   query heads
     tokens     cached tokens, or window slots    mlp     the width inside an MLP
     channels   entries of a cached row           vocab   tokens that a model knows
-    pairs      RoPE pairs of a head              none    anything else: words of a row, slots of a token, entries of a table
+    pairs      RoPE pairs of a head              none    anything else: words of a row, slots of a
+                                                         token, entries of a table
 
-An axis keeps the name of what it runs along where neighbours share an entry: `per` of them do. A
-scale of groups over 32 tokens has the axes (batch, kv_heads, tokens per 32, channels), one of
-groups over 32 channels (batch, kv_heads, channels per 32, tokens), and packed words of which n
-tokens share a row have an axis of tokens per n. Where one thing has several entries side by side,
-`each` counts them: a projection's output runs along kv_heads, with H entries for each. An axis of
-heads that are not the model's (a layer's input cached as one row) is called "none".
+An axis keeps its name if neighbours share an entry, and `per` counts them. A scale of groups over
+32 tokens has the axes (batch, kv_heads, tokens per 32, channels), one of groups over 32 channels
+(batch, kv_heads, channels per 32, tokens), and packed words of which n tokens share a row have an
+axis of tokens per n. If one thing has several entries side by side, `each` counts them: a
+projection's output runs along kv_heads, with H entries for each. An axis of heads that the model
+does not have (a layer's input cached as one row) is called "none".
 
 RoPE pairs are the half-split pairs (i, i + H/2) of Hugging Face's Llama.
 """
@@ -57,12 +58,10 @@ Tree: TypeAlias = Any  # a pytree whose structure a method defines
 
 QueryBNTH: TypeAlias = Float[Array, "B N T H"]
 RowsBKTH: TypeAlias = Float[Array, "B K T H"]
-CachedRows: TypeAlias = Float[
-    Array, "B heads T C"
-]  # K or V, or the rows from which they are rebuilt
-Integers: TypeAlias = (
-    ArrayLike | Sequence[int] | Sequence[Sequence[int]]
-)  # what a caller may give for tokens or lengths
+# K or V, or the rows from which they are rebuilt
+CachedRows: TypeAlias = Float[Array, "B heads T C"]
+# the types that a caller may pass for tokens or lengths
+Integers: TypeAlias = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
 LengthsB: TypeAlias = Int[Array, "B"]
 PositionsBT: TypeAlias = Int[Array, "B T"]
 ValidBT: TypeAlias = Bool[Array, "B T"]
@@ -75,8 +74,14 @@ AxisName = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis over `count` things called `name`, of which `per` neighbours have `each` entries side
-    by side."""
+    """One named axis of an array.
+
+    Attributes:
+        name: the things that it runs along.
+        count: the number of these things.
+        per: neighbours that share entries.
+        each: entries side by side for every `per` things.
+    """
 
     name: AxisName
     count: int
@@ -85,18 +90,25 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """Return the number of entries along the axis."""
         return self.count // self.per * self.each
 
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
     """The axes and the dtype of one array, from which its shape, its bytes and its shardings
-    follow. Only "none" may name several axes.
+    follow.
 
-        ArraySpec((Axis("batch", B), Axis("kv_heads", K), Axis("tokens", S, per=32), Axis("channels", H)), "float16")    # [B, K, S/32, H]
+        batch, heads = Axis("batch", B), Axis("kv_heads", K)
+        tokens, channels = Axis("tokens", S, per=32), Axis("channels", H)
+        ArraySpec((batch, heads, tokens, channels), "float16")    # [B, K, S/32, H]
 
     It is a leaf of pytrees. A tree of descriptions has the structure of the tree of arrays that it
     describes (`pytree.describe`).
+
+    Attributes:
+        axes: the axes, outermost first. Only "none" may name several of them.
+        dtype: the name of the array's dtype.
     """
 
     axes: tuple[Axis, ...]
@@ -104,6 +116,7 @@ class ArraySpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of the array."""
         return tuple(axis.size for axis in self.axes)
 
     @property
@@ -113,16 +126,17 @@ class ArraySpec:
 
     @property
     def grows(self) -> bool:
-        """Return True where the array grows with the tokens of a cache's body, which shards share
-        out; windows do not."""
+        """Return True if the array grows with the tokens of a cache's body, which is dealt out to
+        shards. Windows do not grow."""
         return False
 
     @property
     def names(self) -> tuple[AxisName, ...]:
+        """Return the names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     def axis(self, name: AxisName) -> int:
-        """Return the index of the axis of this name. Raises ValueError where there is none."""
+        """Return the index of the axis of this name. Raise ValueError if there is none."""
         return self.names.index(name)
 
     def __getitem__(self, name: AxisName) -> Axis:
@@ -145,15 +159,22 @@ class ArraySpec:
         )
 
 
-ArrayOrSpec: TypeAlias = (
-    Array | jax.ShapeDtypeStruct | ArraySpec
-)  # a weight, or a description of it
+# a weight, or a description of it
+ArrayOrSpec: TypeAlias = Array | jax.ShapeDtypeStruct | ArraySpec
 
 
 @runtime_checkable
 class ModelDims(Protocol):
-    """The dimensions of a model that a cache needs; `kvq_models.LlamaConfig` and a Hugging Face
-    Llama config both have them."""
+    """The dimensions of a model that a cache needs. `kvq_models.LlamaConfig`, `CacheDims` and a
+    Hugging Face Llama config have them.
+
+    Attributes:
+        num_hidden_layers: L, the number of layers.
+        num_attention_heads: N, the number of query heads.
+        num_key_value_heads: K, the number of key/value heads.
+        head_dim: H, the channels of a head.
+        hidden_size: D, the width of the model.
+    """
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -172,12 +193,20 @@ class ModelDims(Protocol):
 class LayerInputs:
     """Everything about T new tokens that one layer can offer to a cache method.
 
-    Shapes: x [B, T, D]; q_pre, q_rot [B, N, T, H]; k_pre, k_rot, v [B, K, T, H]; positions [B, T]
-    int32; valid [B, T] bool.
-    `x` is the input of the attention projections, after RMSNorm. `*_pre` is before RoPE (after bias
-    and QK-norm), `*_rot` after it. `rope` re-applies the same rotation to rows that were cached
-    before RoPE. `residual` [B, T, D] is the residual stream that x was normalized from. Rows that a
-    caller does not have (tests of a method that reads only keys and values) may be None.
+    Rows that a caller does not have (tests of a method that reads only keys and values) may be
+    None.
+
+    Attributes:
+        x: [B, T, D], the input of the attention projections, after RMSNorm.
+        q_pre: [B, N, T, H], queries before RoPE, after bias and QK-norm.
+        q_rot: [B, N, T, H], queries after RoPE.
+        k_pre: [B, K, T, H], keys before RoPE, after bias and QK-norm.
+        k_rot: [B, K, T, H], keys after RoPE.
+        v: [B, K, T, H], values.
+        positions: [B, T] int32, the index of each token in its sequence.
+        valid: [B, T] bool, True for real tokens, False for padding.
+        rope: the model's rotation, to apply to rows that were cached before RoPE.
+        residual: [B, T, D], the residual stream from which x was normalized.
     """
 
     x: Float[Array, "B T D"] | None
@@ -198,10 +227,18 @@ class LayerWeights:
     """The weights of one layer that a cache method may build on: everything between the residual
     stream and the keys and values.
 
-        x = norm(residual, input_norm),   k_pre = norm_heads(x k_kernel + k_bias, k_norm),   v = x v_kernel + v_bias
+        x     = norm(residual, input_norm)
+        k_pre = norm_heads(x k_kernel + k_bias, k_norm)
+        v     = x v_kernel + v_bias
 
-    Shapes: kernels [D, K * H], biases [K * H] or None, input_norm [D], k_norm [H] or None (no
-    QK-norm), norm_eps [] fp32.
+    Attributes:
+        k_kernel: [D, K * H], the key projection.
+        v_kernel: [D, K * H], the value projection.
+        input_norm: [D], the scale of the RMSNorm before the projections.
+        norm_eps: [] fp32, the epsilon of the norms.
+        k_bias: [K * H], the bias of the key projection, or None.
+        v_bias: [K * H], the bias of the value projection, or None.
+        k_norm: [H], the scale of the keys' norm, or None without QK-norm.
     """
 
     k_kernel: Float[ArrayOrSpec, "D KH"]

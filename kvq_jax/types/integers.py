@@ -1,5 +1,5 @@
-"""Whole numbers that a caller gives (token ids, lengths, row numbers), checked as they come: a cast
-would wrap or cut what does not fit."""
+"""Check the integers that a caller passes (token ids, lengths, row numbers): a cast would wrap or
+truncate values that do not fit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ INT32 = np.iinfo(np.int32)
 
 
 def int32(name: str, values: Integers) -> Int32[np.ndarray | Array, "..."]:
-    """Return integers as int32: an array of JAX where one is given, else an array of NumPy.
+    """Return integers as int32: a JAX array if one is passed, else a NumPy array.
 
-    Raises ValueError, in one line that calls the values `name`, where they are no integers (floats,
-    truth values, rows of unequal lengths) or one is outside int32. Of traced values only the dtype
-    is checked.
+    Raise ValueError, in one line that calls the values `name`, if they are not integers (floats,
+    booleans, rows of unequal lengths) or one does not fit int32. Only the dtype of traced values is
+    checked.
     """
-    given = values if isinstance(values, jax.Array) else _array(name, values)
-    if not given.size and not isinstance(given, jax.Array):
-        return given.astype(np.int32)  # an empty list has no dtype of its own
-    if not jnp.issubdtype(given.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers, got {_shown(given)}")
-    if given.dtype == np.int32:
-        return given
-    if isinstance(given, Tracer):
-        return given.astype(jnp.int32)
-    host = np.asarray(given)
+    array = values if isinstance(values, jax.Array) else _array(name, values)
+    if not array.size and not isinstance(array, jax.Array):
+        return array.astype(np.int32)  # NumPy gives an empty list a float dtype
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {_shown(array)}")
+    if array.dtype == np.int32:
+        return array
+    if isinstance(array, Tracer):
+        return array.astype(jnp.int32)
+    host = np.asarray(array)
     outside = (host < INT32.min) | (host > INT32.max)
     if outside.any():
         raise ValueError(f"{name} must fit int32, got {host[outside].flat[0]}")
@@ -47,9 +47,7 @@ def _array(name: str, values: Integers) -> np.ndarray:
 
 
 def _shown(array: np.ndarray | Array) -> str:
-    """Return what stands in the place of integers: the first value where there is one to see, and
-    the dtype."""
-    first = (
-        "" if isinstance(array, Tracer) or not array.size else f"{np.asarray(array).flat[0]!s} of "
-    )
-    return f"{first}{array.dtype.name}"
+    """Return the first value, if there is one and it is known, and the dtype."""
+    if isinstance(array, Tracer) or not array.size:
+        return array.dtype.name
+    return f"{np.asarray(array).flat[0]!s} of {array.dtype.name}"

@@ -1,5 +1,5 @@
-"""Frozen dataclasses as pytrees. The runtime type checker sees their construction, but not their
-rebuilding from leaves."""
+"""Register frozen dataclasses as pytrees. The runtime type checker sees their construction, but not
+their rebuilding from leaves."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ def pytree(cls: type[T]) -> type[T]:
     structure.
 
     Unlike `jax.tree_util.register_dataclass`, rebuilding a tree does not call the constructor: the
-    leaves that `jax.vmap`, `jax.tree.map` or `jax.eval_shape` put in are not always what the
-    annotations promise.
+    leaves that `jax.vmap`, `jax.tree.map` or `jax.eval_shape` insert do not always have the
+    annotated types.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # a decorated class
     static = tuple(field.name for field in fields if field.metadata.get("static"))
     data = tuple(field.name for field in fields if field.name not in static)
-    keys, leaves_of, structure_of = (
-        tuple(map(jax.tree_util.GetAttrKey, data)),
-        _getter(data),
-        _getter(static),
-    )
+    keys = tuple(map(jax.tree_util.GetAttrKey, data))
+    leaves_of, structure_of = _getter(data), _getter(static)
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return leaves_of(node), structure_of(node)
@@ -47,7 +44,7 @@ def describe(cls: type[T], **fields: Any) -> T:
     """Return an instance of a pytree class that holds descriptions (shapes, dtypes, axes) in place
     of arrays.
 
-    Raises TypeError where the fields are not exactly those of the class.
+    Raise TypeError if a field is missing or unknown.
     """
     differing = {field.name for field in dataclasses.fields(cls)} ^ set(fields)  # type: ignore[arg-type]  # a pytree class
     if differing:

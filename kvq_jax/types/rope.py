@@ -4,10 +4,9 @@
     y_{i+H/2} = a * (x_{i+H/2} * cos(p w_i) + x_i * sin(p w_i))
 
 with p the token's position, w the inverse frequencies [H/2] and a the attention factor (1 except
-for yarn).
-Angles are exact to 2^-24 turn at every position up to 2^24, sines and products are fp32; the result
-has the dtype of the rows. Source: Su et al., RoFormer, section 3.4.2, in the pairing of Hugging
-Face's Llama.
+for yarn). Angles are exact to 2^-24 turn at every position up to 2^24. Sines and products are fp32,
+and the result has the dtype of the rows. Source: Su et al., RoFormer, section 3.4.2, in the pairing
+of Hugging Face's Llama.
 """
 
 from __future__ import annotations
@@ -25,8 +24,12 @@ from pallas_kernels.angles import cos_and_sin
 @pytree
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The rotation of one model: inverse_frequencies [H/2] fp32 in radians per token,
-    attention_factor [] fp32."""
+    """The rotary position embedding of one model.
+
+    Attributes:
+        inverse_frequencies: [H/2] fp32, in radians per token.
+        attention_factor: [] fp32, which scales the rotated rows.
+    """
 
     inverse_frequencies: Float[Array, " half"]
     attention_factor: Float[Array, ""]
@@ -35,9 +38,24 @@ class Rope:
 def rotate(
     rows: Float[Array, "B K T H"], positions: Int[Array, "#B T"], rope: Rope
 ) -> Float[Array, "B K T H"]:
-    """Rotate rows [B, K, T, H] (any head count) to their positions [B, T]."""
-    # without the barrier, XLA computes a token's cosines again for each of its heads
-    # (docs/decisions/scales_and_precision.md)
+    """Rotate rows to their positions.
+
+        y_i       = a * (x_i * cos(p w_i) - x_{i+H/2} * sin(p w_i))
+        y_{i+H/2} = a * (x_{i+H/2} * cos(p w_i) + x_i * sin(p w_i))
+
+    Computed in fp32, with angles exact to 2^-24 turn at positions up to 2^24. Source: Su et al.,
+    RoFormer, section 3.4.2, in the pairing of Hugging Face's Llama.
+
+    Args:
+        rows: [B, K, T, H], with any number of heads.
+        positions: [B, T] or [1, T], the position p of each token.
+        rope: the inverse frequencies w and the attention factor a.
+
+    Returns:
+        The rotated rows, [B, K, T, H] in the dtype of `rows`.
+    """
+    # Without the barrier, XLA computes a token's cosines again for each of its heads
+    # (docs/decisions/scales_and_precision.md).
     cos_B1Th, sin_B1Th = (
         table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope))
     )
@@ -53,7 +71,7 @@ def cosines_and_sines(
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Return (a cos(p w), a sin(p w)) in fp32: tables [B, T, H/2] that serve all heads of a token.
 
-    Their error is at most 2e-7 a for positions up to 2^24, and 1e-6 a for all
+    Their error is at most 2e-7 a at positions up to 2^24, and 1e-6 a at any position
     (pallas_kernels/angles.py).
     """
     cos, sin = cos_and_sin(positions, rope.inverse_frequencies)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvq_jax.attention import dispatch, native
+from kvq_jax.attention.dispatch import XLA
 from kvq_jax.cache.update import _refresh, put_rows
 from kvq_jax.layer.regions import Regions
 
@@ -29,7 +30,7 @@ def test_the_ring_is_that_of_a_whole_update(put, batch: int, dtype: str):
         jnp.asarray(rng.normal(size=(batch, 2, n, 4)), dtype) for n in (REGIONS.ring_slots, 1)
     )
     held = REGIONS.ring_positions(total)
-    wanted = jax.jit(_refresh)(slots, rows, held, start, total, None)
+    wanted = jax.jit(_refresh, static_argnums=5)(slots, rows, held, start, total, XLA)
     found = jax.jit(put)(slots, rows, (held >= start[:, None]) & (held < total[:, None]))
     np.testing.assert_array_equal(found, wanted)
     changed = np.asarray((found != slots).any(axis=(1, 3)).sum(axis=1))
