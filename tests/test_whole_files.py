@@ -20,6 +20,8 @@ MANAGERS = {"replacing", "replacing_directory", "TemporaryDirectory"}
 ELSEWHERE = {  # what calls them wrote elsewhere first
     ("kvq_tools/report/drawing.py", "savefig"),  # to memory
     ("kvq_jax/files/checksum.py", "save_file"),  # to an unfinished file that its caller moves
+    # to a build folder that is made anew each time, in an environment without kvq
+    ("tools/documentation.py", "write_text"),
 }
 
 

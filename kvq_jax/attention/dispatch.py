@@ -31,7 +31,7 @@ import jax
 from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.arrays import stored as stored_arrays
 from kvq_jax.attention import arithmetic, native, streaming
-from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import KernelJob
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
@@ -260,7 +260,7 @@ def quantize(
     params: Tree,
     stats: Tree,
     rows: RowsBKTH,
-    at: Origin,
+    at: TokensAt,
     route: Route,
 ) -> Tree:
     """Quantize whole blocks of rows, by the fused quantize-and-pack kernel if the route and the

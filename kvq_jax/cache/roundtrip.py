@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, by_side
 from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
@@ -58,7 +58,7 @@ def _roundtrip(
         stats = codec.statistics.of(side_params, inputs)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
         at = jnp.pad(inputs.positions, ((0, 0), (0, padding)), mode="edge")
-        body = codec.quantize(side_params, stats, padded, Origin(at, prefill=True))
+        body = codec.quantize(side_params, stats, padded, TokensAt(at, prefill=True))
         decoded = codec.dequantize(side_params, stats, body)[:, :, :tokens]
         by_codec.append(cross_layer.decoded(codec, side_params, decoded, below))
         if plan.cross_layer:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.attention import dispatch, native, streaming
 from kvq_jax.attention.dispatch import XLA, Route
-from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import ArraySpec, LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
@@ -299,7 +299,7 @@ def _age(
         def code(source: tuple[Array, Array | None, Array]) -> Tree:
             rows, below, position = source
             coded = cross_layer.coded(codec, params, rows, below)
-            at = Origin(position[:, 0, :, 0], prefill)
+            at = TokensAt(position[:, 0, :, 0], prefill)
             return dispatch.quantize(codec, params, state.stats[side], coded, at, route)
 
         whole = source, below, position[:, None, :, None]

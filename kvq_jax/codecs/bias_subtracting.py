@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -50,7 +50,7 @@ class BiasSubtracting(Wrapped):
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return self.inner.rows(_without_bias(params), _unbiased(params, inputs))
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         return self.inner.quantize(_without_bias(params), stats, rows, at)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:

@@ -13,7 +13,7 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_writers, kernels
-from kvq_jax.codecs.codec import Origin, Side
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.facts import Facts, PaperCount
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import Kernels, table_of
@@ -33,7 +33,7 @@ class CodebookCodec(OneSideCodec):
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "a fixed codebook is scaled to groups"
         clean, low, high = finite_range(

@@ -37,7 +37,7 @@ from kvq_jax.types.rope import Rope, rotate
 Side = Literal["k", "v"]
 
 
-class Origin(NamedTuple):
+class TokensAt(NamedTuple):
     """The source of the rows that are quantized.
 
     positions: [B, T] int32, the tokens' indices in their sequences.
@@ -85,7 +85,7 @@ class Codec(abc.ABC):
         """Describe the body's arrays for `tokens` tokens, as a tree of `stored.BodySpec`."""
 
     @abc.abstractmethod
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         """Quantize whole blocks of rows, whose tokens stand `at` these positions."""
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ import dataclasses
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.codecs import kernels
-from kvq_jax.codecs.codec import Origin, Side
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.facts import Facts, PaperCount
 from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.one_side import OneSideCodec
@@ -36,7 +36,7 @@ class GroupedCodec(OneSideCodec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return grouped_array.specs(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> GroupedArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> GroupedArray:
         return grouped_array.quantize(rows, self.format)
 
     def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> CachedRows:

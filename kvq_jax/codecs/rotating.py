@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.arrays.rotations import rotation, turn, turn_back
 from kvq_jax.arrays.uniform import finite_rows
-from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernels import Kernels, by_xla, unserved
 from kvq_jax.codecs.learning import Learning
 from kvq_jax.codecs.prompt_statistics import Statistics
@@ -39,7 +39,7 @@ class Rotating(Wrapped):
     """The codec `inner`, applied to rotated rows of H channels. Its prompt statistics and its
     calibration see rotated rows."""
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         return self.inner.quantize(params, stats, _turned(rows), at)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:

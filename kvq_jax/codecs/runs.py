@@ -17,7 +17,7 @@ from kvq_jax.arrays import run_array
 from kvq_jax.arrays.reverse_water_filling import STEPS
 from kvq_jax.arrays.run_array import RunArray, RunFormat
 from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.kernels import Kernels, table_of
@@ -53,7 +53,7 @@ class RunsCodec(OneSideCodec):
     def body(self, batch: int, heads: int, tokens: int) -> RunArray:
         return run_array.specs(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> RunArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> RunArray:
         u = self.analysed(calibrated(params), rows.astype(jnp.float32))
         return run_array.quantize(u[..., : self.format.stored_channels], self.format)
 

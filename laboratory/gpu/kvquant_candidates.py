@@ -23,7 +23,7 @@ from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, plan_of, random_parameters, rope_of
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.learning import for_kernels
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
@@ -178,7 +178,7 @@ class _Side:
             return self.random_rows(jnp.uint32(3), tokens)
 
         def pack(x: Array, params: Any) -> Any:
-            at = Origin(jnp.zeros((1, tokens), jnp.int32), prefill=False)
+            at = TokensAt(jnp.zeros((1, tokens), jnp.int32), prefill=False)
             return codec.quantize(params, (), x, at)
 
         size = (

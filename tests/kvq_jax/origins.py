@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.codec import TokensAt
 
-PROMPT = Origin(jnp.zeros((1, 1), jnp.int32), prefill=True)
-GENERATED = Origin(jnp.zeros((1, 1), jnp.int32), prefill=False)
+PROMPT = TokensAt(jnp.zeros((1, 1), jnp.int32), prefill=True)
+GENERATED = TokensAt(jnp.zeros((1, 1), jnp.int32), prefill=False)
 
 
-def prompt(rows: jax.Array) -> Origin:
+def prompt(rows: jax.Array) -> TokensAt:
     """Return the origin of rows [B, K, T, C] of a prompt that starts with them."""
-    return Origin(jnp.arange(rows.shape[2], dtype=jnp.int32)[None], prefill=True)
+    return TokensAt(jnp.arange(rows.shape[2], dtype=jnp.int32)[None], prefill=True)

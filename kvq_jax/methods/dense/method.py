@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.codecs.codec import Codec, Origin, Side, side_rows
+from kvq_jax.codecs.codec import Codec, Side, TokensAt, side_rows
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernels import Kernels, of_rows
 from kvq_jax.methods.base import Method, Windows
@@ -36,7 +36,7 @@ class DenseCodec(Codec):
         )
         return BodySpec(axes, self.dtype)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         return rows.astype(jnp.dtype(self.dtype))
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays import float_array
 from kvq_jax.arrays.float_array import LARGEST_INPUT, FloatArray, FloatFormat
-from kvq_jax.codecs.codec import Origin, Side
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -49,7 +49,7 @@ class FloatCodec(OneSideCodec):
     def body(self, batch: int, heads: int, tokens: int) -> FloatArray:
         return float_array.specs(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> FloatArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> FloatArray:
         return float_array.quantize(
             self._scaled(rows.astype(jnp.float32), stats, divide=True), self.format
         )

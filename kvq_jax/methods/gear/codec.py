@@ -16,7 +16,7 @@ from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.arrays.uniform import finite_rows, saturation_limit
-from kvq_jax.codecs.codec import Origin, Side
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.one_side import OneSideCodec
@@ -75,7 +75,7 @@ class GearCodec(OneSideCodec):
         dense = grouped_array.specs(format, batch, heads, tokens)
         return describe(GearArray, dense=dense, left=left, right=right, outliers=outliers)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> GearArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> GearArray:
         """Quantize rows without their outliers, then approximate the errors of the codes, then
         store the outliers against both.
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.arrays import grouped_array, slot_array
 from kvq_jax.arrays.grouped_array import GroupedArray, Scheme
 from kvq_jax.arrays.slot_array import SLOT_BITS, SlotArray
-from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.facts import Facts, PaperCount
 from kvq_jax.codecs.grouped import GroupedCodec
@@ -35,7 +35,7 @@ class InnerQCodec(GroupedCodec):
     hybrid_decode: bool = True
     normalize: bool = False
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         normalized = rows.astype(jnp.float32) / stats if self.normalize else rows
         return self._encoded(normalized, self._scheme(at.prefill))
 

@@ -19,7 +19,7 @@ from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, kernels
-from kvq_jax.codecs.codec import Origin, Side
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, PaperCount
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -77,7 +77,7 @@ class KVQuantCodec(OneSideCodec):
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> CodebookArray:
         rows = rows.astype(jnp.float32)
         if self.per_channel:
             clean, scale, zero, exact = self._by_channel(params, stats, rows)

@@ -14,7 +14,7 @@ from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat, RadiusScale
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
-from kvq_jax.codecs.codec import Codec, Origin, Side, side_rows
+from kvq_jax.codecs.codec import Codec, Side, TokensAt, side_rows
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernel_readers import Reader
@@ -43,7 +43,7 @@ class PolarCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> PolarArray:
         return polar_array.specs(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> PolarArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> PolarArray:
         return polar_array.quantize(
             rows, self.format, stats if self.format.grid == "global" else None
         )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.packing import pack
-from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernels import Kernels, by_xla
@@ -43,7 +43,7 @@ class SquatCodec(GroupedCodec):
     normalize: bool = False
     shared: bool = False
 
-    def quantize(self, params: Tree, stats: Array, rows: CachedRows, at: Origin) -> GroupedArray:
+    def quantize(self, params: Tree, stats: Array, rows: CachedRows, at: TokensAt) -> GroupedArray:
         """Quantize blocks of channels in turn. The ranges of each are taken after the corrections
         for the blocks before it.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.codecs.codebook import CodebookCodec
-from kvq_jax.codecs.codec import Origin
+from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.facts import Facts, PaperCount
 from kvq_jax.codecs.kernels import table_of
 from kvq_jax.types.array_types import CachedRows, Tree
@@ -22,7 +22,7 @@ class SphereCodec(CodebookCodec):
     """x^ = levels[code] * |x| for each token and head. `format.group` is the head, and the format
     stores no zero points."""
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> CodebookArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> CodebookArray:
         """Quantize rows against their norms as stored. Entries that are not finite count as 0, and
         norms saturate in the stored dtype."""
         group, dtype = self.format.group, self.format.scale_dtype

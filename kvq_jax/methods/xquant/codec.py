@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.codecs.codec import Codec, Origin, Side
+from kvq_jax.codecs.codec import Codec, Side, TokensAt
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.facts import CrossLayer, Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
@@ -68,7 +68,7 @@ class OutlierChannel(Codec):
         )
         return self.coded.body(batch, heads, tokens), BodySpec(exact, self.dtype)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         rest = self.coded.quantize(params, stats, rows.at[..., 0].set(0), at)
         return rest, rows[..., :1].astype(jnp.dtype(self.dtype))
 
@@ -104,7 +104,7 @@ class _XRows(Codec):
             lambda spec: spec.renamed("kv_heads", "none"), self.stored.body(batch, 1, tokens)
         )
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: Origin) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         return self.stored.quantize((), (), rows, at)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:

@@ -13,7 +13,7 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.arrays.uniform import finite_rows, saturation_limit
-from kvq_jax.codecs.codec import Codec, Origin, Side
+from kvq_jax.codecs.codec import Codec, Side, TokensAt
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.prompt_statistics import Statistics
@@ -91,7 +91,7 @@ class ZipCodec(Codec):
 
         return describe(ZipArray, mask=mask, norm=norm, keys=part("k"), values=part("v"))
 
-    def quantize(self, params: Tree, stats: Probes, rows: CachedRows, at: Origin) -> ZipArray:
+    def quantize(self, params: Tree, stats: Probes, rows: CachedRows, at: TokensAt) -> ZipArray:
         limit = saturation_limit(self.scale_dtype)
         keys, values = (finite_rows(half, limit) for half in jnp.split(rows, 2, axis=-1))
         mask = chosen(saliency(stats, keys, at.positions), self.block, self.salient)

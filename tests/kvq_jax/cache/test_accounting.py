@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 import kvq_jax as kvq
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.cache.cache import CacheDims, plans
-from kvq_jax.codecs.codec import Codec, Origin, Side, side_rows
+from kvq_jax.codecs.codec import Codec, Side, TokensAt, side_rows
 from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, Windows
@@ -141,7 +141,7 @@ class SignsCodec(Codec):
     def facts(self) -> Facts:
         return Facts(outliers=Outliers(slots=lambda heads: heads, counts=_counts))
 
-    def quantize(self, params, stats, rows, at: Origin) -> SignsAndLargest:
+    def quantize(self, params, stats, rows, at: TokensAt) -> SignsAndLargest:
         channel = jnp.argmax(jnp.abs(rows), axis=-1)
         largest = jnp.take_along_axis(rows, channel[..., None], axis=-1)[..., 0]
         size = jnp.mean(jnp.abs(rows), axis=-1)

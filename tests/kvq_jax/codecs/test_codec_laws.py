@@ -15,7 +15,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.update import decode_layer, prefill_layer
-from kvq_jax.codecs.codec import Codec, Origin
+from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.wrapped import MEMBERS, Wrapped
 from kvq_jax.layer.plan import LayerPlan, by_side
 from tests.kvq_jax.codecs.test_codec_facts import described
@@ -34,14 +34,14 @@ class Identity(Wrapped):
 class Halving(Wrapped):
     """Control: a wrapper that changes what is stored."""
 
-    def quantize(self, params: Any, stats: Any, rows: Any, at: Origin) -> Any:
+    def quantize(self, params: Any, stats: Any, rows: Any, at: TokensAt) -> Any:
         return self.inner.quantize(params, stats, rows / 2, at)
 
 
 class Elsewhere(Wrapped):
     """Control: a wrapper that loses the positions."""
 
-    def quantize(self, params: Any, stats: Any, rows: Any, at: Origin) -> Any:
+    def quantize(self, params: Any, stats: Any, rows: Any, at: TokensAt) -> Any:
         lost = at._replace(positions=at.positions + 1000)
         return self.inner.quantize(params, stats, rows, lost)
 
@@ -107,7 +107,7 @@ def test_a_wrapper_forwards_every_member_of_the_interface():
 @functools.partial(quick_jit, static_argnums=(0, 1))
 def decoded(plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> Any:
     stats = codec.statistics.of(params, inputs)
-    at = Origin(inputs.positions[:, : rows.shape[2]], prefill=True)
+    at = TokensAt(inputs.positions[:, : rows.shape[2]], prefill=True)
     return codec.dequantize(params, stats, codec.quantize(params, stats, rows, at))
 
 
@@ -153,7 +153,7 @@ def test_degenerate_entries_decode_to_finite_rows_and_stay_in_their_token(case: 
 class Naive(Wrapped):
     """Control: 8-bit codes with one scale per token and head, and no care for infinities."""
 
-    def quantize(self, params: Any, stats: Any, rows: Any, at: Origin) -> Any:
+    def quantize(self, params: Any, stats: Any, rows: Any, at: TokensAt) -> Any:
         scale = jnp.max(jnp.abs(rows), axis=(2, 3), keepdims=True) / 127
         return jnp.round(rows / scale).astype(jnp.int8), scale
 
