@@ -19,11 +19,7 @@ from benchmarks.report_file import RESULTS, clean
 from kvq_jax.attention import dispatch
 
 TO_BE_MEASURED_AGAIN = {  # of a dirty tree; a name goes when its page is of a clean commit
-    "attention_one_core_cpu",
     "attention_waterfill_cpu",
-    "decode_step_llama_3_2_1b_cpu",
-    "decode_step_smollm2_cpu",
-    "generation_cpu",
     "launches_jax_0_12",
 }
 CACHES = ("kivi:bits=4", "innerq")
