@@ -9,6 +9,9 @@ PIP = $(RUN) -m pip --disable-pip-version-check install --quiet
 # torch (extra parity) is only for comparisons with transformers, pinned to a build for Python 3.11
 EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.version_info[:2] == (3, 11) else "test")')
 
+# where `make bench` writes; benchmarks/results has pages of files with a clean commit alone
+RESULTS ?= benchmarks/results
+
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
@@ -34,9 +37,9 @@ lint: $(VENV)/.kvq-test
 	$(VENV)/bin/pyright --pythonpath $(RUN)
 
 bench: $(VENV)/.kvq-test
-	$(RUN) -m benchmarks.cpu.attention --json benchmarks/results/attention_cpu.json
+	$(RUN) -m benchmarks.cpu.attention --json $(RESULTS)/attention_cpu.json
 	$(RUN) -m benchmarks.cpu.decode_step --model smollm2 --tokens 1024 4096 16384 --batch 1 --rounds 9 \
-		--cache dense kivi:bits=4 kivi:bits=2 innerq:bits=2 --json benchmarks/results/decode_step_smollm2_cpu.json
+		--cache dense kivi:bits=4 kivi:bits=2 innerq:bits=2 --json $(RESULTS)/decode_step_smollm2_cpu.json
 	$(RUN) -m benchmarks.results_page
 
 # the documentation site, in site/: pages, and a reference made of docstrings; kvq itself is not installed for it
