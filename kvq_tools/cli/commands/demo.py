@@ -50,10 +50,10 @@ Runs a model with several caches and compares them. The first half of a text is
 the prompt. Each cache then (1) continues it greedily and (2) predicts the
 second half token by token, reading what it stored, which gives the perplexity.
 Bytes are those of the whole cache at the text's length, windows included,
-beside a dense bf16 cache of the same capacity. tokens/s is decoding alone,
+beside a dense bf16 cache of the same capacity. Resident bytes also count what a
+method adds to the model, and its working memory. tokens/s is decoding alone,
 without compilation. Without arguments: the embedded model, the opening of Pride
-and Prejudice, and {", ".join(CACHES)}. Resident bytes also count what a method
-adds to the model and its working memory."""
+and Prejudice, and {", ".join(CACHES)}."""
 
 EPILOG = f"""\
 examples:

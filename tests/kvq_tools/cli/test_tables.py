@@ -96,6 +96,7 @@ def result():
         "cache_bytes": 1234567890,
         "ratio": 14.56,
         "bits_per_element": 13.05,
+        "resident_by_batch": [{"batch": batch, "bytes": batch * 1234567890} for batch in (1, 16)],
         "by_position": by,
     }
     return {
