@@ -106,7 +106,9 @@ def test_the_page_names_every_method_that_reads_more_than_queries_keys_and_value
     more = {
         name
         for name, codec in codecs.items()
-        if codec.learning.before_rope or codec.facts.rebuilds or codec.learning.parameters(heads=1)
+        if codec.facts.form == "before_rope"
+        or codec.facts.rebuilds
+        or codec.learning.parameters(heads=1)
     }
     assert {"kvquant", "squat_pre", "xquant_cl"} <= more <= named
     assert {"kivi", "polarquant", "int4"}.isdisjoint(more), (

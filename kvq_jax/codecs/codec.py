@@ -144,7 +144,8 @@ class Codec(abc.ABC):
     @property
     def kernels(self) -> Kernels:
         """The kernels that read and write the body, or the reason why none does."""
-        return unserved(f"{type(self).__name__} has no kernel")
+        name = type(self).__name__
+        return unserved(f"{name} has no kernel", f"{name} has no CPU kernel")
 
     @property
     def learning(self) -> Learning:

@@ -126,7 +126,8 @@ class _XRows(Codec):
     @property
     def kernels(self) -> Kernels:
         return unserved(
-            "keys are rebuilt from the layer's input by matrix products, which XLA does"
+            "keys are rebuilt from the layer's input by matrix products, which XLA does",
+            "keys are rebuilt from the layer's input by matrix products, which no CPU kernel does",
         )
 
     @property
