@@ -31,7 +31,7 @@ from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.learning import Learning
 from kvq_jax.codecs.prompt_statistics import Statistics
-from kvq_jax.codecs.wrapped import Wrapped
+from kvq_jax.codecs.wrapper import Wrapper
 from kvq_jax.types.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
 
@@ -39,7 +39,7 @@ OPTION = "subtract_bias=true"
 
 
 @dataclasses.dataclass(frozen=True)
-class BiasSubtracting(Wrapped):
+class BiasSubtracting(Wrapper):
     """The key codec `inner`, applied to keys without their bias. Windows hold rows without it too,
     and `vectors` restores it.
 

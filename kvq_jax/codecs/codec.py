@@ -60,7 +60,7 @@ class Codec(abc.ABC):
       vectors(dequantize(body))`, to fp32 rounding.
     - An entry that is inf, NaN or beyond the range of the scales decodes to something finite and
       changes no other token's codes.
-    - A wrapper that changes nothing changes nothing (`wrapped.Wrapped`).
+    - A wrapper that changes nothing changes nothing (`wrapper.Wrapper`).
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:

@@ -24,7 +24,7 @@ from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernels import Kernels, by_xla, unserved
 from kvq_jax.codecs.learning import Learning
 from kvq_jax.codecs.prompt_statistics import Statistics
-from kvq_jax.codecs.wrapped import Wrapped
+from kvq_jax.codecs.wrapper import Wrapper
 from kvq_jax.types.array_types import CachedRows, LayerInputs, Tree
 from kvq_jax.types.rope import Rope
 
@@ -35,7 +35,7 @@ BEFORE_ROPE = f"{OPTION} with keys cached before RoPE, which no kernel turns bac
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotating(Wrapped):
+class Rotating(Wrapper):
     """The codec `inner`, applied to rotated rows of H channels. Its prompt statistics and its
     calibration see rotated rows."""
 

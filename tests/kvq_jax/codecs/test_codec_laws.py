@@ -16,7 +16,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.codecs.codec import Codec, TokensAt
-from kvq_jax.codecs.wrapped import MEMBERS, Wrapped
+from kvq_jax.codecs.wrapper import MEMBERS, Wrapper
 from kvq_jax.layer.plan import LayerPlan, by_side
 from tests.kvq_jax.codecs.test_codec_facts import described
 from tests.kvq_jax.layer_runs import empty, parameters_of, quick_jit, sequences
@@ -27,18 +27,18 @@ BATCH = 2
 TOKEN, CHANNEL = 5, 3  # of the entry that is made degenerate
 
 
-class Identity(Wrapped):
+class Identity(Wrapper):
     """A wrapper that changes nothing."""
 
 
-class Halving(Wrapped):
+class Halving(Wrapper):
     """Control: a wrapper that changes what is stored."""
 
     def quantize(self, params: Any, stats: Any, rows: Any, at: TokensAt) -> Any:
         return self.inner.quantize(params, stats, rows / 2, at)
 
 
-class Elsewhere(Wrapped):
+class Elsewhere(Wrapper):
     """Control: a wrapper that loses the positions."""
 
     def quantize(self, params: Any, stats: Any, rows: Any, at: TokensAt) -> Any:
@@ -92,7 +92,7 @@ def test_a_wrapper_that_changes_nothing_changes_nothing(case: MethodCase):
         ("zipcache:probes=4,recent=8,block=16", Elsewhere),
     ],
 )
-def test_a_wrapper_that_changes_something_is_seen(spec: str, control: type[Wrapped]):
+def test_a_wrapper_that_changes_something_is_seen(spec: str, control: type[Wrapper]):
     plan, _ = empty(spec, batch=BATCH)
     pairs = zip(outputs(plan, control), outputs(plan), strict=True)
     assert any(not np.array_equal(actual, expected) for actual, expected in pairs)
@@ -100,7 +100,7 @@ def test_a_wrapper_that_changes_something_is_seen(spec: str, control: type[Wrapp
 
 def test_a_wrapper_forwards_every_member_of_the_interface():
     assert len(MEMBERS) <= 14
-    assert set(MEMBERS) <= set(vars(Wrapped))
+    assert set(MEMBERS) <= set(vars(Wrapper))
     assert not Identity.__abstractmethods__
 
 
@@ -150,7 +150,7 @@ def test_degenerate_entries_decode_to_finite_rows_and_stay_in_their_token(case: 
                 assert error(read[0, :, mates], exact[0, :, mates]) <= 1.1 * usual + 1e-6, entry
 
 
-class Naive(Wrapped):
+class Naive(Wrapper):
     """Control: 8-bit codes with one scale per token and head, and no care for infinities."""
 
     def quantize(self, params: Any, stats: Any, rows: Any, at: TokensAt) -> Any:

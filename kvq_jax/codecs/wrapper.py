@@ -42,7 +42,7 @@ _Base = cast(Any, Codec)  # a type checker cannot see the members that `forwardi
 
 @forwarding
 @dataclasses.dataclass(frozen=True)
-class Wrapped(_Base):
+class Wrapper(_Base):
     """The codec `inner`, unchanged. A wrapper derives from this, defines what it changes, and says
     so in the values that it replaces (`dataclasses.replace(self.inner.facts, ...)`)."""
 
