@@ -115,10 +115,9 @@ METHOD_CASES = (
     MethodCase("squat2", "squat:rank=3,lam=0.01,sink=0,recent=12,block=16", 3.5, 0.433),
     MethodCase(
         "squat3_pre",
-        "k=squat_pre:bits=4,rank=6,block_channels=12,scale_dtype=float32"
-        "+v=kivi:bits=3,scale_dtype=float32+cache:sink=2,recent=5,block=8",
-        8.5,
-        0.1372,
+        "squat_pre:bits=3,rank=6,block_channels=12,scale_dtype=float32,sink=2,recent=5,block=8",
+        8.0,
+        0.152,
     ),
     MethodCase("polar44", "polarquant:group_size=16,sink=2,recent=3", 11.0, 0.1121),
     MethodCase(
