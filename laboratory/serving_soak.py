@@ -158,7 +158,7 @@ def _request(i: int, vocabulary: int) -> Request:
 
 def run(options: argparse.Namespace) -> ServingSoakReport:
     """Run until `--requests` requests are answered; the report is written after each round.
-    ValueError where the folder of --work belongs to another run, or no request is asked for."""
+    ValueError if the folder of --work belongs to another run, or no request is asked for."""
     if options.requests < 1:
         raise ValueError("--requests must be at least 1")
     started, cache = time.monotonic(), str(kvq.parse(options.cache))

@@ -183,7 +183,7 @@ class Soak:
 
 
 def run(options: argparse.Namespace) -> SoakReport:
-    """Run until `--steps` steps are done; the report is written after each sample. ValueError where
+    """Run until `--steps` steps are done; the report is written after each sample. ValueError if
     the folder of --work belongs to another run, or no step is asked for."""
     if options.steps < 1:
         raise ValueError("--steps must be at least 1")

@@ -159,7 +159,7 @@ class Texts:
     calibration: Int[np.ndarray, " S"]
 
     def prepared(self, llama: Llama, cache: str) -> Llama:
-        """Return the model with the parameters that the cache needs. ValueError where the model or
+        """Return the model with the parameters that the cache needs. ValueError if the model or
         the cache refuses."""
         spec = kvq.parse(cache)
         if not needs(spec, llama.config):
@@ -196,7 +196,7 @@ def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -
 
 
 def run(options: argparse.Namespace) -> BiasReport:
-    """ValueError where the model cannot have a key bias, or the text is too short."""
+    """ValueError if the model cannot have a key bias, or the text is too short."""
     llama, tokenizer = load_llama(options.model, dtype="float32")
     text = options.text.read_text(encoding="utf-8")
     scored, calibration = (

@@ -129,7 +129,7 @@ def argument_parser() -> argparse.ArgumentParser:
 class Bench:
     """The model, its questions, and the scores that were measured so far; none is measured again.
 
-    ValueError where a task or a cache lacks its text, or samples do not fit the model.
+    ValueError if a task or a cache lacks its text, or samples do not fit the model.
     """
 
     def __init__(self, options: argparse.Namespace):

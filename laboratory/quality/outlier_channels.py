@@ -152,7 +152,7 @@ def channels_of(
 
 
 def run(options: argparse.Namespace) -> OutlierChannelsReport:
-    """Measure every text. ValueError where one is too short."""
+    """Measure every text. ValueError if one is too short."""
     llama, tokenizer = load_llama(options.model, dtype="float32")
     parts = [
         [

@@ -58,7 +58,7 @@ def cosine(rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T C"]) -> 
 def relative_range(
     rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T C"], group: int
 ) -> float:
-    """Return the mean range of a group of the difference over that of the rows. ValueError where
+    """Return the mean range of a group of the difference over that of the rows. ValueError if
     the group does not divide the width."""
     if rows.shape[1] % group:
         raise ValueError(f"groups of {group} channels do not divide rows of {rows.shape[1]}")
