@@ -30,7 +30,7 @@ from kvq_jax.placement.placement import AnyMesh, Placement
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
-from kvq_models.llama.gguf_metadata import ROPE_FACTORS
+from kvq_models.llama.gguf_rope import ROPE_FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.sharding import placement_of, weight_shardings

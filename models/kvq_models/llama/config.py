@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
+from kvq_models.llama.generation_defaults import GenerationDefaults
 from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
 
 MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
@@ -58,6 +59,7 @@ class LlamaConfig:
         qkv_bias, o_bias, mlp_bias: biases of the projections.
         qk_norm: RMSNorm of each head's queries and keys (Qwen3).
         eos_token_ids: all tokens at which generation stops.
+        generation: the sampling that the checkpoint asks for, if the caller does not say.
         dtype: of the model that carries this config; not part of the checkpoint.
 
     Raises NotImplementedError for another model_type, and ValueError for values that are not
@@ -85,6 +87,7 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    generation: GenerationDefaults = dataclasses.field(default=GenerationDefaults(), compare=False)
     dtype: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvq_models.llama.gguf_metadata import CONTROL, USER_DEFINED
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +30,6 @@ PRE_TOKENIZERS = {
 }
 WHOLE_WORDS = ("llama-bpe",)  # keep a whole word of the vocabulary, before any merge
 COMPOSED = ("qwen2",)  # text in Unicode's form NFC
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 
 Fields = Mapping[str, Any]
 
@@ -170,14 +171,14 @@ def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None
         [
             AddedToken(t, special=True, normalized=False)
             for t, k in zip(tokens, kinds, strict=True)
-            if k == _CONTROL
+            if k == CONTROL
         ]
     )
     core.add_tokens(
         [
             AddedToken(t, normalized=False)
             for t, k in zip(tokens, kinds, strict=True)
-            if k == _USER_DEFINED
+            if k == USER_DEFINED
         ]
     )
 

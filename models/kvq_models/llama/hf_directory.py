@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -20,16 +19,21 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import SHA256, Checksum
+from kvq_models.llama import generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.config_fields import token_ids
+from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.hf_names import EMBED_NAME, HEAD_NAME
+from kvq_models.llama.hf_tokenizer import (
+    TOKENIZER_EXTRAS,
+    TOKENIZER_FILES,
+    added_tokens,
+    load_tokenizer,
+    named_end,
+)
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-SENTENCEPIECE_FILE = "tokenizer.model"
-FAST_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
-TOKENIZER_FILES = (*FAST_TOKENIZER_FILES, SENTENCEPIECE_FILE, "tokenizer_config.json")
-TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -61,16 +65,22 @@ class HfDirectory:
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
-        """Return the model's configuration. The end-of-sequence tokens of generation_config.json
-        take precedence, if there are any."""
+        """Return the model's configuration. Its end tokens are those of config.json,
+        generation_config.json and the tokenizer together."""
         config = LlamaConfig.from_hf(self.fields)
         generation_file = self.directory / "generation_config.json"
-        eos_token_ids = (
-            token_ids(read_json(generation_file), "eos_token_id")
-            if generation_file.exists()
-            else ()
+        generation = read_json(generation_file) if generation_file.exists() else {}
+        added = added_tokens(self.directory)
+        stated = (
+            *token_ids(generation, "eos_token_id"),
+            *config.eos_token_ids,
+            named_end(self.directory, added),
         )
-        return dataclasses.replace(config, eos_token_ids=eos_token_ids or config.eos_token_ids)
+        return dataclasses.replace(
+            config,
+            eos_token_ids=end_tokens(stated, added),
+            generation=generation_defaults.of_hf(generation),
+        )
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
@@ -262,39 +272,3 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{str(file)!r} is not a whole safetensors file: {first_line(error)}"
         ) from error
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Return the directory's tokenizer, or None if it has none."""
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
-        return None
-    fast = any((directory / name).exists() for name in FAST_TOKENIZER_FILES)
-    if (
-        not fast
-        and (directory / SENTENCEPIECE_FILE).exists()
-        and importlib.util.find_spec("sentencepiece") is None
-    ):
-        raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a"
-            " tokenizer.json, and sentencepiece reads it: pip install 'kvq-jax[sentencepiece]'"
-        )
-    # its import warns that PyTorch is missing
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer  # imported late: it takes seconds
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # the tokenizers library raises nothing narrower for a broken file
-        raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}"
-        ) from error
-    # transformers compares lengths with it, whatever its type
-    longest = getattr(tokenizer, "model_max_length", None)
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
-        raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"
-            " number"
-        )
-    return tokenizer
