@@ -175,10 +175,10 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     model was trained untied."""
     config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
     stored = [checkpoint.tensors.get(name) for name in pair]
-    if not config.tie_word_embeddings or any(
-        tensor is None or tensor.stored_as for tensor in stored
-    ):
+    if not config.tie_word_embeddings or None in stored:
         return config
+    if len({tensor.stored_as or name for name, tensor in zip(pair, stored, strict=True)}) == 1:
+        return config  # two names of one tensor
     embed, head = map(checkpoint.read, pair)
     return (
         config
@@ -202,8 +202,13 @@ def _check_tensors(
         )
     missing = [name for name in shapes if name not in stored]
     if missing:
+        hint = (
+            ": if the embedding is its head, set tie_word_embeddings to true in config.json"
+            if missing == [hf_names.HEAD_NAME]
+            else ""
+        )
         raise CheckpointError(
-            f"the files lack {_some(missing)}, which the model of their configuration needs"
+            f"the files lack {_some(missing)}, which the model of their configuration needs{hint}"
         )
     for name, shape in shapes.items():
         if stored[name].shape != shape:

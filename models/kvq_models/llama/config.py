@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
 from kvq_models.llama.generation_defaults import GenerationDefaults
 from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
+from kvq_models.llama.unsupported_fields import refuse_unsupported
 
 MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
 
@@ -148,7 +149,7 @@ class LlamaConfig:
         model does not compute.
         """
         family = _family(hf)
-        _refuse_unsupported(hf)
+        refuse_unsupported(hf)
         window, windowed = _sliding_window(hf, family)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
@@ -256,7 +257,8 @@ def _family(hf: Mapping[str, Any]) -> _Family:
         )
     family = _FAMILIES[model_type]
     architectures = hf.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    base = family.architecture.replace("ForCausalLM", "Model")  # saved without its head
+    if architectures not in ([family.architecture], [base]):
         raise NotImplementedError(
             f"config field {architectures=} is not supported for {model_type=}; supported:"
             f" {family.architecture}"
@@ -282,21 +284,6 @@ def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -
             " head_dim is not given"
         )
     return hidden // heads
-
-
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
-        raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
-    if hf.get("quantization_config") is not None:
-        raise NotImplementedError(
-            "config field quantization_config is present: only unquantized checkpoints are"
-            " supported"
-        )
-    if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise NotImplementedError(
-            f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel"
-            " rotates)"
-        )
 
 
 def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:

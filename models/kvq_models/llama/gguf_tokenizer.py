@@ -28,8 +28,33 @@ PRE_TOKENIZERS = {
     "llama-bpe": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}",
 }
+# Other names under which llama.cpp splits text in the same way.
+ALIASES = {
+    "gpt-2": ("phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"),
+    "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "qwen2": ("deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"),
+}
+_SPLITS = {name: name for name in PRE_TOKENIZERS}
+_SPLITS |= {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 WHOLE_WORDS = ("llama-bpe",)  # keep a whole word of the vocabulary, before any merge
-COMPOSED = ("qwen2",)  # text in Unicode's form NFC
+COMPOSED = ("qwen2",)  # text in Unicode's form NFC, in files of this name itself
+
+# Fields of the tokenizer that are read here or in gguf_metadata.py, or that change no token.
+_KNOWN = frozenset(
+    {
+        "model",
+        "pre",
+        "tokens",
+        "token_type",
+        "scores",
+        "merges",
+        "add_bos_token",
+        "add_eos_token",
+        "add_space_prefix",
+        "token_type_count",
+        "precompiled_charsmap",
+    }
+)
 
 Fields = Mapping[str, Any]
 
@@ -52,6 +77,7 @@ def tokenizer_of(fields: Fields) -> Any:
         raise NotImplementedError(
             f"GGUF field tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama"
         )
+    _check_all_known(fields)
     tokens = _strings(fields, "tokens")
     core = _byte_level(fields, tokens) if kind == "gpt2" else _sentence_piece(fields, tokens)
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
@@ -81,15 +107,41 @@ def tokenizer_of(fields: Fields) -> Any:
     )
 
 
+def _check_all_known(fields: Fields) -> None:
+    """Raise NotImplementedError, by name, for a field that may change the tokens and is not read:
+    one that is set and is no token's id."""
+    prefix = "tokenizer.ggml."
+    for field in fields:
+        name = field.removeprefix(prefix)
+        if name == field or name in _KNOWN or name.endswith("_token_id"):
+            continue
+        if value := fields[field]:
+            raise NotImplementedError(
+                f"GGUF field {field}={str(value)[:40]} is not known here, and may change the tokens"
+            )
+
+
+def _split(fields: Fields) -> str:
+    """Return the name in `PRE_TOKENIZERS` of a byte-level file's split."""
+    name = fields.get("tokenizer.ggml.pre")
+    if name is None:
+        raise NotImplementedError(
+            "GGUF field tokenizer.ggml.pre is missing, and any guess of how text is split may give"
+            " wrong tokens: convert the model again with a llama.cpp of May 2024 or later, or add"
+            f" the field with gguf-new-metadata; supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    if name not in _SPLITS:
+        raise NotImplementedError(
+            f"GGUF field tokenizer.ggml.pre={str(name)[:40]!r} is not supported; supported:"
+            f" {', '.join(_SPLITS)}"
+        )
+    return _SPLITS[name]
+
+
 def _byte_level(fields: Fields, tokens: Sequence[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = fields.get("tokenizer.ggml.pre", "gpt-2")
-    if name not in PRE_TOKENIZERS:
-        raise NotImplementedError(
-            f"GGUF field tokenizer.ggml.pre={name!r} is not supported; supported:"
-            f" {', '.join(PRE_TOKENIZERS)}"
-        )
+    name = _split(fields)
     merges = [
         (first, second)
         for first, _, second in (merge.partition(" ") for merge in _strings(fields, "merges"))
@@ -114,7 +166,7 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> Any:
         core.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
-    if name in COMPOSED:
+    if fields["tokenizer.ggml.pre"] in COMPOSED:
         core.normalizer = normalizers.NFC()
     core.decoder = decoders.ByteLevel()
     return core
@@ -189,7 +241,7 @@ def _add_template(core: Any, fields: Fields, kind: str, bos: str | None, eos: st
 
     first = fields.get(
         "tokenizer.ggml.add_bos_token",
-        kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe",
+        kind == "llama" or _split(fields) == "llama-bpe",
     )
     last = fields.get("tokenizer.ggml.add_eos_token", False)
     around = [token if wanted else None for token, wanted in ((bos, first), (eos, last))]

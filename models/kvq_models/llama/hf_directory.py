@@ -40,6 +40,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 # of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
 Part = Literal["config", "tokenizer", "all"]
 
+_PREFIX = "model."
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -68,6 +69,8 @@ class HfDirectory:
         """Return the model's configuration. Its end tokens are those of config.json,
         generation_config.json and the tokenizer together."""
         config = LlamaConfig.from_hf(self.fields)
+        if self._is_tied():
+            config = dataclasses.replace(config, tie_word_embeddings=True)
         generation_file = self.directory / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
         added = added_tokens(self.directory)
@@ -96,6 +99,24 @@ class HfDirectory:
         lm_head.weight, and maps the others to it in the metadata. A head without an embedding in a
         tied model is the embedding, as in transformers.
         """
+        stored, shared = self._headers
+        if HEAD_NAME in stored and self.config.tie_word_embeddings:
+            shared = {EMBED_NAME: HEAD_NAME} | shared
+        aliases = {
+            name: kept for name, kept in shared.items() if name not in stored and kept in stored
+        }
+        return stored | {
+            name: dataclasses.replace(stored[kept], stored_as=stored[kept].stored_as or kept)
+            for name, kept in aliases.items()
+        }
+
+    @functools.cached_property
+    def _headers(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """Return (headers by name, names of shared tensors with the name that is stored).
+
+        A model that was saved without its head, as LlamaModel, lacks the prefix "model." of every
+        name. It is added, as in transformers.
+        """
         stored: dict[str, StoredTensor] = {}
         shared: dict[str, str] = {}
         for file in self.weight_files:
@@ -110,15 +131,25 @@ class HfDirectory:
                     header = tensors.get_slice(name)
                     stored[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
                 shared |= tensors.metadata() or {}
-        if HEAD_NAME in stored and self.config.tie_word_embeddings:
-            shared.setdefault(EMBED_NAME, HEAD_NAME)
-        aliases = {
-            name: kept for name, kept in shared.items() if name not in stored and kept in stored
-        }
-        return stored | {
-            name: dataclasses.replace(stored[kept], stored_as=kept)
-            for name, kept in aliases.items()
-        }
+        if EMBED_NAME.removeprefix(_PREFIX) in stored and EMBED_NAME not in stored:
+            stored = {
+                name if name == HEAD_NAME else f"{_PREFIX}{name}": dataclasses.replace(
+                    tensor, stored_as=name
+                )
+                for name, tensor in stored.items()
+            }
+        return stored, shared
+
+    def _is_tied(self) -> bool:
+        """Return True if config.json does not say whether the head is tied, and the files hold no
+        head: nothing else can be meant."""
+        if self.fields.get("tie_word_embeddings") is not None:
+            return False
+        try:
+            stored, shared = self._headers
+        except CheckpointError:  # no weights here: a configuration alone
+            return False
+        return EMBED_NAME in stored and HEAD_NAME not in {*stored, *shared}
 
     @property
     def weight_files(self) -> list[Path]:

@@ -232,7 +232,15 @@ class Llama(nnx.Module):
 def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama:
     """Return the model's tree with a ShapeDtypeStruct for each weight, to count bytes and load
     checkpoints without allocation."""
-    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=_OneKey(0)))
+
+
+class _OneKey(nnx.Rngs):
+    """The same key for all weights. For a new key of its own, `nnx.Rngs` walks through all earlier
+    equations of a trace, which takes a second for 30 layers."""
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
 
 
 def split_heads(rows_BTC: Float[Array, "B T C"], heads: int) -> Float[Array, "B heads T H"]:
