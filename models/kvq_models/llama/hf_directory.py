@@ -41,6 +41,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 Part = Literal["config", "tokenizer", "all"]
 
 _PREFIX = "model."
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -115,7 +116,8 @@ class HfDirectory:
         """Return (headers by name, names of shared tensors with the name that is stored).
 
         A model that was saved without its head, as LlamaModel, lacks the prefix "model." of every
-        name. It is added, as in transformers.
+        name. It is added, as in transformers. Prefixes of PyTorch's wrappers (torch.compile, DDP)
+        are removed.
         """
         stored: dict[str, StoredTensor] = {}
         shared: dict[str, str] = {}
@@ -131,14 +133,19 @@ class HfDirectory:
                     header = tensors.get_slice(name)
                     stored[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
                 shared |= tensors.metadata() or {}
-        if EMBED_NAME.removeprefix(_PREFIX) in stored and EMBED_NAME not in stored:
-            stored = {
-                name if name == HEAD_NAME else f"{_PREFIX}{name}": dataclasses.replace(
-                    tensor, stored_as=name
-                )
-                for name, tensor in stored.items()
+        bare = {name: _WRAPPERS.sub("", name) for name in stored}
+        if EMBED_NAME.removeprefix(_PREFIX) in bare.values():
+            bare = {
+                name: one if one == HEAD_NAME else f"{_PREFIX}{one}" for name, one in bare.items()
             }
-        return stored, shared
+        if len(set(bare.values())) < len(bare):  # wrapped and plain names of the same tensors
+            return stored, shared
+        return {
+            bare[name]: tensor
+            if bare[name] == name
+            else dataclasses.replace(tensor, stored_as=name)
+            for name, tensor in stored.items()
+        }, shared
 
     def _is_tied(self) -> bool:
         """Return True if config.json does not say whether the head is tied, and the files hold no
