@@ -272,19 +272,8 @@ def shardings(described: Cache, placement: Placement) -> Cache:
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
-def is_parked(cache: Cache) -> bool:
-    """Return True if a cache's bodies are in the host's memory (parking.py). Traced arrays know it,
-    too."""
-    bodies = jax.tree.leaves([layer.body for layer in cache.layers])
-    return any(
-        isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
-        for leaf in bodies
-    )
-
-
-def check_held(cache: Cache, *, parked: bool = False) -> None:
-    """Raise ValueError if a call has consumed the cache (its donated buffers are gone), or if its
-    bodies are in the host's memory. With `parked`, they must be there."""
+def check_held(cache: Cache) -> None:
+    """Raise ValueError if a call has consumed the cache: its donated buffers are gone."""
     arrays = (
         leaf
         for leaf in jax.tree.leaves(cache)
@@ -294,12 +283,6 @@ def check_held(cache: Cache, *, parked: bool = False) -> None:
         raise ValueError(
             "this cache was consumed by a call that took it over (prefill, score, generate, or a"
             " jit that donates it): go on with the cache in that call's result"
-        )
-    if parked and not is_parked(cache):
-        raise ValueError("this cache is not parked: only what kvq.park returned comes back")
-    if not parked and is_parked(cache):
-        raise ValueError(
-            "this cache is parked in the host's memory: kvq.unpark(cache) brings it back"
         )
 
 

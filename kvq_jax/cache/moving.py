@@ -38,8 +38,7 @@ def move(cache: Cache, placement: Placement | None) -> Cache:
         placement: the new placement, or None for one device.
 
     Raises:
-        ValueError: in one line, if the method cannot have the placement, or the cache was consumed
-            or is parked.
+        ValueError: in one line, if the method cannot have the placement, or the cache was consumed.
     """
     check_held(cache)
     described = axes(cache.spec, cache.dims, cache.batch, cache.capacity, cache.dtype, placement)

@@ -52,8 +52,7 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         parameters: the method's parameters for each layer, `()` for methods without any.
 
     Raises:
-        ValueError: if `lengths` is not [B] or holds other values, or the cache was consumed or is
-            parked.
+        ValueError: if `lengths` is not [B] or holds other values, or the cache was consumed.
     """
     check_held(cache)
     limits = jnp.asarray(int32("lengths", lengths))
@@ -86,7 +85,7 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
 
     Raises:
         ValueError: if `index` is not such a vector, the placement cannot split so many rows, or the
-            cache was consumed or is parked.
+            cache was consumed.
     """
     check_held(cache)
     index = jnp.asarray(int32("index", index))
@@ -135,7 +134,7 @@ def merge_rows(first: Cache, second: Cache) -> Cache:
 
     Raises:
         ValueError: if the caches differ in one of these fields (the message names it), or one was
-            consumed or is parked.
+            consumed.
     """
     _check_alike(first, second, "cannot be merged")
     return _apply(_merged, first.placement, first, second)

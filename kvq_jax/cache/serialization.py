@@ -90,7 +90,7 @@ def save_cache(
             `load_beside` reads.
 
     Raises:
-        ValueError: if the cache was consumed or is parked.
+        ValueError: if the cache was consumed.
         OSError: if the file cannot be written.
     """
     check_held(cache)

@@ -17,7 +17,6 @@ from kvq_jax.methods.registry import METHODS
 from kvq_jax.placement.allowed import parse, unsplittable
 from pallas_kernels.launch import Launch
 from tests.exhaustive import some
-from tests.kvq_jax.cache.test_parking import check_parking, random_cache
 from tests.multi_device.placed_runs import (
     BATCH,
     CAPACITY,
@@ -213,10 +212,6 @@ def test_a_cache_moves_from_one_placement_to_another():
         there = kvq.move(one, parse(mesh))
         assert not differing(one, kvq.move(there, None)), mesh
     assert not differing(one, kvq.move(kvq.move(there, parse("tokens=4")), None))
-
-
-def test_a_cache_is_parked_with_each_devices_part_beside_it():
-    check_parking(random_cache(parse("heads=2,tokens=4")))
 
 
 def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
