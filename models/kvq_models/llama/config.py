@@ -1,9 +1,9 @@
 """The model's configuration: one frozen value with Hugging Face's names, read from and written to
 config.json.
 
-`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and names
-the field if this model would compute it wrongly. `LlamaConfig.to_hf` writes a file that old and new
-versions of transformers can read.
+`LlamaConfig.from_hf` reads a config.json of the families in `_FAMILIES`, and names the field if
+this model would compute it wrongly. `LlamaConfig.to_hf` writes a file that old and new versions of
+transformers can read.
 """
 
 from __future__ import annotations
@@ -20,30 +20,46 @@ from kvq_models.llama.unsupported_fields import refuse_unsupported
 MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
 
 
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
+
+
 class _Family(NamedTuple):
     """Properties that a model_type implies and config.json does not state."""
 
     architecture: str
-    qkv_bias: bool | None  # None: config.json's attention_bias decides
-    o_bias: bool | None
-    mlp_bias: bool | None  # None: config.json's mlp_bias decides
-    qk_norm: bool
-    head_dim: int | None  # if config.json has none; None: hidden_size // num_attention_heads
-    sliding_window: int | None  # if config.json has none
+    qkv_bias: bool | None = None  # None: config.json's attention_bias decides
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None  # None: config.json's mlp_bias decides
+    qk_norm: bool = False
+    joint_qk_norm: bool = False
+    norms_inputs: bool = True
+    norms_outputs: bool = False
+    head_dim: int | None = None  # if config.json has none; None: hidden_size // num_attention_heads
+    sliding_window: int | None = None  # if config.json has none
+    fields: tuple[str, ...] = ()  # of config.json that other families must not have
 
 
 _FAMILIES = {
-    "llama": _Family(
-        "LlamaForCausalLM", None, None, None, qk_norm=False, head_dim=None, sliding_window=None
-    ),
-    "mistral": _Family(
-        "MistralForCausalLM", False, False, False, qk_norm=False, head_dim=None, sliding_window=4096
-    ),
-    "qwen2": _Family(
-        "Qwen2ForCausalLM", True, False, False, qk_norm=False, head_dim=None, sliding_window=4096
-    ),
+    "llama": _Family("LlamaForCausalLM"),
+    "mistral": _Family("MistralForCausalLM", False, False, False, sliding_window=4096),
+    "qwen2": _Family("Qwen2ForCausalLM", True, False, False, sliding_window=4096),
     "qwen3": _Family(
-        "Qwen3ForCausalLM", None, None, False, qk_norm=True, head_dim=128, sliding_window=4096
+        "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096
+    ),
+    "granite": _Family("GraniteForCausalLM", fields=MULTIPLIERS),
+    "smollm3": _Family("SmolLM3ForCausalLM", fields=("no_rope_layers", "no_rope_layer_interval")),
+    "olmo2": _Family(
+        "Olmo2ForCausalLM",
+        mlp_bias=False,
+        qk_norm=True,
+        joint_qk_norm=True,
+        norms_inputs=False,
+        norms_outputs=True,
     ),
 }
 
@@ -59,6 +75,14 @@ class LlamaConfig:
             nothing up to so many tokens, and longer sequences are refused (`check_window`).
         qkv_bias, o_bias, mlp_bias: biases of the projections.
         qk_norm: RMSNorm of each head's queries and keys (Qwen3).
+        joint_qk_norm: that norm is taken over all heads together (OLMo 2).
+        norms_inputs: RMSNorm of what attention and the MLP read.
+        norms_outputs: RMSNorm of what they add to the residual stream (OLMo 2).
+        unrotated_layers: the layers without RoPE (SmolLM3).
+        embedding_multiplier, residual_multiplier: factors of the embedding, and of what a layer
+            adds to the residual stream (Granite).
+        attention_multiplier: the factor of the scores, or None for 1 / sqrt(head_dim) (Granite).
+        logits_scaling: logits are divided by it (Granite).
         eos_token_ids: all tokens at which generation stops.
         generation: the sampling that the checkpoint asks for, if the caller does not say.
         dtype: of the model that carries this config; not part of the checkpoint.
@@ -84,6 +108,14 @@ class LlamaConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    norms_inputs: bool = True
+    norms_outputs: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
     rope: RopeConfig = RopeConfig()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -119,6 +151,9 @@ class LlamaConfig:
         if self.rope.rope_type == "dynamic" and self.head_dim == 2:
             raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
         check_positive("rms_norm_eps", self.rms_norm_eps)
+        for name in MULTIPLIERS:
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"config field sliding_window={self.sliding_window} must be positive")
 
@@ -149,7 +184,7 @@ class LlamaConfig:
         model does not compute.
         """
         family = _family(hf)
-        refuse_unsupported(hf)
+        refuse_unsupported(hf, family.fields)
         window, windowed = _sliding_window(hf, family)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
@@ -176,6 +211,15 @@ class LlamaConfig:
                 else family.mlp_bias
             ),
             qk_norm=family.qk_norm,
+            joint_qk_norm=family.joint_qk_norm,
+            norms_inputs=family.norms_inputs,
+            norms_outputs=family.norms_outputs,
+            unrotated_layers=_unrotated_layers(hf),
+            **{
+                name: required(hf, name, float)
+                for name in MULTIPLIERS
+                if name in family.fields and name in hf
+            },
             rope=rope_from_hf(hf),
             bos_token_id=optional(hf, "bos_token_id", int, None),
             eos_token_ids=token_ids(hf, "eos_token_id"),
@@ -201,6 +245,7 @@ class LlamaConfig:
             "rope_theta": self.rope.theta,
             "rope_scaling": rope_to_hf(self.rope),
             **self._window_to_hf(),
+            **self._family_to_hf(),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": _one_or_many(self.eos_token_ids),
             "pad_token_id": self.pad_token_id,
@@ -217,6 +262,14 @@ class LlamaConfig:
                 f"a config.json of model_type={self.model_type!r} cannot express {', '.join(lost)}"
             )
         return hf
+
+    def _family_to_hf(self) -> dict[str, Any]:
+        family = _FAMILIES[self.model_type].fields
+        values = {name: getattr(self, name) for name in MULTIPLIERS if name in family}
+        if "no_rope_layers" in family:
+            layers = range(self.num_hidden_layers)
+            values["no_rope_layers"] = [int(i not in self.unrotated_layers) for i in layers]
+        return {name: value for name, value in values.items() if value is not None}
 
     def _window_to_hf(self) -> dict[str, Any]:
         if self.sliding_window is None or self.model_type == "mistral":
@@ -284,6 +337,24 @@ def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -
             " head_dim is not given"
         )
     return hidden // heads
+
+
+def _unrotated_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers whose keys and queries are not rotated. transformers' `no_rope_layers` has
+    a 1 for each layer that *is* rotated."""
+    if hf["model_type"] != "smollm3":
+        return ()
+    layers = required(hf, "num_hidden_layers", int)
+    rotated = optional(hf, "no_rope_layers", list, None)
+    if rotated is None:
+        interval = optional(hf, "no_rope_layer_interval", int, 4)
+        check_positive("no_rope_layer_interval", interval)
+        rotated = [(i + 1) % interval for i in range(layers)]
+    if len(rotated) != layers:
+        raise ValueError(
+            f"config field no_rope_layers has {len(rotated)} entries for {layers} layers"
+        )
+    return tuple(i for i, rotates in enumerate(rotated) if not rotates)
 
 
 def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:

@@ -46,12 +46,19 @@ TABLE = (
     ("model.norm.weight", "norm.scale", KEEP),
     ("lm_head.weight", "head.kernel", TRANSPOSE),
 )
+# The same names stand for other norms in families that norm what is added to the residual stream.
+WITH_OUTPUT_NORMS = {
+    "layers.#.attention_output_norm.scale": "model.layers.#.post_attention_layernorm.weight",
+    "layers.#.mlp_norm.scale": "model.layers.#.pre_feedforward_layernorm.weight",
+    "layers.#.mlp_output_norm.scale": "model.layers.#.post_feedforward_layernorm.weight",
+}
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 # Buffers of old checkpoints that the config determines: rotary frequencies.
 IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 
 _BY_PATH = {path: (name, transpose) for name, path, transpose in TABLE}
+_BY_PATH_WITH_OUTPUT_NORMS = _BY_PATH | {p: (n, KEEP) for p, n in WITH_OUTPUT_NORMS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +97,8 @@ def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
 
 def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
     layer = re.search(r"\d+", path)
-    name, transpose = _BY_PATH[re.sub(r"\d+", "#", path)]
+    by_path = _BY_PATH_WITH_OUTPUT_NORMS if config.norms_outputs else _BY_PATH
+    name, transpose = by_path[re.sub(r"\d+", "#", path)]
     spec = ArraySpec(weight_axes(path, config), leaf.dtype.name)
     return Weight(name.replace("#", layer.group()) if layer else name, transpose, leaf, spec)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # Fields of relatives of Llama that turn up under its model_type, with the values that change
@@ -37,8 +37,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError, by name, for a field that this model would compute wrongly."""
+def refuse_unsupported(hf: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raise NotImplementedError, by name, for a field that this model would compute wrongly. Fields
+    that the family is `known` to have are computed."""
     if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
         raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
     quantization = hf.get("quantization_config") or hf.get("compression_config")
@@ -54,7 +55,7 @@ def refuse_unsupported(hf: Mapping[str, Any]) -> None:
         )
     for name, neutral in _NEUTRAL.items():
         value = hf.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in neutral and name not in known:
             allowed = f"{neutral[0]} or none" if neutral else "none"
             raise NotImplementedError(
                 f"config field {name}={str(value)[:40]} is not supported; supported: {allowed}"
