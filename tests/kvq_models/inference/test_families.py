@@ -27,7 +27,7 @@ def config_of(family: str) -> LlamaConfig:
 
 
 def continued(llama, spec: str) -> tuple[list[np.ndarray], jax.Array]:
-    """Return the logits of each row's last prompt token and of the steps after it, and the tokens."""
+    """Return the logits of each row from its last prompt token on, and the tokens."""
     tokens = random_tokens((2, LENGTH))
     cache = kvq.init_cache(spec, llama.config, 2, LENGTH + 16, "float32")
     logits, cache = prefill(llama, cache, tokens[:, : max(LENGTHS)], LENGTHS)
@@ -84,5 +84,5 @@ def test_methods_that_build_on_weights_are_refused_for_norms_of_outputs(spec: st
 def test_configs_are_written_as_they_were_read(family: str):
     config = config_of(family)
     assert LlamaConfig.from_hf(config.to_hf()) == config
-    with pytest.raises((ValueError, NotImplementedError), match="cannot express|not supported"):
+    with pytest.raises((ValueError, NotImplementedError), match=r"cannot express|not supported"):
         dataclasses.replace(config, model_type="llama").to_hf()
