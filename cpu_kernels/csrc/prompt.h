@@ -9,9 +9,9 @@
 
 namespace kvq {
 
-constexpr int64_t kKeyBlock = 256;   // keys whose scores become weights together
-constexpr int64_t kRowTile = 6;      // query rows that share the loads of a key or value
-constexpr int64_t kMostRows = 384;   // query rows of a task, which share the packing of keys
+constexpr int64_t kKeyBlock = 256;  // keys whose scores become weights together
+constexpr int64_t kRowTile = 6;     // query rows that share the loads of a key or value
+constexpr int64_t kMostRows = 384;  // query rows of a task, which share the packing of keys
 constexpr int64_t kLeastRows = 96;
 
 // Some query tokens of the heads that read one KV head of one row of the batch. Row i of them is
@@ -32,9 +32,7 @@ struct PromptRows {
   float* o;        // [group, T, H]: the sum of exp(score - m) * value
 };
 
-KVQ_INLINE int64_t whole_tiles(int64_t rows) {
-  return (rows + kRowTile - 1) / kRowTile * kRowTile;
-}
+KVQ_INLINE int64_t whole_tiles(int64_t rows) { return (rows + kRowTile - 1) / kRowTile * kRowTile; }
 
 // Channels with padding, in whole vectors of any processor.
 KVQ_INLINE int64_t padded_channels(int64_t channels) {

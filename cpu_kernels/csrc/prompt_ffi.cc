@@ -60,12 +60,9 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
       !shaped(o->dimensions(), {call.batch, call.heads, rows, call.channels}))
     return invalid("the results have other shapes");
   const ffi::DataType type = keys.element_type();
-  if (values.element_type() != type ||
-      (type != ffi::F32 && type != ffi::F16 && type != ffi::BF16))
+  if (values.element_type() != type || (type != ffi::F32 && type != ffi::F16 && type != ffi::BF16))
     return invalid("keys and values must be of fp32, fp16 or bf16");
-  call.type = type == ffi::F32   ? kvq::kFloat32
-              : type == ffi::F16 ? kvq::kFloat16
-                                 : kvq::kBfloat16;
+  call.type = type == ffi::F32 ? kvq::kFloat32 : type == ffi::F16 ? kvq::kFloat16 : kvq::kBfloat16;
   call.q = q.typed_data(), call.counts = counts.typed_data();
   call.keys = static_cast<const char*>(keys.untyped_data());
   call.values = static_cast<const char*>(values.untyped_data());

@@ -18,8 +18,8 @@ using kvq::kKeyBlock;
 using kvq::kRowTile;
 using kvq::PromptRows;
 
-constexpr int kColumns = kLanes == 16 ? 4 : 2;           // vectors of a tile's columns
-constexpr int64_t kPanel = kColumns * kLanes;            // keys of a panel
+constexpr int kColumns = kLanes == 16 ? 4 : 2;  // vectors of a tile's columns
+constexpr int64_t kPanel = kColumns * kLanes;   // keys of a panel
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 // 2^x for x <= 0, to 2 units in the last place, and 0 below -126. The polynomial is Cephes' exp2f.
@@ -76,8 +76,8 @@ inline void multiply_columns(int64_t vectors, const float* a, int64_t a_stride, 
     case 2:
       return multiply_tile<2>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
     case 3:
-      return multiply_tile<kColumns < 3 ? 1 : 3>(a, a_stride, b, b_stride, c, c_stride, depth,
-                                                shrink);
+      return multiply_tile <
+             kColumns<3 ? 1 : 3>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
     default:
       return multiply_tile<kColumns>(a, a_stride, b, b_stride, c, c_stride, depth, shrink);
   }
@@ -124,9 +124,9 @@ struct PromptAttention {
   void load_queries() {
     const float scale = part.scale * kLog2E;
     for (int64_t r = 0; r < tiled; r++) {
-      const float* from =
-          part.q + (r % part.group * part.queries + token_of(r)) * part.channels;
-      for (int64_t c = 0; c < width; c++) q[r * width + c] = c < part.channels ? from[c] * scale : 0;
+      const float* from = part.q + (r % part.group * part.queries + token_of(r)) * part.channels;
+      for (int64_t c = 0; c < width; c++)
+        q[r * width + c] = c < part.channels ? from[c] * scale : 0;
       m[r] = kvq::kNegInf, l[r] = 0;
     }
     std::memset(o, 0, sizeof(float) * size_t(tiled * width));
@@ -181,8 +181,8 @@ struct PromptAttention {
                          width, keys + at * width, kPanel, scores + at, kKeyBlock, width, nullptr);
       float shrink[kRowTile];
       for (int64_t r = 0; r < kRowTile; r++)
-        shrink[r] = weigh_row(scores + r * kKeyBlock, maximum(0, seen(first + r)), most, m[first + r],
-                              l[first + r]);
+        shrink[r] = weigh_row(scores + r * kKeyBlock, maximum(0, seen(first + r)), most,
+                              m[first + r], l[first + r]);
       for (int64_t c = 0; c < width; c += kPanel)
         multiply_columns(minimum(kColumns, (width - c) / kLanes), scores, kKeyBlock, values + c,
                          width, o + first * width + c, width, most, shrink);
@@ -217,7 +217,8 @@ struct PromptAttention {
       const int64_t at = r % part.group * part.queries + part.first + r / part.group;
       part.m[at] = l[r] > 0 || l[r] != l[r] ? m[r] * kLn2 : kvq::kNegInf;
       part.l[at] = l[r];
-      std::memcpy(part.o + at * part.channels, o + r * width, sizeof(float) * size_t(part.channels));
+      std::memcpy(part.o + at * part.channels, o + r * width,
+                  sizeof(float) * size_t(part.channels));
     }
   }
 };
