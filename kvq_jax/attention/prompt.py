@@ -62,8 +62,8 @@ def attend(
 
 def _attention(
     rows: Float[Array, "B K R H"],
-    keys: RowsBKTH,
-    values: RowsBKTH,
+    keys: Float[Array, "B K E H"],
+    values: Float[Array, "B K E H"],
     seen: Bool[Array, "B E0"],
     counts: Int[Array, "B T"],
 ) -> PartialAttention:
