@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.attention import dispatch, native, streaming
+from kvq_jax.attention import dispatch, native
 from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.layer import cross_layer
@@ -41,7 +41,7 @@ def prefill_layer(
 
     Attention is exact inside the prompt and over the windows. Tokens that were in the body before
     are read dequantized. Rows of the batch that were empty get their prompt statistics here.
-    `route` chooses the code that quantizes. XLA computes the attention of prompts.
+    `route` chooses the code that quantizes and the one that attends.
     """
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
@@ -49,8 +49,9 @@ def prefill_layer(
     quantizer = route if route.launch else XLA
     after = append_layer(plan, params, state, inputs, carry, prefill=True, route=quantizer)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
-    out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
-    return streaming.without_lost(plan, inputs.positions, out), after, carry
+    body = plan.readable(state.body, carry)
+    out = dispatch.attend_prompt(plan, params, state, body, inputs, limits, route)
+    return out, after, carry
 
 
 def decode_layer(
