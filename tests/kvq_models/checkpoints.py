@@ -104,6 +104,32 @@ CASES = {
     "qwen3_attention_bias": CheckpointCase(
         "qwen3", {"head_dim": 16, "attention_bias": True}, spelling="rope_type"
     ),
+    "mixtral": CheckpointCase(
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen3_moe": CheckpointCase(
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "head_dim": 16,
+        },
+    ),
+    "qwen3_moe_normalized": CheckpointCase(
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+        },
+        spelling="rope_type",
+    ),
     "granite": CheckpointCase(
         "granite",
         {

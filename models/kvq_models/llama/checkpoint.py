@@ -142,10 +142,11 @@ def save_checkpoint(
     directory = Path(directory)
     # the key that old and new versions read
     fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
-    tensors = {
-        w.name: np.asarray(w.leaf.T if w.transpose else w.leaf)
-        for w in hf_names.weights(llama).values()
-    }
+    tensors: dict[str, np.ndarray] = {}
+    for weight in hf_names.weights(llama).values():
+        leaf = np.asarray(jnp.swapaxes(weight.leaf, -1, -2) if weight.transpose else weight.leaf)
+        parts = leaf if "*" in weight.name else (leaf,)
+        tensors |= dict(zip(weight.stored_names, parts, strict=True))
     with replacing_directory(directory) as unfinished:
         write_tensors(unfinished / "model.safetensors", tensors, {"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -163,7 +164,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
         checkpoint.config.num_hidden_layers,
     )
     if layers > stored:
-        missing = f"model.layers.{stored}.input_layernorm.weight"
+        missing = f"model.layers.{stored}.self_attn.q_proj.weight"
         raise CheckpointError(
             f"the files lack tensor {missing!r} and more: they hold {stored} layers, and"
             f" num_hidden_layers is {layers}"
@@ -190,7 +191,7 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
 def _check_tensors(
     expected: Mapping[str, hf_names.Weight], stored: Mapping[str, StoredTensor], *, tied: bool
 ) -> None:
-    shapes = {weight.name: weight.hf_shape for weight in expected.values()}
+    shapes = {name: weight.hf_shape for weight in expected.values() for name in weight.stored_names}
     accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {ROPE_FACTORS}
     unmatched = [
         name for name in stored if name not in accounted and not hf_names.IGNORED.fullmatch(name)
@@ -234,9 +235,8 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement 
         expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None
     ):
         if placement is None:
-            placed = _placed(
-                checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype
-            )
+            tensor = _whole(checkpoint, weight)
+            placed = _placed(tensor, transpose=weight.transpose, dtype=weight.leaf.dtype)
         else:
             placed = _placed_in_parts(checkpoint, weight, shardings[path], placement.everywhere)
         values[path], finite[weight.name] = placed
@@ -249,16 +249,37 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement 
     return hf_names.replace_weights(abstract, values)
 
 
+def _whole(checkpoint: Checkpoint, weight: hf_names.Weight) -> np.ndarray | jax.Array:
+    """Return a weight as it is stored, the tensors of all experts in one array."""
+    if "*" not in weight.name:
+        return checkpoint.read(weight.name)
+    return np.stack([np.asarray(checkpoint.read(name)) for name in weight.stored_names])
+
+
 def _cast(
     tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tensor on the device, transposed and cast there (strided copies on the host would
     take most of the loading time), and True if all of it is finite."""
-    placed = (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
+    placed = (jnp.swapaxes(tensor, -1, -2) if transpose else jnp.asarray(tensor)).astype(dtype)
     return placed, jnp.all(jnp.isfinite(placed))
 
 
 _placed = jax.jit(_cast, static_argnames=("transpose", "dtype"))
+
+
+def _reader(
+    checkpoint: Checkpoint, weight: hf_names.Weight
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Return a function that reads a part of a weight as it is stored, of all experts together."""
+    if "*" not in weight.name:
+        return checkpoint.parts(weight.name)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        names = weight.stored_names[index[0]]
+        return np.stack([checkpoint.parts(name)(index[1:]) for name in names])
+
+    return read
 
 
 def _placed_in_parts(
@@ -268,11 +289,12 @@ def _placed_in_parts(
     everywhere: NamedSharding,
 ) -> tuple[jax.Array, jax.Array]:
     """Do what `_placed` does on a mesh. Each part is read once by each process that holds it."""
-    axes = (*sharding.spec, *[None] * (len(weight.hf_shape) - len(sharding.spec)))
-    stored = NamedSharding(
-        sharding.mesh, PartitionSpec(*(axes[::-1] if weight.transpose else axes))
-    )
-    read, parts = checkpoint.parts(weight.name), dict[str, np.ndarray]()
+    axes = [*sharding.spec, *[None] * (len(weight.spec.shape) - len(sharding.spec))]
+    shape = list(weight.spec.shape)
+    if weight.transpose:
+        axes[-2:], shape[-2:] = axes[:-3:-1], shape[:-3:-1]
+    stored = NamedSharding(sharding.mesh, PartitionSpec(*axes))
+    read, parts = _reader(checkpoint, weight), dict[str, np.ndarray]()
 
     def part(index: Any) -> np.ndarray:
         key = str(index)
@@ -280,7 +302,7 @@ def _placed_in_parts(
             parts[key] = read(index)
         return parts[key]
 
-    tensor = jax.make_array_from_callback(weight.hf_shape, stored, part)
+    tensor = jax.make_array_from_callback(tuple(shape), stored, part)
     return _placing(sharding, everywhere)(
         tensor, transpose=weight.transpose, dtype=weight.leaf.dtype
     )

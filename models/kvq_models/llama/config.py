@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
+from kvq_models.llama.experts_config import COUNTS, ExpertsConfig, experts_from_hf, experts_to_hf
 from kvq_models.llama.generation_defaults import GenerationDefaults
+from kvq_models.llama.layer_kinds import sliding_window, unrotated_layers
 from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
 from kvq_models.llama.unsupported_fields import refuse_unsupported
 
@@ -51,6 +53,15 @@ _FAMILIES = {
     "qwen3": _Family(
         "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096
     ),
+    "qwen3_moe": _Family(
+        "Qwen3MoeForCausalLM",
+        mlp_bias=False,
+        qk_norm=True,
+        head_dim=128,
+        sliding_window=4096,
+        fields=COUNTS,
+    ),
+    "mixtral": _Family("MixtralForCausalLM", False, False, False, fields=COUNTS),
     "granite": _Family("GraniteForCausalLM", fields=MULTIPLIERS),
     "smollm3": _Family("SmolLM3ForCausalLM", fields=("no_rope_layers", "no_rope_layer_interval")),
     "olmo2": _Family(
@@ -83,6 +94,7 @@ class LlamaConfig:
             adds to the residual stream (Granite).
         attention_multiplier: the factor of the scores, or None for 1 / sqrt(head_dim) (Granite).
         logits_scaling: logits are divided by it (Granite).
+        experts: a mixture of experts in place of every MLP (Mixtral, Qwen3-MoE).
         eos_token_ids: all tokens at which generation stops.
         generation: the sampling that the checkpoint asks for, if the caller does not say.
         dtype: of the model that carries this config; not part of the checkpoint.
@@ -116,6 +128,7 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
+    experts: ExpertsConfig | None = None
     rope: RopeConfig = RopeConfig()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -185,7 +198,7 @@ class LlamaConfig:
         """
         family = _family(hf)
         refuse_unsupported(hf, family.fields)
-        window, windowed = _sliding_window(hf, family)
+        window, windowed = sliding_window(hf, family.sliding_window)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
         attention_bias = optional(hf, "attention_bias", bool, False)
@@ -214,7 +227,8 @@ class LlamaConfig:
             joint_qk_norm=family.joint_qk_norm,
             norms_inputs=family.norms_inputs,
             norms_outputs=family.norms_outputs,
-            unrotated_layers=_unrotated_layers(hf),
+            unrotated_layers=unrotated_layers(hf),
+            experts=experts_from_hf(hf),
             **{
                 name: required(hf, name, float)
                 for name in MULTIPLIERS
@@ -246,6 +260,7 @@ class LlamaConfig:
             "rope_scaling": rope_to_hf(self.rope),
             **self._window_to_hf(),
             **self._family_to_hf(),
+            **experts_to_hf(self.experts, self.model_type),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": _one_or_many(self.eos_token_ids),
             "pad_token_id": self.pad_token_id,
@@ -272,7 +287,7 @@ class LlamaConfig:
         return {name: value for name, value in values.items() if value is not None}
 
     def _window_to_hf(self) -> dict[str, Any]:
-        if self.sliding_window is None or self.model_type == "mistral":
+        if self.sliding_window is None or self.model_type in ("mistral", "mixtral"):
             return {"sliding_window": self.sliding_window}
         kinds = [
             "sliding_attention" if i in self.windowed_layers else "full_attention"
@@ -337,54 +352,3 @@ def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -
             " head_dim is not given"
         )
     return hidden // heads
-
-
-def _unrotated_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers whose keys and queries are not rotated. transformers' `no_rope_layers` has
-    a 1 for each layer that *is* rotated."""
-    if hf["model_type"] != "smollm3":
-        return ()
-    layers = required(hf, "num_hidden_layers", int)
-    rotated = optional(hf, "no_rope_layers", list, None)
-    if rotated is None:
-        interval = optional(hf, "no_rope_layer_interval", int, 4)
-        check_positive("no_rope_layer_interval", interval)
-        rotated = [(i + 1) % interval for i in range(layers)]
-    if len(rotated) != layers:
-        raise ValueError(
-            f"config field no_rope_layers has {len(rotated)} entries for {layers} layers"
-        )
-    return tuple(i for i, rotates in enumerate(rotated) if not rotates)
-
-
-def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window and the layers that have it, or (None, ()) if no layer uses it or
-    it spans the model's context."""
-    layers, kinds = (
-        required(hf, "num_hidden_layers", int),
-        optional(hf, "layer_types", list, None),
-    )
-    unknown = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise NotImplementedError(
-            f"config field layer_types contains {', '.join(unknown)}; supported: full_attention,"
-            " sliding_attention"
-        )
-    window = (
-        optional(hf, "sliding_window", int, None)
-        if "sliding_window" in hf
-        else family.sliding_window
-    )
-    windowed = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
-    if hf["model_type"] == "mistral":
-        windowed = tuple(range(layers)) if window is not None else windowed
-    elif kinds is None and optional(hf, "use_sliding_window", bool, False):
-        windowed = tuple(range(optional(hf, "max_window_layers", int, 28), layers))
-    if windowed and window is None:
-        raise ValueError(
-            "config field sliding_window is missing, and layer_types names layers that have one"
-        )
-    inactive = (
-        not windowed or window is None or window >= required(hf, "max_position_embeddings", int)
-    )
-    return (None, ()) if inactive else (window, windowed)

@@ -9,6 +9,7 @@ without a cache.
     logits  = norm(h_L) head
 
     OLMo 2: norm_1 and norm_2 of what is added to h, not of x and y; RMSNorm of q, k over all heads
+    Mixtral, Qwen3-MoE: a mixture of experts in place of the MLP (experts.py)
     SmolLM3: no rope in some layers
     Granite: factors of h_0, of both sums that are added to h, of the scores and of the logits
 
@@ -37,6 +38,7 @@ from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
 from kvq_jax.types.rope import Rope, rotate, without_rotation
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.experts import Experts
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.whole_heads import of_whole_heads
 
@@ -126,7 +128,11 @@ class Layer(nnx.Module):
         )
         self.mlp_norm = norm(config.hidden_size) if config.norms_inputs else None
         self.mlp_output_norm = norm(config.hidden_size) if config.norms_outputs else None
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = (
+            MLP(config, dtype=dtype, rngs=rngs)
+            if config.experts is None
+            else Experts(config.experts, config.hidden_size, dtype=dtype, rngs=rngs)
+        )
 
     def rope(self, rope: Rope) -> Rope:
         """Return the layer's rotation, from the model's."""

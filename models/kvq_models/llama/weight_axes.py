@@ -37,6 +37,10 @@ TABLE = {
     "layers.#.mlp.up_proj.bias": ("mlp",),
     "layers.#.mlp.down_proj.kernel": ("mlp", "model"),
     "layers.#.mlp.down_proj.bias": ("model",),
+    "layers.#.mlp.router": ("model", "experts"),
+    "layers.#.mlp.gate": ("experts", "model", "expert_mlp"),
+    "layers.#.mlp.up": ("experts", "model", "expert_mlp"),
+    "layers.#.mlp.down": ("experts", "expert_mlp", "model"),
     "norm.scale": ("model",),
     "head.kernel": ("model", "vocab"),
 }
@@ -56,6 +60,9 @@ def weight_axes(path: str, config: LlamaConfig) -> tuple[Axis, ...]:
         "k_norm": kv_heads if together else channels,
         "mlp": Axis("mlp", config.intermediate_size),
     }
+    if config.experts is not None:
+        named["experts"] = Axis("experts", config.experts.count)
+        named["expert_mlp"] = Axis("mlp", config.experts.intermediate_size)
     return tuple(named[name] for name in TABLE[re.sub(r"\d+", "#", path)])
 
 

@@ -18,7 +18,7 @@ from kvq_models.llama.layer_weights import check_weights
 from tests.kvq_models.checkpoints import CASES, SIZES, random_llama, random_tokens, row_errors
 
 LENGTHS, LENGTH = (40, 23), 48
-FAMILIES = ("granite", "smollm3", "olmo2")
+FAMILIES = ("granite", "smollm3", "olmo2", "mixtral", "qwen3_moe")
 step = jax.jit(decode_step, donate_argnames="cache")
 
 
@@ -86,3 +86,15 @@ def test_configs_are_written_as_they_were_read(family: str):
     assert LlamaConfig.from_hf(config.to_hf()) == config
     with pytest.raises((ValueError, NotImplementedError), match=r"cannot express|not supported"):
         dataclasses.replace(config, model_type="llama").to_hf()
+
+
+def test_few_and_many_tokens_take_the_same_experts():
+    layer = random_llama(config_of("mixtral")).layers[0]
+    rows = jax.random.normal(jax.random.key(0), (1, 12, SIZES["hidden_size"]))
+    together, experts = np.asarray(layer.mlp(rows)), layer.mlp.config
+    alone = np.concatenate([layer.mlp(rows[:, i : i + 1]) for i in range(12)], axis=1)
+    assert 12 * experts.per_token > experts.count >= experts.per_token, "both ways are taken"
+    np.testing.assert_allclose(alone, together, rtol=1e-5, atol=1e-5)
+    first = dataclasses.replace(experts, per_token=1)
+    layer.mlp.config = first
+    assert np.abs(np.asarray(layer.mlp(rows)) - together).max() > 1e-2, "one expert would pass"
