@@ -61,8 +61,17 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
                 f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf"
                 " file"
             )
-        return GgufFile(path)
+        stamp = path.stat()
+        return _gguf_file(path, stamp.st_mtime_ns, stamp.st_size)
     return HfDirectory(local_directory(path_or_hub_id, part))
+
+
+@functools.lru_cache(maxsize=1)
+def _gguf_file(path: Path, changed_ns: int, size: int) -> GgufFile:
+    """Open a file once: a command asks for its configuration, its tokenizer and its weights one
+    after the other."""
+    del changed_ns, size  # a changed file is another one
+    return GgufFile(path)
 
 
 def load_llama(

@@ -82,11 +82,16 @@ class GgufFile:
         """Return the tokenizer, or None if the file has none. Raise CheckpointError for an
         unsupported kind."""
         try:
-            return gguf_tokenizer.tokenizer_of(self.fields)
+            core = self._core
+            return None if core is None else gguf_tokenizer.tokenizer_of(self.fields, core)
         except (ValueError, NotImplementedError) as error:
             raise CheckpointError(
                 f"the tokenizer in {str(self.path)!r} cannot be loaded: {first_line(error)}"
             ) from error
+
+    @functools.cached_property
+    def _core(self) -> Any:
+        return gguf_tokenizer.core_of(self.fields)
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write the tokenizer as the files that transformers reads."""

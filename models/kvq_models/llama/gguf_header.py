@@ -29,6 +29,7 @@ VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_LENGTH = struct.Struct("<Q")  # of a text, before its bytes
 
 Buffer = mmap.mmap
 
@@ -124,10 +125,13 @@ class GgufHeader:
         at += 12
         if kind != _STRING:
             return list(self._numbers(f"<{count}{self._scalar(kind)}", at))
-        texts = []
-        for _ in range(count):
-            text, at = self._text(at)
-            texts.append(text)
+        texts, buffer, size = list[str](), self._buffer, len(self._buffer)
+        for _ in range(count):  # hundreds of thousands: no calls that can be spared
+            start = at + 8
+            at = start + _LENGTH.unpack_from(buffer, at)[0]
+            if at > size:
+                raise struct.error(f"a text ends at byte {at} of {size}")
+            texts.append(buffer[start:at].decode())
         return texts
 
     def _end(self, kind: int, at: int) -> int:
@@ -140,9 +144,8 @@ class GgufHeader:
         at += 12
         if kind != _STRING:
             return at + count * struct.calcsize(f"<{self._scalar(kind)}")
-        length, buffer = struct.Struct("<Q").unpack_from, self._buffer
         for _ in range(count):
-            at += 8 + length(buffer, at)[0]
+            at += 8 + _LENGTH.unpack_from(self._buffer, at)[0]
         return at
 
     def _scalar(self, kind: int) -> str:

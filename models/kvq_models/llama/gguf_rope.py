@@ -18,7 +18,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 def rope_of(fields: Fields, architecture: str) -> RopeConfig:
     """Return the RoPE of a file's fields.
 
-    As in llama.cpp, a factor without a type is linear, `rope.scale_linear` is its older name, and a
+    As in llama.cpp, a factor without a type is linear, rope.scale_linear is its older name, and a
     factor of 0 or none is 1. Raises NotImplementedError for another type, and for an attention
     factor without YaRN.
     """

@@ -59,9 +59,8 @@ _KNOWN = frozenset(
 Fields = Mapping[str, Any]
 
 
-def tokenizer_of(fields: Fields) -> Any:
-    """Return the file's tokenizer (a transformers.PreTrainedTokenizerFast), or None if it has
-    none.
+def core_of(fields: Fields) -> Any:
+    """Return the file's tokenizer as a tokenizers.Tokenizer, or None if the file has none.
 
     Raises NotImplementedError, by name, for another kind of tokenizer or pre-tokenizer, and
     ValueError for lists that do not fit together.
@@ -69,10 +68,6 @@ def tokenizer_of(fields: Fields) -> Any:
     kind = fields.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return None
-    # its import warns that PyTorch is missing
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
-
     if kind not in ("gpt2", "llama"):
         raise NotImplementedError(
             f"GGUF field tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama"
@@ -87,23 +82,26 @@ def tokenizer_of(fields: Fields) -> Any:
             " tokens"
         )
     _add_special(core, tokens, kinds)
-    named = {
-        name: _named(fields, gguf_name, tokens)
-        for name, gguf_name in (
-            ("bos", "bos"),
-            ("eos", "eos"),
-            ("unk", "unknown"),
-            ("pad", "padding"),
-        )
-    }
-    _add_template(core, fields, kind, named["bos"], named["eos"])
+    _add_template(core, fields, kind, _named(fields, "bos", tokens), _named(fields, "eos", tokens))
+    return core
+
+
+def tokenizer_of(fields: Fields, core: Any) -> Any:
+    """Return a transformers.PreTrainedTokenizerFast with a copy of `core_of(fields)`, the file's
+    special tokens and its chat template."""
+    # its import warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
+
+    tokens = _strings(fields, "tokens")
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    special = {f"{name}_token": _named(fields, stated, tokens) for name, stated in names.items()}
     template = fields.get("tokenizer.chat_template")
-    special = {f"{name}_token": token for name, token in named.items() if token is not None}
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
-        **special,
+        **{name: token for name, token in special.items() if token is not None},
     )
 
 

@@ -9,6 +9,7 @@ the result is compared with it on a page of mixed text.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -80,10 +81,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def _of_file(directory: Path) -> Any:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
 
-    file = Tokenizer.from_file(str(directory / TOKENIZER_FILE))
+    stamp = (directory / TOKENIZER_FILE).stat()
+    file = _read(directory / TOKENIZER_FILE, stamp.st_mtime_ns, stamp.st_size)
     # tokenizer_config.json of Llama 3 asks for a clean-up that loses spaces before punctuation
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         directory,
@@ -91,10 +92,21 @@ def _of_file(directory: Path) -> Any:
         clean_up_tokenization_spaces=False,
         local_files_only=True,
     )
-    file.no_truncation()
-    file.no_padding()
     check_same_ids(tokenizer, file, directory)
     return tokenizer
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, changed_ns: int, size: int) -> Any:
+    """Read a tokenizer.json once: a command asks for its tokenizer and for its model, which brings
+    another one. transformers copies it. Texts are neither cut nor padded."""
+    from tokenizers import Tokenizer
+
+    del changed_ns, size  # a changed file is another one
+    file = Tokenizer.from_file(str(path))
+    file.no_truncation()
+    file.no_padding()
+    return file
 
 
 def check_same_ids(tokenizer: Any, file: Any, directory: Path) -> None:

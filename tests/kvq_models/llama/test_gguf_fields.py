@@ -251,6 +251,12 @@ def test_tensors_lie_where_the_file_says(alignment: int, llama: Llama, tmp_path:
     aligned = open_checkpoint(write_gguf(llama, tmp_path / "a.gguf", alignment=alignment))
     for name in plain.tensors:
         assert np.array_equal(plain.read(name), aligned.read(name)), name
+    stated = b"general.alignment" + struct.pack("<I", 4)
+    zero = aligned.path.read_bytes().replace(
+        stated + struct.pack("<I", alignment), stated + struct.pack("<I", 0)
+    )
+    aligned.path.write_bytes(zero)
+    assert "general.alignment=0" in refused(lambda: open_checkpoint(aligned.path))
 
 
 def test_a_lora_adapter_is_named(llama: Llama, tmp_path: pathlib.Path):
@@ -285,3 +291,16 @@ def test_fields_are_those_that_the_library_reads(write):
     assert dict(fields) == {name: value for name, value in wanted.items() if "GGUF." not in name}
     with pytest.raises(CheckpointError, match="not a GGUF file"):
         GgufHeader(pathlib.Path(__file__))
+
+
+def test_a_file_is_opened_once_until_it_changes(llama: Llama, tmp_path: pathlib.Path):
+    """Two tokenizers of one file are still two: a caller may change one."""
+    path = write_gguf(llama, tmp_path / "m.gguf", tokenizer=byte_level())
+    files = open_checkpoint(path)
+    assert open_checkpoint(path) is files
+    first, second = files.tokenizer(), files.tokenizer()
+    first.add_tokens(["THE"])
+    assert len(first("THE").input_ids) == 1
+    assert len(second("THE").input_ids) == 3
+    write_gguf(llama, path, tokenizer=byte_level(pre="qwen2"))
+    assert open_checkpoint(path) is not files
