@@ -186,8 +186,9 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     stored = [checkpoint.tensors.get(name) for name in pair]
     if not config.tie_word_embeddings or None in stored:
         return config
-    if len({tensor.stored_as or name for name, tensor in zip(pair, stored, strict=True)}) == 1:
-        return config  # two names of one tensor
+    names = {tensor.stored_as or name for name, tensor in zip(pair, stored, strict=True) if tensor}
+    if len(names) == 1:  # of one tensor
+        return config
     embed, head = map(checkpoint.read, pair)
     return (
         config

@@ -94,7 +94,7 @@ def of_gguf(fields: Fields) -> GenerationDefaults:
 def _in_range(
     fields: Fields, defaults: Mapping[str, float], ignored: tuple[str, ...]
 ) -> GenerationDefaults:
-    values = dict(defaults)
+    values: dict[str, Any] = dict(defaults)
     for name, in_range in _RANGES.items():
         value = fields.get(name)
         if value is None:

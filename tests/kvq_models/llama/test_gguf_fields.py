@@ -248,15 +248,16 @@ def test_a_damaged_header_ends_in_one_line(change: Any, message: str, write):
 @pytest.mark.parametrize("alignment", [16, 64])
 def test_tensors_lie_where_the_file_says(alignment: int, llama: Llama, tmp_path: pathlib.Path):
     plain = open_checkpoint(write_gguf(llama, tmp_path / "m.gguf"))
-    aligned = open_checkpoint(write_gguf(llama, tmp_path / "a.gguf", alignment=alignment))
+    path = write_gguf(llama, tmp_path / "a.gguf", alignment=alignment)
+    aligned = open_checkpoint(path)
     for name in plain.tensors:
         assert np.array_equal(plain.read(name), aligned.read(name)), name
     stated = b"general.alignment" + struct.pack("<I", 4)
-    zero = aligned.path.read_bytes().replace(
+    zero = path.read_bytes().replace(
         stated + struct.pack("<I", alignment), stated + struct.pack("<I", 0)
     )
-    aligned.path.write_bytes(zero)
-    assert "general.alignment=0" in refused(lambda: open_checkpoint(aligned.path))
+    path.write_bytes(zero)
+    assert "general.alignment=0" in refused(lambda: open_checkpoint(path))
 
 
 def test_a_lora_adapter_is_named(llama: Llama, tmp_path: pathlib.Path):
