@@ -30,7 +30,7 @@ from tests.kvq_jax.layer_runs import (
     sequences,
     with_small_chunks,
 )
-from tests.methods_table import cases
+from tests.methods_table import ONE_OF_EACH, cases
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 
@@ -46,51 +46,68 @@ def strict_modes():
         yield
 
 
-@functools.cache
-def steps_of(plan):
-    """Return a compiled function that takes a prompt, and one token more by every implementation:
-    the outputs, and the states after them."""
-
-    def steps(params, state, prompt, new, below):
-        out, state, _ = prefill_layer(plan, params, state, prompt, below)
-        taken = [(out, state)]
-        for route in routes(plan, 1):
-            taken.append(decode_layer(plan, params, state, new, below, route)[:2])
-        return taken
-
-    return jax.jit(with_small_chunks(steps), compiler_options=QUICK_COMPILE)
-
-
 def routes(plan, tokens):
     natively = dispatch.obstacle("native", plan, DIMS.num_attention_heads, tokens) is None
     return (XLA, NATIVE) if natively else (XLA,)
 
 
-@cases()
-def test_strict_modes_change_no_step(case):
+def run_of(case):
+    """Return a layer, two prompts of which one lets a block age with its next token, and what comes
+    after them."""
     plan, state = empty(case.spec, batch=2)
-    params, tokens = parameters_of(plan), sequences(2)
-    regions, below = plan.regions, tokens.below(plan)
-    ages = regions.sink + regions.recent + 2 * regions.block - 1  # one token more, and a block ages
+    regions, tokens = plan.regions, sequences(2)
+    ages = regions.sink + regions.recent + 2 * regions.block - 1
     lengths = np.array([ages, ages - 3], np.int32)
     prompt = tokens.window(np.zeros_like(lengths), lengths, CAPACITY, padding=0.0)
-    new = tokens.window(lengths, lengths + 1, 1)
-    arrays = params, state, prompt, new, below
-    wanted = steps_of(plan)(*arrays)
+    new = {n: tokens.window(lengths, lengths + n, n) for n in (1, STEP)}
+    return plan, (parameters_of(plan), state, tokens.below(plan)), lengths, prompt, new
+
+
+@cases()
+def test_steps_hold_no_64_bit_floats_and_promote_nothing(case):
+    plan, arrays, _, prompt, new = run_of(case)
+    programs = [(prefill_layer, prompt)] + [
+        (functools.partial(decode_layer, route=route), inputs)
+        for count, inputs in new.items()
+        for route in routes(plan, count)
+    ]
+    for layer, inputs in programs:
+
+        @with_small_chunks
+        def step(params, state, below, inputs, layer=layer):
+            return layer(plan, params, state, inputs, below)
+
+        with strict_modes():
+            jaxpr = jax.make_jaxpr(step)(*arrays, inputs)
+        wide = re.findall(r"f64\[\d[^ ]*", str(jaxpr))  # not the scalars that Python floats are
+        assert not wide, f"{layer} computes {wide[0]}"
+        state = jaxpr.out_avals[1 : 1 + len(jax.tree.leaves(arrays[1]))]
+        assert [a.dtype for a in state] == [a.dtype for a in jax.tree.leaves(arrays[1])], layer
+
+
+@cases(*(case.id for case in ONE_OF_EACH), usual=("kivi2", "zipcache42"))
+def test_strict_modes_change_no_step(case):
+    """The modes run a prompt and one more token, by every implementation."""
+    plan, (params, state, below), lengths, prompt, new = run_of(case)
+
+    def steps(params, state, below):
+        out, state, _ = prefill_layer(plan, params, state, prompt, below)
+        decoded = [
+            decode_layer(plan, params, state, new[1], below, route)[:2] for route in routes(plan, 1)
+        ]
+        return [(out, state), *decoded]
+
+    compiled = jax.jit(with_small_chunks(steps), compiler_options=QUICK_COMPILE)
+    wanted = compiled(params, state, below)
     with strict_modes():
-        taken = steps_of(plan)(*arrays)
-        several = tokens.window(lengths, lengths + STEP, STEP)
-        for route in routes(plan, STEP):
-            step = functools.partial(decode_layer, plan, route=route)
-            jaxpr = jax.make_jaxpr(step)(params, state, several, below)
-            assert "f64[" not in str(jaxpr), f"{route} computes 64-bit floats"
+        taken = compiled(params, state, below)
     for name, mine, plain in zip(("prompt", *routes(plan, 1)), taken, wanted, strict=True):
-        assert jax.tree.map(jnp.dtype, mine) == jax.tree.map(jnp.dtype, plain), name
         after = lengths if name == "prompt" else lengths + 1
         assert not beyond_rounding(live(plan, mine[1], after), live(plan, plain[1], after)), name
-        used = np.asarray((prompt if name == "prompt" else new).valid)[:, None]
+        used = np.asarray((prompt if name == "prompt" else new[1]).valid)[:, None]
         errors = row_errors(mine[0], plain[0])[np.broadcast_to(used, mine[0].shape[:3])]
         assert errors.max() < 1e-5, f"{name}: {errors.max()}"
+    assert row_errors(mine[0][::-1], plain[0]).max() > 0.1, "another row's output would pass"
 
 
 def kernels_of(text):
@@ -102,7 +119,7 @@ def kernels_of(text):
 
 def test_the_modes_of_this_test_are_on():
     with strict_modes():
-        with pytest.raises(jax.errors.TypePromotionError):
+        with pytest.raises(ValueError, match="dtype promotion"):
             jnp.arange(3) + jnp.arange(3, dtype=jnp.int32)
         with pytest.raises(FloatingPointError):
             jnp.log(jnp.float32(-1))

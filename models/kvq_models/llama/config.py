@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvq_jax.cache.known_attention import SUPPORTED_LAYERS
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
 from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
 
@@ -303,11 +304,11 @@ def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None,
         required(hf, "num_hidden_layers", int),
         optional(hf, "layer_types", list, None),
     )
-    unknown = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
+    unknown = sorted({str(kind) for kind in kinds or ()} - set(SUPPORTED_LAYERS))
     if unknown:
         raise NotImplementedError(
-            f"config field layer_types contains {', '.join(unknown)}; supported: full_attention,"
-            " sliding_attention"
+            f"config field layer_types contains {', '.join(unknown)}; supported:"
+            f" {', '.join(SUPPORTED_LAYERS)}"
         )
     window = (
         optional(hf, "sliding_window", int, None)
