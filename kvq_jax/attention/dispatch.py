@@ -4,7 +4,7 @@ a GPU, quantizes the blocks that age into the body.
 A caller asks for one of
 
     None       the fused kernels on a GPU and the native kernel on a CPU if they serve the layer
-               (`unsupported`), else XLA
+               (`unsupported`), else XLA. The platform is the one that the program is compiled for
     "xla"      the streaming path, everywhere
     "pallas"   the fused kernels for GPUs; ValueError, with the reason, if they cannot run
     "native"   the C++ kernel for CPUs; ValueError, with the reason, if it cannot run
@@ -163,6 +163,12 @@ def no_device(kernels: Kernels = "pallas") -> str | None:
             f"kernels need an NVIDIA GPU of compute capability {OLDEST} or later, this is"
             f" {device.device_kind} ({capability})"
         )
+    if jax.__version_info__ >= (0, 11) and not device.device_kind.startswith("NVIDIA"):
+        # Pallas reads the architecture from the name, and raises for virtual GPUs ("GRID A100-10C")
+        return (
+            f"JAX {jax.__version__} compiles kernels for GPUs whose name begins with NVIDIA, this"
+            f" is {device.device_kind}; JAX 0.10 compiles them for virtual GPUs too"
+        )
     return None
 
 
@@ -191,10 +197,11 @@ def _automatic(plan: LayerPlan, query_heads: int, tokens: int) -> Route:
         return XLA
     if unsupported(plan, query_heads, tokens, kernels):
         return NATIVE_PROMPTS if kernels == "native" else XLA
+    # A process may also compile for other platforms than its first device's, such as for a GPU or a
+    # TPU that it does not have, or for its CPU.
     if kernels == "native":
-        return NATIVE
+        return dataclasses.replace(NATIVE, only_on="cpu")
     launch = _launch(plan, query_heads)
-    # A process with a GPU may also compile for its CPU, which GPU kernels do not serve.
     return Route("pallas", launch, only_on=None if launch.interpret else "cuda")
 
 

@@ -86,7 +86,7 @@ def attend(
         )
         return _attend_queries(view, part, at + QUERY_CHUNK, read_body or read_chunks)
 
-    out = lax.map(one, jnp.arange(chunks))  # [chunks, B, N, QUERY_CHUNK, H]
+    out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
 
 
@@ -250,7 +250,7 @@ def read_chunks(
 
     def step(i: Array, part: PartialAttention) -> PartialAttention:
         at, fresh = chunk_at(i, chunk, size)
-        index = regions.body_token(at + jnp.arange(chunk))
+        index = regions.body_token(at + jnp.arange(chunk, dtype=jnp.int32))
         positions = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
 
         def read(home: int, at: Array) -> Tree:
@@ -298,4 +298,4 @@ def chunk_at(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, 
     """Return the start of step i and a mask of the entries that no earlier step has read. The last
     step starts early, to stay in the array."""
     at = jnp.minimum(jnp.asarray(i, jnp.int32) * chunk, size - chunk)
-    return at, at + jnp.arange(chunk) >= jnp.asarray(i, jnp.int32) * chunk
+    return at, at + jnp.arange(chunk, dtype=jnp.int32) >= jnp.asarray(i, jnp.int32) * chunk

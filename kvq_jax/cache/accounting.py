@@ -160,7 +160,9 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 body = load_body(codec.body(1, plan.heads, plan.regions.block), stored)
                 counts = codec.facts.outliers.counts(body)
                 runs = counts.kept.shape[1]
-                first = jnp.arange(runs) * plan.regions.body_capacity // max(1, runs)  # of each run
+                first = (
+                    jnp.arange(runs, dtype=jnp.int32) * plan.regions.body_capacity // max(1, runs)
+                )  # of each run
                 live = first[None] < plan.regions.body(cache.lengths)[:, None]
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)

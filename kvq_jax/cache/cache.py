@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import display
+from kvq_jax.cache.known_attention import check_attention
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
@@ -161,8 +162,12 @@ def init_cache(
         ValueError: for another dtype, and if the options do not fit the model: a group size that
             does not divide the head dim, skip_layers beyond the last layer, a placement that the
             method cannot have.
+        NotImplementedError: in one line that names the field, if the config asks for attention that
+            kvq does not compute: a window shorter than the capacity, a soft cap, another scale,
+            sinks. `CacheDims` ask for nothing.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
+    check_attention(config, capacity)
     empty = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
     if placement is None:
         return empty()

@@ -231,6 +231,8 @@ def through_layer(
         dims.num_attention_heads // parts,
         1 if step.prefill else step.positions.shape[1],
     )
+    if step.prefill and not route.launch:
+        route = XLA  # which reads prompts whatever platform the program is compiled for
     static = plan, step.prefill, route
     if cache.placement is None:
         through = _layer_step if attend else _layer_append

@@ -123,7 +123,7 @@ def _append(
             plan, params, state, rows, start, total, inputs, limits, route
         )
     if after is None:
-        in_sink = jnp.arange(regions.sink_slots)
+        in_sink = jnp.arange(regions.sink_slots, dtype=jnp.int32)
         in_sink = jnp.broadcast_to(in_sink, (len(start), regions.sink_slots))
         in_ring = regions.ring_positions(total)
         sink = tuple(
@@ -248,7 +248,7 @@ def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: 
         at, count = i * per_chunk * tokens, per_chunk * tokens
         return code(jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, count, 2), padded))
 
-    coded = lax.map(one, jnp.arange(chunks))
+    coded = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
 
     def joined(spec: BodySpec, chunks: Array) -> Array:
         axis = spec.axis("tokens")

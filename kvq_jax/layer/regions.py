@@ -70,7 +70,11 @@ class Regions:
         """Return the position that each ring slot holds after `lengths` tokens. It is below `sink`
         if the slot is still empty."""
         newest = lengths[:, None] - 1
-        return newest - (newest - self.sink - jnp.arange(self.ring_slots)[None]) % self.ring_slots
+        return (
+            newest
+            - (newest - self.sink - jnp.arange(self.ring_slots, dtype=jnp.int32)[None])
+            % self.ring_slots
+        )
 
     @property
     def held_capacity(self) -> int:
@@ -111,5 +115,7 @@ class Regions:
         """Return the positions of the `count` body tokens that this shard holds from index first[b]
         on."""
         if self.shards == 1:
-            return (self.sink + first)[:, None] + jnp.arange(count)[None]
-        return self.sink + self.body_token(first[:, None] + jnp.arange(count)[None])
+            return (self.sink + first)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        return self.sink + self.body_token(
+            first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        )

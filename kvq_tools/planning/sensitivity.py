@@ -137,7 +137,10 @@ def _after_a_prompt(
         jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, keys, preferred_element_type=jnp.float32)
         * head_dim**-0.5
     )
-    seen = jnp.arange(keys.shape[2])[None] <= prompt_k.shape[2] + jnp.arange(new)[:, None]
+    seen = (
+        jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
+        <= prompt_k.shape[2] + jnp.arange(new, dtype=jnp.int32)[:, None]
+    )
     weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(
         values.dtype
     )

@@ -8,6 +8,7 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -284,3 +285,38 @@ def test_gpu_kernels_on_shards_are_lowered_for_cuda():
     assert "decode_attention" in text, "no kernel"
     assert "append_token" in text, "a new token and the block that leaves take more than one launch"
     assert "manual" in text, "no shards"
+
+
+@pytest.mark.parametrize(
+    ("names", "split"), [("xy", ("x", "y")), ("xy", (None, None, "y")), ("ab", ("a", "b"))]
+)
+def test_an_explicit_mesh_may_split_new_tokens_in_any_way(names: str, split: tuple):
+    """As tensor-parallel models hold them, in another way, and on a mesh with other names."""
+    dims = kvq.CacheDims(1, 4, 2, 32, 64)
+    explicit = jax.make_mesh((2, 2), tuple(names), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = jax.make_mesh((2, 2), ("x", "y"))
+    placement = kvq.Placement(mesh, rows="x", heads="y")
+    arrays = [
+        jax.random.normal(jax.random.key(i), (2, heads, 100, 32))
+        for i, heads in enumerate((4, 2, 2))
+    ]
+    lengths = jnp.array([100, 80], jnp.int32)
+
+    def step(cache, q, k, v):
+        begun = kvq.begin(cache, q.shape[2], lengths, prefill=True)
+        out, begun = kvq.append_and_attend(begun, q, k, v)
+        return out, kvq.finish(begun)
+
+    def new(placement=None):
+        return kvq.init_cache("kivi:bits=4,recent=32", dims, 2, 128, "float32", placement=placement)
+
+    wanted, alone = step(new(), *arrays)
+    placed = [
+        jax.device_put(a, jax.sharding.NamedSharding(explicit, jax.P(*split))) for a in arrays
+    ]
+    with jax.set_mesh(explicit):
+        for take in (jax.jit(step), step):
+            out, cache = take(new(placement), *placed)
+            np.testing.assert_allclose(np.asarray(out), wanted, atol=1e-5)
+            assert not differing(kvq.move(alone, None), kvq.move(cache, None))
+    assert np.abs(np.asarray(out)[:, ::-1] - wanted).max() > 0.1, "other heads would pass"

@@ -324,7 +324,7 @@ def _quantiles(
     """Return the linearly interpolated quantiles `order` and 1 - order of each channel's counted
     rows, as np.quantile does."""
     ordered = jnp.sort(jnp.where(counted, rows, jnp.inf), axis=2)
-    last = jnp.maximum(jnp.sum(counted, axis=2, keepdims=True) - 1, 0)
+    last = jnp.maximum(jnp.sum(counted, axis=2, keepdims=True, dtype=jnp.int32) - 1, 0)
     quantiles = []
     for at in (order * last.astype(jnp.float32), (1 - order) * last.astype(jnp.float32)):
         below = jnp.floor(at)

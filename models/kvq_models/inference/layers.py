@@ -89,5 +89,5 @@ def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N 
             lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2),
         )
 
-    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
+    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks, dtype=jnp.int32)), 0, 1)
     return done.reshape(hidden.shape)[:, :length]

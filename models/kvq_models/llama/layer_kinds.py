@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvq_jax.cache.known_attention import SUPPORTED_LAYERS
 from kvq_models.llama.config_fields import check_positive, optional, required
 
 
@@ -35,11 +36,11 @@ def sliding_window(
         required(hf, "num_hidden_layers", int),
         optional(hf, "layer_types", list, None),
     )
-    unknown = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
+    unknown = sorted({str(kind) for kind in kinds or ()} - set(SUPPORTED_LAYERS))
     if unknown:
         raise NotImplementedError(
-            f"config field layer_types contains {', '.join(unknown)}; supported: full_attention,"
-            " sliding_attention"
+            f"config field layer_types contains {', '.join(unknown)}; supported:"
+            f" {', '.join(SUPPORTED_LAYERS)}"
         )
     window = optional(hf, "sliding_window", int, None) if "sliding_window" in hf else default
     windowed = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
