@@ -64,19 +64,13 @@ def load_tokenizer(directory: Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
+            _check_longest(tokenizer, directory)
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower for a broken file
         raise CheckpointError(
             f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}"
         ) from error
-    # transformers compares lengths with it, whatever its type
-    longest = getattr(tokenizer, "model_max_length", None)
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
-        raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"
-            " number"
-        )
     return tokenizer
 
 
@@ -92,8 +86,20 @@ def _of_file(directory: Path) -> Any:
         clean_up_tokenization_spaces=False,
         local_files_only=True,
     )
+    _check_longest(tokenizer, directory)
     check_same_ids(tokenizer, file, directory)
     return tokenizer
+
+
+def _check_longest(tokenizer: Any, directory: Path) -> None:
+    """Raise CheckpointError if the tokenizer's longest text is no number: transformers compares
+    lengths with it, whatever its type."""
+    longest = getattr(tokenizer, "model_max_length", None)
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
+        raise CheckpointError(
+            f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"
+            " number"
+        )
 
 
 @functools.lru_cache(maxsize=1)
@@ -113,8 +119,8 @@ def check_same_ids(tokenizer: Any, file: Any, directory: Path) -> None:
     """Raise CheckpointError if transformers' tokenizer gives other ids or another text than the
     file's own (a tokenizers.Tokenizer) on `MIXED_TEXT`."""
     ids = file.encode(MIXED_TEXT).ids
-    same = tokenizer(MIXED_TEXT).input_ids == ids
-    if not same or tokenizer.decode(ids, skip_special_tokens=True) != file.decode(ids):
+    same = tokenizer(MIXED_TEXT, verbose=False).input_ids == ids
+    if not same or tokenizer.decode(ids) != file.decode(ids, skip_special_tokens=False):
         raise CheckpointError(
             f"the tokenizer in {str(directory)!r} {'decodes' if same else 'encodes'} text through"
             f" transformers in another way than its {TOKENIZER_FILE}: its tokenizer_config.json"

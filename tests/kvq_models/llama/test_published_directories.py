@@ -82,6 +82,13 @@ def test_a_tokenizer_that_contradicts_its_file_is_refused(tmp_path: pathlib.Path
         load_tokenizer(tmp_path)
 
 
+def test_a_token_that_only_the_settings_call_special_is_no_contradiction(tmp_path: pathlib.Path):
+    file = byte_level()
+    file.add_tokens([AddedToken("<|im_start|>", special=False)])
+    save_tokenizer(tmp_path, file, additional_special_tokens=["<|im_start|>"])
+    assert load_tokenizer(tmp_path)(MIXED_TEXT).input_ids == file.encode(MIXED_TEXT).ids
+
+
 def test_no_text_is_cut_or_padded_because_a_file_was_saved_so(tmp_path: pathlib.Path):
     file = byte_level("<pad>")
     file.enable_truncation(4)
