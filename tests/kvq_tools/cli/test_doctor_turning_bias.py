@@ -44,7 +44,9 @@ def test_the_doctor_warns_of_the_pairs_that_hurt_and_of_no_others(spec):
     plain = logits_error(spec, None)
     for pair, hurts in ((0, True), (PAIRS // 4, True), (PAIRS - 1, False)):
         error = logits_error(spec, pair)
-        assert (error > 2 * plain) is hurts, f"pair {pair}: {error:.3f}, without bias {plain:.3f}"
+        assert bool(error > 2 * plain) is hurts, (
+            f"pair {pair}: {error:.3f}, without bias {plain:.3f}"
+        )
         found = turning(spec, pair)
         assert bool(found) is hurts, f"pair {pair}: {found}"
         if hurts:
