@@ -6,6 +6,7 @@ The stored arrays are in arrays/codebook_array.py and arrays/sparse_outliers.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, kernels
 from kvq_jax.codecs.codec import Side, TokensAt
-from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, PaperCount
+from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, PaperCount, TokenGroup
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.learning import Learning
@@ -106,6 +107,7 @@ class KVQuantCodec(OneSideCodec):
             super().facts,
             code_layout=self.format.layout,
             channel_group_bits=None if self.per_channel else self.format.bits,
+            token_group=TokenGroup(self.format.bits, math.inf) if self.per_channel else None,
             requantizes="drifts" if self.datatype == "nuq" and not self.per_channel else "exact",
             outliers=pool and Outliers(lambda heads: pool.slots / pool.tokens, _counts),
             unmet=self._unmet,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
 from kvq_jax.codecs.codec import Codec, Side, TokensAt, side_rows
 from kvq_jax.codecs.dots import dot_rows
-from kvq_jax.codecs.facts import Facts
+from kvq_jax.codecs.facts import Facts, TokenGroup
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.native_bodies import Body
@@ -81,7 +82,13 @@ class PolarCodec(Codec):
     @property
     def facts(self) -> Facts:
         grouped = self.format.grid == "grouped"
-        return Facts(code_layout=self.format.layout, requantizes="drifts" if grouped else "exact")
+        return Facts(
+            code_layout=self.format.layout,
+            token_group=TokenGroup(
+                self.format.angle_bits, self.format.group_size if grouped else math.inf
+            ),
+            requantizes="drifts" if grouped else "exact",
+        )
 
     @property
     def kernels(self) -> Kernels:
