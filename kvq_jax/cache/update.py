@@ -22,6 +22,7 @@ from kvq_jax.attention import dispatch, native, streaming
 from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.layer import cross_layer
+from kvq_jax.layer.kept_codes import unwritten
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import ArraySpec, LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
 
@@ -116,6 +117,8 @@ def _append(
         codec.rows(side_params, inputs).astype(ring.dtype)
         for codec, side_params, ring in zip(plan.codecs, params, state.ring, strict=False)
     ]
+    # nothing remains in a row that starts
+    state = dataclasses.replace(state, intact=jnp.where(start == 0, 0, state.intact))
     after, aged, windows = None, (False, False), None
     if not prefill and inputs.positions.shape[1] == 1:
         after, aged, windows = dispatch.append_token(
@@ -273,14 +276,15 @@ def _age(
     route: Route,
 ) -> Tree:
     """Return the body with the blocks added that leave the window when `start` tokens become
-    `total`. `ring` already holds these tokens."""
+    `total`. `ring` already holds these tokens. Blocks whose codes are intact are not written."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
     if not blocks:
         return state.body[side]
-    first = regions.held(regions.body(start))
-    leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
+    first = regions.held(unwritten(regions, state.intact, start))
+    end = regions.held(unwritten(regions, state.intact, total))
+    leaving = (end - first) // block  # [B], at most `blocks`
     # The block that leaves in a step is still in the ring, which has room for one block more than
     # the recent window.
     step = tokens == 1 and not prefill

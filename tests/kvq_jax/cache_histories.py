@@ -1,11 +1,13 @@
 """A batch of sequences in a cache is followed, operation by operation, beside an oracle that knows
 only the tokens.
 
-The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, and
-the values of tokens that went through the body and came back by `trim` (the values that attention
-saw: decoded from a state that was just found equal). After every operation a fresh cache is given
-all of that at once, and must hold the same. A decode step is also made in the fresh cache: its
-outputs must be the same.
+The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, the
+values of tokens that went through the body and came back by `trim` (the values that attention saw:
+decoded from a state that was just found equal), and the values that each block was quantized from.
+A block that ages again unchanged keeps its codes, so these stay as they were, and the tokens of a
+block that is cut again come back with their first value: a drifted one is found. After every
+operation a fresh cache is given all of that at once, and must hold the same. A decode step is also
+made in the fresh cache: its outputs must be the same.
 
 A fresh cache has the faults of the code that filled it. If codes are near exact, outputs of
 prompts and steps are compared with attention over the rows themselves, too (`exact`), which needs
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import Tree
 from tests.kvq_jax import layer_runs
 from tests.kvq_jax.cache_programs import SOUND, Programs
@@ -76,7 +79,8 @@ def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarra
 class Known:
     """The oracle's knowledge of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose
     statistics the row has; firsts [B, S]: these tokens. returned [B, S]: which tokens came back
-    from the body; given: their rows [B, K, S, C] by layer and side.
+    from the body; given: their rows [B, K, S, C] by layer and side. recoded, sources: the same of
+    the rows from which blocks were quantized. intact [B]: body tokens whose codes a trim left.
     """
 
     ids: np.ndarray
@@ -85,6 +89,9 @@ class Known:
     firsts: np.ndarray
     returned: np.ndarray
     given: list[list[np.ndarray]]
+    recoded: np.ndarray
+    sources: list[list[np.ndarray]]
+    intact: np.ndarray
 
     def rows(self, index: np.ndarray, other: Known | None = None) -> Known:
         """Return rows of this, or of this and the rows of another after them."""
@@ -134,8 +141,17 @@ class Histories:
         ]
         numbers = [np.zeros(BATCH, np.int32) for _ in range(2)]
         tokens = [np.zeros((BATCH, CAPACITY), np.int32) for _ in range(2)]
+        returned = np.zeros((BATCH, CAPACITY), bool)
         self.known = Known(
-            tokens[0], numbers[0], numbers[1], tokens[1], np.zeros((BATCH, CAPACITY), bool), given
+            tokens[0],
+            numbers[0],
+            numbers[1],
+            tokens[1],
+            returned,
+            given,
+            returned.copy(),
+            copy.deepcopy(given),
+            np.zeros(BATCH, np.int32),
         )
         self.new = self.cache
         self.fresh = self.cache
@@ -196,9 +212,10 @@ class Histories:
         seen = rows_of(self.cache)
         regions = self.plans[0].regions
         for b in range(BATCH):
+            held = self._cut(b, int(kept[b]))
             back = slice(
                 regions.sink + regions.body(int(kept[b])),
-                min(regions.sink + regions.body(int(known.lengths[b])), int(kept[b])),
+                min(regions.sink + regions.body(int(known.lengths[b])), held, int(kept[b])),
             )
             known.returned[b, kept[b] :] = False
             if back.start < back.stop:
@@ -210,6 +227,22 @@ class Histories:
         known.prompt[kept == 0] = 0
         self.cache = self.programs.trim(self.cache, jnp.asarray(kept), self.params)
         self.check()
+
+    def _cut(self, b: int, kept: int) -> int:
+        """Note which codes of a row remain. Return the first position whose token keeps the value
+        that it came back with before: that of the block, if it was the last to be cut."""
+        known, regions = self.known, self.plans[0].regions
+        block, intact, aged = regions.block, int(known.intact[b]), int(known.lengths[b])
+        aged = regions.body(aged)
+        if aged == regions.body_capacity:  # the body's last block takes the place of spare codes
+            intact -= intact % block
+        tokens = max(kept - regions.sink, 0)
+        again = tokens <= intact and tokens // block == intact // block
+        if regions.body(kept) < aged:
+            known.intact[b] = min(tokens, max(intact, aged))
+        else:
+            known.intact[b] = min(tokens, intact)
+        return regions.sink + tokens // block * block if again else regions.capacity
 
     def select(self, index: np.ndarray) -> None:
         self.known = self.known.rows(index)
@@ -249,17 +282,20 @@ class Histories:
         for layer, plan in enumerate(self.plans):
             inputs = layer_inputs(layer, self.known.ids, zero, lengths)
             state = dataclasses.replace(self.new.layers[layer], stats=stats[layer])
-            given = tuple(jnp.asarray(rows) for rows in self.known.given[layer])
+            given, sources = (
+                tuple(jnp.asarray(rows) for rows in kind[layer])
+                for kind in (self.known.given, self.known.sources)
+            )
             state, carry = self.programs.fill(
                 plan,
                 self.params[layer],
                 state,
                 inputs,
                 carry,
-                given,
-                jnp.asarray(self.known.returned),
+                (given, jnp.asarray(self.known.returned)),
+                (sources, jnp.asarray(self.known.recoded)),
             )
-            layers.append(state)
+            layers.append(self._with_intact(plan, state, self.cache.layers[layer]))
             found, expected = (live(plan, s, lengths) for s in (self.cache.layers[layer], state))
             if not self.bodies:
                 found, expected = (
@@ -277,6 +313,18 @@ class Histories:
         self.fresh = dataclasses.replace(
             self.new, layers=tuple(layers), lengths=jnp.asarray(lengths)
         )
+
+    def _with_intact(self, plan: LayerPlan, fresh: LayerState, state: LayerState) -> LayerState:
+        """Return a fresh layer whose rows have the codes that a trim left beyond their bodies. These
+        are compared with the fresh ones when they age again."""
+        ends = np.array([plan.regions.body(int(n)) for n in self.known.lengths])
+        beyond = jnp.asarray(self.known.intact > ends)
+
+        def pick(one: jax.Array, other: jax.Array) -> jax.Array:
+            return jnp.where(beyond.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+
+        body = jax.tree.map(pick, state.body, fresh.body)
+        return dataclasses.replace(fresh, body=body, intact=jnp.asarray(self.known.intact))
 
     def _statistics(self) -> list[Any]:
         """Return the statistics of each layer after the rows' first prompts, as a fresh cache has
@@ -323,7 +371,22 @@ class Histories:
             self.known.ids[b, start[b] : start[b] + n] = (self.said + np.arange(n)) % WORDS
             self.said += int(n)
         self.known.lengths[:] = start + counts
+        self._age(start)
         return start
+
+    def _age(self, start: np.ndarray) -> None:
+        """Note the values from which blocks are quantized that leave the window unless their codes
+        are intact."""
+        known, regions = self.known, self.plans[0].regions
+        for b in range(BATCH):
+            known.intact[b] *= start[b] > 0
+            whole = int(known.intact[b]) // regions.block * regions.block
+            first, end = (regions.body(int(n)) for n in (start[b], known.lengths[b]))
+            new = slice(regions.sink + max(first, whole), regions.sink + max(end, whole))
+            known.recoded[b, new] = known.returned[b, new]
+            for sources, given in zip(known.sources, known.given, strict=True):
+                for side, rows in enumerate(given):
+                    sources[side][b, :, new] = rows[b, :, new]
 
     def _window(self, start: np.ndarray, tokens: int) -> np.ndarray:
         return np.take_along_axis(
