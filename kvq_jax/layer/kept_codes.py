@@ -11,8 +11,8 @@ would grow with every answer that is generated again. Two rules prevent it:
 So a token is quantized once, and once more for each new place at which its block is cut. One number
 for each row and layer says which codes remain from before a trim:
 
-    intact   the number of body tokens with such codes. The first intact // block blocks have them in
-             the body, the other intact % block tokens in the spare place
+    intact   the number of body tokens with such codes. The first intact // block blocks have them
+             in the body, the other intact % block tokens in the spare place
 
 The spare place is the last block of the body (of each shard), which is free until the cache is
 almost full. A row that fills it loses the spare codes, and nothing else.

@@ -24,7 +24,6 @@ from tests.kvq_jax.layer_runs import (
     STEP,
     decode,
     decode_rows,
-    live,
     parameters_of,
     prefill,
     quick_jit,
@@ -33,7 +32,7 @@ from tests.kvq_jax.layer_runs import (
 )
 from tests.methods_table import MethodCase, cases
 
-# of eight rows, none of which fills its body; the cuts lie in the first, a middle and the last block
+# of eight rows, none of which fills its body; cuts are in the first, a middle and the last block
 FULL = np.array([74, 73, 72, 71, 70, 69, 68, 62], np.int32)
 KEPT = np.array([66, 61, 50, 37, 29, 24, 18, 7], np.int32)
 trimmed_layer = quick_jit(_trim_layer, static_argnums=0)
@@ -128,9 +127,7 @@ def test_answers_that_are_generated_again_do_not_move_what_remains(case: MethodC
 
 
 @cases("turboquant3", "polar44", "gear2", "zipcache42", usual=("turboquant3",))
-def test_a_trim_that_forgets_the_codes_is_caught(
-    case: MethodCase, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_trim_that_forgets_the_codes_is_caught(case: MethodCase, monkeypatch: pytest.MonkeyPatch):
     def after_trim(regions: Any, intact: Any, old: Any, new: Any) -> KeptCodes:
         return KeptCodes(jnp.zeros_like(intact), intact * 0, intact * 0, intact < 0)
 
