@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.attention.dispatch import NATIVE, XLA, Route
 from kvq_jax.cache import row_operations
 from kvq_jax.cache.row_operations import _trim_layer
 from kvq_jax.layer.kept_codes import KeptCodes
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from pallas_kernels.launch import Launch
+from tests.kvq_jax.attention import test_dispatch as kernels
 from tests.kvq_jax.cache_runs import DIMS
 from tests.kvq_jax.layer_runs import (
     CAPACITY,
@@ -183,3 +186,31 @@ def test_a_row_that_starts_anew_has_no_codes_of_the_old_one():
     whole = np.full(8, CAPACITY, np.int32)
     assert not changed_blocks(begun, fresh, whole)
     assert int(layer.state.intact.max()) > 0 == int(begun.state.intact.max())
+
+
+@pytest.mark.parametrize(
+    "route", [XLA, NATIVE, Route("pallas", Launch(interpret=True))], ids=lambda route: route.name
+)
+def test_a_step_of_one_token_leaves_codes_on_every_route(route: Route):
+    """A block of turboquant is taken back, and ages again in a step of one token."""
+    cache = kvq.init_cache("turboquant:recent=64,block=32", kernels.DIMS, 5, 416, "bfloat16")
+    plan, state, params = cache.plans[0], cache.layers[0], parameters_of(cache.plans[0])
+    full, kept, before = (np.full(5, n, np.int32) for n in (200, 120, 127))
+    assert plan.regions.body(127) < plan.regions.body(128) < plan.regions.body(200)
+
+    def added(state: LayerState, start: np.ndarray, stop: np.ndarray, tokens: int) -> LayerState:
+        inputs = kernels.tokens().window(start, stop, tokens)
+        if tokens == 1:
+            return kernels.decode(plan, params, state, inputs, (), route=route)[1]
+        return kernels.prefill(plan, params, state, inputs, (), route=XLA)[1]
+
+    state = added(state, np.zeros(5, np.int32), full, 416)
+    state, _ = trimmed_layer(plan, params, state, full, kept, None)
+    state = added(state, kept, before, 416)
+    step = added(state, before, before + 1, 1)
+    for one, other in zip(jax.tree.leaves(state.body), jax.tree.leaves(step.body), strict=True):
+        np.testing.assert_array_equal(one, other)
+    forgetful = dataclasses.replace(state, intact=jnp.zeros(5, jnp.int32))
+    written = added(forgetful, before, before + 1, 1)
+    pairs = zip(jax.tree.leaves(state.body), jax.tree.leaves(written.body), strict=True)
+    assert any((np.asarray(one) != np.asarray(other)).any() for one, other in pairs)
