@@ -96,8 +96,8 @@ def stored_scale(scale: Float[Array, "..."], dtype: DTypeLike, steps: int) -> Fl
 
 
 class OutOfRange(NamedTuple):
-    """Whether the groups of each of n runs of S / n neighbouring tokens meet an end of the range of
-    what is stored.
+    """The ends of the range of what is stored that each of n runs of S / n neighbouring tokens
+    meets.
 
     large: an entry of the run saturated, or came near to it.
     small: all entries of the run lie below the normal numbers of the scale's dtype, and are read

@@ -31,7 +31,7 @@ from kvq_jax.types.array_types import LengthsB, Tree
 
 
 class KeptCodes(NamedTuple):
-    """Which codes remain when rows are trimmed.
+    """The codes that remain when rows are trimmed.
 
     intact: [B], the body tokens whose codes remain.
     source, target: [B], the block whose codes are copied to the place of another one.
