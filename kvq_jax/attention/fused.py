@@ -21,6 +21,7 @@ from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import KernelJob
 from kvq_jax.codecs.learning import for_kernels
+from kvq_jax.layer.kept_codes import unwritten
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -241,7 +242,7 @@ def append_token(
     """
     regions, block = plan.regions, plan.regions.block
     first = regions.body(start)
-    leaving = regions.body(total) > first
+    leaving = unwritten(regions, state.intact, total) > unwritten(regions, state.intact, start)
     if regions.axis is not None:
         leaving &= regions.holds(first)
     places = Places(start, total > start, first, regions.held_index(first), leaving)

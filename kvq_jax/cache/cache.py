@@ -295,8 +295,8 @@ def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
     """Return True if a cache of this model takes statistics from a sequence's prompt: InnerQ's key
     norm, SQuat's subspace.
 
-    A sequence that starts without a prompt never has them, and is quantized as if the method had no
-    such part.
+    A sequence that starts without a prompt is quantized as if the method had no such part, but for
+    largest values that its first tokens exceed.
 
     Args:
         spec: the cache, or its text.

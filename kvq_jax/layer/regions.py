@@ -111,6 +111,10 @@ class Regions:
         """Return a mask of the body tokens that this shard, one of several, holds."""
         return token // self.block % self.shards == lax.axis_index(self.axis)
 
+    def last_of_shard(self, block: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return the last block for which the shard that holds `block` has room."""
+        return (self.held_capacity // self.block - 1) * self.shards + block % self.shards
+
     def held_positions(self, first: Int[Array, "B"], count: int) -> Int[Array, "B count"]:
         """Return the positions of the `count` body tokens that this shard holds from index first[b]
         on."""

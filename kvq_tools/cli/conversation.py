@@ -32,7 +32,7 @@ from kvq_tools.cli.timed import compile_generation
 Finish = Literal["ended", "max-new-tokens", "full", "stopped"]
 
 
-_trim = jax.jit(kvq.trim)
+_trim = jax.jit(kvq.trim, donate_argnums=0)  # else the whole body is copied to write one block
 
 
 class CacheFull(UserError):

@@ -37,6 +37,7 @@ from tests.multi_device.placed_runs import (
     run,
     speaks_of_devices,
     specs,
+    standing,
     step_of_layers,
     texts,
 )
@@ -181,8 +182,11 @@ def test_trimmed_tokens_come_back_into_the_window_of_every_shard(spec: str):
     trim = quick_jit(kvq.trim)
     for lengths in ([66, 30], [30, 0]):
         found, expected = (trim(r.cache, np.array(lengths), r.parameters) for r in (placed, one))
+        # the spare codes of a cut block lie elsewhere on shards, and do not move
         wrong = differing(
-            expected, kvq.move(found, None), tolerance=1e-6 if spec == CROSS_LAYER else 0
+            standing(expected),
+            standing(kvq.move(found, None)),
+            tolerance=1e-6 if spec == CROSS_LAYER else 0,
         )
         assert not wrong, f"{spec} on {mesh}, trimmed to {lengths}: {wrong}"
     assert differing(one.cache.layers[0].ring, expected.layers[0].ring), (
