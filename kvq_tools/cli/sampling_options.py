@@ -53,7 +53,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
         help="the same seed gives the same text (default: 0)",
     )
     inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="rows are bfloat16")
+    inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
 
 
 def checked_sampling(options: argparse.Namespace) -> Sampling:

@@ -32,7 +32,8 @@ class TimedGeneration:
     far.
 
     Args:
-        logits: [1, V] after the prompt, if the cache already holds it. There is no prefill then.
+        known: tokens at the prompt's start that the cache already holds.
+        logits: [1, V] after the prompt, if the cache holds all of it. There is no prefill then.
         drafts: most tokens that a step may draft (speculation.py), 0 for none.
     """
 
@@ -47,13 +48,12 @@ class TimedGeneration:
         eos_ids: tuple[int, ...] = (),
         seed: int = 0,
         implementation: Implementation = None,
+        known: int = 0,
         logits: Array | None = None,
         drafts: int = 0,
     ):
         self._llama, self._cache, self._logits = llama, cache, logits
-        new = (
-            [prompt] if logits is None else [prompt[:1]]
-        )  # a prompt that the cache holds is not read again
+        new = [prompt[known:] or prompt[:1]]  # what the cache holds is not read again
         self._tokens, self._lengths = decoding.checked_tokens(
             llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None)
         )

@@ -24,7 +24,8 @@ examples:
       --top-p 0.9 --prompt "Name three rivers." --cache innerq:bits=2
   kvq generate embedded --prompts prompts.jsonl --out answers.jsonl \\
       --cache kivi:bits=4 --memory 1GiB
-  kvq generate smollm2 --from report.safetensors --stream
+  kvq generate smollm2 --from report.safetensors \
+      --prompt "What does the report say about cost?"
   kvq generate path/to/Llama-3.1-8B --prompt-file book.txt \\
       --cache kivi:bits=2 --mesh heads=4,tokens=2
   kvq generate path/without/tokenizer --prompt-ids 1,306,763 --json
@@ -62,7 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="saved",
         metavar="F",
         help=(
-            "continue from a file of `kvq prefill`; a prompt, if given, must be the one in the file"
+            "continue from a file of `kvq prefill`; a prompt is a question about it: it "
+            "follows the saved text, or ends the user's message of a saved chat"
         ),
     )
     inputs.add_cache(
