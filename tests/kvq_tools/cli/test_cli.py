@@ -17,8 +17,7 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_models import generate, load_llama, right_padded
 from kvq_models.llama.checkpoint import read_config
-from kvq_tools.cli import console, inputs, main, one_generation, text_input
-from kvq_tools.cli.commands import memory
+from kvq_tools.cli import console, inputs, main, one_generation, resident, text_input
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import UNFINISHED, Continuation
 from tests.kvq_models.checkpoints import PROMPT, STORIES
@@ -243,7 +242,7 @@ def test_memory_finds_the_largest_context_that_fits_and_needs_no_weights(model, 
         for i in (0, 1)
     )
     assert fitting <= budget < above
-    assert memory.largest_context(kvq.parse(CACHE), read_config(model), 1, "bfloat16", 10) == 0, (
+    assert resident.largest_context(kvq.parse(CACHE), read_config(model), 1, "bfloat16", 10) == 0, (
         "nothing fits 10 bytes"
     )
 
