@@ -34,6 +34,7 @@ from kvq_tools.cli.console import (
     bar,
     check_finite,
     input_errors,
+    loading,
     print_json,
     progress,
 )
@@ -68,11 +69,12 @@ class GenerationRequest:
 def run(options: argparse.Namespace) -> None:
     """Continue the prompt, print the text, and report what was done."""
     request = _checked(options)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(
             options.model, dtype=inputs.model_dtype(options), mesh=request.placement
         )
     llama, cache, logits = _cache(options, request, llama)
+    unread = len(request.prompt) - request.known
     with progress("compiling"):
         generation = TimedGeneration(
             llama,
@@ -86,6 +88,7 @@ def run(options: argparse.Namespace) -> None:
             known=request.known,
             logits=logits,
             drafts=options.draft or 0,
+            reading=progress("reading the prompt", unread) if unread else None,
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json

@@ -23,6 +23,7 @@ from kvq_tools.cli.console import (
     bar,
     check_finite,
     input_errors,
+    loading,
     print_json,
     progress,
     warn,
@@ -231,7 +232,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     with progress("making prompts"), input_errors():
         samples = task_run.samples(prompts, config)
         check_samples(samples, config)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype)
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)

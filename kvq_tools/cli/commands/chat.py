@@ -24,6 +24,7 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
     progress,
     warn,
@@ -86,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     settings, tokenizer, capacity, placement = _checked(options)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)

@@ -31,6 +31,7 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
     printable,
     progress,
@@ -59,7 +60,8 @@ model, and its working memory. tokens/s is decoding alone, without compilation.
 A small model on a short text is no faster with a packed cache. So the demo also
 times attention in one layer of {layer_times.MODEL} on this machine, at up to
 {layer_times.CONTEXTS[-1] // 1024}K tokens. Without arguments: the embedded model, the
-opening of Pride and Prejudice, and {", ".join(CACHES)}."""
+opening of Pride and Prejudice, and
+{", ".join(CACHES)}."""
 
 EPILOG = f"""\
 examples:
@@ -131,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
             task.capacity - 1,
             f"in {task.capacity} tokens",
         )
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=MODEL_DTYPE)
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     started = time.perf_counter()

@@ -18,7 +18,7 @@ from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
 from kvq_tools.planning import figure, kept
 from kvq_tools.planning.measuring import (
     FACTOR,
@@ -325,7 +325,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
         request.check(config)
         work = Path(options.work) if options.work else kept.folder(options.model)
         work.mkdir(parents=True, exist_ok=True)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype="float32")
     with (
         interruption.advised(f"the same command continues from {str(work)!r}"),

@@ -20,6 +20,7 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
     progress,
 )
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
     model_fingerprint = kvq.fingerprint(llama)
     with input_errors():
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
             options.cache.spec, llama.config, capacity, inputs.rows_dtype(options)
         )
     started = time.perf_counter()
-    with progress("reading the prompt"):
+    with progress("reading the prompt", len(prompt)):
         logits, cache = jax.block_until_ready(
             decoding.prefill(llama, cache, [prompt], implementation=options.implementation)
         )
