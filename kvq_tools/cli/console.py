@@ -3,6 +3,7 @@ stderr."""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
 PIPED_SECONDS = 5  # between lines about a long prompt if stderr is no terminal
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # why a file cannot grow
 JSON_VERSION = 1  # of every format; goes up if a key is renamed, removed or gets a new meaning
 
 T = TypeVar("T")
@@ -51,6 +53,14 @@ class OutputError(Exception):
     """stdout cannot be written. `main` prints the reason and exits with 1."""
 
 
+class UnwritableError(Exception):
+    """A file cannot be written because the disk or a quota is full. Nothing of it is left. `main`
+    exits with 1."""
+
+    def __init__(self, error: OSError):
+        super().__init__(f"{error.filename or 'a file'} cannot be written: {error.strerror}")
+
+
 class CheckedOutput:
     """A text stream whose failures to write are OutputError, not any OSError of the command."""
 
@@ -75,11 +85,13 @@ class CheckedOutput:
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn errors into UserError while user input is read and checked. Elsewhere the same
-    exceptions are bugs and keep their traceback."""
+    """Turn errors into UserError while user input is read and checked, and files are written.
+    Elsewhere the same exceptions are bugs and keep their traceback."""
     try:
         yield
-    except (ValueError, NotImplementedError, OSError) as error:
+    except OSError as error:
+        raise (UnwritableError if error.errno in FULL else UserError)(error) from error
+    except (ValueError, NotImplementedError) as error:
         raise UserError(error) from error
 
 

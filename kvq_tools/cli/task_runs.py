@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, resident, text_input
+from kvq_tools.cli import inputs, json_lines, resident, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -292,8 +291,8 @@ def _prompts(options: argparse.Namespace) -> TaskPrompts:
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:
     if path is not None:
-        with input_errors(), Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        with input_errors(), Path(path).open("ab") as file:
+            json_lines.append(file, line)
 
 
 def described(sample: TaskSample, answer: ScoredAnswer) -> dict[str, Any]:
