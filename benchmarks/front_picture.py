@@ -21,10 +21,10 @@ from benchmarks.quality.report import QualityReport
 from benchmarks.readme_table import CONTEXT
 
 FILE = pathlib.Path(__file__).parents[1] / "docs" / "front.svg"
-WIDTH, HEIGHT = 800, 470
-LEFT, RIGHT, TOP, BOTTOM = 70, 780, 56, 410  # of the plot
-SIZES = 0.35, 4.6  # GiB at its sides
-KL = 0.0007, 0.35  # nats at its bottom and top
+WIDTH, HEIGHT = 800, 500
+LEFT, RIGHT, TOP, BOTTOM = 70, 780, 56, 424  # of the plot
+SIZES = 0.22, 4.6  # GiB at its sides
+KL = 0.0003, 0.35  # nats at its bottom and top
 GAP = 17  # least pixels between labels
 COLOURS = {
     "paper": ("#ffffff", "#0d1117"),
@@ -113,13 +113,21 @@ def _head() -> Iterator[str]:
     )
 
 
+def _rules(theme: int) -> str:
+    return " ".join(
+        f".{name} {{ fill: {both[theme]}; }} .{name}-line {{ stroke: {both[theme]}; }}"
+        for name, both in COLOURS.items()
+    )
+
+
 def _axes() -> Iterator[str]:
-    for gib in (0.5, 1, 2, 4):
+    for gib in (0.25, 0.5, 1, 2, 4):
         yield _line(_x(gib), TOP, _x(gib), BOTTOM, "faint")
         yield _text(_x(gib), BOTTOM + 18, f"{gib:g} GiB", 12, "ink", "middle")
     for kl in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3):
         yield _line(LEFT, _y(kl), RIGHT, _y(kl), "faint")
         yield _text(LEFT - 8, _y(kl) + 4, f"{kl:g}", 12, "ink", "end")
+    yield _text(_x(4) - 8, BOTTOM - 8, "bfloat16: 4 GiB, KL 0", 12, "ink", "end")
     yield _text((LEFT + RIGHT) / 2, BOTTOM + 36, "resident, one sequence", 12, "ink", "middle")
 
 
@@ -138,8 +146,7 @@ def _labels(best: Sequence[Point]) -> Iterator[str]:
     for point in best:
         lowest = max(_y(point.kl) + 4, lowest + GAP)
         name = point.name.replace(",sink=32", "").replace(",recent=96", "")
-        anchor, x = ("start", 9) if _x(point.gib) < LEFT + 150 else ("end", -9)
-        yield _text(_x(point.gib) + x, lowest, name, 12, "ink", anchor)
+        yield _text(_x(point.gib) - 9, lowest, name, 12, "ink", "end")
 
 
 def _x(gib: float) -> float:
