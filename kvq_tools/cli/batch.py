@@ -130,7 +130,7 @@ def read_items(
     options: argparse.Namespace, config: LlamaConfig, tokenizer: Any
 ) -> list[PromptLine]:
     """Read and check every line before any work is done. UserError names the line."""
-    base = sampling_options.checked_sampling(options)
+    base = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     settings = [
         options.model,
         str(options.cache.spec),

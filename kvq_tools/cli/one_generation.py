@@ -118,14 +118,15 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check everything that needs no weights."""
-    sampling = sampling_options.checked_sampling(options)
+    config, cache, saved = _model_and_cache(options)
+    sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     if options.draft is not None and sampling.temperature:
         raise UserError(
-            "--draft is for greedy decoding: leave out --temperature, --top-k, --top-p and --min-p"
+            "--draft is for greedy decoding: give --temperature 0, and leave out --top-k, --top-p"
+            " and --min-p"
         )
     if options.draft is not None and options.mesh is not None:
         raise UserError("--draft is for a cache on one device: leave out --mesh")
-    config, cache, saved = _model_and_cache(options)
     inputs.check_calibration_file(config, cache, options.calibration)
     tokenizer, known, prompt, capacity = _prompt(options, config, saved)
     rows = inputs.rows_dtype(options, cache.spec)

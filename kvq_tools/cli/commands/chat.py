@@ -46,8 +46,9 @@ DESCRIPTION = """\
 Chats with a model. The whole conversation stays in one cache: each turn adds
 its own tokens, and earlier turns are read from the cache, quantized. After each
 answer one line shows the contents of the cache. Lines come from the terminal or
-a pipe. The model needs a chat template. Decoding is greedy unless you give
---temperature, --top-k, --top-p or --min-p."""
+a pipe. The model needs a chat template. Sampling is what the model's
+generation_config.json asks for, else greedy, unless you give --temperature,
+--top-k, --top-p or --min-p."""
 
 EPILOG = f"""\
 examples:
@@ -137,8 +138,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
     """Check everything that needs no weights."""
-    sampling = sampling_options.checked_sampling(options)
     config = inputs.read_config(options.model, options.cache)
+    sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "read messages")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]

@@ -13,7 +13,8 @@ DESCRIPTION = """\
 Continues a prompt with a Llama-family checkpoint whose keys and values go
 through the cache SPEC, prints the text, and ends with one line about what was
 done: the cache and its bytes, the bytes of a bf16 cache, tokens, times
-(compilation apart) and speed. Decoding is greedy unless you give --temperature,
+(compilation apart) and speed. Sampling is what the model's
+generation_config.json asks for, else greedy, unless you give --temperature,
 --top-k, --top-p or --min-p."""
 
 EPILOG = f"""\
