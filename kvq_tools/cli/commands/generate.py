@@ -25,7 +25,7 @@ examples:
       --top-p 0.9 --prompt "Name three rivers." --cache innerq:bits=2
   kvq generate embedded --prompts prompts.jsonl --out answers.jsonl \\
       --cache kivi:bits=4 --memory 1GiB
-  kvq generate smollm2 --from report.safetensors \
+  kvq generate smollm2 --from report.safetensors \\
       --prompt "What does the report say about cost?"
   kvq generate path/to/Llama-3.1-8B --prompt-file book.txt \\
       --cache kivi:bits=2 --mesh heads=4,tokens=2
