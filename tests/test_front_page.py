@@ -39,10 +39,8 @@ def test_the_python_example_reads_quantized_tokens(capsys):
     exec(compile(block, "README.md", "exec"), names)
     live = names["out"].cache.lengths.tolist()[0]
     assert kvq.quantized_tokens(names["out"].cache, live) > live / 2
-    quantized, total = map(
-        int, re.search(r"(\d+) of (\d+) tokens", capsys.readouterr().out).groups()
-    )
-    assert (quantized, total) == (kvq.quantized_tokens(names["out"].cache, live), live)
+    said = f"{kvq.quantized_tokens(names['out'].cache, live)} of {live} tokens quantized"
+    assert said in capsys.readouterr().out
     assert kvq.quantized_tokens(names["cache"], int(names["cache"].lengths[0])) > live / 2
 
 
@@ -72,7 +70,8 @@ def test_a_short_example_is_noticed():
 def test_the_client_of_the_serving_page_sets_a_temperature():
     """A model of 135M parameters writes gibberish at OpenAI's default of 1."""
     (client,) = blocks(SERVING, "python")
-    assert 0 <= float(re.search(r"temperature=([\d.]+)", client)[1]) <= 0.3
+    (temperature,) = re.findall(r"temperature=([\d.]+)", client)
+    assert float(temperature) <= 0.3
 
 
 def test_the_picture_is_drawn_from_the_committed_results():

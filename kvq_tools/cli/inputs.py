@@ -113,8 +113,8 @@ def rows_dtype(options: argparse.Namespace, spec: kvq.CacheSpec | None = None) -
     Without --dtype, a cache that quantizes nothing has the model's dtype, so that it changes
     nothing, and the windows of other caches are bfloat16.
     """
-    spec = spec or options.cache.spec
-    return model_dtype(options) if spec.exact else options.dtype or CACHE_DTYPE
+    exact = options.cache.spec.exact if spec is None else spec.exact
+    return model_dtype(options) if exact else options.dtype or CACHE_DTYPE
 
 
 def named_cache(text: str) -> NamedCache | PlannedCache:

@@ -54,7 +54,7 @@ def class_in_words(kl_class: int) -> str:
 @functools.cache
 def measurements() -> Measurements:
     """Return the measurements that kvq ships with."""
-    file = importlib.resources.files(__package__) / "measured.json"
+    file = importlib.resources.files("kvq_tools.planning") / "measured.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
     caches = tuple(
         MeasuredCache(row["cache"], kvq.parse(row["cache"]), tuple(row["kl"]))

@@ -47,7 +47,7 @@ CONTEXT = 2048
 MODEL_DTYPE = "float32"
 NEW_TOKENS = 64
 FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
-SAMPLING = Sampling(temperature=0.8)  # a small model repeats itself if it is greedy
+SAMPLING = Sampling(temperature=0.7, top_p=0.9)  # a small model repeats itself if it is greedy
 
 DESCRIPTION = f"""\
 Runs a model with several caches and compares them. The first half of a text is
