@@ -17,10 +17,11 @@ from benchmarks.cpu.timing import CpuReport
 from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
-from kvq_tools.cli import text_input
+from kvq_tools.cli import main, text_input
+from kvq_tools.cli.commands import calibrate, generate
 from kvq_tools.cli.main import build_parser
 from tests.test_pictures import texts_outside
-from tests.test_readme import EXAMPLE, README
+from tests.test_readme import README
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
@@ -44,13 +45,18 @@ def test_the_python_example_reads_quantized_tokens(capsys):
     assert kvq.quantized_tokens(names["cache"], int(names["cache"].lengths[0])) > live / 2
 
 
-def generated(page: str) -> list[str]:
+def generated(text: str) -> list[str]:
     """Return the lines that generate from a prompt of their own on the embedded model."""
-    lines = [line for block in blocks(page, "sh") for line in EXAMPLE.findall(block)]
-    return [line for line in lines if re.match(r"generate embedded .*--prompt ", line)]
+    lines = re.findall(r"kvq (generate embedded .*--prompt .*)", text.replace("\\\n", " "))
+    assert lines, "no example generates"
+    return lines
 
 
-@pytest.mark.parametrize("line", [*generated(README), *generated(COMMANDS)])
+HELP = (main.EPILOG, generate.EPILOG, calibrate.EPILOG)
+PAGES = (README, COMMANDS, *HELP)
+
+
+@pytest.mark.parametrize("line", [line for page in PAGES for line in generated(page)])
 def test_generated_text_is_long_enough_to_be_quantized(line: str):
     arguments = shlex.split(line, comments=True)
     options = build_parser(arguments[0]).parse_args(arguments)

@@ -66,7 +66,8 @@ EPILOG = """\
 start here:
   kvq demo               compare caches on the small embedded model, no download
   kvq methods            list what --cache accepts
-  kvq generate embedded --prompt "It was" --cache kivi:bits=2
+  kvq generate embedded --prompt "It was" --cache kivi:bits=2 \\
+      --temperature 0.6 --max-new-tokens 400
   kvq fetch smollm2      download a model of 135 million parameters, which every
                          command then accepts as MODEL
 

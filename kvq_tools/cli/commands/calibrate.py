@@ -46,7 +46,7 @@ examples:
   kvq calibrate embedded --text notes.txt --cache kvquant:bits=2 \\
       --out notes.safetensors --samples 8 --length 512
   kvq generate embedded --prompt "It was" --cache kvquant:bits=2 \\
-      --calibration notes.safetensors
+      --calibration notes.safetensors --temperature 0.6 --max-new-tokens 400
   kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=3 \\
       --out b3.safetensors --work samples
   kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=4 \\

@@ -20,7 +20,7 @@ generation_config.json asks for, else greedy, unless you give --temperature,
 EPILOG = f"""\
 examples:
   kvq generate embedded --prompt "It was a bright" --cache kivi:bits=2 \\
-      --max-new-tokens 60 --stream
+      --temperature 0.6 --max-new-tokens 400 --stream
   kvq generate path/to/Llama-3.2-1B-Instruct --chat --temperature 0.7 \\
       --top-p 0.9 --prompt "Name three rivers." --cache innerq:bits=2
   kvq generate embedded --prompts prompts.jsonl --out answers.jsonl \\
