@@ -42,8 +42,8 @@ def prefill_layer(
 
     Attention is exact inside the prompt and over the windows. Tokens that were in the body before
     are read dequantized. Rows of the batch that were empty get their prompt statistics here, and
-    those that widen do so until a block is quantized, in `decode_layer` too. `route` chooses the code that
-    quantizes and the one that attends.
+    those that widen do so until a block is quantized, in `decode_layer` too. `route` chooses the
+    code that quantizes and the one that attends.
     """
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs, prefill=True)

@@ -116,7 +116,7 @@ class Facts:
         a pair that RoPE turns within the group widens the range.
     normalizes_channels: rows are divided by a norm of each channel before they are quantized.
     requantizes: "exact" if rows that the body gives back are quantized to themselves, to the
-        rounding of scales. "drifts" if each pass changes them, so that errors would add up if `trim`
+        rounding of scales. "drifts" if each pass changes them: errors would add up if `trim`
         did not keep codes (layer/kept_codes.py).
     outliers: the slots for outliers, or None.
     unmet: K -> an option that a layer with K KV heads is too small for, with a remedy in one line.
