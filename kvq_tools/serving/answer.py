@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -59,7 +60,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._text = GrowingText(tokenizer, request.prompt)
         self._stops = Stops(tuple(stops))
-        self._waiting: list[TokenInText] = []  # tokens whose text is not final yet
+        self._waiting: list[TokenInText] = []  # tokens whose text is not final yet, in order
         self._decoded = self._sent = 0  # characters
         self._drawn = 0
 
@@ -129,10 +130,7 @@ class Answer:
         self.done = finish is not None
         # Tokens without text, such as the first half of a character, come with the text after them,
         # or with the end.
-        ready = [
-            token
-            for token in self._waiting
-            if token.offset < self._sent or (finish == "length" and token.offset <= self._sent)
-        ]
-        self._waiting = [token for token in self._waiting if token not in ready]
-        self.send(AnswerPiece(self.index, text, tuple(ready), finish, self._drawn))
+        end = self._sent + (finish == "length")
+        ready = tuple(itertools.takewhile(lambda token: token.offset < end, self._waiting))
+        del self._waiting[: len(ready)]
+        self.send(AnswerPiece(self.index, text, ready, finish, self._drawn))
