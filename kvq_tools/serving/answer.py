@@ -76,6 +76,8 @@ class Answer:
                 self._token(event)
             case Ended(reason="not-finite"):
                 self.fail("the model computed numbers that are not finite (nan or inf)")
+            case Ended(reason="failed"):
+                self.fail("the program for this prompt cannot be compiled")
             case Ended(reason=reason):
                 self._finish(_FINISH[reason])
         return self.done

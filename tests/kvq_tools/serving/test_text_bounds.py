@@ -38,7 +38,7 @@ def test_tokens_without_text_cost_no_more_than_others(token: int):
             text.add(token)
         return counted.decoded
 
-    assert CONTINUATION != TOKENIZER.unk_token_id
+    assert TOKENIZER.unk_token_id != CONTINUATION
     assert decoded(token) < 5 * decoded(TOKENIZER(" a", add_special_tokens=False)["input_ids"][0])
 
 

@@ -24,7 +24,9 @@ class Accepted:
     keys: list[bytes] = dataclasses.field(default_factory=list)
     drawn: int = 0  # tokens drawn
     last: int = 0  # the newest of them
+    penalty: float = 0.0  # to subtract from the logit of the newest token from now on
     cancelled: bool = False
+    seen: set[int] = dataclasses.field(default_factory=set)  # tokens drawn, if it matters
     logprobs: list[float] = dataclasses.field(default_factory=list)
     likely: list[Likely] = dataclasses.field(default_factory=list)
 
@@ -32,6 +34,14 @@ class Accepted:
     def rule(self) -> tuple[Sampling, int, int, int, bool]:
         asked = self.request
         return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
+
+    def add_token(self, token: int) -> None:
+        """Note a token that was drawn."""
+        self.last, self.drawn, asked = token, self.drawn + 1, self.request
+        if asked.frequency_penalty or asked.presence_penalty:
+            self.penalty = asked.frequency_penalty
+            self.penalty += 0 if token in self.seen else asked.presence_penalty
+            self.seen.add(token)
 
     def add_scores(
         self, count: int, logprobs: np.ndarray, likely: np.ndarray, values: np.ndarray
