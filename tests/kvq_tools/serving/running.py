@@ -8,6 +8,7 @@ import dataclasses
 import http.client
 import json
 import pathlib
+import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -45,6 +46,7 @@ class Running:
     tokenizer: Any
     service: Service
     server: Any
+    thread: threading.Thread
 
     @property
     def client(self) -> openai.OpenAI:
@@ -133,12 +135,16 @@ def serving(
     server = server_of(app, ready.set, limits=connections, grace_seconds=grace_seconds)
     bound = bound_socket("127.0.0.1", 0)
     port = bound.getsockname()[1]
+    if connections is not None:
+        # what a client does not read stays in the process
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     worker.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     assert ready.wait(30), "the server does not start"
     try:
-        yield Running(f"http://127.0.0.1:{port}", port, engine.llama, tokenizer, service, server)
+        url = f"http://127.0.0.1:{port}"
+        yield Running(url, port, engine.llama, tokenizer, service, server, thread)
     finally:
         server.should_exit = True
         thread.join(30)
