@@ -1,4 +1,4 @@
-"""What a connection may cost: clients that send no request, do not read, or are too many."""
+"""Limits of connections: for clients that send no request, do not read, or are too many."""
 
 from __future__ import annotations
 

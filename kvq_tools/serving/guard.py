@@ -1,5 +1,5 @@
-"""Refuse what a page of another web site makes a browser send: browsers reach servers that listen
-on their own machine only, and a name may be made to point there (DNS rebinding)."""
+"""Refuse requests that a page of another web site makes a browser send. Browsers reach servers that
+listen on their own machine only, and a name may be made to point there (DNS rebinding)."""
 
 from __future__ import annotations
 
