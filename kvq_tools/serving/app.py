@@ -186,6 +186,7 @@ def _handle_errors(app: FastAPI) -> None:
                     405,
                     f"Not allowed to {request.method} on {request.url.path}.",
                     code="method_not_supported",
+                    headers=error.headers,  # Allow
                 )
             )
         return ErrorResponse(ApiError(error.status_code, str(error.detail)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -25,8 +26,10 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
+        self._headers = headers or {}
         self.status, self.message, self.kind, self.param, self.code = (
             status,
             message,
@@ -48,7 +51,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+        retry = {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+        return {**self._headers, **retry}
 
 
 class ErrorResponse(JSONResponse):

@@ -236,6 +236,7 @@ def test_the_server_ends_while_a_client_does_not_read(server: Running):
         ({"host": "evil.example.com"}, 403, "host_not_allowed"),
         ({"host": "evil.example.com:8000"}, 403, "host_not_allowed"),
         ({"host": "["}, 403, "host_not_allowed"),
+        ({"host": "127.0.0.1.evil.example.com"}, 403, "host_not_allowed"),
         ({"origin": "https://evil.example.com"}, 403, "origin_not_allowed"),
         ({"origin": "null"}, 403, "origin_not_allowed"),
         ({"origin": "http://localhost:1"}, 403, "origin_not_allowed"),

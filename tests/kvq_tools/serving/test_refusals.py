@@ -261,7 +261,8 @@ def test_unknown_paths(server: Running):
         404,
         "Invalid URL (GET /v1/embeddings)",
     )
-    assert server.raw("GET", "/v1/completions")[0] == 405
+    status, headers, _ = server.raw("GET", "/v1/completions")
+    assert (status, headers["allow"]) == (405, "POST")
 
 
 def start(server: Running, fields: dict) -> http.client.HTTPConnection:
