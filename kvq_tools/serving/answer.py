@@ -78,6 +78,8 @@ class Answer:
                 self.fail("the model computed numbers that are not finite (nan or inf)")
             case Ended(reason="failed"):
                 self.fail("the program for this prompt cannot be compiled")
+            case Ended(reason="damaged"):
+                self.fail("the memory of the answer was damaged while it was sent")
             case Ended(reason=reason):
                 self._finish(_FINISH[reason])
         return self.done

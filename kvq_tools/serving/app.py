@@ -270,7 +270,7 @@ async def _events(
         if asked.usage_in_stream:
             yield _event(wire.usage_chunk(pending.usage))
     except ApiError as error:
-        yield f"data: {ErrorResponse(error).body.decode()}\n\n"
+        yield f"data: {bytes(ErrorResponse(error).body).decode()}\n\n"
         return
     yield "data: [DONE]\n\n"
 

@@ -239,8 +239,9 @@ def read(
 
 def _check_counts(body: dict[str, Any], most_choices: int, most_messages: int) -> None:
     prompt, n = body.get("prompt"), body.get("n")
-    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    choices = (len(prompt) if several else 1) * (n if isinstance(n, int) else 1)
+    numbers = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
+    prompts = len(prompt) if isinstance(prompt, list) and not numbers else 1
+    choices = prompts * (n if isinstance(n, int) else 1)
     if choices > most_choices:
         raise errors.ApiError(
             400,

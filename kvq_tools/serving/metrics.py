@@ -89,6 +89,11 @@ class _OfEngine:
             "Prompt tokens that were not read because they were there",
             counts.prefix_tokens,
         )
+        yield CounterMetricFamily(
+            "kvq_damaged",
+            "Requests whose memory was damaged, and which were computed again",
+            counts.damaged,
+        )
         yield GaugeMetricFamily(
             "kvq_prefix_bytes",
             "Bytes of prefixes, in the host's memory",

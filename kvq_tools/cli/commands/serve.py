@@ -140,6 +140,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=60,
         help="how long answers may take after SIGTERM (default: %(default)s)",
     )
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=(
+            "look for flipped bits in the caches, one layer a step, and compute again what "
+            "they damaged (default: yes; no with --mesh)"
+        ),
+    )
     mesh.add(parser)
     inputs.add_implementation(parser)
     inputs.add_dtype(parser, rows="rows are bfloat16")
@@ -187,7 +196,13 @@ def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socke
     with input_errors():
         prefixes = _prefixes(options, one_device=placement is None)
     engine = engines.loaded(
-        options, size, options.queue, wait=False, prefixes=prefixes, placement=placement
+        options,
+        size,
+        options.queue,
+        wait=False,
+        prefixes=prefixes,
+        placement=placement,
+        verify=options.verify and placement is None,
     )
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)

@@ -37,6 +37,7 @@ from kvq_models.inference.engine.accepted import VACANT, Accepted, Counts
 from kvq_models.inference.engine.compiling import Compiler
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_models.inference.engine.reading import read_chunk
 from kvq_models.inference.engine.requests import (
     Ended,
     Event,
@@ -45,8 +46,8 @@ from kvq_models.inference.engine.requests import (
     Reason,
     Request,
     Ticket,
-    Token,
 )
+from kvq_models.inference.engine.sweep import Sweep
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
 from kvq_models.llama.model import Llama
@@ -70,6 +71,9 @@ class Engine:
     as reading the prompt again. The model's weights are hashed once for it. Prompts whose
     log-probabilities are requested are always read.
 
+    verify: look for damaged memory, one layer a step, and compute again what was damaged, for
+    caches on one device (sweep.py).
+
     Raises ValueError, in one line, if the cache does not fit the model or its parameters are
     missing.
     """
@@ -87,6 +91,7 @@ class Engine:
         implementation: Implementation = None,
         prefixes: PrefixStore | None = None,
         placement: Placement | None = None,
+        verify: bool = False,
     ):
         if queue_limit < 1 or not widths or min(widths) < 1:
             raise ValueError(
@@ -99,7 +104,8 @@ class Engine:
                 "slots on a mesh split heads and tokens and keep no prefixes: got"
                 f" {placement}{kept}"
             )
-        self.llama, self.queue_limit, self.implementation = llama, queue_limit, implementation
+        self.llama, self.queue_limit = llama, queue_limit
+        self.implementation: Implementation = implementation
         self.widths = tuple(sorted({min(width, capacity) for width in widths}))
         self._row_layout = layout(spec, llama.config, 1, capacity, dtype, placement)
         self.capacity, self.placement, self.prefixes = capacity, placement, prefixes
@@ -110,6 +116,7 @@ class Engine:
         self._rows: PrefixRows | None = None
         if prefixes is not None:
             self._rows = PrefixRows(prefixes, self._row, llama, self.widths, implementation)
+        self._sweep = Sweep() if verify else None
         self._compiler: Compiler | None = None
         self.counts = Counts()
         self._tickets = itertools.count()
@@ -142,7 +149,7 @@ class Engine:
 
     def live_tokens(self) -> int:
         """Return the number of tokens that the cache holds for requests."""
-        return sum(one.read + max(0, one.drawn - 1) for one in self._accepted())
+        return sum(accepted.tokens_held for accepted in self._accepted())
 
     def warm_up(self, *, wait: bool = True) -> None:
         """Compile every program except those that score prompts, which are compiled beside other
@@ -159,6 +166,8 @@ class Engine:
             while not self.idle:
                 self.advance()
         self.counts, self._rows = Counts(), rows
+        if self._sweep is not None:
+            self._sweep.compile(self.cache, self._row)
         self._compiler = Compiler(self.llama, self._row_layout, self.implementation)
         self._compiler.programs[self.widths[0], False] = ready = Future()
         ready.set_result(None)
@@ -178,6 +187,8 @@ class Engine:
         self._queue.clear()
         self._reading, self._slots = None, [None] * self.slots
         self._allocate()
+        if self._sweep is not None:
+            self._sweep.forget()
 
     def _allocate(self) -> None:
         rows, capacity, dtype = self.slots, self.capacity, self._row_layout.dtype
@@ -217,6 +228,8 @@ class Engine:
         events."""
         events: list[Event] = []
         self._drop_cancelled(events)
+        if self._sweep is not None:
+            self._renew_damaged(self._sweep)
         self._read_chunk(events)
         self._step(events)
         return events
@@ -236,6 +249,24 @@ class Engine:
             self._reading = None
             self._end(accepted, "cancelled", events)
 
+    def _renew_damaged(self, sweep: Sweep) -> None:
+        """Let requests whose memory was damaged begin again, before the others in the queue."""
+        for slot in sweep.damaged(self.cache, self._slots):
+            accepted, self._slots[slot] = self._slots[slot], None
+            if accepted is not None:
+                self._renew(accepted)
+        if self._reading is not None and sweep.row_damaged(self._row, self._reading[1]):
+            slot, accepted = self._reading
+            self._fill(slot, self._no_logits, accepted)
+            self._reading = None
+            self._renew(accepted)
+
+    def _renew(self, accepted: Accepted) -> None:
+        _log.error("memory of a request was damaged; it is computed again")
+        self.counts.damaged += 1
+        accepted.begin_again()
+        self._queue.appendleft(accepted)
+
     def _read_chunk(self, events: list[Event]) -> None:
         logits = None
         if self._reading is None:
@@ -245,7 +276,8 @@ class Engine:
                 return
             self._queue.remove(ready)
             self._reading = vacant[0], ready
-            logits = self._recall(ready)
+            if self._rows is not None and not ready.request.prompt_logprobs:
+                logits, self._row = self._rows.recall(ready, self._row, self.counts)
         slot, accepted = self._reading
         if accepted.read < len(accepted.request.prompt):
             logits = self._prefill(accepted)
@@ -254,7 +286,9 @@ class Engine:
         assert logits is not None, "logits come with the last chunk"
         self._reading = None
         drawn = self._fill(slot, logits, accepted)
-        events.append(PromptRead(accepted.ticket, tuple(accepted.logprobs), tuple(accepted.likely)))
+        if not accepted.replayed:
+            scores = tuple(accepted.logprobs), tuple(accepted.likely)
+            events.append(PromptRead(accepted.ticket, *scores))
         if accepted.request.max_new_tokens == 0:
             self._end(accepted, "length", events)
         elif self._take(accepted, drawn, 0, events):
@@ -285,46 +319,16 @@ class Engine:
         count = min(len(accepted.request.prompt) - read, self.widths[-1])
         return count, next(width for width in self.widths if width >= count)
 
-    def _recall(self, accepted: Accepted) -> jax.Array | None:
-        """Fill the prompt row with the stored beginning of a prompt. Return the logits after it, or
-        None."""
-        if self._rows is None or accepted.request.prompt_logprobs:
-            return None
-        accepted.keys, pieces = self._rows.find(accepted.request)
-        self.counts.prefix_lookups += 1
-        if not pieces:
-            return None
-        for leaf in jax.tree.leaves(self._row):
-            leaf.delete()  # there is never a third row
-        self._row = self._rows.joined(pieces)
-        accepted.read = pieces[-1].length
-        self.counts.prefix_hits += 1
-        self.counts.prefix_tokens += accepted.read
-        return jax.device_put(pieces[-1].logits)
-
     def _prefill(self, accepted: Accepted) -> jax.Array:
         """Read the next chunk of a prompt and return the logits [1, V] after it."""
-        prompt, (count, width) = accepted.request.prompt, self._chunk(accepted, accepted.read)
-        tokens, following = np.zeros((2, 1, width), np.int32)
-        tokens[0, :count] = prompt[accepted.read : accepted.read + count]
-        lengths = np.array([count], np.int32)
-        if accepted.request.prompt_logprobs:
-            after = prompt[accepted.read + 1 : accepted.read + 1 + count]
-            following[0, : len(after)] = after
-            logits, scores, self._row = programs.score_chunk(
-                self.llama, self._row, tokens, lengths, following, self.implementation
-            )
-            accepted.add_scores(len(after), *(np.asarray(score) for score in scores))
-        else:
-            logits, self._row = programs.prefill_chunk(
-                self.llama, self._row, tokens, lengths, False, self.implementation
-            )
-            # on a mesh: otherwise a cancelled row would be filled by another program
-            if logits.sharding != self._no_logits.sharding:
-                self._no_logits = jax.device_put(
-                    np.zeros(logits.shape, np.float32), logits.sharding
-                )
-        accepted.read += count
+        count, width = self._chunk(accepted, accepted.read)
+        logits, self._row = read_chunk(
+            self.llama, self._row, accepted, count, width, self.implementation
+        )
+        # on a mesh: otherwise a cancelled row would be filled by another program
+        scored = accepted.request.prompt_logprobs
+        if not scored and logits.sharding != self._no_logits.sharding:
+            self._no_logits = jax.device_put(np.zeros(logits.shape, np.float32), logits.sharding)
         if self._rows is not None and accepted.keys:
             before = accepted.read - count
             self._rows.keep(accepted.keys, self._row, before, accepted.read, logits)
@@ -376,15 +380,10 @@ class Engine:
         asked = accepted.request
         accepted.add_token(int(drawn.token[row]))
         self.counts.new_tokens += 1
-        most = asked.alternatives
-        likely = tuple(
-            zip(
-                drawn.likely[row, :most].tolist(),
-                drawn.likely_logprobs[row, :most].tolist(),
-                strict=True,
-            )
-        )
-        events.append(Token(accepted.ticket, accepted.last, float(drawn.logprob[row]), likely))
+        if accepted.drawn > len(accepted.replayed):
+            events.append(accepted.token_event(drawn, row))
+        elif accepted.last != accepted.replayed[accepted.drawn - 1]:
+            return self._end(accepted, "damaged", events)  # what was sent came from damage
         if accepted.last in asked.end_ids:
             return self._end(accepted, "ended", events)
         return accepted.drawn < asked.max_new_tokens or self._end(accepted, "length", events)

@@ -8,9 +8,9 @@ import jax
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.serialization import fingerprint
+from kvq_models.inference.engine.accepted import Accepted, Counts
 from kvq_models.inference.engine.pieces import RowPiece, RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
-from kvq_models.inference.engine.requests import Request
 from kvq_models.llama.model import Llama
 
 
@@ -30,19 +30,28 @@ class PrefixRows:
         self._pieces = RowPieces(row, llama.config.vocab_size)
         self._scope = scope_of(row, fingerprint(llama), widths, implementation)
 
-    def find(self, request: Request) -> tuple[list[bytes], list[RowPiece]]:
-        """Return the keys of a prompt's chunks, and the pieces of its beginning."""
-        length = len(request.prompt)
+    def recall(
+        self, accepted: Accepted, row: Cache, counts: Counts
+    ) -> tuple[jax.Array | None, Cache]:
+        """Return (the logits after the stored beginning of a prompt, a row with it), or None and
+        the same row."""
+        request, length = accepted.request, len(accepted.request.prompt)
 
         def fits(count: int, piece: RowPiece) -> bool:
             before = count * self._chunk
             return self._pieces.fits(piece, before, min(before + self._chunk, length))
 
-        keys = chunk_keys(self._scope, request.prompt, self._chunk, request.owner)
-        return keys, self._store.longest(keys, fits)
-
-    def joined(self, pieces: list[RowPiece]) -> Cache:
-        return self._pieces.joined(pieces)
+        accepted.keys = chunk_keys(self._scope, request.prompt, self._chunk, request.owner)
+        pieces = self._store.longest(accepted.keys, fits)
+        counts.prefix_lookups += 1
+        if not pieces:
+            return None, row
+        for leaf in jax.tree.leaves(row):
+            leaf.delete()  # there is never a third row
+        accepted.read = pieces[-1].length
+        counts.prefix_hits += 1
+        counts.prefix_tokens += accepted.read
+        return jax.device_put(pieces[-1].logits), self._pieces.joined(pieces)
 
     def keep(
         self, keys: list[bytes], row: Cache, before: int, length: int, logits: jax.Array

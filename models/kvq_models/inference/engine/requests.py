@@ -15,7 +15,7 @@ MOST_BIASED = 300  # tokens with a bias
 Ticket: TypeAlias = int  # names an accepted request
 # tokens and their log-probabilities, the most probable first
 Likely: TypeAlias = tuple[tuple[int, float], ...]
-Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite", "failed"]
+Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite", "failed", "damaged"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,8 @@ class Token:
 class Ended:
     """A request has ended, and its slot is vacant: by an end token, at its limit, by `cancel`, or
     because the model computed nan or inf, or
-    because its program cannot be compiled."""
+    because its program cannot be compiled, or because its cache was damaged after tokens were
+    sent."""
 
     ticket: Ticket
     reason: Reason

@@ -4,12 +4,16 @@ turn, and the lengths with what the requests hold."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from kvq_jax.cache.cache import Cache
-from kvq_jax.cache.verification import Seal, changes, seal
+from kvq_jax.cache.verification import Seal, Seals, changes, seal, verify
 from kvq_models.inference.engine.accepted import Accepted
+from kvq_models.inference.engine.requests import Ticket
+
+Run: TypeAlias = tuple[Ticket, int]
 
 
 class Sweep:
@@ -19,7 +23,13 @@ class Sweep:
 
     def __init__(self, each: int = 1):
         self._each, self._next = each, 0
-        self._seals: dict[int, tuple[list[int | None], Seal]] = {}
+        self._seals: dict[int, tuple[list[Run | None], Seal]] = {}
+        self._row: tuple[Run, Seals] | None = None
+
+    def compile(self, cache: Cache, row: Cache) -> None:
+        """Run every program once."""
+        seal(cache)
+        seal(row)
 
     def damaged(self, cache: Cache, slots: Sequence[Accepted | None]) -> set[int]:
         """Return the slots whose memory has changed. Call it between two steps."""
@@ -44,6 +54,17 @@ class Sweep:
             self._seals[layer] = tickets, now
         return found
 
+    def row_damaged(self, row: Cache, accepted: Accepted) -> bool:
+        """Return True if the row of a prompt that is being read has changed since the last chunk.
+        All layers are compared, because their parts may go to the store of prefixes."""
+        known, self._row = self._row, None
+        if known is not None and known[0] == accepted.run and verify(row, known[1]):
+            return True
+        if accepted.read:
+            self._row = accepted.run, seal(row)
+        return False
+
     def forget(self) -> None:
         """Begin anew, for other caches."""
         self._seals.clear()
+        self._row = None
