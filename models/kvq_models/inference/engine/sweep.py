@@ -1,8 +1,9 @@
-"""Watch the memory of an engine's slots: one layer a step is compared with what it was at its last
-turn, and the lengths with what the requests hold."""
+"""Watch the memory of an engine's slots: one layer after the other is compared with what it was at
+its last turn, and the lengths with what the requests hold."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -16,13 +17,20 @@ from kvq_models.inference.engine.requests import Ticket
 Run: TypeAlias = tuple[Ticket, int]
 
 
+SHARE = 0.01  # of the time
+
+
 class Sweep:
     """A sweep over the layers of the slots' cache. A bit that flips in what was sealed before is
-    found when its layer's turn comes again: after as many steps as there are layers, or after
-    `each` layers a step, sooner."""
+    found when its layer's turn comes again, and a length that is wrong before the next step.
 
-    def __init__(self, each: int = 1):
-        self._each, self._next = each, 0
+    Args:
+        each: layers that are compared at a time.
+        share: the part of the time that comparing may take. A sweep waits until it is within it.
+    """
+
+    def __init__(self, each: int = 1, share: float = SHARE):
+        self._each, self._share, self._next, self._due = each, share, 0, 0.0
         self._seals: dict[int, tuple[list[Run | None], Seal]] = {}
         self._row: tuple[Run, Seals] | None = None
 
@@ -41,7 +49,9 @@ class Sweep:
             for slot, run in enumerate(tickets)
             if run is not None and lengths[slot] != expected[slot]
         }
-        for _ in range(min(self._each, len(cache.layers))):
+        started = time.monotonic()
+        turns = min(self._each, len(cache.layers)) if started >= self._due else 0
+        for _ in range(turns):
             layer, self._next = self._next, (self._next + 1) % len(cache.layers)
             now = seal(cache, [layer])[layer]
             if layer in self._seals:
@@ -52,6 +62,9 @@ class Sweep:
                     if tickets[damage.row] is not None and tickets[damage.row] == runs[damage.row]
                 }
             self._seals[layer] = tickets, now
+        if turns:
+            ended = time.monotonic()
+            self._due = ended + (ended - started) * (1 / self._share - 1)
         return found
 
     def row_damaged(self, row: Cache, accepted: Accepted) -> bool:

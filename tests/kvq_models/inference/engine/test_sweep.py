@@ -30,7 +30,7 @@ def llama() -> Llama:
 @pytest.fixture
 def engine(llama: Llama) -> Engine:
     engine = engine_of(llama, verify=True, prefixes=PrefixStore(1 << 22))
-    engine._sweep = Sweep(each=2)  # every layer at every step
+    engine._sweep = Sweep(each=2, share=1.0)  # every layer at every step
     return engine
 
 
@@ -98,6 +98,23 @@ def test_an_answer_that_was_sent_from_damaged_memory_ends_with_an_error(engine: 
     slot = engine._slots.index(accepted)
     engine.cache = flip(engine.cache, "ring", slot)
     assert Ended(ticket, "damaged") in drained(engine)
+
+
+def test_a_sweep_takes_its_share_of_the_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    clock, sums = [0.0], []
+
+    def slow(cache: kvq.Cache, layers: list[int]) -> dict:
+        clock[0] += 0.5
+        sums.append(layers)
+        return kvq.seal(cache, layers)
+
+    monkeypatch.setattr("kvq_models.inference.engine.sweep.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvq_models.inference.engine.sweep.seal", slow)
+    sweep = Sweep(share=0.1)
+    for _ in range(1000):
+        sweep.damaged(engine.cache, engine._slots)
+        clock[0] += 0.05
+    assert clock[0] * 0.08 < 0.5 * len(sums) < clock[0] * 0.12
 
 
 def test_nothing_is_taken_for_damage(engine: Engine):
