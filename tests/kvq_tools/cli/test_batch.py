@@ -141,6 +141,8 @@ def answers_of_whole_lines(path: pathlib.Path) -> list[str | int]:
             "line 1: temperature must be a number, got 'hot'",
         ),
         ('{"prompt": "x", "temperature": -1}\n', "line 1: temperature=-1"),
+        ('{"prompt": "x", "temperature": 1%s}\n' % ("0" * 400), "line 1: temperature=1000"),
+        ('{"prompt": "x", "top_k": 4294967296}\n', "line 1: top_k=4294967296"),
         ('{"prompt": "x", "seed": -1}\n', "line 1: seed=-1"),
         ('{"prompt": "x", "id": 1.5}\n', "line 1: id must be a text or an integer"),
         ('{"prompt": "x", "id": 1}\n"y"\n', "two prompts with the id 1"),
