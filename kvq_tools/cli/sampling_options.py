@@ -63,7 +63,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
 def model_sampling(config: LlamaConfig) -> Sampling:
     """Return the sampling that the checkpoint's generation_config.json (or GGUF file) asks for, as
     transformers applies it: greedy if it asks for none. Warn of what is not computed."""
-    asked = getattr(config, "generation", None)
+    asked = config.generation
     if asked is None:
         return GREEDY
     if asked.unapplied:

@@ -266,7 +266,7 @@ def _checked_keys(options: argparse.Namespace) -> list[str]:
 
 def _defaults(config: LlamaConfig) -> Sampling:
     """Return the sampling that the checkpoint asks for, or greedy, as for other commands."""
-    asked = getattr(config, "generation", None) or Sampling()
+    asked = config.generation
     return Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
 
 
