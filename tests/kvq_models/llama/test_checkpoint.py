@@ -26,6 +26,7 @@ CONFIGS = {
     "mistral": tiny_config("mistral"),
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3", attention_bias=True),
+    "olmo2": tiny_config("olmo2"),
 }
 
 
@@ -65,7 +66,9 @@ def test_every_weight_has_one_name_and_every_name_one_weight():
 
 
 def test_every_weight_has_axes_of_its_shape():
-    assert set(weight_axes.TABLE) == {path for _, path, _ in hf_names.TABLE}
+    of_experts = {path for rows in hf_names.EXPERTS.values() for _, path in rows}
+    named = {path for _, path, _ in hf_names.TABLE} | set(hf_names.WITH_OUTPUT_NORMS) | of_experts
+    assert set(weight_axes.TABLE) == named
     for config in CONFIGS.values():
         abstract = abstract_llama(config, "bfloat16")
         for path, weight in hf_names.weights(abstract).items():
