@@ -92,10 +92,7 @@ def test_the_tokens_are_those_of_one_process(
             "--capacity is for one prompt or many prompts: kvq prefill has already made",
         ),
         (("--max-new-tokens", 500), "has room for 128"),
-        (("--prompts", "x.jsonl"), "--from continues one saved prompt: leave out --prompts"),
-        (("--chat",), "--chat needs --prompt or --prompt-file"),
         (("--mesh", "heads=2"), "--mesh is for one prompt: kvq prefill"),
-        (("--slots", 2), "--slots is for many prompts: kvq prefill"),
     ],
 )
 def test_what_does_not_fit_the_file_is_one_line(
