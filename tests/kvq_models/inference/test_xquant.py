@@ -155,27 +155,6 @@ def test_the_accumulator_serves_ragged_batches_and_many_tokens_at_once():
     assert np.abs(np.asarray(together[0, 1:] - exact)).max() > 1e-2, "3 bits leave no trace"
 
 
-def test_a_second_prompt_reads_the_accumulator_of_the_first():
-    """A prompt in two parts: the second part attends to the quantized first, as decoding its tokens
-    one by one does."""
-    llama = prepare(model("gqa4"), CROSS)
-    tokens = random_tokens((2, LENGTH))
-    _, first = prefill(
-        llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens[:, :37]
-    )
-    kept = jax.tree.map(jnp.copy, first)
-    chunk, after = prefill(llama, first, tokens[:, 37:39])
-    for t in (37, 38):
-        logits, kept = step(llama, kept, tokens[:, t])
-    assert np.asarray(after.lengths).tolist() == np.asarray(kept.lengths).tolist() == [39, 39]
-    assert row_errors(chunk, logits).max() < 1e-4, (
-        "no block ages between the two, so both see the same cache"
-    )
-    assert row_errors(chunk, forward(llama, tokens[:, :39])[:, -1]).max() > 1e-3, (
-        "the exact model passes for the cache"
-    )
-
-
 def test_a_trimmed_cache_is_decoded_through_the_layers():
     llama = prepare(model("gqa4"), CROSS)
     tokens = random_tokens((2, LENGTH))

@@ -45,15 +45,3 @@ def test_a_prompt_is_prefilled_and_not_scored(scene):
     assert found.nats != pytest.approx(measure(llama, "dense", rows).nats, rel=1e-4)
     with pytest.raises(ValueError, match="leaves fewer than two of 75"):
         measure(llama, "dense", rows, prompt=74)
-
-
-def test_fewer_bits_move_further_from_the_exact_model(scene):
-    llama, rows = scene
-    kl = [measure(llama, f"kivi:bits={bits},recent=8,block=16", rows).kl for bits in (8, 4, 2)]
-    assert 0 < kl[0] < kl[1] / 4 < kl[2] / 16, f"KL at 8, 4 and 2 bits: {kl}"
-
-
-def test_tokens_outside_the_vocabulary_are_refused(scene):
-    llama, rows = scene
-    with pytest.raises(ValueError, match="between 0 and"):
-        measure(llama, "dense", rows + llama.config.vocab_size)
