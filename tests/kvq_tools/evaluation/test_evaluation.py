@@ -24,24 +24,16 @@ def scene():
     return llama, rows
 
 
-def test_the_exact_cache_gives_the_models_own_perplexity(scene):
-    llama, rows = scene
-    found = measure(llama, "dense", rows)
-    logprobs = jax.nn.log_softmax(forward(llama, rows))
-    nats = -jnp.take_along_axis(logprobs[:, :-1], rows[:, 1:, None], axis=-1)
-    assert found.tokens == ROWS * (LENGTH - 1)
-    assert found.perplexity == pytest.approx(float(jnp.exp(jnp.mean(nats))), rel=1e-4)
-    assert found.kl == pytest.approx(0, abs=1e-6)
-    assert found.agreement == 1
-
-
-def test_a_prompt_is_prefilled_and_not_scored(scene):
+def test_the_exact_cache_gives_the_models_own_numbers_after_a_prompt_that_is_not_scored(scene):
     llama, rows = scene
     found = measure(llama, "dense", rows, prompt=20)
     logprobs = jax.nn.log_softmax(forward(llama, rows))[:, 20:-1]
     nats = -jnp.take_along_axis(logprobs, rows[:, 21:, None], axis=-1)
     assert found.tokens == ROWS * (LENGTH - 21)
     assert found.nats == pytest.approx(float(jnp.mean(nats)), rel=1e-4)
+    assert found.perplexity == pytest.approx(float(jnp.exp(jnp.mean(nats))), rel=1e-4)
+    assert found.kl == pytest.approx(0, abs=1e-6)
+    assert found.agreement == 1
     assert found.nats != pytest.approx(measure(llama, "dense", rows).nats, rel=1e-4)
     with pytest.raises(ValueError, match="leaves fewer than two of 75"):
         measure(llama, "dense", rows, prompt=74)
