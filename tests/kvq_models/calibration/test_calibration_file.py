@@ -79,14 +79,6 @@ def changed(path, change):
     save_tensors(path, tensors, header)
 
 
-def without_layer(tensors, header):
-    for name in [name for name in tensors if name.startswith("layers.1.k")]:
-        del tensors[name]
-    header["keys"] = json.dumps(
-        {name: key for name, key in json.loads(header["keys"]).items() if name != "layers.1.k"}
-    )
-
-
 BROKEN = {
     "missing tensor": (
         lambda t, h: t.pop("layers.1.v.levels"),

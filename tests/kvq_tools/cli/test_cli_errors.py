@@ -111,8 +111,6 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
             "load_llama",
             stop_before_weights,
         )
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
-    (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "empty").write_text("")
     (tmp_path / "prompts.jsonl").write_text('"a"\n""\n')
     (tmp_path / "broken").mkdir()

@@ -13,7 +13,6 @@ from kvq_tools.cli import main
 from kvq_tools.cli.commands import generate
 
 MEMORY = ("memory", "embedded", "--cache", "kivi:bits=2")
-SOON_GONE = "stress"  # moves out of the product
 
 
 def help_of(arguments, capsys, monkeypatch):
@@ -24,7 +23,7 @@ def help_of(arguments, capsys, monkeypatch):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", *(c for c in main.COMMANDS if c != SOON_GONE)])
+@pytest.mark.parametrize("command", ["", *main.COMMANDS])
 def test_help_fits_80_columns(command, capsys, monkeypatch):
     text = help_of(command.split(), capsys, monkeypatch)
     wide = [line for line in text.splitlines() if len(line) > 80]

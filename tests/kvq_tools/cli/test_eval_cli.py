@@ -237,7 +237,6 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(
         raise ValueError("weights were read")
 
     monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.eval"), "load_llama", stop)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     (tmp_path / "empty").write_text("")
     bare, small = tmp_path / "bare", tmp_path / "small"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*"))
