@@ -23,7 +23,7 @@ from setuptools.command.build_ext import build_ext
 SOURCES = pathlib.Path("cpu_kernels/csrc")
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
 # Kernels are compiled once for each kind of processor, and the choice is made at run time
-# (csrc/split.cc).
+# (csrc/processors.cc).
 PROCESSORS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
@@ -111,8 +111,8 @@ class BuildKernels(build_ext):
                 else:
                     defined.append(f"-DKVQ_{name.upper()}")
             objects += [
-                compiled("split", *defined),
-                compiled("store"),
+                compiled("processors", *defined),
+                *map(compiled, ("tasks", "split", "store", "prompt_call", "prompt_ffi")),
                 compiled("ffi", f'-DKVQ_SOURCES="{digest()}"'),
             ]
             target.parent.mkdir(parents=True, exist_ok=True)

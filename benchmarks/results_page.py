@@ -1,5 +1,5 @@
-"""Make the pages of benchmarks/results from the JSON files there, README.md, their index, and the
-table of caches in the project's README.
+"""Make the pages of benchmarks/results from the JSON files there, README.md, their index, the table
+of caches and the picture in the project's README, and the KL that `kvq memory --budget` shows.
 
 Run it after a benchmark. Never edit its output by hand.
 """
@@ -12,7 +12,14 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import mesh, readme_table, serving_report, serving_start
+from benchmarks import (
+    front_picture,
+    measured_caches,
+    mesh,
+    readme_table,
+    serving_report,
+    serving_start,
+)
 from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
@@ -189,10 +196,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         whole.write(args.folder / name, text)
         print(args.folder / name)
     if args.folder == RESULTS:
-        table_of_caches = readme_table.section(readme_table.read(), "benchmarks/results/")
+        reports = readme_table.read()
+        table_of_caches = readme_table.section(reports, "benchmarks/results/")
         page = readme_table.README.read_text(encoding="utf-8")
         whole.write(readme_table.README, readme_table.replaced(page, table_of_caches))
-        print(readme_table.README)
+        whole.write(measured_caches.FILE, measured_caches.contents(reports))
+        whole.write(front_picture.FILE, front_picture.picture(reports[-1]))
+        print(readme_table.README, measured_caches.FILE, front_picture.FILE, sep="\n")
 
 
 if __name__ == "__main__":

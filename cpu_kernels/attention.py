@@ -21,7 +21,7 @@ from cpu_kernels.body import Body
 from cpu_kernels.library import DECODE_ATTENTION, unavailable
 
 
-class Windows(NamedTuple):
+class ExactRows(NamedTuple):
     """Tokens in full precision (fp32, fp16 or bf16), in two windows of any length.
 
     Args:
@@ -51,7 +51,7 @@ def decode_attention(
     limits: Int[Array, "B T"],
     *,
     capacity: int,
-    windows: Windows | None = None,
+    windows: ExactRows | None = None,
 ) -> tuple[Float[Array, "B K R 1"], Float[Array, "B K R 1"], Float[Array, "B K R H"]]:
     """Return (m, l, o), fp32, of R = G * T query rows per KV head. Row g * T + t sees the first
     limits[b, t] tokens.

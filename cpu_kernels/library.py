@@ -14,7 +14,10 @@ import pathlib
 
 import jax
 
-DECODE_ATTENTION, STORE_BLOCKS = TARGETS = "kvq_decode_attention", "kvq_store_blocks"
+DECODE_ATTENTION = "kvq_decode_attention"
+EXACT_ATTENTION = "kvq_exact_attention"
+STORE_BLOCKS = "kvq_store_blocks"
+TARGETS = DECODE_ATTENTION, EXACT_ATTENTION, STORE_BLOCKS
 _FOLDER = pathlib.Path(__file__).parent
 _REMEDY = (
     "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"

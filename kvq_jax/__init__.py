@@ -27,7 +27,6 @@ from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, i
 from kvq_jax.cache.moving import move
 from kvq_jax.cache.overflow import Overflow, overflowed
 from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
-from kvq_jax.cache.parking import park, unpark
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
 from kvq_jax.cache.row_operations import merge_rows, repeat_rows, replace_row, select_rows, trim
 from kvq_jax.cache.serialization import (
@@ -86,7 +85,6 @@ __all__ = [
     "outlier_fraction",
     "outlier_totals",
     "overflowed",
-    "park",
     "parse",
     "prepare_layer",
     "quantized_tokens",
@@ -101,5 +99,4 @@ __all__ = [
     "size",
     "trim",
     "unmet_options",
-    "unpark",
 ]

@@ -3,6 +3,9 @@
 Kernels here are written in Pallas and compiled by Triton, the route that can load, unpack and
 multiply sub-byte codes on Ampere, Ada and Hopper. Triton's parameters are always passed, because
 they also select the route: the default changed between JAX 0.10 and 0.12.
+
+Kernels are traced without 64-bit types, whatever `jax_enable_x64` says: they hold none, and the
+Python integers of their loops and divisions would become int64.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def triton_call(
     Args:
         aliases: {input: output} whose memory the output takes over, contents included.
     """
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         name=name,
         grid=grid,
@@ -46,6 +49,12 @@ def triton_call(
         interpret=launch.interpret,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
+
+    def in_32_bits(*arrays: jax.Array) -> Any:
+        with jax.enable_x64(False):
+            return call(*arrays)
+
+    return in_32_bits
 
 
 def whole_array_but(

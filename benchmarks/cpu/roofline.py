@@ -102,12 +102,13 @@ def build(kernel: str, folder: pathlib.Path) -> pathlib.Path:
     flags = ("-std=c++17", "-O3", "-pthread", f"-I{SOURCES}", *FLAGS.get(kernel, ()))
     parts = [
         SOURCES / f"attention_{kernel if kernel in FLAGS else 'baseline'}.cc",
-        SOURCES / "split.cc",
+        *(SOURCES / f"{name}.cc" for name in ("processors", "split", "tasks")),
         PROGRAM,
     ]
-    # best_kernel() must choose this variant, so it stands in the place of all
+    # best_kernels() must choose this variant, so it stands in the place of all
     aliases = [
-        f"-Dattend_span_{name}=attend_span_{kernel}"
+        f"-Dattend_{part}_{name}=attend_{part}_{kernel}"
+        for part in ("span", "rows")
         for name in ("baseline", "avx2", "avx512")
         if kernel in FLAGS and name != kernel
     ]

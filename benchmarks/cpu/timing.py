@@ -215,7 +215,7 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
         lambda struct: floats(struct.shape, struct.dtype), (layout.sink, layout.ring)
     )
     sink, ring = windows
-    return LayerState(sink, ring, body, plan.init(batch, dtype).stats)
+    return dataclasses.replace(plan.init(batch, dtype), sink=sink, ring=ring, body=body)
 
 
 def relative_error(actual: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:

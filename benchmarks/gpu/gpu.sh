@@ -36,11 +36,16 @@ else
     gpu=$( (nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null || echo gpu) | head -n 1)
     NAME=${NAME:-$(tr '[:upper:]' '[:lower:]' <<<"$gpu" | sed 's/nvidia //; s/[^a-z0-9]\+/_/g')}
     TOTAL=${TOTAL:-580}
-    export JAX_PLATFORMS=cuda
+    export JAX_PLATFORMS=cuda,cpu # the self-test interprets its reference on the CPU
     export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
     kernels=() parity=() steps=()
 fi
 PYTHON=${PYTHON:-python3}
+# With a second platform in its list, JAX goes on without CUDA if that cannot start.
+[ $run = dry ] || "$PYTHON" -c 'import jax; assert jax.default_backend() == "gpu"' || {
+    echo "gpu.sh: JAX finds no CUDA GPU with $PYTHON; --dry-run needs none" >&2
+    exit 1
+}
 mkdir -p "$folder"
 log=$folder/gpu_$NAME.log
 [ $run = second ] || : >"$log" # the second run goes on with the log of the first

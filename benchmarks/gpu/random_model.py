@@ -69,7 +69,8 @@ def random_cache(
                 lambda s: uniform(s.shape, seed + jnp.uint32(99), -1.0, 1.0, s.dtype),
                 (layout.sink, layout.ring),
             )
-            return LayerState(sink, ring, body, plan.init(batch, "bfloat16").stats)
+            empty = plan.init(batch, "bfloat16")
+            return dataclasses.replace(empty, sink=sink, ring=ring, body=body)
 
         return jax.jit(make)
 

@@ -240,8 +240,4 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
 
 using AttendSpan = void (*)(const Span&);
 
-void attend_span_baseline(const Span&);
-void attend_span_avx2(const Span&);
-void attend_span_avx512(const Span&);
-
 }  // namespace kvq

@@ -28,6 +28,8 @@
 #include <string>
 #include <vector>
 
+#include "export.h"
+#include "processors.h"
 #include "split.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -307,7 +309,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   call.capacity = capacity;
   call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
   try {
-    kvq::attend(call, kvq::best_kernel(), std::max<int64_t>(0, pool.num_threads() - 1),
+    kvq::attend(call, kvq::best_kernels().attend_span, std::max<int64_t>(0, pool.num_threads() - 1),
                 [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_decode_attention: out of memory");
@@ -316,12 +318,6 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
 }
 
 }  // namespace
-
-#if defined(_WIN32)
-#define KVQ_EXPORT __declspec(dllexport)
-#else
-#define KVQ_EXPORT __attribute__((visibility("default")))
-#endif
 
 extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_decode_attention(XLA_FFI_CallFrame* frame) {
   static auto* handler = ffi::Ffi::Bind()
@@ -341,5 +337,5 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_decode_attention(XLA_FFI_CallFrame* fra
   return handler->Call(frame);
 }
 
-extern "C" KVQ_EXPORT const char* kvq_kernel_name() { return kvq::best_kernel_name(); }
+extern "C" KVQ_EXPORT const char* kvq_kernel_name() { return kvq::best_kernels().name; }
 extern "C" KVQ_EXPORT const char* kvq_sources() { return KVQ_SOURCES; }

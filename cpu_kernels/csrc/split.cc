@@ -1,45 +1,13 @@
 #include "split.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace kvq {
 namespace {
-
-struct Kernel {
-  AttendSpan attend;
-  const char* name;
-};
-
-Kernel choose_kernel() {
-#if defined(KVQ_AVX512) && defined(KVQ_AVX2)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("fma"))
-    return {attend_span_avx512, "avx512"};
-#endif
-#if defined(KVQ_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    return {attend_span_avx2, "avx2"};
-#endif
-#if defined(__aarch64__)
-  return {attend_span_baseline, "neon"};
-#else
-  return {attend_span_baseline, "baseline"};
-#endif
-}
-
-const Kernel& chosen() {
-  static const Kernel kernel = choose_kernel();
-  return kernel;
-}
 
 // A piece of a call: one KV head of one row of the batch, and the tokens of span number `span`, or
 // the windows.
@@ -76,23 +44,8 @@ class Job {
   int64_t helpers() const { return helpers_; }
   int64_t size() const { return int64_t(tasks_.size()); }
 
-  // Run tasks until all have begun.
-  void work() {
-    const int64_t worker = workers_++;
-    for (int64_t i = next_++; i < size(); i = next_++) {
-      run(order_[i], worker);
-      if (++done_ == size()) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        all_done_.notify_all();
-      }
-    }
-  }
-
-  // Wait for the tasks that other threads have begun.
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    all_done_.wait(lock, [this] { return done_ == size(); });
-  }
+  // Run the i-th task to begin.
+  void run(int64_t i, int64_t worker) { run_task(order_[i], worker); }
 
   void merge() const {
     size_t first = 0;
@@ -164,7 +117,7 @@ class Job {
     return (scratch_floats(call_.keys.body, call_.values.body, call_.rows) + 15) / 16 * 16;
   }
 
-  void run(int64_t i, int64_t worker) {
+  void run_task(int64_t i, int64_t worker) {
     const auto [b, h, s] = tasks_[i];
     const Body &k = call_.keys.body, &v = call_.values.body;
     void* start = scratch_.data();
@@ -212,27 +165,15 @@ class Job {
   std::vector<int64_t> order_;  // the order in which they begin
   std::vector<float> results_, scratch_;
   int64_t helpers_ = 0;
-  std::atomic<int64_t> workers_{0}, next_{0}, done_{0};
-  std::mutex mutex_;
-  std::condition_variable all_done_;
 };
 
 }  // namespace
 
-AttendSpan best_kernel() { return chosen().attend; }
-const char* best_kernel_name() { return chosen().name; }
-
 void attend(const Call& call, AttendSpan kernel, int64_t helpers, const Schedule& schedule) {
-  // Helpers that begin after the call has returned find no task. Until then they keep the job
-  // alive.
-  const auto job = std::make_shared<Job>(call, kernel, helpers);
-  try {
-    for (int64_t i = 0; i < job->helpers(); i++) schedule([job] { job->work(); });
-  } catch (...) {  // No memory for another helper: the existing ones must not be left alone.
-  }
-  job->work();
-  if (job->size()) job->wait();
-  job->merge();
+  Job job(call, kernel, helpers);
+  run_tasks(job.size(), job.helpers(), schedule,
+            [&job](int64_t i, int64_t worker) { job.run(i, worker); });
+  job.merge();
 }
 
 }  // namespace kvq

@@ -4,9 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 
 #include "body.h"
+#include "tasks.h"
 
 namespace kvq {
 
@@ -77,14 +77,6 @@ struct Call {
   float* l;  // [B, K, R]
   float* o;  // [B, K, R, H]
 };
-
-// Runs `work` on other threads too, at some time or never. The caller of this function does what
-// others leave.
-using Schedule = std::function<void(std::function<void()> work)>;
-
-// The kernel for this processor, and its name.
-AttendSpan best_kernel();
-const char* best_kernel_name();
 
 // Fill m, l and o. `helpers` is how many threads `schedule` may use besides this one.
 void attend(const Call& call, AttendSpan kernel, int64_t helpers, const Schedule& schedule);

@@ -24,7 +24,7 @@ from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, word_specs
-from kvq_jax.arrays.uniform import saturation_limit
+from kvq_jax.arrays.uniform import OutOfRange, out_of_range, saturation_limit, stored_scale
 from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
@@ -76,6 +76,20 @@ class CodebookArray:
     zero: Float[Array, "B groups rest S"] | None
     outliers: SparseOutliers | None
     format: CodebookFormat = dataclasses.field(metadata={"static": True})
+
+    def out_of_range(self) -> OutOfRange | None:
+        """Return which runs of tokens meet an end of the range of what is stored, None for
+        ranges of channels, which are not stored."""
+        if self.scale is None:
+            return None
+        largest, dtype = self.scale.astype(jnp.float32), self.format.scale_dtype
+        limit = float(jnp.finfo(dtype).max)
+        if self.zero is not None:
+            largest, limit = (
+                largest + jnp.abs(self.zero.astype(jnp.float32)),
+                saturation_limit(dtype),
+            )
+        return out_of_range(largest, self.scale, limit, 3)
 
 
 def specs(format: CodebookFormat, batch: int, heads: int, tokens: int) -> CodebookArray:
@@ -166,4 +180,4 @@ def half_range(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
     """Return (scale, zero) = ((high - low) / 2, (high + low) / 2), rounded to the stored dtype."""
     limit = saturation_limit(dtype)
     low, high = (jnp.clip(bound, -limit, limit) for bound in (low, high))
-    return ((high - low) / 2).astype(dtype), ((high + low) / 2).astype(dtype)
+    return stored_scale((high - low) / 2, dtype, 2), ((high + low) / 2).astype(dtype)

@@ -20,6 +20,7 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.minifloats import E4M3, Minifloat, decode, encode, exponent_of, power_of_two
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
+from kvq_jax.arrays.uniform import OutOfRange
 from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
@@ -70,6 +71,12 @@ class FloatArray:
     words: Words
     scale: UInt8[Array, "B K groups S"] | None
     format: FloatFormat = dataclasses.field(metadata={"static": True})
+
+    def out_of_range(self) -> OutOfRange:
+        """Return the tokens with an entry of the largest number, which stands for larger ones
+        too."""
+        large = jnp.any(jnp.abs(dequantize(self)) >= self.format.largest, axis=(1, 3))
+        return OutOfRange(large, jnp.zeros_like(large))
 
 
 def specs(format: FloatFormat, batch: int, heads: int, tokens: int) -> FloatArray:

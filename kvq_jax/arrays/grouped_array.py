@@ -87,6 +87,17 @@ class GroupedArray:
     zero: Float[Array, "B K groups rest"] | None
     format: GroupFormat = dataclasses.field(metadata={"static": True})
 
+    def out_of_range(self) -> uniform.OutOfRange:
+        """Return which runs of tokens meet an end of the range of what is stored."""
+        low = zeros(self)
+        high = low + self.format.centre * self.scale.astype(jnp.float32)  # of 2^bits - 1 steps
+        return uniform.out_of_range(
+            jnp.maximum(jnp.abs(low), jnp.abs(high)),
+            self.scale,
+            uniform.saturation_limit(self.format.scale_dtype),
+            3 if self.format.axis == "channels" else 2,
+        )
+
 
 def grouped_axes(format: GroupFormat, batch: int, heads: int, tokens: int) -> tuple[Axis, ...]:
     """Return the axes of statistics with one entry for each group of a body of `tokens` tokens."""

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, UInt16
 from kvq_jax.arrays.codebooks import look_up
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
-from kvq_jax.arrays.uniform import saturation_limit
+from kvq_jax.arrays.uniform import OutOfRange, out_of_range, saturation_limit, stored_scale
 from kvq_jax.types.array_types import Axis
 from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
@@ -85,6 +85,18 @@ class PolarArray:
     angle_scale: OfGroups | None
     angle_zero: OfGroups | None
     format: PolarFormat = dataclasses.field(metadata={"static": True})
+
+    def out_of_range(self) -> OutOfRange | None:
+        """Return which runs of tokens meet an end of the range of what is stored, None for the
+        global grid, whose steps are statistics."""
+        if self.radius_scale is None or self.radius_zero is None:
+            return None
+        steps = 1 << self.format.radius_bits
+        most = self.radius_zero.astype(jnp.float32) + steps * self.radius_scale.astype(jnp.float32)
+        limit = saturation_limit(self.format.scale_dtype)
+        if self.format.radius_scale == "sqrt":
+            limit = math.sqrt(limit)
+        return out_of_range(most, self.radius_scale, limit, 2)
 
 
 def specs(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArray:
@@ -295,7 +307,7 @@ def _floor_codes(
     low = jnp.min(jnp.where(counted, v, jnp.inf), axis=3)
     high = jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
-    step = ((high - low) / (1 << bits)).astype(format.scale_dtype)
+    step = stored_scale((high - low) / (1 << bits), format.scale_dtype, 1 << bits)
     least = low.astype(format.scale_dtype)
     wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
     bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))

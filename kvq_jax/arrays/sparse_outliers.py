@@ -135,7 +135,10 @@ def collect(
     limit = float(jnp.finfo(dtype).max)
     values = jnp.where(used, jnp.clip(jnp.take_along_axis(flat, place, axis=-1), -limit, limit), 0)
     place, values = lax.sort((jnp.where(used, place, heads * places), values), num_keys=1)
-    ends = jnp.sum(place[..., None] < places * jnp.arange(1, heads + 1)[None, None, None], axis=2)
+    ends = jnp.sum(
+        place[..., None] < places * jnp.arange(1, heads + 1, dtype=jnp.int32)[None, None, None],
+        axis=2,
+    )
     index = jnp.where(place < heads * places, place % places, 0)
     dropped = None
     if pool.overflows:
@@ -153,8 +156,8 @@ def add(dense: Float[Array, "B K T H"], outliers: SparseOutliers) -> Float[Array
     batch, _, tokens, channels = dense.shape
     pools, slots = outliers.index.shape[1:]
     head, index = heads_of(outliers.ends, slots), outliers.index.astype(jnp.int32)
-    rows = jnp.arange(batch)[:, None, None]
-    first = (tokens // pools * jnp.arange(pools))[None, :, None]
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    first = (tokens // pools * jnp.arange(pools, dtype=jnp.int32))[None, :, None]
     place = rows, head, first + index // channels, index % channels
     return dense.at[place].add(outliers.residual.astype(dense.dtype), mode="drop")
 
@@ -162,7 +165,8 @@ def add(dense: Float[Array, "B K T H"], outliers: SparseOutliers) -> Float[Array
 def heads_of(ends: UInt16[Array, "B n K"], slots: int) -> Int[Array, "B n {slots}"]:
     """Return the head of each slot, K for an unused one."""
     return jnp.sum(
-        jnp.arange(slots)[None, None, :, None] >= ends.astype(jnp.int32)[:, :, None],
+        jnp.arange(slots, dtype=jnp.int32)[None, None, :, None]
+        >= ends.astype(jnp.int32)[:, :, None],
         axis=-1,
         dtype=jnp.int32,
     )

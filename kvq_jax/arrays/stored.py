@@ -107,7 +107,7 @@ def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: Lengt
     axis, entries = spec.axis("tokens"), spec["tokens"].size
     assert spec.axis("batch") == 0, "the batch is the first axis of every stored array"
     width, size = new.shape[axis], old.shape[axis]
-    index = spec.along("tokens", jnp.arange(width))
+    index = spec.along("tokens", jnp.arange(width, dtype=jnp.int32))
 
     def write(array: Array, update: Array, first: Array, count: Array, *row: Array) -> Array:
         """Return `array` with the leading `count` blocks of `update` from block `first` on. `array`
@@ -129,6 +129,7 @@ def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: Lengt
 
     def looped(old: Array, new: Array, first: Array, count: Array) -> Array:
         def one(b: Array, rows: Array) -> Array:
+            b = b.astype(first.dtype)  # int64 if jax_enable_x64 is set
             return write(rows, lax.dynamic_slice_in_dim(new, b, 1), first[b], count[b], b)
 
         return lax.fori_loop(0, len(old), one, old)

@@ -22,7 +22,9 @@ with ulp the spacing of the stored dtype there, and top the largest code. So a g
 can cost more than its steps: around 100, half an ulp of a float16 zero point is 0.03, and a
 constant group dequantizes to its value rounded to the stored dtype (100.03 to 100.0). An implied
 zero point adds no ulp. One that is written out for a symmetric group of a hybrid body adds half of
-one. Entries beyond half the stored dtype's range (32720 for float16) saturate there first.
+one. Entries beyond half the stored dtype's range (32720 for float16) saturate there first. Below
+float16's normal numbers (6.1e-5) a scale is rounded up, to 6e-8 at least, so that a group of small
+entries is off by at most that, and never decodes to its minimum alone.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, UInt8
 
+NEAR = 1 - 2.0**-9  # of the limit: scales and zero points are rounded
 Axes: TypeAlias = int | tuple[int, ...]
 
 
@@ -79,6 +82,53 @@ def saturation_limit(dtype: DTypeLike) -> float:
     return float(known.max) / 2 * (1 - float(known.eps))
 
 
+def stored_scale(scale: Float[Array, "..."], dtype: DTypeLike, steps: int) -> Float[Array, "..."]:
+    """Round a scale to the dtype in which it is stored, upwards below float16's normal numbers.
+
+    There a step down could cost a large part of a group's range, and a scale of 0 all of it. A
+    range of `steps` scales within half of the least number is 0.
+    """
+    if jnp.dtype(dtype) == jnp.float16:
+        normal, least = 2.0**-14, 2.0**-24
+        small = jnp.where(scale * steps < least / 2, 0.0, jnp.ceil(scale / least) * least)
+        scale = jnp.where(scale < normal, small, scale)
+    return scale.astype(dtype)
+
+
+class OutOfRange(NamedTuple):
+    """The ends of the range of what is stored that each of n runs of S / n neighbouring tokens
+    meets.
+
+    large: an entry of the run saturated, or came near to it.
+    small: all entries of the run lie below the normal numbers of the scale's dtype, and are read
+        from scales of its least one.
+    """
+
+    large: Bool[Array, "B n"]
+    small: Bool[Array, "B n"]
+
+
+def out_of_range(
+    largest: Float[Array, "B ..."], scale: Float[Array, "B ..."], limit: float, tokens: int
+) -> OutOfRange:
+    """Return which runs of tokens meet an end.
+
+    Args:
+        largest: the largest magnitude that each group can be read as.
+        scale: its scale, as stored.
+        limit: the magnitude at which entries saturate.
+        tokens: the axis of runs of tokens.
+    """
+    others = tuple(i for i in range(1, scale.ndim) if i != tokens % scale.ndim)
+    least = 2.0**-24 if scale.dtype == jnp.float16 else 0.0
+    wide = scale.astype(jnp.float32)
+    tiny = (wide <= least) & (largest < float(jnp.finfo(scale.dtype).tiny))
+    return OutOfRange(
+        jnp.any(largest >= NEAR * limit, axis=others),
+        jnp.all(tiny, axis=others) & jnp.any(wide > 0, axis=others),
+    )
+
+
 def finite_rows(rows: Float[Array, "... H"], limit: float) -> Float[Array, "... H"]:
     """Return rows in fp32 whose degenerate entries stay in their token.
 
@@ -110,7 +160,7 @@ def asymmetric(
     """
     top = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
-    scale = ((high - low) / top).astype(dtype)
+    scale = stored_scale((high - low) / top, dtype, top)
     zero = low.astype(dtype if zero_dtype is None else zero_dtype)
     return GroupCodes(_levels(x, scale, zero, top).astype(_code_dtype(top)), scale, zero)
 
@@ -124,7 +174,7 @@ def symmetric(
     """
     reach = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
-    scale = (jnp.maximum(-low, high) / reach).astype(dtype)
+    scale = stored_scale(jnp.maximum(-low, high) / reach, dtype, reach)
     codes = _levels(x, scale, -reach * scale.astype(jnp.float32), 2 * reach)
     # A group of zeros has scale 0. Any code dequantizes to 0, and the middle one is canonical.
     codes = jnp.where(scale == 0, reach, codes)

@@ -3,7 +3,8 @@ of device, that it computes the same as array operations, else array operations.
 
 The self-test (pallas_kernels/self_test.py) runs at the first use of a format on a GPU. Its verdict
 is kept in the user's cache folder, by device, versions of JAX and of its runtime, kernels' sources
-and format, so that it runs once on a machine.
+and format, so that it runs once on a machine. A test that could not run, say because the memory was
+full, has no verdict: the process uses array operations, and the next one tests again.
 """
 
 from __future__ import annotations
@@ -107,8 +108,13 @@ def _verdict(format: Format, device: Any, test: Test, folder: Path) -> Verdict:
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
     # This runs while a step is traced. Nothing is traced in a new thread, so it can compute.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        difference = thread.submit(test, format, device).result()
-    result = Verdict(device.device_kind, jax.__version__, repr(format), difference)
+        outcome = thread.submit(test, format, device)
+    if error := outcome.exception():
+        if not isinstance(error, Exception):
+            raise error
+        reason = f"it cannot run: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        return Verdict(device.device_kind, jax.__version__, repr(format), reason)
+    result = Verdict(device.device_kind, jax.__version__, repr(format), outcome.result())
     with contextlib.suppress(OSError):  # the home cannot be written to: every process tests anew
         folder.mkdir(parents=True, exist_ok=True)
         whole.write(file, json.dumps(dataclasses.asdict(result), indent=1))

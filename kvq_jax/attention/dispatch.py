@@ -1,10 +1,10 @@
-"""Choose the code that reads a layer's body in a decode step and, on a GPU, quantizes the blocks
-that age into it.
+"""Choose the code that reads a layer's body in a decode step, attends to a prompt on a CPU and, on
+a GPU, quantizes the blocks that age into the body.
 
 A caller asks for one of
 
     None       the fused kernels on a GPU and the native kernel on a CPU if they serve the layer
-               (`unsupported`), else XLA
+               (`unsupported`), else XLA. The platform is the one that the program is compiled for
     "xla"      the streaming path, everywhere
     "pallas"   the fused kernels for GPUs; ValueError, with the reason, if they cannot run
     "native"   the C++ kernel for CPUs; ValueError, with the reason, if it cannot run
@@ -30,7 +30,7 @@ import jax
 
 from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.arrays import stored as stored_arrays
-from kvq_jax.attention import arithmetic, native, streaming
+from kvq_jax.attention import arithmetic, native, prompt, streaming
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import KernelJob
@@ -48,17 +48,20 @@ class Route:
     Attributes:
         name: "xla", "native" or "pallas".
         launch: the options of the fused kernels, for "pallas".
+        prompts: the code that attends to prompts.
         only_on: the platform that it serves, if a program may also be compiled for others. XLA
             serves those. None if it serves every platform that the program is compiled for.
     """
 
     name: Literal["xla", "native", "pallas"]
     launch: Launch | None = None
+    prompts: Literal["xla", "native"] = "xla"
     only_on: Literal["cpu", "cuda"] | None = None
 
 
 XLA = Route("xla")
-NATIVE = Route("native")
+NATIVE = Route("native", prompts="native")
+NATIVE_PROMPTS = Route("xla", prompts="native", only_on="cpu")
 Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
 
 MOST_NATIVE_TOKENS = 32  # new tokens of a row in one step
@@ -160,6 +163,12 @@ def no_device(kernels: Kernels = "pallas") -> str | None:
             f"kernels need an NVIDIA GPU of compute capability {OLDEST} or later, this is"
             f" {device.device_kind} ({capability})"
         )
+    if jax.__version_info__ >= (0, 11) and not device.device_kind.startswith("NVIDIA"):
+        # Pallas reads the architecture from the name, and raises for virtual GPUs ("GRID A100-10C")
+        return (
+            f"JAX {jax.__version__} compiles kernels for GPUs whose name begins with NVIDIA, this"
+            f" is {device.device_kind}; JAX 0.10 compiles them for virtual GPUs too"
+        )
     return None
 
 
@@ -184,12 +193,15 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
 
 def _automatic(plan: LayerPlan, query_heads: int, tokens: int) -> Route:
     kernels = _kernels_here()
-    if obstacle(kernels, plan, query_heads, tokens):
+    if no_device(kernels):
         return XLA
+    if unsupported(plan, query_heads, tokens, kernels):
+        return NATIVE_PROMPTS if kernels == "native" else XLA
+    # A process may also compile for other platforms than its first device's, such as for a GPU or a
+    # TPU that it does not have, or for its CPU.
     if kernels == "native":
-        return NATIVE
+        return dataclasses.replace(NATIVE, only_on="cpu")
     launch = _launch(plan, query_heads)
-    # A process with a GPU may also compile for its CPU, which GPU kernels do not serve.
     return Route("pallas", launch, only_on=None if launch.interpret else "cuda")
 
 
@@ -252,6 +264,22 @@ def attend(
         out = native.attend(plan, params, before, after, body, inputs, limits)
     else:
         out = streaming.attend(plan, params, before, body, inputs, limits)
+    return streaming.without_lost(plan, inputs.positions, out)
+
+
+def attend_prompt(
+    plan: LayerPlan,
+    params: Tree,
+    before: LayerState,
+    body: Sides,
+    inputs: LayerInputs,
+    limits: PositionsBT,
+    route: Route,
+) -> QueryBNTH:
+    """Attend as `streaming.attend` does, with NaN past the capacity, for the tokens of a prompt,
+    which all see the same body. before: the state without them."""
+    attend = prompt.attend if route.prompts == "native" else streaming.attend
+    out = attend(plan, params, before, body, inputs, limits)
     return streaming.without_lost(plan, inputs.positions, out)
 
 

@@ -21,6 +21,7 @@ from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import KernelJob
 from kvq_jax.codecs.learning import for_kernels
+from kvq_jax.layer.kept_codes import unwritten
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -32,7 +33,7 @@ from pallas_kernels.decode_attention.kernel import (
 )
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
-from pallas_kernels.decode_attention.windows import DTYPES, Queries
+from pallas_kernels.decode_attention.windows import DTYPES, WindowQueries
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
@@ -133,7 +134,7 @@ def _by_kv_head(plan: LayerPlan, q: QueryBNTH) -> Float[Array, "B K R H"]:
 
 def _queries(
     plan: LayerPlan, state: LayerState, inputs: LayerInputs, limits: PositionsBT
-) -> Queries | None:
+) -> WindowQueries | None:
     """Return the queries that attend to the windows in a kernel.
 
     None if the windows hold no token that the body lacks, or rows that no kernel reads. Kernels
@@ -148,7 +149,7 @@ def _queries(
         rope = required_rope(inputs.rope)
         rotation = rope.inverse_frequencies, rope.attention_factor
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
-    return Queries(_by_kv_head(plan, inputs.q_rot), tokens, limits[:, 0], rotation)
+    return WindowQueries(_by_kv_head(plan, inputs.q_rot), tokens, limits[:, 0], rotation)
 
 
 def _add_body(
@@ -241,7 +242,7 @@ def append_token(
     """
     regions, block = plan.regions, plan.regions.block
     first = regions.body(start)
-    leaving = regions.body(total) > first
+    leaving = unwritten(regions, state.intact, total) > unwritten(regions, state.intact, start)
     if regions.axis is not None:
         leaving &= regions.holds(first)
     places = Places(start, total > start, first, regions.held_index(first), leaving)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from cpu_kernels import store
-from cpu_kernels.attention import NEAR, TOGETHER, WINDOW_DTYPES, Windows, decode_attention
+from cpu_kernels.attention import NEAR, TOGETHER, WINDOW_DTYPES, ExactRows, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.codec import Codec, required_rope
@@ -38,7 +38,7 @@ def attend(
     batch, heads, _, head_dim = inputs.q_rot.shape
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
     seen = _seen(plan, inputs, limits)
-    windows = Windows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
+    windows = ExactRows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
     part = _of_body(plan, params, after.stats, body, inputs.rope, rows, limits, windows)
     return online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
 
@@ -88,7 +88,7 @@ def _of_body(
     rope: Rope | None,
     rows: Float[Array, "B K R H"],
     limits: PositionsBT,
-    windows: Windows | None,
+    windows: ExactRows | None,
 ) -> PartialAttention:
     capacity = plan.regions.held_capacity
     keys, values = (_body_and_arrays(*side) for side in zip(plan.codecs, params, body, strict=True))

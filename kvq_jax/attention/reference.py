@@ -23,7 +23,9 @@ def decode_rows(
     carry: the carry of the layer below.
     """
     regions = plan.regions
-    position = jnp.broadcast_to(jnp.arange(regions.capacity), (lengths.shape[0], regions.capacity))
+    position = jnp.broadcast_to(
+        jnp.arange(regions.capacity, dtype=jnp.int32), (lengths.shape[0], regions.capacity)
+    )
     aged = regions.sink + regions.body(lengths)[:, None]
     index = jnp.where(
         position < regions.sink,
@@ -60,7 +62,8 @@ def decode_vectors(
     """Return keys after RoPE and values of every cached token, fp32 [B, K, S, H]."""
     rows = decode_rows(plan, params, state, lengths, carry)
     positions = jnp.broadcast_to(
-        jnp.arange(plan.regions.capacity), (lengths.shape[0], plan.regions.capacity)
+        jnp.arange(plan.regions.capacity, dtype=jnp.int32),
+        (lengths.shape[0], plan.regions.capacity),
     )
     params = by_side(params)
     return plan.k.vectors(params[0], rows[0], positions, rope), plan.v.vectors(

@@ -61,7 +61,7 @@ def attend(
         appended: `windows` is the state *after* the append, and holds every new token that a query
             sees, as it does after one token. The new rows are then read as the windows store them.
     """
-    view = _view(plan, params, windows, body, inputs, appended)
+    view = view_of(plan, params, windows, body, inputs, appended)
     tokens = inputs.q_rot.shape[2]
     queries = Queries(inputs.q_rot, inputs.positions, limits)
     if tokens <= QUERY_CHUNK:
@@ -86,7 +86,7 @@ def attend(
         )
         return _attend_queries(view, part, at + QUERY_CHUNK, read_body or read_chunks)
 
-    out = lax.map(one, jnp.arange(chunks))  # [chunks, B, N, QUERY_CHUNK, H]
+    out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
 
 
@@ -138,7 +138,7 @@ class View(NamedTuple):
 BodyReader: TypeAlias = Callable[[View, Queries, Array, PartialAttention], PartialAttention]
 
 
-def _view(
+def view_of(
     plan: LayerPlan,
     params: Tree,
     windows: LayerState,
@@ -146,6 +146,7 @@ def _view(
     inputs: LayerInputs,
     appended: bool,
 ) -> View:
+    """Return the arrays that queries may read. The arguments are `attend`'s."""
     regions = plan.regions
     start = inputs.positions[:, :1]
     if appended:
@@ -213,7 +214,7 @@ def _add_exact(
     chunk = min(size, EXACT_CHUNK)
 
     def step(i: int | Array, part: PartialAttention) -> PartialAttention:
-        at, fresh = _window(i, chunk, size)
+        at, fresh = chunk_at(i, chunk, size)
         k, v = (lax.dynamic_slice_in_dim(a, at, chunk, 2) for a in (view.keys, view.values))
         positions, real = (
             lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real)
@@ -248,8 +249,8 @@ def read_chunks(
     query = plan.k.query(k_params, view.stats[k_home], rows)
 
     def step(i: Array, part: PartialAttention) -> PartialAttention:
-        at, fresh = _window(i, chunk, size)
-        index = regions.body_token(at + jnp.arange(chunk))
+        at, fresh = chunk_at(i, chunk, size)
+        index = regions.body_token(at + jnp.arange(chunk, dtype=jnp.int32))
         positions = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
 
         def read(home: int, at: Array) -> Tree:
@@ -293,8 +294,8 @@ def _per_row(mask: Bool[Array, "B T C"], rows: Float[Array, "B K R H"]) -> Bool[
     return jnp.tile(mask, (1, rows.shape[2] // mask.shape[1], 1))[:, None]
 
 
-def _window(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, " chunk"]]:
+def chunk_at(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, " chunk"]]:
     """Return the start of step i and a mask of the entries that no earlier step has read. The last
     step starts early, to stay in the array."""
     at = jnp.minimum(jnp.asarray(i, jnp.int32) * chunk, size - chunk)
-    return at, at + jnp.arange(chunk) >= jnp.asarray(i, jnp.int32) * chunk
+    return at, at + jnp.arange(chunk, dtype=jnp.int32) >= jnp.asarray(i, jnp.int32) * chunk

@@ -160,7 +160,9 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 body = load_body(codec.body(1, plan.heads, plan.regions.block), stored)
                 counts = codec.facts.outliers.counts(body)
                 runs = counts.kept.shape[1]
-                first = jnp.arange(runs) * plan.regions.body_capacity // max(1, runs)  # of each run
+                first = (
+                    jnp.arange(runs, dtype=jnp.int32) * plan.regions.body_capacity // max(1, runs)
+                )  # of each run
                 live = first[None] < plan.regions.body(cache.lengths)[:, None]
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
@@ -211,31 +213,32 @@ def components(cache: Cache) -> tuple[Component, ...]:
     """Return the bytes of each part of a cache. Their sum is `nbytes(cache)`. Exact.
 
     The parts of a side are its windows, each kind of body array (packed words, scales, zero points,
-    full-precision rows) and the prompt statistics.
+    full-precision rows) and the prompt statistics. "lengths" are a row's token counts.
 
     Args:
         cache: a cache, or its layout.
     """
-    totals: dict[tuple[str, str], int] = {}
+    totals = {("-", "lengths"): nbytes(cache.lengths)}
     for part in (part for layer in layer_components(cache) for part in layer):
         totals[part.side, part.name] = totals.get((part.side, part.name), 0) + part.bytes
+    counts = totals.pop(("-", "lengths"))
     rows = [Component(side, name, size) for (side, name), size in sorted(totals.items())]
-    return (*rows, Component("-", "lengths", nbytes(cache.lengths)))
+    return (*rows, Component("-", "lengths", counts))
 
 
 def layer_components(cache: Cache) -> tuple[tuple[Component, ...], ...]:
-    """Return the `components` of each layer. The lengths belong to no layer."""
+    """Return the `components` of each layer. The number of live tokens belongs to no layer."""
     return tuple(
         _components(plan, layer) for plan, layer in zip(cache.plans, cache.layers, strict=True)
     )
 
 
 def _components(plan: LayerPlan, layer: LayerState) -> tuple[Component, ...]:
-    totals: dict[tuple[str, str], int] = {}
-    for field in dataclasses.fields(layer):
-        for side, tree in zip(plan.names, getattr(layer, field.name), strict=True):
+    totals: dict[tuple[str, str], int] = {("-", "lengths"): nbytes(layer.intact)}
+    for field in ("sink", "ring", "body", "stats"):
+        for side, tree in zip(plan.names, getattr(layer, field), strict=True):
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                name = field.name if field.name != "body" else _body_name(path)
+                name = field if field != "body" else _body_name(path)
                 totals[side, name] = totals.get((side, name), 0) + nbytes(leaf)
     return tuple(Component(side, name, size) for (side, name), size in sorted(totals.items()))
 

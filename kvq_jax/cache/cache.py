@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import display
+from kvq_jax.cache.known_attention import check_attention
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
@@ -161,8 +162,12 @@ def init_cache(
         ValueError: for another dtype, and if the options do not fit the model: a group size that
             does not divide the head dim, skip_layers beyond the last layer, a placement that the
             method cannot have.
+        NotImplementedError: in one line that names the field, if the config asks for attention that
+            kvq does not compute: a window shorter than the capacity, a soft cap, another scale,
+            sinks. `CacheDims` ask for nothing.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
+    check_attention(config, capacity)
     empty = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
     if placement is None:
         return empty()
@@ -272,19 +277,8 @@ def shardings(described: Cache, placement: Placement) -> Cache:
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
-def is_parked(cache: Cache) -> bool:
-    """Return True if a cache's bodies are in the host's memory (parking.py). Traced arrays know it,
-    too."""
-    bodies = jax.tree.leaves([layer.body for layer in cache.layers])
-    return any(
-        isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
-        for leaf in bodies
-    )
-
-
-def check_held(cache: Cache, *, parked: bool = False) -> None:
-    """Raise ValueError if a call has consumed the cache (its donated buffers are gone), or if its
-    bodies are in the host's memory. With `parked`, they must be there."""
+def check_held(cache: Cache) -> None:
+    """Raise ValueError if a call has consumed the cache: its donated buffers are gone."""
     arrays = (
         leaf
         for leaf in jax.tree.leaves(cache)
@@ -295,20 +289,14 @@ def check_held(cache: Cache, *, parked: bool = False) -> None:
             "this cache was consumed by a call that took it over (prefill, score, generate, or a"
             " jit that donates it): go on with the cache in that call's result"
         )
-    if parked and not is_parked(cache):
-        raise ValueError("this cache is not parked: only what kvq.park returned comes back")
-    if not parked and is_parked(cache):
-        raise ValueError(
-            "this cache is parked in the host's memory: kvq.unpark(cache) brings it back"
-        )
 
 
 def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
     """Return True if a cache of this model takes statistics from a sequence's prompt: InnerQ's key
     norm, SQuat's subspace.
 
-    A sequence that starts without a prompt never has them, and is quantized as if the method had no
-    such part.
+    A sequence that starts without a prompt is quantized as if the method had no such part, but for
+    largest values that its first tokens exceed.
 
     Args:
         spec: the cache, or its text.

@@ -10,6 +10,7 @@ blocks are together, and blocks without a token fill the last deal:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,7 @@ def move(cache: Cache, placement: Placement | None) -> Cache:
         placement: the new placement, or None for one device.
 
     Raises:
-        ValueError: in one line, if the method cannot have the placement, or the cache was consumed
-            or is parked.
+        ValueError: in one line, if the method cannot have the placement, or the cache was consumed.
     """
     check_held(cache)
     described = axes(cache.spec, cache.dims, cache.batch, cache.capacity, cache.dtype, placement)
@@ -97,11 +97,18 @@ def _for_bodies(cache: Cache, placement: Placement | None, reorder: ReorderBody)
         if plan.regions.shards == 1:
             return jax.tree.leaves(whole)
         blocks = tuple(codec.body(1, 1, plan.regions.block) for codec in plan.codecs)
-        return jax.tree.leaves((whole.sink, whole.ring, jax.tree.map(of, blocks), whole.stats))
+        bodies = jax.tree.map(of, blocks)
+        # the spare place of a cut block's codes is another one
+        intact = functools.partial(_whole_blocks, plan.regions.block)
+        return jax.tree.leaves((whole.sink, whole.ring, bodies, whole.stats, intact))
 
     layers = zip(described.plans, described.layers, strict=True)
     functions = [function for plan, layer in layers for function in of_layer(plan, layer)]
     return [*functions, np.asarray]
+
+
+def _whole_blocks(block: int, intact: np.ndarray) -> np.ndarray:
+    return np.asarray(intact) // block * block
 
 
 def _ordered(block: ArraySpec, regions: Regions, array: np.ndarray) -> np.ndarray:

@@ -50,7 +50,7 @@ def _roundtrip(
 ) -> tuple[RowsBKTH, RowsBKTH, Tree]:
     batch, _, tokens, _ = inputs.v.shape
     padding, params = -tokens % plan.regions.block, by_side(params)
-    index = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
+    index = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     below, by_codec = cross_layer.tokens_of(plan, carry, index), []
     for codec, side_params in zip(plan.codecs, params, strict=False):
         rows = codec.rows(side_params, inputs).astype(jnp.float32)

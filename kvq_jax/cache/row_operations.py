@@ -27,6 +27,7 @@ from kvq_jax.cache.cache import Cache, check_held, shardings
 from kvq_jax.cache.parameters import parameter_axes
 from kvq_jax.cache.update import take_tokens
 from kvq_jax.layer import cross_layer
+from kvq_jax.layer.kept_codes import after_trim, copied_codes
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.placement.allowed import check_rows
 from kvq_jax.placement.crossing import crossing
@@ -41,9 +42,11 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
     dropped, and shorter rows do not change.
 
     The ageing rule body(n) holds afterwards: body tokens that now belong to the recent window are
-    dequantized into it. So they keep the value that attention saw, and are quantized once more if
-    they age again. Only blocks that can come back are dequantized. A row that is trimmed to 0
-    tokens is like a new one.
+    dequantized into it, so they keep the value that attention saw. If they age again with the same
+    neighbours, they keep their codes. The block that is cut is quantized again once new tokens fill
+    it, but the next trim to that place brings back the first codes (kept_codes.py). So the error
+    does not grow with the answers that are generated again. Only blocks that can come back are
+    dequantized. A row that is trimmed to 0 tokens is like a new one.
 
     Args:
         cache: the cache.
@@ -52,8 +55,7 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         parameters: the method's parameters for each layer, `()` for methods without any.
 
     Raises:
-        ValueError: if `lengths` is not [B] or holds other values, or the cache was consumed or is
-            parked.
+        ValueError: if `lengths` is not [B] or holds other values, or the cache was consumed.
     """
     check_held(cache)
     limits = jnp.asarray(int32("lengths", lengths))
@@ -86,7 +88,7 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
 
     Raises:
         ValueError: if `index` is not such a vector, the placement cannot split so many rows, or the
-            cache was consumed or is parked.
+            cache was consumed.
     """
     check_held(cache)
     index = jnp.asarray(int32("index", index))
@@ -135,7 +137,7 @@ def merge_rows(first: Cache, second: Cache) -> Cache:
 
     Raises:
         ValueError: if the caches differ in one of these fields (the message names it), or one was
-            consumed or is parked.
+            consumed.
     """
     _check_alike(first, second, "cannot be merged")
     return _apply(_merged, first.placement, first, second)
@@ -255,11 +257,18 @@ def _trim_layer(
     specs = tuple(codec.statistics.spec(old.shape[0], plan.heads) for codec in plan.codecs)
     initial = tuple(codec.statistics.initial(old.shape[0], plan.heads) for codec in plan.codecs)
     stats = jax.tree.map(reset, specs, state.stats, initial)
+    state = dataclasses.replace(state, stats=stats)
     # The window of recent .. recent + block - 1 tokens touches the blocks that can come back.
     touched = -(-(regions.recent + regions.block - 1) // regions.block)
     blocks = regions.most_held(min(touched, regions.body_capacity // regions.block))
     if not blocks:
-        return dataclasses.replace(state, stats=stats), None
+        return state, None
+    kept = after_trim(regions, state.intact, old, new)
+    body = tuple(
+        copied_codes(regions, codec.body(1, 1, regions.block), stored, kept)
+        for codec, stored in zip(plan.codecs, state.body, strict=True)
+    )
+    state = dataclasses.replace(state, body=body, intact=kept.intact)
     # [B], the first body token of this shard to dequantize
     first = jnp.minimum(
         regions.held(regions.body(new)), regions.held_capacity - blocks * regions.block
@@ -269,11 +278,11 @@ def _trim_layer(
     returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
-        body = load_row_blocks(
+        coded = load_row_blocks(
             codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks
         )
         side_params = by_side(params)[side]
-        rows = codec.dequantize(side_params, state.stats[side], body)
+        rows = codec.dequantize(side_params, state.stats[side], coded)
         if plan.cross_layer:
             carried = cross_layer.after(plan.cross_layer, side_params, rows, below)
         rows = cross_layer.decoded(codec, side_params, rows, below)
@@ -282,7 +291,7 @@ def _trim_layer(
         if regions.axis is not None:
             back = _of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
-    return dataclasses.replace(state, ring=tuple(ring), stats=stats), carried
+    return dataclasses.replace(state, ring=tuple(ring)), carried
 
 
 def _of_holder(rows: Array, holds: Array, axis: str) -> Array:

@@ -2,7 +2,8 @@
 
     header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of
              the model and of the method parameters, and a checksum of all the rest
-             (kvq_jax/files/checksum.py), which files of version 1 do not have
+             (kvq_jax/files/checksum.py), which files of version 1 do not have. Files of versions
+             1 and 2 do not say which codes remain from a trim: none
     tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v,
              lengths. Also the arrays that a program keeps beside the cache: beside.tokens
 
@@ -37,7 +38,7 @@ from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import ModelDims, Tree
 
 FORMAT = "kvq-cache"
-VERSION, WITHOUT_CHECKSUM = "2", "1"
+VERSION, WITHOUT_INTACT, WITHOUT_CHECKSUM = "3", "2", "1"
 BESIDE = "beside."
 DTYPES = {  # of tensors in a file, by their safetensors names
     "F32": "float32",
@@ -90,7 +91,7 @@ def save_cache(
             `load_beside` reads.
 
     Raises:
-        ValueError: if the cache was consumed or is parked.
+        ValueError: if the cache was consumed.
         OSError: if the file cannot be written.
     """
     check_held(cache)
@@ -177,13 +178,23 @@ def load_cache(
             promised.dtype,
             placement,
         )
-        _compare(path, file, _named(promised))
-        tensors, checksum = [], Checksum()
-        for name, deal, place in zip(
-            _named(promised), deals(promised, placement), placers(described), strict=True
+        structs, tensors, checksum, intact = _named(promised), [], Checksum(), {}
+        saved = {
+            name: struct
+            for name, struct in structs.items()
+            if header["format_version"] == VERSION or not name.endswith(".intact")
+        }
+        _compare(path, file, saved)
+        for (name, struct), deal, place in zip(
+            structs.items(), deals(promised, placement), placers(described), strict=True
         ):
-            tensor = file.get_tensor(name)
-            checksum.add(name, tensor)
+            if name in saved:
+                tensor = file.get_tensor(name)
+                checksum.add(name, tensor)
+            else:
+                tensor = np.zeros(struct.shape, struct.dtype)
+            if name.endswith(".intact"):
+                intact[name] = tensor
             tensors.append(place(deal(tensor)))
         for name in _beside(file):
             checksum.add(name, file.get_tensor(name))
@@ -196,6 +207,12 @@ def load_cache(
             f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}:"
             f" {cache.lengths.tolist()}"
         )
+    for name, counts in intact.items():
+        if np.any((counts < 0) | (counts > cache.capacity)):
+            raise ValueError(
+                f"{str(path)!r}: {name} is not between 0 and the capacity {cache.capacity}:"
+                f" {counts.tolist()}"
+            )
     return cache
 
 
@@ -262,7 +279,7 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
             f"{str(path)!r} is not a saved cache: its header has format={header.get('format')!r},"
             f" not {FORMAT!r}"
         )
-    if header.get("format_version") not in (VERSION, WITHOUT_CHECKSUM):
+    if header.get("format_version") not in (VERSION, WITHOUT_INTACT, WITHOUT_CHECKSUM):
         raise ValueError(
             f"{str(path)!r} has format_version={header.get('format_version')!r}; this version reads"
             f" {VERSION!r}"
@@ -338,7 +355,7 @@ def _steps(cache: Cache, path: tuple[Any, ...]) -> list[str]:
         str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", ""))))
         for entry in path
     ]
-    if steps[0] == "layers":
+    if len(steps) > 3:
         steps[3] = cache.plans[int(steps[1])].names[int(steps[3])]
     return steps
 

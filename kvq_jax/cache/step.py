@@ -96,7 +96,7 @@ def begin(
     and so is everything computed from it.
 
     Args:
-        cache: the cache, which must not be parked.
+        cache: the cache.
         tokens: T, the number of new tokens of each row, padding included.
         lengths: [B] int, the number of real tokens of each row (default: all). The rest is padding
             on the right, and a row of length 0 does not change.
@@ -107,8 +107,8 @@ def begin(
         implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
 
     Raises:
-        ValueError: in one line, if the cache was consumed or is parked, the lengths do not fit the
-            batch, or parameters that the cache's method needs are missing.
+        ValueError: in one line, if the cache was consumed, the lengths do not fit the batch,
+            or parameters that the cache's method needs are missing.
     """
     check_held(cache)
     if tokens < 1:
@@ -185,67 +185,41 @@ def append_and_attend(
             is missing (the message names it), the step has gone through all layers, or a named
             implementation cannot run.
     """
-    return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=True)
+    _check_shapes(step, q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual)
+    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
+    return through_layer(step, inputs)
 
 
-def append(
-    step: Step,
-    k: RowsBKTH,
-    v: RowsBKTH,
-    *,
-    q: QueryBNTH,
-    q_pre: QueryBNTH | None = None,
-    k_pre: RowsBKTH | None = None,
-    x: Float[Array, "B T D"] | None = None,
-    residual: Float[Array, "B T D"] | None = None,
-    rope: Rope | None = None,
-) -> Step:
-    """Add the new tokens' keys and values as `append_and_attend` does, and do not compute
-    attention.
-
-    For a prompt that goes into several caches, because its attention is the same in all of them.
-    Takes the arguments and raises the errors of `append_and_attend`.
-    """
-    return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=False)[1]
-
-
-def _through_layer(
-    step: Step,
-    q: QueryBNTH,
-    k: RowsBKTH,
-    v: RowsBKTH,
-    q_pre: QueryBNTH | None,
-    k_pre: RowsBKTH | None,
-    x: Float[Array, "B T D"] | None,
-    residual: Float[Array, "B T D"] | None,
-    rope: Rope | None,
-    *,
-    attend: bool,
-) -> tuple[QueryBNTH, Step]:
-    cache = step.cache
-    if step.layer == len(cache.layers):
-        raise ValueError(
-            f"the cache has {len(cache.layers)} layers, and the step went through all of them:"
-            " finish(step) returns the cache"
-        )
-    dims, (batch, tokens) = cache.dims, step.positions.shape
+def _check_shapes(step: Step, **arrays: Array | None) -> None:
+    dims, (batch, tokens) = step.cache.dims, step.positions.shape
     queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
     rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
     hidden = (batch, tokens, dims.hidden_size)
-    wanted = (
-        ("q", q, queries),
-        ("q_pre", q_pre, queries),
-        ("k", k, rows),
-        ("k_pre", k_pre, rows),
-        ("v", v, rows),
-    )
-    for name, array, shape in (*wanted, ("x", x, hidden), ("residual", residual, hidden)):
+    wanted = {"q": queries, "k": rows, "v": rows, "x": hidden, "residual": hidden}
+    for name, array in arrays.items():
+        shape = wanted[name.removesuffix("_pre")]
         if array is not None and array.shape != shape:
             raise ValueError(
                 f"{name} must have shape {list(shape)} in this step of this cache, got"
                 f" {list(array.shape)}"
             )
-    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
+
+
+def through_layer(
+    step: Step, inputs: LayerInputs, *, attend: bool = True
+) -> tuple[QueryBNTH, Step]:
+    """Take the step through the next layer, as `append_and_attend` does.
+
+    For models whose layers make `LayerInputs` of the step's positions and valid tokens. Shapes are
+    not checked. Without `attend`, the attention is unspecified and not computed: a prompt's
+    attention is the same in all caches that it goes into.
+    """
+    cache, dims = step.cache, step.cache.dims
+    if step.layer == len(cache.layers):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers, and the step went through all of them:"
+            " finish(step) returns the cache"
+        )
     plan, state = cache.plans[step.layer], cache.layers[step.layer]
     layer_parameters = step.parameters[step.layer]
     # The choice depends on the device, so it is made here and not inside `_layer_step`, whose trace
@@ -255,8 +229,10 @@ def _through_layer(
         step.implementation,
         plan.share(parts),
         dims.num_attention_heads // parts,
-        1 if step.prefill else tokens,
+        1 if step.prefill else step.positions.shape[1],
     )
+    if step.prefill and not route.launch:
+        route = XLA  # which reads prompts whatever platform the program is compiled for
     static = plan, step.prefill, route
     if cache.placement is None:
         through = _layer_step if attend else _layer_append

@@ -18,10 +18,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.attention import dispatch, native, streaming
+from kvq_jax.attention import dispatch, native
 from kvq_jax.attention.dispatch import XLA, Route
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.layer import cross_layer
+from kvq_jax.layer.kept_codes import unwritten
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import ArraySpec, LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
 
@@ -40,17 +41,19 @@ def prefill_layer(
     added.
 
     Attention is exact inside the prompt and over the windows. Tokens that were in the body before
-    are read dequantized. Rows of the batch that were empty get their prompt statistics here.
-    `route` chooses the code that quantizes. XLA computes the attention of prompts.
+    are read dequantized. Rows of the batch that were empty get their prompt statistics here, and
+    those that widen do so until a block is quantized, in `decode_layer` too. `route` chooses the
+    code that quantizes and the one that attends.
     """
     params = by_side(params)
-    state = _with_statistics(plan, params, state, inputs)
+    state = _with_statistics(plan, params, state, inputs, prefill=True)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
     quantizer = route if route.launch else XLA
     after = append_layer(plan, params, state, inputs, carry, prefill=True, route=quantizer)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
-    out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
-    return streaming.without_lost(plan, inputs.positions, out), after, carry
+    body = plan.readable(state.body, carry)
+    out = dispatch.attend_prompt(plan, params, state, body, inputs, limits, route)
+    return out, after, carry
 
 
 def decode_layer(
@@ -68,6 +71,7 @@ def decode_layer(
     `route`: see attention/dispatch.py.
     """
     params = by_side(params)
+    state = _with_statistics(plan, params, state, inputs, prefill=False)
     # A token past the capacity sees nothing real. Without the bound it would see a block too many.
     limits = jnp.minimum(plan.regions.body(inputs.positions + 1), plan.regions.body_capacity)
     after, windows = _append(plan, params, state, inputs, carry, limits, prefill=False, route=route)
@@ -116,13 +120,15 @@ def _append(
         codec.rows(side_params, inputs).astype(ring.dtype)
         for codec, side_params, ring in zip(plan.codecs, params, state.ring, strict=False)
     ]
+    # nothing remains in a row that starts
+    state = dataclasses.replace(state, intact=jnp.where(start == 0, 0, state.intact))
     after, aged, windows = None, (False, False), None
     if not prefill and inputs.positions.shape[1] == 1:
         after, aged, windows = dispatch.append_token(
             plan, params, state, rows, start, total, inputs, limits, route
         )
     if after is None:
-        in_sink = jnp.arange(regions.sink_slots)
+        in_sink = jnp.arange(regions.sink_slots, dtype=jnp.int32)
         in_sink = jnp.broadcast_to(in_sink, (len(start), regions.sink_slots))
         in_ring = regions.ring_positions(total)
         sink = tuple(
@@ -152,18 +158,38 @@ def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
 
 
 def _with_statistics(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, *, prefill: bool
 ) -> LayerState:
-    fresh = (inputs.positions[:, 0] == 0) & inputs.valid[:, 0]
+    """Return the state with the statistics of rows that get their first prompt, and with those that
+    widen taken from the tokens that come while no codes exist.
 
-    def select(spec: ArraySpec, new: Array, old: Array) -> Array:
-        return jnp.where(spec.along("batch", fresh), new, old)
+    A token that is generated counts if none exist at its own step, whatever comes with it.
+    """
+    start = inputs.positions[:, :1]
+    fresh = prefill & (start == 0)[:, 0] & inputs.valid[:, 0]
+    uncoded = plan.regions.body(start if prefill else inputs.positions) == 0
+    uncoded &= (start == 0) | (state.intact == 0)[:, None]
+    early = dataclasses.replace(inputs, valid=inputs.valid & uncoded)
+    widened = jnp.any(early.valid, axis=1)
 
-    specs = tuple(codec.statistics.spec(1, plan.heads) for codec in plan.codecs)
-    prompt = tuple(
-        codec.statistics.of(p, inputs) for codec, p in zip(plan.codecs, params, strict=False)
-    )
-    return dataclasses.replace(state, stats=jax.tree.map(select, specs, prompt, state.stats))
+    def of(codec: Codec, params: Tree, old: Tree) -> Tree:
+        statistics = codec.statistics
+        if not (prefill or statistics.widens):
+            return old
+        tokens = early if statistics.widens else inputs
+
+        def select(spec: ArraySpec, new: Array, old: Array) -> Array:
+            if statistics.widens:
+                wider = jnp.maximum(old, new)
+                old = jnp.where(spec.along("batch", widened), wider, old)
+            return jnp.where(spec.along("batch", fresh), new, old)
+
+        return jax.tree.map(
+            select, statistics.spec(1, plan.heads), statistics.of(params, tokens), old
+        )
+
+    sides = zip(plan.codecs, params, state.stats, strict=False)
+    return dataclasses.replace(state, stats=tuple(of(*side) for side in sides))
 
 
 def _refresh(
@@ -247,7 +273,7 @@ def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: 
         at, count = i * per_chunk * tokens, per_chunk * tokens
         return code(jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, count, 2), padded))
 
-    coded = lax.map(one, jnp.arange(chunks))
+    coded = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
 
     def joined(spec: BodySpec, chunks: Array) -> Array:
         axis = spec.axis("tokens")
@@ -273,14 +299,15 @@ def _age(
     route: Route,
 ) -> Tree:
     """Return the body with the blocks added that leave the window when `start` tokens become
-    `total`. `ring` already holds these tokens."""
+    `total`. `ring` already holds these tokens. Blocks whose codes are intact are not written."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
     if not blocks:
         return state.body[side]
-    first = regions.held(regions.body(start))
-    leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
+    first = regions.held(unwritten(regions, state.intact, start))
+    end = regions.held(unwritten(regions, state.intact, total))
+    leaving = (end - first) // block  # [B], at most `blocks`
     # The block that leaves in a step is still in the ring, which has room for one block more than
     # the recent window.
     step = tokens == 1 and not prefill

@@ -100,7 +100,9 @@ class BiasSubtracting(Wrapper):
     @property
     def facts(self) -> Facts:
         # No code depends on the bias, so none can be spoiled by it.
-        return dataclasses.replace(self.inner.facts, form="other", channel_group_bits=None)
+        return dataclasses.replace(
+            self.inner.facts, form="other", channel_group_bits=None, token_group=None
+        )
 
     @property
     def kernels(self) -> Kernels:

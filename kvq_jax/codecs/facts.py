@@ -79,6 +79,17 @@ class PaperCount:
     bytes: Callable[[int], int] | None = None
 
 
+class TokenGroup(NamedTuple):
+    """Codes of one channel, or of one RoPE pair, over neighbouring tokens.
+
+    bits: of a code.
+    tokens: how many share a range. inf: all tokens of a sequence.
+    """
+
+    bits: int
+    tokens: float
+
+
 def one_row_a_head(heads: int, head_dim: int) -> tuple[Axis, Axis]:
     """Describe rows of H channels for each of K heads."""
     return Axis("kv_heads", heads), Axis("channels", head_dim)
@@ -101,9 +112,12 @@ class Facts:
     code_layout: the layout of packed codes, or None if the body packs none in planes.
     channel_group_bits: bits of codes in groups of the model's own channels, or None. The channels
         of a group share a token's scale, so one with a large constant makes all of them coarse.
+    token_group: the group of tokens of a channel or pair that share a range, or None. A constant in
+        a pair that RoPE turns within the group widens the range.
     normalizes_channels: rows are divided by a norm of each channel before they are quantized.
     requantizes: "exact" if rows that the body gives back are quantized to themselves, to the
-        rounding of scales. "drifts" if each pass changes them, so that errors add up.
+        rounding of scales. "drifts" if each pass changes them: errors would add up if `trim`
+        did not keep codes (layer/kept_codes.py).
     outliers: the slots for outliers, or None.
     unmet: K -> an option that a layer with K KV heads is too small for, with a remedy in one line.
         None if there is none.
@@ -119,6 +133,7 @@ class Facts:
     couples: frozenset[Literal["rows", "heads"]] = frozenset()
     code_layout: PlaneLayout | None = None
     channel_group_bits: int | None = None
+    token_group: TokenGroup | None = None
     normalizes_channels: bool = False
     requantizes: Literal["exact", "drifts"] = "exact"
     outliers: Outliers | None = None

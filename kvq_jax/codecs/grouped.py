@@ -19,7 +19,7 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.codecs import kernels
 from kvq_jax.codecs.codec import Side, TokensAt
-from kvq_jax.codecs.facts import Facts, PaperCount
+from kvq_jax.codecs.facts import Facts, PaperCount, TokenGroup
 from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.types.array_types import CachedRows, Tree
@@ -52,6 +52,7 @@ class GroupedCodec(OneSideCodec):
             super().facts,
             code_layout=format.layout,
             channel_group_bits=format.code_bits if by_token else None,
+            token_group=None if by_token else TokenGroup(format.code_bits, format.group_size),
             paper=PaperCount(
                 bits=(lambda *_: counted) if by_token and format.scheme == "asym" else None
             ),

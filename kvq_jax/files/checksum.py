@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from kvq_jax.files.whole import replacing
@@ -102,9 +104,18 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], header: Mapping
         checksum.add(name, tensor)
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata={**header, SHA256: checksum.hexdigest(header)})
+    try:
+        save_file(dict(tensors), path, metadata={**header, SHA256: checksum.hexdigest(header)})
+    except SafetensorError as error:
+        raise _system_error(error, path) from error
     path.chmod(mode)  # safetensors writes files that only their owner may read
     _sort_header(path)
+
+
+def _system_error(error: SafetensorError, path: Path) -> Exception:
+    """Return the OSError that safetensors names in words, or the error itself if it names none."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error
 
 
 def _sort_header(path: Path) -> None:

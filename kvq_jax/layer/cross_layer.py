@@ -46,7 +46,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
     def step(i: Array, stored: Array) -> Array:
         at = jnp.minimum(i * chunk, size - chunk)
         # the last chunk starts early, and adds nothing twice
-        fresh = at + jnp.arange(chunk) >= i * chunk
+        fresh = at + jnp.arange(chunk, dtype=jnp.int32) >= i * chunk
         old = lax.dynamic_slice_in_dim(stored, at, chunk, tokens)
         body = load_chunk(codec.body(1, 1, block), state.body[0], at // block, chunk // block)
         differences = codec.dequantize(key_params, stats, body)

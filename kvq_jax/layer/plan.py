@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from kvq_jax.codecs.codec import Codec
 from kvq_jax.codecs.facts import CrossLayer
 from kvq_jax.layer.regions import Regions
-from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, Tree
-from kvq_jax.types.pytree import pytree
+from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, LengthsB, Tree
+from kvq_jax.types.pytree import describe, pytree
 
 Sides = tuple[Any, ...]  # (keys, values), or one entry for both
 
@@ -28,20 +28,22 @@ def by_side(params: Tree) -> tuple[Tree, Tree]:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """The state of one layer. Each field is a pair (keys, values), or holds one entry for both
-    (`LayerPlan.joint`). Every array has a leading batch axis.
+    """The state of one layer. Each field but the last is a pair (keys, values), or holds one entry
+    for both (`LayerPlan.joint`). Every array has a leading batch axis.
 
     Attributes:
         sink: [B, K, sink, C], the first tokens' rows in full precision.
         ring: [B, K, recent + block, C], the newest tokens' rows in full precision.
         body: the codec's arrays.
         stats: the prompt statistics.
+        intact: [B] int32, the body tokens whose codes remain from before a trim (kept_codes.py).
     """
 
     sink: Sides
     ring: Sides
     body: Sides
     stats: Sides
+    intact: LengthsB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,14 @@ class LayerPlan:
         tokens = self.regions.held_capacity * self.regions.shards
         bodies = tuple(codec.body(batch, self.heads, tokens) for codec in self.codecs)
         stats = tuple(codec.statistics.spec(batch, self.heads) for codec in self.codecs)
-        return LayerState(
-            window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats
+        intact = ArraySpec((Axis("batch", batch),), "int32")
+        return describe(
+            LayerState,
+            sink=window(self.regions.sink_slots),
+            ring=window(self.regions.ring_slots),
+            body=bodies,
+            stats=stats,
+            intact=intact,
         )
 
     def layout(self, batch: int, dtype: DTypeLike) -> LayerState:

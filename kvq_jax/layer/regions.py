@@ -70,7 +70,11 @@ class Regions:
         """Return the position that each ring slot holds after `lengths` tokens. It is below `sink`
         if the slot is still empty."""
         newest = lengths[:, None] - 1
-        return newest - (newest - self.sink - jnp.arange(self.ring_slots)[None]) % self.ring_slots
+        return (
+            newest
+            - (newest - self.sink - jnp.arange(self.ring_slots, dtype=jnp.int32)[None])
+            % self.ring_slots
+        )
 
     @property
     def held_capacity(self) -> int:
@@ -107,9 +111,15 @@ class Regions:
         """Return a mask of the body tokens that this shard, one of several, holds."""
         return token // self.block % self.shards == lax.axis_index(self.axis)
 
+    def last_of_shard(self, block: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return the last block for which the shard that holds `block` has room."""
+        return (self.held_capacity // self.block - 1) * self.shards + block % self.shards
+
     def held_positions(self, first: Int[Array, "B"], count: int) -> Int[Array, "B count"]:
         """Return the positions of the `count` body tokens that this shard holds from index first[b]
         on."""
         if self.shards == 1:
-            return (self.sink + first)[:, None] + jnp.arange(count)[None]
-        return self.sink + self.body_token(first[:, None] + jnp.arange(count)[None])
+            return (self.sink + first)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        return self.sink + self.body_token(
+            first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        )

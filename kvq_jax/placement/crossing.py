@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import AxisName, Tree
@@ -57,8 +57,11 @@ class Crossing:
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return leaf
         assert self.placement is not None
-        same = sharding.mesh.axis_names == self.placement.mesh.axis_names
-        return jax.sharding.reshard(leaf, sharding.spec if same else PartitionSpec())
+        mesh = self.placement.mesh
+        if sharding.mesh.axis_names != mesh.axis_names:
+            return jax.sharding.reshard(leaf, PartitionSpec())
+        # `reshard` refuses the names of axes that are of type Auto here
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, sharding.spec))
 
 
 @contextlib.contextmanager

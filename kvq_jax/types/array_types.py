@@ -68,7 +68,17 @@ ValidBT: TypeAlias = Bool[Array, "B T"]
 
 
 AxisName = Literal[
-    "batch", "kv_heads", "tokens", "channels", "pairs", "model", "heads", "mlp", "vocab", "none"
+    "batch",
+    "kv_heads",
+    "tokens",
+    "channels",
+    "pairs",
+    "model",
+    "heads",
+    "mlp",
+    "experts",
+    "vocab",
+    "none",
 ]
 
 

@@ -35,6 +35,12 @@ class Rope:
     attention_factor: Float[Array, ""]
 
 
+def without_rotation(rope: Rope) -> Rope:
+    """Return the rotation by nothing, for layers without position embedding. `rotate` then returns
+    its rows bit for bit."""
+    return Rope(jnp.zeros_like(rope.inverse_frequencies), jnp.ones_like(rope.attention_factor))
+
+
 def rotate(
     rows: Float[Array, "B K T H"], positions: Int[Array, "#B T"], rope: Rope
 ) -> Float[Array, "B K T H"]:

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import engines, inputs, interruption, sampling_options, text_input
+from kvq_tools.cli import engines, inputs, interruption, json_lines, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -131,7 +130,7 @@ def read_items(
     options: argparse.Namespace, config: LlamaConfig, tokenizer: Any
 ) -> list[PromptLine]:
     """Read and check every line before any work is done. UserError names the line."""
-    base = sampling_options.checked_sampling(options)
+    base = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     settings = [
         options.model,
         str(options.cache.spec),
@@ -296,9 +295,7 @@ def _write(out: BinaryIO, item: PromptLine, ids: list[int], reason: str, text: s
         "prompt_tokens": len(item.request.prompt),
         "new_tokens": len(ids),
     }
-    out.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-    out.flush()
-    os.fsync(out.fileno())
+    json_lines.append(out, answer)
 
 
 def _capacity(need: int, config: LlamaConfig) -> int:

@@ -3,17 +3,22 @@ stderr."""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.text import Text
 from tqdm import tqdm
 
+ERASED = "\x1b[K"  # clears a terminal's line from the cursor on
+PIPED_SECONDS = 5  # between lines about a long prompt if stderr is no terminal
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # why a file cannot grow
 JSON_VERSION = 1  # of every format; goes up if a key is renamed, removed or gets a new meaning
 
 T = TypeVar("T")
@@ -48,6 +53,14 @@ class OutputError(Exception):
     """stdout cannot be written. `main` prints the reason and exits with 1."""
 
 
+class UnwritableError(Exception):
+    """A file cannot be written because the disk or a quota is full. Nothing of it is left. `main`
+    exits with 1."""
+
+    def __init__(self, error: OSError):
+        super().__init__(f"{error.filename or 'a file'} cannot be written: {error.strerror}")
+
+
 class CheckedOutput:
     """A text stream whose failures to write are OutputError, not any OSError of the command."""
 
@@ -72,11 +85,13 @@ class CheckedOutput:
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn errors into UserError while user input is read and checked. Elsewhere the same
-    exceptions are bugs and keep their traceback."""
+    """Turn errors into UserError while user input is read and checked, and files are written.
+    Elsewhere the same exceptions are bugs and keep their traceback."""
     try:
         yield
-    except (ValueError, NotImplementedError, OSError) as error:
+    except OSError as error:
+        raise (UnwritableError if error.errno in FULL else UserError)(error) from error
+    except (ValueError, NotImplementedError) as error:
         raise UserError(error) from error
 
 
@@ -114,15 +129,57 @@ def format_bytes(size: int) -> str:
 
 
 @contextmanager
-def progress(message: str) -> Iterator[None]:
-    """Show a message on stderr: beside a spinner in a terminal, as a line elsewhere."""
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        with console.status(Text(message)):
-            yield
-    else:
-        console.print(Text(f"kvq: {message} ..."), soft_wrap=True)
+def loading(model: str) -> Iterator[None]:
+    """Show that a model is loaded, as one line on stderr. A terminal's line makes room for the bar
+    of `load_llama`, which appears after a second, and is erased at the end."""
+    line = printable(f"kvq: loading {model} ...")
+    if not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
         yield
+        return
+    width = shutil.get_terminal_size().columns
+    print(line[: width - 1], end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f"\r{ERASED}", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(message: str, tokens: int | None = None) -> Iterator[None]:
+    """Show a message on stderr: with the seconds so far in a terminal, as a line elsewhere.
+
+    Nothing else may show progress in the meantime. With `tokens`, the number of tokens that are
+    read at once, a line follows every few seconds where no terminal is, and the speed at the end.
+    """
+    message = printable(message) + ("" if tokens is None else f", {tokens} tokens")
+    started, done, terminal = time.perf_counter(), threading.Event(), sys.stderr.isatty()
+    line = tqdm(
+        desc=f"kvq: {message}", bar_format="{desc} ... {elapsed}", leave=False, disable=not terminal
+    )
+    if not terminal:
+        print(f"kvq: {message} ...", file=sys.stderr, flush=True)
+
+    def tick() -> None:
+        while not done.wait(1 if terminal else PIPED_SECONDS):
+            if terminal:
+                line.refresh()
+            elif tokens is not None:
+                seconds = time.perf_counter() - started
+                print(f"kvq: {message} ... {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+        line.close()
+    seconds = time.perf_counter() - started
+    if tokens is not None and seconds > PIPED_SECONDS:
+        speed = f"{tokens} tokens read in {seconds:.0f} s, {tokens / seconds:.0f} tokens/s"
+        print(f"kvq: {speed}", file=sys.stderr, flush=True)
 
 
 def bar(items: Sequence[T], message: str) -> Iterator[T]:

@@ -16,23 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kvq_jax as kvq
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference import generation
 from kvq_models.inference.generation import STREAM_STEPS, GenerationSettings, GenerationState
-from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
+from kvq_tools.cli.handover import shortened
 from kvq_tools.cli.text_input import encode_rendered, render_chat
 from kvq_tools.cli.timed import compile_generation
 
 Finish = Literal["ended", "max-new-tokens", "full", "stopped"]
-
-
-_trim = jax.jit(kvq.trim)
 
 
 class CacheFull(UserError):
@@ -185,14 +181,8 @@ class Conversation:
         return answer
 
     def _shorten(self, kept: int) -> None:
-        """Drop the newest tokens. Tokens that return from the quantized body keep the value that
-        attention saw (`kvq.trim`)."""
-        if kept:
-            self.cache = _trim(
-                self.cache, jnp.asarray([kept]), parameters_for(self._llama, self.cache.spec)
-            )
-        else:
-            self.cache = self._new_cache()
+        """Drop the newest tokens."""
+        self.cache = shortened(self._llama, self.cache, kept) if kept else self._new_cache()
         self.ids = self.ids[:kept]
 
     @property

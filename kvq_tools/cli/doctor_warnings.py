@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.codecs import kernel_readers
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.rope import rope_for
 
 # keys of a normalized input are of order 1 to 10; a larger constant dominates its group
 LARGE_BIAS = 10.0
@@ -38,7 +41,11 @@ def known_problems(
             " path"
         )
     problems += kvq.unmet_options(cache)
-    return problems + _padding_warnings(cache) + _bias_warnings(cache, biases)
+    return (
+        problems
+        + _padding_warnings(cache)
+        + (_bias_warnings(cache, biases) + _turning_warnings(config, cache, biases))
+    )
 
 
 def _padding_warnings(cache: kvq.Cache) -> list[str]:
@@ -74,6 +81,39 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
             problems.append(
                 f"layer {layer}: k_proj bias up to {largest:.3g} makes steps of about {step:.3g} in"
                 " per-token key groups, which erases smaller channels; add subtract_bias=true, or"
-                f" use per-channel keys (k=kivi) or skip_layers={layer}"
+                f" use per-channel keys before RoPE (k=kivi:pre_rope=true) or skip_layers={layer}"
             )
+    return problems
+
+
+def _turning_warnings(
+    config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None
+) -> list[str]:
+    """Warn of key biases that RoPE turns within a group of tokens.
+
+    A constant (a, b) in pair i is r cos(p w_i + phi) in a channel after RoPE, r = |(a, b)|. From
+    the first to the last of a group's t tokens it sweeps up to 2 r sin(min((t - 1) w_i, pi) / 2),
+    and the group's range contains that.
+    """
+    frequencies = np.asarray(rope_for(config, cache.capacity).inverse_frequencies)
+    problems = []
+    for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
+        facts = plan.k.facts
+        if facts.token_group is None or facts.form == "before_rope":
+            continue
+        bits, tokens = facts.token_group
+        halves = bias.reshape(-1, 2, config.head_dim // 2)  # [K, 2, H/2]
+        turned = np.minimum(frequencies * (min(tokens, cache.capacity) - 1), np.pi)
+        sweeps = 2 * np.hypot(halves[:, 0], halves[:, 1]) * np.sin(turned / 2)
+        head, pair = np.unravel_index(np.argmax(sweeps), sweeps.shape)
+        if sweeps[head, pair] < 2 * LARGE_BIAS:
+            continue
+        shared = "a sequence" if math.isinf(tokens) else f"{tokens} tokens"
+        remedy = "add subtract_bias=true, or " if facts.form == "vectors" else ""
+        problems.append(
+            f"layer {layer}: RoPE turns the k_proj bias of pair {pair} (KV head {head}) by"
+            f" {sweeps[head, pair]:.3g} within groups of {shared}, steps of about"
+            f" {sweeps[head, pair] / (2**bits - 1):.3g}; {remedy}use keys before RoPE"
+            f" (k=kivi:pre_rope=true) or skip_layers={layer}"
+        )
     return problems

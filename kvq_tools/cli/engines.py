@@ -13,7 +13,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import device_memory, inputs
-from kvq_tools.cli.console import bar, input_errors, progress
+from kvq_tools.cli.console import bar, input_errors, loading, progress
 
 
 def add_size(parser: argparse.ArgumentParser, *, capacity: bool = True) -> None:
@@ -98,7 +98,7 @@ def loaded(
         for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False)
         if longest is None or longest > below
     ]
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)

@@ -83,8 +83,8 @@ def footer(facts: dict[str, Any], cache: str) -> str:
         f"[cache {cache}: {format_bytes(facts['cache_bytes'])} for {facts['capacity']}"
         f" tokens, bf16 {format_bytes(facts['bf16_bytes'])}, ratio {facts['ratio']:.2f},"
         f" {facts['bits_per_element']:.2f} bits per element; {facts['quantized_tokens']} of {live}"
-        f" tokens quantized; {sparse}{facts['prompt_tokens']} prompt + {facts['new_tokens']} new"
-        f" tokens{drafted}{_END[facts['finish']]}; {_sampled(facts['sampling'])}; weights"
+        f" tokens quantized; {sparse}{_prompt(facts)} + {facts['new_tokens']} new tokens{drafted}"
+        f"{_END[facts['finish']]}; {_sampled(facts['sampling'])}; weights"
         f" {facts['dtype']}, full-precision rows {facts['rows_dtype']}; prefill"
         f" {facts['prefill_seconds']:.3f} s, decode {facts['decode_seconds']:.3f} s,"
         f" {facts['tokens_per_second']:.1f} tokens/s (compilation,"
@@ -92,6 +92,13 @@ def footer(facts: dict[str, Any], cache: str) -> str:
         f" {facts['implementation']}{because}{split}; layers skipped:"
         f" {', '.join(map(str, facts['skip_layers'])) or 'none'}]"
     )
+
+
+def _prompt(facts: dict[str, Any]) -> str:
+    saved = facts["saved_tokens"]
+    if not saved:
+        return f"{facts['prompt_tokens']} prompt"
+    return f"{saved} saved + {facts['prompt_tokens'] - saved} prompt"
 
 
 def _sampled(sampling: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """Hand a prompt's cache from one process to another through a file: the cache's own safetensors,
-together with the prompt's tokens and the logits after them."""
+together with the prompt's tokens and text, and the logits after them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
+from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError, input_errors
+from kvq_tools.cli.opening import Opening, stored
+
+_trim = jax.jit(kvq.trim, donate_argnums=0)  # else the whole body is copied to write one block
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedPrompt:
-    """The contents of a file according to its header: the cache's layout, the prompt, and logits
-    [1, V] float32."""
+    """The contents of a file according to its header: the cache's layout, the prompt, logits [1, V]
+    float32, and the prompt's text unless it was given as token ids."""
 
     path: str
     layout: Cache
     prompt: list[int]
     logits: np.ndarray
+    opening: Opening | None
 
 
 def save(
@@ -34,10 +40,12 @@ def save(
     cache: Cache,
     prompt: list[int],
     logits: jax.Array,
+    opening: Opening | None,
 ) -> None:
     """Write the file completely or not at all. `model_fingerprint` is of the model without method
     parameters."""
     beside = {"tokens": np.asarray(prompt, np.int32), "logits": np.asarray(logits, np.float32)}
+    beside |= opening.arrays() if opening else {}
     with input_errors():
         kvq.save_cache(
             cache,
@@ -77,21 +85,8 @@ def described(path: str, config: LlamaConfig) -> SavedPrompt:
             f"{path!r} does not fit the model: {tokens.dtype}{list(tokens.shape)} tokens, logits"
             f" {list(logits.shape)}"
         )
-    return SavedPrompt(path, layout, tokens.tolist(), logits)
-
-
-def check_same(saved: SavedPrompt, prompt: list[int]) -> None:
-    """Raise UserError if the prompt differs from the one in the file."""
-    if prompt != saved.prompt:
-        pairs = enumerate(zip(prompt, saved.prompt, strict=False))
-        first = next(
-            (i for i, (ours, theirs) in pairs if ours != theirs),
-            min(len(prompt), len(saved.prompt)),
-        )
-        raise UserError(
-            f"{saved.path!r} holds the cache of another prompt: {len(saved.prompt)} tokens, and"
-            f" the one given has {len(prompt)}; they differ from token {first} on"
-        )
+    with input_errors():
+        return SavedPrompt(path, layout, tokens.tolist(), logits, stored(beside))
 
 
 def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: LlamaConfig) -> Cache:
@@ -111,3 +106,9 @@ def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: Llama
             f" {len(saved.prompt)} beside it"
         )
     return cache
+
+
+def shortened(llama: Llama, cache: Cache, kept: int) -> Cache:
+    """Return a cache of one sequence without the tokens after the first `kept`. Tokens that return
+    from the quantized body keep the value that attention saw (`kvq.trim`)."""
+    return _trim(cache, jnp.asarray([kept]), parameters_for(llama, cache.spec))

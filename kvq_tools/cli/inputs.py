@@ -107,10 +107,14 @@ def model_dtype(options: argparse.Namespace) -> str:
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
-def rows_dtype(options: argparse.Namespace) -> str:
-    """Return the dtype of the cache's full-precision rows: --dtype, or bfloat16 whatever the
-    weights are."""
-    return options.dtype or CACHE_DTYPE
+def rows_dtype(options: argparse.Namespace, spec: kvq.CacheSpec | None = None) -> str:
+    """Return the dtype of the full-precision rows of `spec` (default: the spec of --cache).
+
+    Without --dtype, a cache that quantizes nothing has the model's dtype, so that it changes
+    nothing, and the windows of other caches are bfloat16.
+    """
+    exact = options.cache.spec.exact if spec is None else spec.exact
+    return model_dtype(options) if exact else options.dtype or CACHE_DTYPE
 
 
 def named_cache(text: str) -> NamedCache | PlannedCache:

@@ -21,9 +21,11 @@ from typing import Any, NoReturn
 
 from kvq_tools.cli import interruption
 from kvq_tools.cli.console import (
+    FULL,
     CheckedOutput,
     NotFiniteError,
     OutputError,
+    UnwritableError,
     UserError,
     print_json,
     printable,
@@ -64,7 +66,8 @@ EPILOG = """\
 start here:
   kvq demo               compare caches on the small embedded model, no download
   kvq methods            list what --cache accepts
-  kvq generate embedded --prompt "It was" --cache kivi:bits=2
+  kvq generate embedded --prompt "It was" --cache kivi:bits=2 \\
+      --temperature 0.6 --max-new-tokens 400
   kvq fetch smollm2      download a model of 135 million parameters, which every
                          command then accepts as MODEL
 
@@ -145,14 +148,24 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+UNKEPT = "Error writing persistent compilation cache entry"  # JAX's words
+
+
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Print the library's warnings as one line of the command. Others look as Python shows them."""
+    """Print the library's warnings as one line of the command, and JAX's about the folder of
+    compiled programs as one for all of them. Others look as Python shows them."""
     original = warnings.showwarning
+    unkept: list[str] = []
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
         if category.__module__.startswith("kvq_"):
             print(f"kvq: warning: {message}", file=sys.stderr)
+        elif (text := str(message).partition("\n")[0]).startswith(UNKEPT):
+            if not unkept:
+                reason = text.rpartition("] ")[2]
+                print(f"kvq: warning: compiled programs are not kept: {reason}", file=sys.stderr)
+            unkept.append(text)
         else:
             original(message, category, *where)
 
@@ -190,8 +203,8 @@ def _exit_code(arguments: Sequence[str], error: str, status: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvq` and return its exit code.
 
-    0 is success, 1 output that cannot be written, 2 bad input, 3 results that are not finite, and
-    130 Ctrl-C.
+    0 is success, 1 output or a file that cannot be written, 2 bad input, 3 results that are not
+    finite, and 130 Ctrl-C.
 
     Args:
         arguments: the command line after `kvq`, by default that of the process.
@@ -243,6 +256,14 @@ def _run(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
         return _exit_code(arguments, str(error), BAD_INPUT)
+    except (UnwritableError, OSError) as error:
+        if isinstance(error, OSError):
+            if error.errno not in FULL:
+                raise
+            error = UnwritableError(error)
+        line = printable(str(error))
+        print(f"kvq: error: {line}", file=sys.stderr)
+        return _exit_code(arguments, line, BAD_OUTPUT)
     except KeyboardInterrupt as error:
         line = interruption.line(*map(str, error.args))
         print(line, file=sys.stderr)

@@ -28,13 +28,13 @@ from kvq_tools.cli import (
     mesh,
     one_prompt,
     sampling_options,
-    text_input,
 )
 from kvq_tools.cli.console import (
     UserError,
     bar,
     check_finite,
     input_errors,
+    loading,
     print_json,
     progress,
 )
@@ -51,13 +51,15 @@ CAPACITY_STEP = 64
 class GenerationRequest:
     """A checked request. Of the user's input, only the weights can still be wrong.
 
-    `saved` is the file of --from, or None if the prompt is read here.
+    `saved` is the file of --from, or None if the prompt is read here. The first `known` tokens of
+    the prompt are those of the file.
     """
 
     cache: NamedCache
     config: LlamaConfig
     tokenizer: Any
     prompt: list[int]
+    known: int
     capacity: int
     sampling: Sampling
     saved: SavedPrompt | None
@@ -67,11 +69,12 @@ class GenerationRequest:
 def run(options: argparse.Namespace) -> None:
     """Continue the prompt, print the text, and report what was done."""
     request = _checked(options)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(
             options.model, dtype=inputs.model_dtype(options), mesh=request.placement
         )
     llama, cache, logits = _cache(options, request, llama)
+    unread = len(request.prompt) - request.known
     with progress("compiling"):
         generation = TimedGeneration(
             llama,
@@ -82,8 +85,10 @@ def run(options: argparse.Namespace) -> None:
             eos_ids=llama.config.eos_token_ids,
             seed=options.seed,
             implementation=options.implementation,
+            known=request.known,
             logits=logits,
             drafts=options.draft or 0,
+            reading=progress("reading the prompt", unread) if unread else None,
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
@@ -97,6 +102,7 @@ def run(options: argparse.Namespace) -> None:
         "dtype": inputs.model_dtype(options),
         "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
         "calibration": options.calibration,
+        "saved_tokens": request.known,
         "drafts": options.draft,
         "steps": generation.steps,
         "mesh": None if request.placement is None else str(request.placement),
@@ -112,23 +118,26 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check everything that needs no weights."""
-    sampling = sampling_options.checked_sampling(options)
+    config, cache, saved = _model_and_cache(options)
+    sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     if options.draft is not None and sampling.temperature:
         raise UserError(
-            "--draft is for greedy decoding: leave out --temperature, --top-k, --top-p and --min-p"
+            "--draft is for greedy decoding: give --temperature 0, and leave out --top-k, --top-p"
+            " and --min-p"
         )
     if options.draft is not None and options.mesh is not None:
         raise UserError("--draft is for a cache on one device: leave out --mesh")
-    config, cache, saved = _model_and_cache(options)
     inputs.check_calibration_file(config, cache, options.calibration)
-    tokenizer, prompt, capacity = _prompt(options, config, saved)
-    rows = inputs.rows_dtype(options)
+    tokenizer, known, prompt, capacity = _prompt(options, config, saved)
+    rows = inputs.rows_dtype(options, cache.spec)
     placement = mesh.placement_of(options.mesh, [cache.spec], config, 1, capacity, rows)
     layout = saved.layout if saved else kvq.layout(cache.spec, config, 1, capacity, rows, placement)
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    return GenerationRequest(cache, config, tokenizer, prompt, capacity, sampling, saved, placement)
+    return GenerationRequest(
+        cache, config, tokenizer, prompt, known, capacity, sampling, saved, placement
+    )
 
 
 def _model_and_cache(
@@ -151,17 +160,12 @@ def _model_and_cache(
 
 def _prompt(
     options: argparse.Namespace, config: LlamaConfig, saved: SavedPrompt | None
-) -> tuple[Any, list[int], int]:
-    """Return (tokenizer, prompt, capacity)."""
-    if saved is not None and not one_prompt.has_prompt(options):
-        if options.chat:
-            raise UserError(one_prompt.CHAT_NEEDS_TEXT)
-        tokenizer, prompt = text_input.load_tokenizer(options.model), saved.prompt
-    else:
-        tokenizer, prompt = one_prompt.read_prompt(options, config)
+) -> tuple[Any, int, list[int], int]:
+    """Return (tokenizer, tokens that --from holds, the whole prompt, capacity)."""
     if saved is None:
-        return tokenizer, prompt, _capacity(options, config, len(prompt))
-    handover.check_same(saved, prompt)
+        tokenizer, prompt, _ = one_prompt.read_prompt(options, config)
+        return tokenizer, 0, prompt, _capacity(options, config, len(prompt))
+    tokenizer, known, prompt = one_prompt.read_question(options, config, saved)
     need = len(prompt) + options.max_new_tokens
     if need > saved.layout.capacity:
         raise UserError(
@@ -169,7 +173,7 @@ def _prompt(
             f" in {options.saved!r} has room for {saved.layout.capacity}: give kvq prefill a"
             " --capacity, or --max-new-tokens here"
         )
-    return tokenizer, prompt, saved.layout.capacity
+    return tokenizer, known, prompt, saved.layout.capacity
 
 
 def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> int:
@@ -191,19 +195,22 @@ def _cache(
     options: argparse.Namespace, request: GenerationRequest, llama: Llama
 ) -> tuple[Llama, Cache, jax.Array | None]:
     """Return (the model with the parameters that the cache needs, the cache, and the logits after
-    the prompt if the cache holds it)."""
+    the prompt if the cache holds all of it)."""
     saved = request.saved
     model_fingerprint = "" if saved is None else kvq.fingerprint(llama)
     with input_errors():
         llama = prepare(llama, request.cache.spec, options.calibration, progress=bar)
         if saved is None:
-            rows = inputs.rows_dtype(options)
+            rows = inputs.rows_dtype(options, request.cache.spec)
             cache = device_memory.new_cache(
                 request.cache.spec, llama.config, request.capacity, rows, request.placement
             )
             return llama, cache, None
     cache = handover.load(saved, llama, model_fingerprint, request.config)
-    return llama, cache, jax.device_put(saved.logits)
+    if request.known < len(saved.prompt):
+        cache = handover.shortened(llama, cache, request.known)
+    whole = request.known == len(request.prompt)
+    return llama, cache, jax.device_put(saved.logits) if whole else None
 
 
 def _generated(

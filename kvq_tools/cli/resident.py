@@ -29,3 +29,23 @@ def columns(caches: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 def cells(cache: dict[str, Any]) -> tuple[str, ...]:
     return tuple(format_bytes(entry["bytes"]) for entry in cache["resident_by_batch"])
+
+
+def largest_context(
+    spec: kvq.CacheSpec, config: kvq.ModelDims, batch: int, dtype: str, budget: int
+) -> int:
+    """Return the largest capacity whose resident bytes are at most `budget`, or 0. A cache never
+    shrinks when its capacity grows."""
+
+    def fits(capacity: int) -> bool:
+        return kvq.size(spec, config, batch, capacity, dtype).resident <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,12 +16,13 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, resident, text_input
+from kvq_tools.cli import inputs, json_lines, resident, text_input
 from kvq_tools.cli.console import (
     UserError,
     bar,
     check_finite,
     input_errors,
+    loading,
     print_json,
     progress,
     warn,
@@ -231,7 +231,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     with progress("making prompts"), input_errors():
         samples = task_run.samples(prompts, config)
         check_samples(samples, config)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype)
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
@@ -291,8 +291,8 @@ def _prompts(options: argparse.Namespace) -> TaskPrompts:
 
 def _write(path: str | None, line: Mapping[str, Any]) -> None:
     if path is not None:
-        with input_errors(), Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        with input_errors(), Path(path).open("ab") as file:
+            json_lines.append(file, line)
 
 
 def described(sample: TaskSample, answer: ScoredAnswer) -> dict[str, Any]:

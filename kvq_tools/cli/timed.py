@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,10 @@ class TimedGeneration:
     far.
 
     Args:
-        logits: [1, V] after the prompt, if the cache already holds it. There is no prefill then.
+        known: tokens at the prompt's start that the cache already holds.
+        logits: [1, V] after the prompt, if the cache holds all of it. There is no prefill then.
         drafts: most tokens that a step may draft (speculation.py), 0 for none.
+        reading: a context that shows the prefill's progress.
     """
 
     def __init__(
@@ -47,20 +50,20 @@ class TimedGeneration:
         eos_ids: tuple[int, ...] = (),
         seed: int = 0,
         implementation: Implementation = None,
+        known: int = 0,
         logits: Array | None = None,
         drafts: int = 0,
+        reading: AbstractContextManager[None] | None = None,
     ):
         self._llama, self._cache, self._logits = llama, cache, logits
-        new = (
-            [prompt] if logits is None else [prompt[:1]]
-        )  # a prompt that the cache holds is not read again
+        new = [prompt[known:] or prompt[:1]]  # what the cache holds is not read again
         self._tokens, self._lengths = decoding.checked_tokens(
             llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None)
         )
         self._settings = generation.generation_settings(
             max_new_tokens, sampling, eos_ids, jax.random.key(seed), implementation
         )
-        self._drafts, self._history = drafts, None
+        self._drafts, self._history, self._reading = drafts, None, reading or nullcontext()
         if drafts:
             speculation.check(cache, drafts)
             whole = np.array([prompt], np.int32)
@@ -89,9 +92,10 @@ class TimedGeneration:
         """Yield all tokens so far after every `steps` new ones. The next segment consumes the cache
         of the previous one."""
         started = time.perf_counter()
-        state = jax.block_until_ready(
-            self._start(self._llama, self._cache, self._tokens, self._lengths)
-        )
+        with self._reading:
+            state = jax.block_until_ready(
+                self._start(self._llama, self._cache, self._tokens, self._lengths)
+            )
         self.prefill_seconds = time.perf_counter() - started
         most, until = self._settings.max_new_tokens, 0
         while until < most and not bool(np.all(state.ended)):

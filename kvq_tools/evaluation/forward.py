@@ -62,7 +62,9 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
 
     def fill(array: Array) -> Array:
         axis = max(1, array.ndim - 2)  # of [B, T], [B, T, D] and [B, heads, T, H]
-        index = jnp.minimum(jnp.arange(array.shape[axis])[None], lengths[:, None] - 1)
+        index = jnp.minimum(
+            jnp.arange(array.shape[axis], dtype=jnp.int32)[None], lengths[:, None] - 1
+        )
         shape = [size if i in (0, axis) else 1 for i, size in enumerate(array.shape)]
         return jnp.take_along_axis(array, index.reshape(shape), axis=axis, mode="clip")
 
@@ -90,11 +92,16 @@ def causal_attention(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH) -> QueryBNTH:
             jnp.einsum("bkgth,bksh->bkgts", some, k, preferred_element_type=jnp.float32)
             * head_dim**-0.5
         )
-        seen = jnp.arange(length)[None] <= at + jnp.arange(size)[:, None]
+        seen = (
+            jnp.arange(length, dtype=jnp.int32)[None]
+            <= at + jnp.arange(size, dtype=jnp.int32)[:, None]
+        )
         weights = jax.nn.softmax(
             jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1
         ).astype(v.dtype)
         return jnp.einsum("bkgts,bksh->bkgth", weights, v)
 
-    out = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 3)  # [B, K, G, chunks, size, H]
+    out = jnp.moveaxis(
+        lax.map(one, jnp.arange(chunks, dtype=jnp.int32)), 0, 3
+    )  # [B, K, G, chunks, size, H]
     return out.reshape(batch, heads, chunks * size, head_dim)[:, :, :length]

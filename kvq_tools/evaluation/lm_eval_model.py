@@ -345,7 +345,6 @@ class KvqLM(TemplateLM):
             sorted(
                 {
                     *config.eos_token_ids,
-                    self.eot_token_id,
                     *(special[stop] for stop in settings.stops if stop in special),
                 }
             )

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -257,14 +257,15 @@ class Planner:
         widths = shared_out(costs, budget)
         return spec_of(widths), costs.total(widths)
 
-    def check(self, costs: Costs, bits: float) -> list[Checked]:
-        """Measure the best caches of so many bits as a whole. Return them with the best first."""
+    def check(self, costs: Costs, bits: float, fits: Callable[[CacheSpec], bool]) -> list[Checked]:
+        """Measure the best caches of so many bits as a whole, and of other methods those that fit.
+        Return them with the best first."""
         equal = resolved(f"{METHOD}:bits={bits:g}", self.calibration)
         ours = {
             planned[0]: planned[1]
             for planned in ((equal, self.predicted(costs, equal)), self.planned(costs, bits))
         }
-        specs = [*ours, *map(kvq.parse, rivals(self.llama.config, bits))]
+        specs = [*ours, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
         missing = [spec for spec in specs if f"cache {spec}" not in self.journal.rows]
         for spec in self.progress(missing, "checking caches"):
             llama = self.prepared if spec in ours else prepare(self.llama, spec)

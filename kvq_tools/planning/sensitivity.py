@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 import kvq_jax as kvq
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
-from kvq_jax.cache.step import begin, finish
+from kvq_jax.cache.step import begin, finish, through_layer
 from kvq_jax.types.array_types import QueryBNTH, RowsBKTH
-from kvq_models.inference.layer_by_layer import attend, embed, head
+from kvq_models.inference.layer_by_layer import embed, head
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
@@ -105,11 +105,8 @@ class Sensitivity:
                 begin(cache, stop - start, prefill=not start, parameters=parameters), layer=layer
             )
             hidden = self.hidden[layer][:, start:stop]
-            attention, step = attend(
-                step,
-                attention_inputs(measured, hidden, step.positions, step.valid, self.rope),
-                self.rope,
-            )
+            inputs = attention_inputs(measured, hidden, step.positions, step.valid, self.rope)
+            attention, step = through_layer(step, inputs)
             # other layers are not read: they have no tokens
             cache = finish(dataclasses.replace(step, layer=len(llama.layers)))
             if start:
@@ -140,7 +137,10 @@ def _after_a_prompt(
         jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, keys, preferred_element_type=jnp.float32)
         * head_dim**-0.5
     )
-    seen = jnp.arange(keys.shape[2])[None] <= prompt_k.shape[2] + jnp.arange(new)[:, None]
+    seen = (
+        jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
+        <= prompt_k.shape[2] + jnp.arange(new, dtype=jnp.int32)[:, None]
+    )
     weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(
         values.dtype
     )

@@ -22,7 +22,7 @@ from kvq_tools.report.drawing import (
     size_unit,
 )
 from kvq_tools.report.schema import CacheReport
-from kvq_tools.report.verdict import LEAST_KL, Choice, Windows, front, sentence
+from kvq_tools.report.verdict import LEAST_KL, Choice, WindowSizes, front, sentence
 
 EXACT = "model without a cache"
 FLIP_COLUMNS = 160
@@ -43,7 +43,7 @@ def verdict(report: CacheReport) -> str:
                 bits=c.bits_per_element,
                 kl=c.kl,
                 numbers=f"KL {c.kl or 0:.2g}, {c.agreement:.0%} of likeliest tokens kept",
-                windows=Windows(c.sink, c.recent, c.quantized_tokens / report.request.capacity),
+                windows=WindowSizes(c.sink, c.recent, c.quantized_tokens / report.request.capacity),
                 window_kl=c.window_kl,
             )
             for c in report.caches

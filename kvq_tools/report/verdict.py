@@ -18,14 +18,14 @@ BF16_BITS = 16
 SAME_SHARE = 0.02  # of the body, which depends on the block a little where windows are equal
 
 
-class Windows(NamedTuple):
+class WindowSizes(NamedTuple):
     """The exact tokens of a cache, and the share of the tokens in it that are read quantized."""
 
     sink: int
     recent: int
     body_share: float
 
-    def equal(self, other: Windows) -> bool:
+    def equal(self, other: WindowSizes) -> bool:
         return self[:2] == other[:2] and abs(self.body_share - other.body_share) <= SAME_SHARE
 
 
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     bits: float
     kl: float | None
     numbers: str
-    windows: Windows
+    windows: WindowSizes
     window_kl: tuple[float | None, ...]
 
     @property
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
         return paired_ratio(_numbers(self.window_kl), _numbers(other.window_kl)).interval
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """The outcome of a comparison.
 
     Args:
@@ -82,7 +82,7 @@ def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
     )
 
 
-def compared(choices: Sequence[Choice]) -> Verdict:
+def compared(choices: Sequence[Choice]) -> Comparison:
     """Compare caches with equal windows, from the smallest to the largest."""
     named: list[Choice] = []
     further: list[Choice] = []
@@ -97,7 +97,7 @@ def compared(choices: Sequence[Choice]) -> Verdict:
             pairs = zip(named, intervals, strict=True)
             rival = [other for other, interval in pairs if not interval.high < 1][-1]
             untold.append((choice, rival))
-    return Verdict(named, further, untold)
+    return Comparison(named, further, untold)
 
 
 def sentence(choices: Sequence[Choice]) -> str:
@@ -120,8 +120,8 @@ def sentence(choices: Sequence[Choice]) -> str:
     return _told(compared(lossy))
 
 
-def _told(verdict: Verdict) -> str:
-    best = verdict.named[::-1]
+def _told(comparison: Comparison) -> str:
+    best = comparison.named[::-1]
     digits = 1 if len({f"{choice.bits:.1f}" for choice in best}) == len(best) else 2
     clauses = [
         f"{'at' if i else 'At'} {choice.bits:.{digits}f} bits take {choice.name} ({choice.numbers})"
@@ -129,11 +129,11 @@ def _told(verdict: Verdict) -> str:
     ]
     parts = [", ".join(clauses)]
     for rival in best:
-        names = [choice.name for choice, other in verdict.untold if other is rival]
+        names = [choice.name for choice, other in comparison.untold if other is rival]
         if names:
             parts.append(f"{_listed(names)} not told apart from {rival.name}")
-    if verdict.further:
-        names = [choice.name for choice in verdict.further]
+    if comparison.further:
+        names = [choice.name for choice in comparison.further]
         parts.append(f"{_listed(names)} no smaller and further from full precision")
     return "; ".join(parts) + "."
 

@@ -1,5 +1,5 @@
 """Find the caches that collapse under a key bias, and what subtracting it restores: a small model
-and two biased variants of it.
+and three biased variants of it.
 
     wide   the key bias of laboratory/stress.py: heads of twice the width, a
            constant in channels that no query reads. The same dense outputs. Plain is the model with
@@ -7,6 +7,8 @@ and two biased variants of it.
     slow   the same constant in the two slowest RoPE pairs of every head, which queries do read.
            Where those turn by a small angle over the window, every key's score moves by the same
            amount and the outputs by little; KL is from the variant's own exact outputs.
+    every  the same constant in every RoPE pair of every head. Those that turn within a group of
+           tokens sweep their channels, which widens the ranges of keys by channel or pair.
 
 The page in laboratory/results comes from the JSON.
 """
@@ -40,6 +42,7 @@ from laboratory.study import run_study, study_parser
 
 PASSAGE = pathlib.Path(__file__).parents[2] / "kvq_tools" / "cli" / "passage.txt"
 SLOW_PAIRS = 2  # of each head
+EVERY_HEADER = ("KL, every pair: no bias", "bias", "subtracted")
 SAMPLES, CALIBRATED = 16, 1024  # calibration samples, and their tokens
 WINDOWS = "sink=0,recent=32,block=32"
 CACHES = {  # what shares a scale among keys, and the cache
@@ -83,7 +86,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class BiasRow:
-    """One cache; `refused` says why it does not take the option."""
+    """One cache; `refused` says why it does not take the option. Early reports lack `every`."""
 
     label: str
     shares: str
@@ -91,6 +94,7 @@ class BiasRow:
     refused: str
     wide: Variant
     slow: Variant
+    every: Variant | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,9 +126,9 @@ def text_windows(ids: Int[np.ndarray, " S"], count: int, width: int) -> Int[Arra
     )
 
 
-def with_slow_bias(llama: Llama, magnitude: float, seed: int) -> Llama:
-    """Return the model with a constant of random signs in the slowest RoPE pairs of its keys,
-    before RoPE."""
+def with_bias(llama: Llama, magnitude: float, seed: int, pairs: slice) -> Llama:
+    """Return the model with a constant of random signs in these RoPE pairs of its keys, before
+    RoPE. The slowest pairs are the last."""
     config, rng = llama.config, np.random.default_rng([seed, 3])
     widths = {
         "q_proj": config.num_attention_heads,
@@ -135,9 +139,7 @@ def with_slow_bias(llama: Llama, magnitude: float, seed: int) -> Llama:
     weights = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
     for layer in range(config.num_hidden_layers):
         constant = np.zeros((config.num_key_value_heads, 2, config.head_dim // 2))
-        constant[..., -SLOW_PAIRS:] = magnitude * rng.choice(
-            [-1.0, 1.0], constant[..., -SLOW_PAIRS:].shape
-        )
+        constant[..., pairs] = magnitude * rng.choice([-1.0, 1.0], constant[..., pairs].shape)
         new = {
             **biases,
             "k_proj.bias": constant.ravel(),
@@ -211,7 +213,10 @@ def run(options: argparse.Namespace) -> BiasReport:
             stressed(llama, Stress(key_bias=0.0)),
             stressed(llama, Stress(key_bias=options.key_bias, seed=options.seed)),
         ),
-        "slow": (llama, with_slow_bias(llama, options.key_bias, options.seed)),
+        **{
+            name: (llama, with_bias(llama, options.key_bias, options.seed, pairs))
+            for name, pairs in (("slow", slice(-SLOW_PAIRS, None)), ("every", slice(None)))
+        },
     }
     exact = {"plain": llama, **{name: biased for name, (_, biased) in models.items()}}
     perplexities = {name: texts.through(model, "dense").perplexity for name, model in exact.items()}
@@ -268,6 +273,7 @@ def page(report: BiasReport, file: pathlib.Path) -> str:
     """Render what a key bias does to caches, and what is left of that when it is subtracted: two
     variants of the model, side by side."""
     exact = {variant: f"{perplexity:.3f}" for variant, perplexity in report.perplexities.items()}
+    every = any(row.every for row in report.rows)
     said = (
         f"Model: {report.model}, float32; {report.windows} windows of {report.window} tokens of"
         f" {report.text}, the first {report.prompt} of each a prompt and not scored. KL is from the"
@@ -281,17 +287,25 @@ def page(report: BiasReport, file: pathlib.Path) -> str:
                 f" with constants that no query reads; exact perplexity {exact['plain']} without"
                 f" them and {exact['wide']} with them. Read: {report.key_bias:g} in the slowest"
                 f" RoPE pairs of every head, which queries read; exact perplexity {exact['slow']}."
+                f"{_of_every_pair(report, exact)}"
                 " Refused: the cache holds no keys, and adds their bias when it rebuilds them."
                 " SQuat's two numbers without a bias differ because its lam weighs squares of"
                 " queries, which heads of twice the width double."
             ),
-            table(HEADER, map(_bias_line, report.rows)),
+            table(HEADER + EVERY_HEADER * every, map(_bias_line, report.rows)),
         )
     )
 
 
+def _of_every_pair(report: BiasReport, exact: dict[str, str]) -> str:
+    if "every" not in exact:
+        return ""
+    return f" Every pair: {report.key_bias:g} in all RoPE pairs; exact perplexity {exact['every']}."
+
+
 def _bias_line(row: BiasRow) -> tuple[str, ...]:
-    found = (kl for v in (row.wide, row.slow) for kl in (v.plain, v.biased, v.subtracted))
+    variants = [v for v in (row.wide, row.slow, row.every) if v]
+    found = (kl for v in variants for kl in (v.plain, v.biased, v.subtracted))
     return (
         row.label,
         f"`{row.cache}`",

@@ -1,11 +1,13 @@
 """A batch of sequences in a cache is followed, operation by operation, beside an oracle that knows
 only the tokens.
 
-The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, and
-the values of tokens that went through the body and came back by `trim` (the values that attention
-saw: decoded from a state that was just found equal). After every operation a fresh cache is given
-all of that at once, and must hold the same. A decode step is also made in the fresh cache: its
-outputs must be the same.
+The oracle holds, for each row, the tokens that it has, the prompt that fixed its statistics, the
+values of tokens that went through the body and came back by `trim` (the values that attention saw:
+decoded from a state that was just found equal), and the values that each block was quantized from.
+A block that ages again unchanged keeps its codes, so these stay as they were, and the tokens of a
+block that is cut again come back with their first value: a drifted one is found. After every
+operation a fresh cache is given all of that at once, and must hold the same. A decode step is also
+made in the fresh cache: its outputs must be the same.
 
 A fresh cache has the faults of the code that filled it. If codes are near exact, outputs of
 prompts and steps are compared with attention over the rows themselves, too (`exact`), which needs
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import Tree
 from laboratory.tests.cache_programs import SOUND, Programs
 from laboratory.tests.vocabulary import WORDS, layer_inputs
@@ -69,22 +72,30 @@ def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarra
     return np.einsum("bnts,bnsh->bnth", weights / weights.sum(-1, keepdims=True), v)
 
 
+_statistics_of = layer_runs.quick_jit(
+    lambda codec, params, inputs: codec.statistics.of(params, inputs), static_argnums=0
+)
+
+
 # --- a fresh cache that is given everything at once
 
 
 @dataclasses.dataclass
 class Known:
-    """The oracle's knowledge of each row. ids [B, S]; prompt [B]: tokens of the first prompt, whose
-    statistics the row has; firsts [B, S]: these tokens. returned [B, S]: which tokens came back
-    from the body; given: their rows [B, K, S, C] by layer and side.
+    """The oracle's knowledge of each row. ids [B, S]; stats: by layer, the statistics of the first
+    prompt and of what came before a block was quantized. returned [B, S]: which tokens came back
+    from the body; given: their rows [B, K, S, C] by layer and side. recoded, sources: the same of
+    the rows from which blocks were quantized. intact [B]: body tokens whose codes a trim left.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
-    prompt: np.ndarray
-    firsts: np.ndarray
+    stats: list[Any]
     returned: np.ndarray
     given: list[list[np.ndarray]]
+    recoded: np.ndarray
+    sources: list[list[np.ndarray]]
+    intact: np.ndarray
 
     def rows(self, index: np.ndarray, other: Known | None = None) -> Known:
         """Return rows of this, or of this and the rows of another after them."""
@@ -132,10 +143,17 @@ class Histories:
             [np.zeros((*r.shape[:2], CAPACITY, r.shape[3]), np.float32) for r in sides]
             for sides in empty
         ]
-        numbers = [np.zeros(BATCH, np.int32) for _ in range(2)]
-        tokens = [np.zeros((BATCH, CAPACITY), np.int32) for _ in range(2)]
+        self.initial = [jax.tree.map(np.asarray, state.stats) for state in self.cache.layers]
+        returned = np.zeros((BATCH, CAPACITY), bool)
         self.known = Known(
-            tokens[0], numbers[0], numbers[1], tokens[1], np.zeros((BATCH, CAPACITY), bool), given
+            np.zeros((BATCH, CAPACITY), np.int32),
+            np.zeros(BATCH, np.int32),
+            copy.deepcopy(self.initial),
+            returned,
+            given,
+            returned.copy(),
+            copy.deepcopy(given),
+            np.zeros(BATCH, np.int32),
         )
         self.new = self.cache
         self.fresh = self.cache
@@ -151,10 +169,7 @@ class Histories:
     def prefill(self, counts: np.ndarray) -> None:
         """Give each row a prompt, or the next turn of one, of at most counts[b] tokens."""
         counts = np.minimum(counts, CAPACITY - self.known.lengths)
-        first = (self.known.lengths == 0) & (counts > 0)
-        start = self._say(counts)
-        self.known.prompt[first] = counts[first]
-        self.known.firsts[first] = self.known.ids[first]
+        start = self._say(counts, prefill=True)
         ids = self._window(start, CAPACITY)
         outputs = self._run(self.programs.prefill, ids, start, counts)
         self.check()
@@ -196,9 +211,10 @@ class Histories:
         seen = rows_of(self.cache)
         regions = self.plans[0].regions
         for b in range(BATCH):
+            held = self._cut(b, int(kept[b]))
             back = slice(
                 regions.sink + regions.body(int(kept[b])),
-                min(regions.sink + regions.body(int(known.lengths[b])), int(kept[b])),
+                min(regions.sink + regions.body(int(known.lengths[b])), held, int(kept[b])),
             )
             known.returned[b, kept[b] :] = False
             if back.start < back.stop:
@@ -207,9 +223,27 @@ class Histories:
                     for side, rows in enumerate(sides):
                         rows[b, :, back] = seen[layer][side][b, :, back]
         known.lengths[:] = kept
-        known.prompt[kept == 0] = 0
+        for mine, initial in zip(known.stats, self.initial, strict=True):
+            for stat, first in zip(jax.tree.leaves(mine), jax.tree.leaves(initial), strict=True):
+                stat[kept == 0] = first[kept == 0]
         self.cache = self.programs.trim(self.cache, jnp.asarray(kept), self.params)
         self.check()
+
+    def _cut(self, b: int, kept: int) -> int:
+        """Note which codes of a row remain. Return the first position whose token keeps the value
+        that it came back with before: that of the block, if it was the last to be cut."""
+        known, regions = self.known, self.plans[0].regions
+        block, intact, aged = regions.block, int(known.intact[b]), int(known.lengths[b])
+        aged = regions.body(aged)
+        if aged == regions.body_capacity:  # the body's last block takes the place of spare codes
+            intact -= intact % block
+        tokens = max(kept - regions.sink, 0)
+        again = tokens <= intact and tokens // block == intact // block
+        if regions.body(kept) < aged:
+            known.intact[b] = min(tokens, max(intact, aged))
+        else:
+            known.intact[b] = min(tokens, intact)
+        return regions.sink + tokens // block * block if again else regions.capacity
 
     def select(self, index: np.ndarray) -> None:
         self.known = self.known.rows(index)
@@ -245,21 +279,25 @@ class Histories:
         self.operations += 1
         lengths, layers, carry = self.known.lengths, [], ()
         np.testing.assert_array_equal(self.cache.lengths, lengths, err_msg="lengths")
-        self.equal, zero, stats = [], np.zeros(BATCH, np.int32), self._statistics()
+        self.equal, zero = [], np.zeros(BATCH, np.int32)
         for layer, plan in enumerate(self.plans):
             inputs = layer_inputs(layer, self.known.ids, zero, lengths)
-            state = dataclasses.replace(self.new.layers[layer], stats=stats[layer])
-            given = tuple(jnp.asarray(rows) for rows in self.known.given[layer])
+            stats = jax.tree.map(jnp.asarray, self.known.stats[layer])
+            state = dataclasses.replace(self.new.layers[layer], stats=stats)
+            given, sources = (
+                tuple(jnp.asarray(rows) for rows in kind[layer])
+                for kind in (self.known.given, self.known.sources)
+            )
             state, carry = self.programs.fill(
                 plan,
                 self.params[layer],
                 state,
                 inputs,
                 carry,
-                given,
-                jnp.asarray(self.known.returned),
+                (given, jnp.asarray(self.known.returned)),
+                (sources, jnp.asarray(self.known.recoded)),
             )
-            layers.append(state)
+            layers.append(self._with_intact(plan, state, self.cache.layers[layer]))
             found, expected = (live(plan, s, lengths) for s in (self.cache.layers[layer], state))
             if not self.bodies:
                 found, expected = (
@@ -278,19 +316,51 @@ class Histories:
             self.new, layers=tuple(layers), lengths=jnp.asarray(lengths)
         )
 
-    def _statistics(self) -> list[Any]:
-        """Return the statistics of each layer after the rows' first prompts, as a fresh cache has
-        them."""
-        if not any(jax.tree.leaves(state.stats) for state in self.new.layers):
-            return [state.stats for state in self.new.layers]
-        found, carry = [], ()
-        for layer, (plan, state) in enumerate(zip(self.plans, self.new.layers, strict=True)):
-            inputs = layer_inputs(
-                layer, self.known.firsts, np.zeros(BATCH, np.int32), self.known.prompt
-            )
-            _, state, carry = self.programs.prefill(plan, self.params[layer], state, inputs, carry)
-            found.append(state.stats)
-        return found
+    def _with_intact(self, plan: LayerPlan, fresh: LayerState, state: LayerState) -> LayerState:
+        """Return a fresh layer whose rows have the codes that a trim left beyond their bodies.
+        These are compared with the fresh ones when they age again."""
+        ends = np.array([plan.regions.body(int(n)) for n in self.known.lengths])
+        beyond = jnp.asarray(self.known.intact > ends)
+
+        def pick(one: jax.Array, other: jax.Array) -> jax.Array:
+            return jnp.where(beyond.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+
+        body = jax.tree.map(pick, state.body, fresh.body)
+        return dataclasses.replace(fresh, body=body, intact=jnp.asarray(self.known.intact))
+
+    def _take_statistics(self, start: np.ndarray, counts: np.ndarray, prefill: bool) -> None:
+        """Note the statistics of rows that get their first prompt, and those that grow with the
+        tokens that come while nothing is quantized."""
+        known, regions = self.known, self.plans[0].regions
+        if not any(jax.tree.leaves(side) for side in self.initial):
+            return
+        ids, steps = self._window(start, CAPACITY), np.arange(CAPACITY)
+        early = np.array(
+            [
+                [
+                    regions.body(int(n) if prefill else int(n + step)) == 0
+                    and (n == 0 or known.intact[b] == 0)
+                    for step in steps
+                ]
+                for b, n in enumerate(start)
+            ]
+        )
+        early &= steps[None] < counts[:, None]
+        first = (start == 0) & (counts > 0) & prefill
+        for layer, plan in enumerate(self.plans):
+            inputs = layer_inputs(layer, ids, start, counts)
+            sides = zip(plan.codecs, by_side(self.params[layer]), known.stats[layer], strict=False)
+            for codec, params, stats in sides:
+                if not jax.tree.leaves(stats):
+                    continue
+                widens = codec.statistics.widens
+                counted = early if widens else np.asarray(inputs.valid)
+                tokens = dataclasses.replace(inputs, valid=jnp.asarray(counted))
+                new = jax.tree.leaves(_statistics_of(codec, params, tokens))
+                for stat, other in zip(jax.tree.leaves(stats), map(np.asarray, new), strict=True):
+                    grown = early.any(axis=1) & ~first & widens
+                    stat[grown] = np.maximum(stat, other)[grown]
+                    stat[first] = other[first]
 
     def _near_exact(
         self,
@@ -316,14 +386,30 @@ class Histories:
 
     # --- how
 
-    def _say(self, counts: np.ndarray) -> np.ndarray:
+    def _say(self, counts: np.ndarray, *, prefill: bool = False) -> np.ndarray:
         """Give each row counts[b] tokens that nobody had. Return the lengths before."""
         start = self.known.lengths.copy()
         for b, n in enumerate(counts):
             self.known.ids[b, start[b] : start[b] + n] = (self.said + np.arange(n)) % WORDS
             self.said += int(n)
         self.known.lengths[:] = start + counts
+        self._take_statistics(start, counts, prefill)
+        self._age(start)
         return start
+
+    def _age(self, start: np.ndarray) -> None:
+        """Note the values from which blocks are quantized that leave the window unless their codes
+        are intact."""
+        known, regions = self.known, self.plans[0].regions
+        for b in range(BATCH):
+            known.intact[b] *= start[b] > 0
+            whole = int(known.intact[b]) // regions.block * regions.block
+            first, end = (regions.body(int(n)) for n in (start[b], known.lengths[b]))
+            new = slice(regions.sink + max(first, whole), regions.sink + max(end, whole))
+            known.recoded[b, new] = known.returned[b, new]
+            for sources, given in zip(known.sources, known.given, strict=True):
+                for side, rows in enumerate(given):
+                    sources[side][b, :, new] = rows[b, :, new]
 
     def _window(self, start: np.ndarray, tokens: int) -> np.ndarray:
         return np.take_along_axis(

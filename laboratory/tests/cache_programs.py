@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.attention.dispatch import XLA
-from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
+from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer, take_tokens
 from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -40,11 +40,14 @@ def _fill(
     state: LayerState,
     inputs: kvq.LayerInputs,
     carry: Tree,
-    given: tuple[jax.Array, ...],
-    returned: jax.Array,
+    given: tuple[tuple[jax.Array, ...], jax.Array],
+    sources: tuple[tuple[jax.Array, ...], jax.Array],
 ) -> tuple[LayerState, Tree]:
+    """Fill a fresh layer. `given` are the values of some tokens in the window, `sources` those from
+    which the body is quantized, each with the mask of the tokens."""
     codecs = [
-        _returning(codec, rows, returned) for codec, rows in zip(plan.codecs, given, strict=True)
+        _returning(codec, rows, sources[1])
+        for codec, rows in zip(plan.codecs, sources[0], strict=True)
     ]
     after = append_layer(
         dataclasses.replace(plan, k=codecs[0], v=codecs[-1]),
@@ -54,7 +57,15 @@ def _fill(
         carry,
         prefill=True,
     )
-    body = plan.regions.body(jnp.sum(inputs.valid, axis=1, dtype=jnp.int32))
+    lengths = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
+    position = jnp.maximum(plan.regions.ring_positions(lengths), 0)
+    returned = jnp.take_along_axis(given[1], position, axis=1)[:, None, :, None]
+    ring = tuple(
+        jnp.where(returned, take_tokens(rows, position).astype(slots.dtype), slots)
+        for rows, slots in zip(given[0], after.ring, strict=True)
+    )
+    after = dataclasses.replace(after, ring=ring)
+    body = plan.regions.body(lengths)
     return after, cross_layer.advance(plan, params, after, body, carry)
 
 

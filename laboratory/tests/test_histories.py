@@ -190,7 +190,7 @@ def the_body_ends_one_block_early(patch: pytest.MonkeyPatch) -> None:
 def the_window_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """Slots of the window are said to hold the token before the one they hold, where they are
     read."""
-    real = streaming._view
+    real = streaming.view_of
 
     def view(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
@@ -200,7 +200,7 @@ def the_window_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
             )
             return real(*args)
 
-    patch.setattr(streaming, "_view", view)
+    patch.setattr(streaming, "view_of", view)
 
 
 def a_window_is_its_neighbours(patch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,17 @@ from laboratory.quality.key_bias import BiasReport
 
 
 def test_a_run_measures_both_variants_and_makes_a_table(shallow, tmp_path, monkeypatch):
-    monkeypatch.setattr(key_bias, "CACHES", {"int4": key_bias.CACHES["int4"]})
+    labels = "int4", "kivi 4"
+    monkeypatch.setattr(key_bias, "CACHES", {name: key_bias.CACHES[name] for name in labels})
     file = tmp_path / "key_bias_test.json"
     key_bias.main(
         [f"--model={shallow}", "--windows=1", "--window=96", "--prompt=0", f"--json={file}"]
     )
     report = BiasReport.read(file)
-    (int4,) = report.rows
+    int4, kivi = report.rows
+    assert kivi.slow.biased.kl < 1.5 * kivi.slow.plain.kl, "these pairs hardly turn"
+    assert kivi.every.biased.kl > 20 * kivi.every.plain.kl, "these turn within a group"
+    assert kivi.every.subtracted.kl < kivi.every.biased.kl / 20
     for name in ("wide", "slow"):
         found = getattr(int4, name)
         assert found.biased.kl > 20 * found.plain.kl > 0, (
@@ -56,7 +60,7 @@ def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_pat
 
 def test_the_slow_constant_stands_in_pairs_that_turn_least(shallow):
     llama, _ = load_llama(shallow, dtype="float32")
-    biased = key_bias.with_slow_bias(llama, 100.0, seed=0)
+    biased = key_bias.with_bias(llama, 100.0, 0, slice(-key_bias.SLOW_PAIRS, None))
     half = llama.config.head_dim // 2
     for layer in biased.layers:
         assert layer.k_proj.bias is not None

@@ -263,7 +263,7 @@ def test_the_cache_became_harder(kind, spec):
 
 
 def test_a_key_bias_does_not_disturb_a_cache_with_a_scale_for_each_channel():
-    """The module says that it only hurts if channels share a scale."""
+    """Queries do not read the biased pairs, so nothing is said of what it does to its own."""
     llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
     before, after = (
         cache_error(

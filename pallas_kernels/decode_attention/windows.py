@@ -42,7 +42,7 @@ _LEAST_ROWS = 16
 Rotation = tuple[Float[Array, " half"], Float[Array, ""]]
 
 
-class Queries(NamedTuple):
+class WindowQueries(NamedTuple):
     """One query token of each sequence, and the window tokens that it attends to, which are those
     that the body does not hold.
 
@@ -132,7 +132,7 @@ def attend(
 
     Args:
         q: ref of the queries, [columns, H].
-        shared: refs of the shared arrays of `Queries`, whole.
+        shared: refs of the shared arrays of `WindowQueries`, whole.
         sink: keys and values, or nothing if the sink has no slots.
         ring: keys and values.
         tokens: the tokens of the row.

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention.partial_attention import Splits
-from pallas_kernels.decode_attention.windows import Queries, attend
+from pallas_kernels.decode_attention.windows import WindowQueries, attend
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.blocks import RefView, Source, WindowOfHead
 from pallas_kernels.quantize.writer import BlockWriter
@@ -121,7 +121,7 @@ def append_token(
     places: Places,
     *,
     block: int,
-    queries: Queries | None = None,
+    queries: WindowQueries | None = None,
     launch: Launch = LAUNCH,
 ) -> tuple[tuple[Side, ...], Splits | None]:
     """Append each row's new token. Returns the sides, and the attention of `queries` to the windows

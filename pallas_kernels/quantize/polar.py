@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.quantize.blocks import Source
-from pallas_kernels.quantize.rounding import fold, saturation_limit
+from pallas_kernels.quantize.rounding import fold, saturation_limit, stored_scale
 from pallas_kernels.quantize.words import CodeWriter, tokens_of_slot
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
@@ -191,10 +191,9 @@ class PolarBlocks(BlockWriter):
         low = _extreme(jnp.minimum, jnp.min, values, counted, jnp.inf)
         high = _extreme(jnp.maximum, jnp.max, values, counted, -jnp.inf)
         low, high = (jnp.where(jnp.abs(bound) < jnp.inf, bound, 0.0) for bound in (low, high))
-        step, least = (
-            (x.astype(self.scale_dtype)).astype(jnp.float32)
-            for x in ((high - low) / (1 << bits), low)
-        )
+        steps = 1 << bits
+        step = stored_scale((high - low) / steps, self.scale_dtype, steps).astype(jnp.float32)
+        least = low.astype(self.scale_dtype).astype(jnp.float32)
         divisor = jnp.where(step == 0, 1.0, step)
         bins = [jnp.floor((v - least[None]) / divisor[None]) for v in values]
         return Bins(

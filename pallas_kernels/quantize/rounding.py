@@ -73,21 +73,24 @@ class Job:
         ]
 
     def _asym(self, low: Array, high: Array) -> Quantizer:
-        scale, zero = self.stored((high - low) / self.reach), self.stored(low)
+        scale, zero = self._scale((high - low) / self.reach), self.stored(low)
         inverse = 1.0 / jnp.where(scale < _SMALLEST, 1.0, scale)
         return Quantizer(scale, zero, zero, inverse, self.near, float(self.reach))
 
     def _sym(self, low: Array, high: Array) -> Quantizer:
-        scale = self.stored(jnp.maximum(-low, high) / self.reach)
+        scale = self._scale(jnp.maximum(-low, high) / self.reach)
         exact = scale * -float(self.reach)
         empty = scale < _SMALLEST  # a group of zeros has its middle code everywhere
         inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, scale))
         first = jnp.where(empty, self.near + self.reach, self.near)
         return Quantizer(scale, self.stored(exact), exact, inverse, first, 2.0 * self.reach)
 
-    def stored(self, scale: Array) -> Array:
-        """Round a scale or zero point to the stored dtype, and return it in fp32."""
-        return scale.astype(self.reader.scale_dtype).astype(jnp.float32)
+    def _scale(self, scale: Array) -> Array:
+        return stored_scale(scale, self.reader.scale_dtype, self.reach).astype(jnp.float32)
+
+    def stored(self, zero: Array) -> Array:
+        """Round a zero point to the stored dtype, and return it in fp32."""
+        return zero.astype(self.reader.scale_dtype).astype(jnp.float32)
 
     def levels(self, x: Array, quantizer: Quantizer) -> Array:
         """Return _ROUND + code of each element, exactly."""
@@ -116,6 +119,19 @@ def saturation_limit(dtype: DTypeLike) -> float:
     """
     known = jnp.finfo(dtype)
     return float(known.max) / 2 * (1 - float(known.eps))
+
+
+def stored_scale(scale: Array, dtype: DTypeLike, steps: int) -> Array:
+    """Round a scale to the dtype in which it is stored, upwards below float16's normal numbers.
+
+    There a step down could cost a large part of a group's range, and a scale of 0 all of it. A
+    range of `steps` scales within half of the least number is 0.
+    """
+    if jnp.dtype(dtype) == jnp.float16:
+        normal, least = 2.0**-14, 2.0**-24
+        small = jnp.where(scale * steps < least / 2, 0.0, jnp.ceil(scale / least) * least)
+        scale = jnp.where(scale < normal, small, scale)
+    return scale.astype(dtype)
 
 
 def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.quantize.blocks import Source
 from pallas_kernels.quantize.outlier_slots import Slots, collect
-from pallas_kernels.quantize.rounding import saturation_limit
+from pallas_kernels.quantize.rounding import saturation_limit, stored_scale
 from pallas_kernels.quantize.words import CodeWriter, tokens_of_slot
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
@@ -306,10 +306,8 @@ class TableBlocks(BlockWriter):
 
             low, high = range_of(kept)
         low, high = (jnp.clip(bound, -limit, limit) for bound in (low, high))
-        scale, zero = (
-            x.astype(self.scale_dtype).astype(jnp.float32)
-            for x in ((high - low) / 2, (high + low) / 2)
-        )
+        scale = stored_scale((high - low) / 2, self.scale_dtype, 2).astype(jnp.float32)
+        zero = ((high + low) / 2).astype(self.scale_dtype).astype(jnp.float32)
         return ranges._replace(scale=scale, zero=zero)
 
     def _innermost(

@@ -102,7 +102,9 @@ class RotatedReader(Reader):
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         inner, frequencies, _ = self._apart(stored)[:3]
         shape = (1, 1, LONGEST_TILE // SPAN, self.slots, SPAN // self.slots, frequencies.shape[0])
-        tables = angle_tables(frequencies, self._distances(jnp.arange(LONGEST_TILE)))
+        tables = angle_tables(
+            frequencies, self._distances(jnp.arange(LONGEST_TILE, dtype=jnp.int32))
+        )
         return (*self.inner.arrays(inner), *(a.reshape(shape) for a in tables))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
@@ -144,7 +146,10 @@ class RotatedReader(Reader):
             inner,
             frequencies,
             factor,
-            first + self._distances(SPAN * jnp.arange(stored[0].shape[2] * self.slots // SPAN)),
+            first
+            + self._distances(
+                SPAN * jnp.arange(stored[0].shape[2] * self.slots // SPAN, dtype=jnp.int32)
+            ),
         )
 
     def _distances(self, tokens: Int[Array, " n"]) -> Int[Array, " n"]:

@@ -225,7 +225,7 @@ class RunsKeys(RunsReader):
         order = self._in_chunks(jnp.argsort(place, axis=-1))
         scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
         steps = self._in_chunks(jnp.pad(self._steps(stored), (0, self.channels - self.stored)))
-        row = jnp.arange(ROWS)
+        row = jnp.arange(ROWS, dtype=jnp.int32)
         cos, sin = self._angles(stored, row // RUN * SPAN + row % RUN)
         tables = [
             amount[:, None] * table
@@ -241,8 +241,14 @@ class RunsKeys(RunsReader):
         pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
         partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
         capacity = stored[self._words].shape[2]
-        starts = jnp.minimum(TILE * jnp.arange(-(-capacity // TILE)), capacity - TILE)
-        starts = self.sink + starts[:, None] + RUN * TOGETHER * jnp.arange(self.parts)[None]
+        starts = jnp.minimum(
+            TILE * jnp.arange(-(-capacity // TILE), dtype=jnp.int32), capacity - TILE
+        )
+        starts = (
+            self.sink
+            + starts[:, None]
+            + RUN * TOGETHER * jnp.arange(self.parts, dtype=jnp.int32)[None]
+        )
         tables = [
             sign * table
             for positions in (starts.reshape(-1), jnp.full(1, RUN))

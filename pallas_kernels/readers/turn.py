@@ -27,5 +27,6 @@ class TurnTables(NamedTuple):
 def turn(frequencies: Float[Array, " half"], starts: Int[Array, " spans"]) -> TurnTables:
     """Return the rotation of tokens in spans of SPAN neighbours that begin at `starts`."""
     return TurnTables(
-        *cos_and_sin(starts, frequencies), *cos_and_sin(jnp.arange(SPAN), frequencies)
+        *cos_and_sin(starts, frequencies),
+        *cos_and_sin(jnp.arange(SPAN, dtype=jnp.int32), frequencies),
     )

@@ -20,7 +20,7 @@ from pallas_kernels.decode_attention import outlier_values
 from pallas_kernels.decode_attention.merge import finished
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
-from pallas_kernels.decode_attention.windows import Queries
+from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.append import Places, Side, append_token
 from pallas_kernels.quantize.kernel import quantize_rows
@@ -91,7 +91,7 @@ def test_attention_to_windows_compiles_within_its_registers(
             sides,
             places,
             block=1,
-            queries=Queries(q, tokens, limits, rotation),
+            queries=WindowQueries(q, tokens, limits, rotation),
             launch=Launch(arithmetic),
         )
 

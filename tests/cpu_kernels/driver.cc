@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "processors.h"
 #include "split.h"
 
 using namespace kvq;
@@ -203,7 +204,7 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
   call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
   call.capacity = capacity;
   const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3),
-               best = run(call, best_kernel(), 2);
+               best = run(call, best_kernels().attend_span, 2);
   double difference = 0, size = 0;
   for (size_t i = 0; i < one.o.size(); i++) {
     difference += std::pow(double(best.o[i]) - one.o[i], 2);
@@ -291,6 +292,6 @@ int main(int count, char** arguments) {
       failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
       checked++;
     }
-  std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernel_name(), failures);
+  std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernels().name, failures);
   return failures != 0;
 }

@@ -99,7 +99,7 @@ def test_windows_are_attended_to_with_the_body(case: str, slots: tuple[int, int]
             tuple(jnp.asarray(part, dtype) for part in np.split(side, [slots[0]], axis=2))
             for side in stored
         ]
-        windows = native.Windows(jnp.asarray(window_q), jnp.asarray(seen), *parts)
+        windows = native.ExactRows(jnp.asarray(window_q), jnp.asarray(seen), *parts)
         (kb, k_arrays), (vb, v_arrays) = (k.body, keys), (v.body, values)
         arrays = jax.tree.map(jnp.asarray, (q, k_arrays, v_arrays, limits))
         m, l, o = native.decode_attention(

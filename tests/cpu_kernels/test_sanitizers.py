@@ -8,6 +8,7 @@ import pathlib
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import pytest
 
@@ -24,7 +25,8 @@ SANITIZED = (
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    """Return a function that links a program of this folder with the kernels."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         pytest.skip("no C++ compiler is on the PATH")
@@ -37,7 +39,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     if probe.returncode or subprocess.run([folder / "probe"], check=False).returncode:
         pytest.skip("this compiler's sanitizers do not work here")
     avx2 = platform.machine().lower() in ("x86_64", "amd64")
-    parts = {"split": ["-DKVQ_AVX2"] if avx2 else [], "attention_baseline": []}
+    parts: dict[str, list[str]] = {"split": [], "prompt_call": [], "tasks": []}
+    parts |= {"processors": ["-DKVQ_AVX2"] if avx2 else [], "attention_baseline": []}
     if avx2:
         parts["attention_avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     objects = [str(folder / f"{name}.o") for name in parts]
@@ -46,19 +49,19 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             [compiler, *SANITIZED, *flags, "-c", str(SOURCES / f"{name}.cc"), "-o", output],
             check=True,
         )
-    program = folder / "driver"
-    subprocess.run(
-        [
-            compiler,
-            *SANITIZED,
-            str(pathlib.Path(__file__).with_name("driver.cc")),
-            *objects,
-            "-o",
-            str(program),
-        ],
-        check=True,
-    )
-    return program
+
+    def linked(name: str) -> pathlib.Path:
+        source, program = pathlib.Path(__file__).with_name(f"{name}.cc"), folder / name
+        command = [compiler, *SANITIZED, str(source), *objects, "-o", str(program)]
+        subprocess.run(command, check=True)
+        return program
+
+    return linked
+
+
+@pytest.fixture(scope="module")
+def driver(build: Callable[[str], pathlib.Path]) -> pathlib.Path:
+    return build("driver")
 
 
 def test_no_layout_is_read_outside_its_arrays_and_all_kernels_agree(driver: pathlib.Path):
@@ -71,3 +74,11 @@ def test_the_sanitizer_finds_one_entry_too_many(driver: pathlib.Path):
     done = subprocess.run([driver, "overrun"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
+
+
+def test_no_prompt_is_read_outside_its_arrays_and_all_kernels_agree(
+    build: Callable[[str], pathlib.Path],
+):
+    done = subprocess.run([build("prompt_driver")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert done.stdout.splitlines()[-1].startswith("120 prompts")

@@ -104,6 +104,48 @@ CASES = {
     "qwen3_attention_bias": CheckpointCase(
         "qwen3", {"head_dim": 16, "attention_bias": True}, spelling="rope_type"
     ),
+    "mixtral": CheckpointCase(
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen3_moe": CheckpointCase(
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "head_dim": 16,
+        },
+    ),
+    "qwen3_moe_normalized": CheckpointCase(
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+        },
+        spelling="rope_type",
+    ),
+    "granite": CheckpointCase(
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_biases": CheckpointCase("granite", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": CheckpointCase("smollm3", {"no_rope_layers": [0, 1], "pad_token_id": 3}),
+    "olmo2": CheckpointCase("olmo2"),
+    "olmo2_gqa4": CheckpointCase(
+        "olmo2", {"num_attention_heads": 8, "attention_bias": True}, spelling="rope_type"
+    ),
 }
 
 

@@ -41,10 +41,17 @@ def write_gguf(
     fields: dict[str, Any] | None = None,
     rope_factors: np.ndarray | None = None,
     tokenizer: dict[str, Any] | None = None,
+    general: dict[str, Any] | None = None,
+    alignment: int | None = None,
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> pathlib.Path:
-    """Write a model. kind: of its matrices. Norms and biases are float32. fields: metadata under
-    the architecture's keys, added or changed."""
-    config, writer = llama.config, gguf.GGUFWriter(path, architecture)
+    """Write a model. kind: of its matrices. Norms and biases are float32. fields, general: metadata
+    under the architecture's keys and under `general`, added or changed."""
+    config, writer = llama.config, gguf.GGUFWriter(path, architecture, endianess=endianess)
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    for key, value in (general or {}).items():
+        _add(writer, f"general.{key}", value)
     sizes = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,

@@ -18,7 +18,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.placement.allowed import parse, unsplittable
-from tests.kvq_jax.layer_runs import Sequences, parameters_of, quick_jit, sequences
+from tests.kvq_jax.layer_runs import Sequences, live, parameters_of, quick_jit, sequences
 from tests.methods_table import METHOD_CASES
 
 CAPACITY = 90
@@ -195,6 +195,13 @@ def on_one_device(spec: str) -> Run:
 @functools.cache
 def on(spec: str, mesh: str) -> Run:
     return run(spec, parse(mesh))
+
+
+def standing(cache: kvq.Cache) -> list[Any]:
+    """Return the entries of each layer that stand for a token, and the rows' lengths."""
+    lengths = np.asarray(cache.lengths)
+    layers = zip(cache.plans, cache.layers, strict=True)
+    return [lengths, *(live(plan, state, lengths) for plan, state in layers)]
 
 
 def differing(first: Any, second: Any, tolerance: float = 0) -> list[str]:

@@ -36,9 +36,10 @@ class FloatCodec(OneSideCodec):
     """x^ = number(code) * scale of a block * scale of the sequence.
 
     sequence: "tensor", one scale for all heads of the side of a layer, or "head", one for each,
-        both from the prompt. Or "none".
+        both from the first tokens. Or "none".
 
-    The statistics are these scales, [B, K, 1, 1] fp32, 1 for rows without a prompt.
+    The statistics are these scales, [B, K, 1, 1] fp32, at least 1 for rows without a prompt. A
+    scale of 0, of zeros alone, counts as 1.
     """
 
     side: Side
@@ -88,7 +89,7 @@ class FloatCodec(OneSideCodec):
     def statistics(self) -> Statistics:
         if self.sequence == "none":
             return Statistics()
-        return Statistics(self._statistics_spec, self._statistics)
+        return Statistics(self._statistics_spec, self._statistics, widens=True)
 
     @property
     def facts(self) -> Facts:
@@ -107,15 +108,15 @@ class FloatCodec(OneSideCodec):
         )
 
     def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
-        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt, or 1
-        if these are all 0."""
+        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the first
+        tokens."""
         rows = self.rows(params, inputs).astype(jnp.float32)
         counted = inputs.valid[:, None, :, None] & jnp.isfinite(rows)
         axes = (2, 3) if self.sequence == "head" else (1, 2, 3)
         largest = jnp.max(jnp.where(counted, jnp.abs(rows), 0), axis=axes, keepdims=True)
         scale = HEADROOM * jnp.minimum(largest, LARGEST_INPUT) / self.format.largest
         shape = self._statistics_spec(rows.shape[0], rows.shape[1]).shape
-        return jnp.broadcast_to(jnp.where(largest > 0, scale, 1.0), shape)
+        return jnp.broadcast_to(scale, shape)
 
     def _statistics_spec(self, batch: int, heads: int) -> ArraySpec:
         return ArraySpec(
@@ -126,4 +127,5 @@ class FloatCodec(OneSideCodec):
     def _scaled(self, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
         if self.sequence == "none":
             return rows
-        return rows / stats if divide else rows * stats
+        scale = jnp.where(stats > 0, stats, 1)
+        return rows / scale if divide else rows * scale

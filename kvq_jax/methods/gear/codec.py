@@ -17,7 +17,7 @@ from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.arrays.uniform import finite_rows, saturation_limit
 from kvq_jax.codecs.codec import Side, TokensAt
-from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers
+from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, TokenGroup
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.types.array_types import Axis, CachedRows, RowsBKTH, Tree
@@ -108,6 +108,7 @@ class GearCodec(OneSideCodec):
             super().facts,
             code_layout=format.layout,
             channel_group_bits=format.code_bits if format.axis == "channels" else None,
+            token_group=self._token_group,
             requantizes="drifts",
             outliers=pool and Outliers(lambda heads: pool.slots / pool.tokens, _counts),
         )
@@ -143,6 +144,13 @@ class GearCodec(OneSideCodec):
             "bkntr,bknhr->bknth", by_block, factors, precision=lax.Precision.HIGHEST
         )
         return product.reshape(batch, heads, -1, self.format.channels)
+
+    @property
+    def _token_group(self) -> TokenGroup | None:
+        """The groups of a channel, if no factors take up what turns within a block."""
+        if self.format.axis == "channels" or self.rank:
+            return None
+        return TokenGroup(self.format.code_bits, self.format.group_size)
 
     def _outliers(self, x: RowsBKTH) -> Bool[Array, "B K T H"]:
         """Return the mask of the `per_side` smallest and largest entries of each run of a channel

@@ -60,7 +60,9 @@ class InnerQCodec(GroupedCodec):
 
     @property
     def statistics(self) -> Statistics:
-        return Statistics(self._norm_spec, self._norm) if self.normalize else Statistics()
+        if not self.normalize:
+            return Statistics()
+        return Statistics(self._norm_spec, self._norm, widens=True)
 
     @property
     def facts(self) -> Facts:
@@ -76,17 +78,16 @@ class InnerQCodec(GroupedCodec):
     def _norm(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K 1 H"]:
         """Return the norm of each channel, fp32.
 
-            norm_h = max(1e-3, sqrt(max_t |k_th|))   over all valid, finite keys of the prompt
+            norm_h = max(1e-3, sqrt(max_t |k_th|))   over the valid, finite keys of the first tokens
 
-        The norm is 1 for a row without a prompt. Source: section 4.3.
+        The norm is at least 1 for a row without a prompt. Source: section 4.3.
         """
         keys = self.rows(params, inputs).astype(jnp.float32)
         counted = inputs.valid[:, None, :, None]
         largest = jnp.max(
             jnp.where(counted & jnp.isfinite(keys), jnp.abs(keys), 0), axis=2, keepdims=True
         )
-        norm = jnp.maximum(jnp.sqrt(largest), NORM_FLOOR)
-        return jnp.where(jnp.any(counted, axis=2, keepdims=True), norm, 1.0)
+        return jnp.maximum(jnp.sqrt(largest), NORM_FLOOR)
 
     def _norm_spec(self, batch: int, heads: int) -> ArraySpec:
         norm = Axis("none", 1), Axis("channels", self.format.channels)

@@ -6,6 +6,7 @@ The stored arrays are in arrays/codebook_array.py and arrays/sparse_outliers.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, kernels
 from kvq_jax.codecs.codec import Side, TokensAt
-from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, PaperCount
+from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers, PaperCount, TokenGroup
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.learning import Learning
@@ -33,6 +34,8 @@ Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
 
 RANGES = ("scale", "zero", "lower", "upper")  # of a channel
+# Ranges of 15 rows have three times the error of calibrated ones, ranges of 31 less.
+LEAST_PROMPT = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +109,7 @@ class KVQuantCodec(OneSideCodec):
             super().facts,
             code_layout=self.format.layout,
             channel_group_bits=None if self.per_channel else self.format.bits,
+            token_group=TokenGroup(self.format.bits, math.inf) if self.per_channel else None,
             requantizes="drifts" if self.datatype == "nuq" and not self.per_channel else "exact",
             outliers=pool and Outliers(lambda heads: pool.slots / pool.tokens, _counts),
             unmet=self._unmet,
@@ -185,7 +189,8 @@ class KVQuantCodec(OneSideCodec):
             scale, zero  = half the range and the middle of the rows within them
 
         The first token is left out because models use it as an attention sink, whose keys are
-        unlike the others (the paper's section 3.5). All four are 0 for a row without such tokens.
+        unlike the others (the paper's section 3.5). All four are 0, for the calibrated ranges, if
+        fewer than LEAST_PROMPT rows of a channel count.
         Source: Hooper et al., KVQuant, Table 14 (online).
         """
         rows = self.rows(params, inputs).astype(jnp.float32)
@@ -195,7 +200,8 @@ class KVQuantCodec(OneSideCodec):
         low = jnp.min(jnp.where(kept, rows, jnp.inf), axis=2, keepdims=True)
         high = jnp.max(jnp.where(kept, rows, -jnp.inf), axis=2, keepdims=True)
         ranges = jnp.concatenate([(high - low) / 2, (high + low) / 2, lower, upper], axis=2)
-        return jnp.where(jnp.any(kept, axis=2, keepdims=True), ranges, 0)
+        enough = jnp.sum(counted, axis=2, keepdims=True) >= LEAST_PROMPT
+        return jnp.where(enough & jnp.any(kept, axis=2, keepdims=True), ranges, 0)
 
     def _prompt_ranges_spec(self, batch: int, heads: int) -> ArraySpec:
         axes = (
@@ -324,7 +330,7 @@ def _quantiles(
     """Return the linearly interpolated quantiles `order` and 1 - order of each channel's counted
     rows, as np.quantile does."""
     ordered = jnp.sort(jnp.where(counted, rows, jnp.inf), axis=2)
-    last = jnp.maximum(jnp.sum(counted, axis=2, keepdims=True) - 1, 0)
+    last = jnp.maximum(jnp.sum(counted, axis=2, keepdims=True, dtype=jnp.int32) - 1, 0)
     quantiles = []
     for at in (order * last.astype(jnp.float32), (1 - order) * last.astype(jnp.float32)):
         below = jnp.floor(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
 from kvq_jax.codecs.codec import Codec, Side, TokensAt, side_rows
 from kvq_jax.codecs.dots import dot_rows
-from kvq_jax.codecs.facts import Facts
+from kvq_jax.codecs.facts import Facts, TokenGroup
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.native_bodies import Body
@@ -32,7 +33,7 @@ GROUP = 128  # as in the paper's m4n4
 
 @dataclasses.dataclass(frozen=True)
 class PolarCodec(Codec):
-    """Keys after RoPE in polar form. With grid=global the prompt fixes the step of each pair's
+    """Keys after RoPE in polar form. With grid=global the first tokens fix the step of each pair's
     radii."""
 
     format: PolarFormat
@@ -76,12 +77,18 @@ class PolarCodec(Codec):
     def statistics(self) -> Statistics:
         if self.format.grid == "grouped":
             return Statistics()
-        return Statistics(self._steps_spec, self._steps)
+        return Statistics(self._steps_spec, self._steps, widens=True)
 
     @property
     def facts(self) -> Facts:
         grouped = self.format.grid == "grouped"
-        return Facts(code_layout=self.format.layout, requantizes="drifts" if grouped else "exact")
+        return Facts(
+            code_layout=self.format.layout,
+            token_group=TokenGroup(
+                self.format.angle_bits, self.format.group_size if grouped else math.inf
+            ),
+            requantizes="drifts" if grouped else "exact",
+        )
 
     @property
     def kernels(self) -> Kernels:
@@ -109,16 +116,17 @@ class PolarCodec(Codec):
     def _steps(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K 1 pairs"]:
         """Return the step of each pair's radii, fp32.
 
-            step_i = max_t r_ti / (2^radius_bits - 1)   over all valid, finite pairs of the prompt
+            step_i = max_t r_ti / (2^radius_bits - 1)   over the valid, finite pairs of the first
+                                                        tokens
 
-        The step is 1 if there are no such pairs.
+        The step is 0 if there are no such pairs.
         """
         radius, _, finite = polar_array.to_polar(
             self.rows(params, inputs), saturation_limit(self.format.scale_dtype)
         )
         counted = inputs.valid[:, None, :, None] & finite
         largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
-        return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
+        return largest / self._most
 
     def _steps_spec(self, batch: int, heads: int) -> ArraySpec:
         step = Axis("none", 1), Axis("pairs", self.format.half)

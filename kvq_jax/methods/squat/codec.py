@@ -103,7 +103,7 @@ class SquatCodec(GroupedCodec):
             row = jnp.argmax(counted[:, 0] & (inputs.positions[:, 0] == 0))
             queries, counted = (lax.dynamic_slice_in_dim(a, row, 1, 0) for a in (queries, counted))
         matrix = subspace.gram(queries, counted, inputs.k_rot.shape[1])
-        length = jnp.sum(counted, axis=1)
+        length = jnp.sum(counted, axis=1, dtype=jnp.int32)
         if self.ahead and inputs.rope is not None:
             matrix = subspace.turned(matrix, length, self.ahead, inputs.rope)
         if self.normalize:

@@ -49,9 +49,10 @@ def gram(
 
     def add(i: Array, total: Array) -> Array:
         # The last chunk starts early and leaves out the tokens that were counted before.
+        i = i.astype(jnp.int32)  # int64 if jax_enable_x64 is set
         at = jnp.minimum(i * chunk, tokens - chunk)
         part = lax.dynamic_slice_in_dim(rows, at, chunk, 3).astype(jnp.float32)
-        new = (at + jnp.arange(chunk) >= i * chunk)[None]
+        new = (at + jnp.arange(chunk, dtype=jnp.int32) >= i * chunk)[None]
         use = lax.dynamic_slice_in_dim(counted, at, chunk, 1) & new
         part = jnp.where(use[:, None, None, :, None] & jnp.isfinite(part), part, 0)
         return total + jnp.einsum("bkgth,bkgti->bkhi", part, part, precision=lax.Precision.HIGHEST)
@@ -72,7 +73,9 @@ def turned(
     e^{i p (w_i + w_j)}.
     """
     # [B, ahead, H/2]
-    turns = lax.complex(*cosines_and_sines(first[:, None] + jnp.arange(ahead)[None], rope))
+    turns = lax.complex(
+        *cosines_and_sines(first[:, None] + jnp.arange(ahead, dtype=jnp.int32)[None], rope)
+    )
     less, more = (
         _product("bpi,bpj->bij", turns, other)[:, None] / ahead
         for other in (jnp.conj(turns), turns)

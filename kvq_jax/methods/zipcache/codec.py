@@ -14,7 +14,7 @@ from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.arrays.uniform import finite_rows, saturation_limit
 from kvq_jax.codecs.codec import Codec, Side, TokensAt
-from kvq_jax.codecs.facts import Facts
+from kvq_jax.codecs.facts import Facts, TokenGroup
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.methods.zipcache.saliency import DTYPE, Probes, probes_of, saliency
@@ -120,6 +120,7 @@ class ZipCodec(Codec):
         return Facts(
             form="other",
             joint=True,
+            token_group=TokenGroup(min(self.bits), self.block),
             requantizes="drifts",
             row_axes=lambda heads, head_dim: (
                 Axis("kv_heads", heads),

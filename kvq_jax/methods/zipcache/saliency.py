@@ -33,7 +33,7 @@ def probe_positions(lengths: LengthsB, count: int) -> Int[Array, "B P"]:
     is too short has some of them twice.
     """
     recent = count - count // 2
-    last = lengths[:, None] - 1 - jnp.arange(recent)[None]
+    last = lengths[:, None] - 1 - jnp.arange(recent, dtype=jnp.int32)[None]
     parts = np.arange(count // 2)
     spread = (parts + parts * GOLDEN_RATIO % 1) / max(1, count // 2)
     anywhere = jnp.floor(
@@ -58,9 +58,10 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
 
     def add(i: Array, total: Array) -> Array:
         # The last chunk starts early and leaves out the keys that were counted before.
+        i = i.astype(jnp.int32)  # int64 if jax_enable_x64 is set
         at = jnp.minimum(i * chunk, tokens - chunk)
         keys = lax.dynamic_slice_in_dim(inputs.k_rot, at, chunk, 2).astype(jnp.float32)
-        index = at + jnp.arange(chunk)
+        index = at + jnp.arange(chunk, dtype=jnp.int32)
         real = lax.dynamic_slice_in_dim(inputs.valid, at, chunk, 1) & (index >= i * chunk)[None]
         finite = jnp.where(real[:, None, :, None] & jnp.isfinite(keys), keys, 0)
         seen = real[:, None] & (index[None, None] <= positions[..., None])  # [B, P, chunk]

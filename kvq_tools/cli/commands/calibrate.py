@@ -13,7 +13,14 @@ from kvq_models.calibration.file import Calibration, save_calibration
 from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import inputs, interruption, text_input
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import (
+    UserError,
+    bar,
+    format_bytes,
+    input_errors,
+    loading,
+    print_json,
+)
 from kvq_tools.cli.tables import print_line, print_table
 
 SAMPLES, LENGTH = 16, 2048  # as in KVQuant
@@ -39,7 +46,7 @@ examples:
   kvq calibrate embedded --text notes.txt --cache kvquant:bits=2 \\
       --out notes.safetensors --samples 8 --length 512
   kvq generate embedded --prompt "It was" --cache kvquant:bits=2 \\
-      --calibration notes.safetensors
+      --calibration notes.safetensors --temperature 0.6 --max-new-tokens 400
   kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=3 \\
       --out b3.safetensors --work samples
   kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=4 \\
@@ -96,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     out = Path(options.out)
     work = Path(f"{out}.work" if options.work is None else options.work)
     ids, length = _checked(options, out)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype)
     started = time.perf_counter()
     with (

@@ -24,6 +24,7 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
     progress,
     warn,
@@ -45,8 +46,9 @@ DESCRIPTION = """\
 Chats with a model. The whole conversation stays in one cache: each turn adds
 its own tokens, and earlier turns are read from the cache, quantized. After each
 answer one line shows the contents of the cache. Lines come from the terminal or
-a pipe. The model needs a chat template. Decoding is greedy unless you give
---temperature, --top-k, --top-p or --min-p."""
+a pipe. The model needs a chat template. Sampling is what the model's
+generation_config.json asks for, else greedy, unless you give --temperature,
+--top-k, --top-p or --min-p."""
 
 EPILOG = f"""\
 examples:
@@ -86,7 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     settings, tokenizer, capacity, placement = _checked(options)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
@@ -136,8 +138,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
     """Check everything that needs no weights."""
-    sampling = sampling_options.checked_sampling(options)
     config = inputs.read_config(options.model, options.cache)
+    sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "read messages")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]

@@ -20,16 +20,18 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
+from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
-from kvq_tools.cli import inputs, resident, text_input
+from kvq_tools.cli import inputs, layer_times, resident, text_input
 from kvq_tools.cli.console import (
     UserError,
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
     printable,
     progress,
@@ -42,18 +44,24 @@ from kvq_tools.evaluation.results import finite
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
 CONTEXT = 2048
+MODEL_DTYPE = "float32"
 NEW_TOKENS = 64
 FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
+SAMPLING = Sampling(temperature=0.7, top_p=0.9)  # a small model repeats itself if it is greedy
 
 DESCRIPTION = f"""\
 Runs a model with several caches and compares them. The first half of a text is
-the prompt. Each cache then (1) continues it greedily and (2) predicts the
-second half token by token, reading what it stored, which gives the perplexity.
-Bytes are those of the whole cache at the text's length, windows included,
-beside a dense bf16 cache of the same capacity. Resident bytes also count what a
-method adds to the model, and its working memory. tokens/s is decoding alone,
-without compilation. Without arguments: the embedded model, the opening of Pride
-and Prejudice, and {", ".join(CACHES)}."""
+the prompt. Each cache then (1) continues it with the same random numbers, so
+that only the cache makes texts differ, and (2) predicts the second half token
+by token, reading what it stored, which gives the perplexity. Bytes are those of
+the whole cache at the text's length, windows included, beside a dense bf16
+cache of the same capacity. Resident bytes also count what a method adds to the
+model, and its working memory. tokens/s is decoding alone, without compilation.
+A small model on a short text is no faster with a packed cache. So the demo also
+times attention in one layer of {layer_times.MODEL} on this machine, at up to
+{layer_times.CONTEXTS[-1] // 1024}K tokens. Without arguments: the embedded model, the
+opening of Pride and Prejudice, and
+{", ".join(CACHES)}."""
 
 EPILOG = f"""\
 examples:
@@ -125,8 +133,8 @@ def run(options: argparse.Namespace) -> None:
             task.capacity - 1,
             f"in {task.capacity} tokens",
         )
-    with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype="float32")
+    with loading(options.model), input_errors():
+        llama, _ = load_llama(options.model, dtype=MODEL_DTYPE)
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):
@@ -151,7 +159,9 @@ def run(options: argparse.Namespace) -> None:
         "prompt_end": tokenizer.decode(task.prompt[-48:]),
         "bf16_bytes": kvq.dense_nbytes(config, 1, task.capacity),
         "compile_seconds": compile_seconds,
+        "sampling": dataclasses.asdict(SAMPLING) | {"seed": 0},
         "caches": _with_agreement(measured),
+        "layer": _layer_times(caches),
     }
     print_json("demo", result) if options.json else _print(result)
     check_finite([row["name"] for row in measured if row["perplexity"] is None])
@@ -188,8 +198,13 @@ class DemoRun:
     llama: Llama
     task: DemoTask
 
+    @property
+    def rows(self) -> str:
+        """Return the dtype of full-precision rows: the model's in a dense cache."""
+        return MODEL_DTYPE if self.spec.exact else CACHE_DTYPE
+
     def new_cache(self) -> kvq.Cache:
-        return kvq.init_cache(self.spec, self.llama.config, 1, self.task.capacity, CACHE_DTYPE)
+        return kvq.init_cache(self.spec, self.llama.config, 1, self.task.capacity, self.rows)
 
     def compile(self) -> TimedGeneration:
         """Compile everything that `run` needs."""
@@ -198,7 +213,11 @@ class DemoRun:
         )
         decoding.score_program.lower(self.llama, self.new_cache(), rest, lengths).compile()
         return TimedGeneration(
-            self.llama, self.new_cache(), self.task.prompt, max_new_tokens=self.task.new_tokens
+            self.llama,
+            self.new_cache(),
+            self.task.prompt,
+            max_new_tokens=self.task.new_tokens,
+            sampling=SAMPLING,
         )
 
     def run(self, generation: TimedGeneration, continuation: Continuation) -> dict[str, Any]:
@@ -219,7 +238,7 @@ class DemoRun:
             "ratio": dense / stored,
             "bits_per_element": 8 * stored / (dense / 2),
             "resident_by_batch": resident.by_batch(
-                self.spec, self.llama.config, task.capacity, CACHE_DTYPE
+                self.spec, self.llama.config, task.capacity, self.rows
             ),
             "quantized_tokens": kvq.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
@@ -243,6 +262,16 @@ def _in_threads(
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for compilations
 
 
+def _layer_times(caches: list[NamedCache]) -> dict[str, Any] | None:
+    """Return the times of a layer through each cache that it can have by itself, or None if that is
+    only one."""
+    compared = layer_times.possible(caches)
+    if len(compared) < 2:
+        return None
+    with progress(f"timing a layer of {layer_times.MODEL}"):
+        return layer_times.times(compared, MODEL_DTYPE)
+
+
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the number of tokens that each row generates before it first differs from the dense
     cache, or None if no row is dense."""
@@ -261,7 +290,7 @@ def _print(result: dict[str, Any]) -> None:
     print(f"The prompt, {result['prompt_tokens']} tokens of {result['text']}, ends:\n")
     print(_paragraph("..." + result["prompt_end"]))
     for row in result["caches"]:
-        print(f"\n{row['name']} continues:\n")
+        print(f"\n{row['name']} {_agreement(row, result['new_tokens'])}:\n")
         print(_paragraph(row["text"]))
     print()
     rows = [
@@ -302,6 +331,17 @@ def _print(result: dict[str, Any]) -> None:
         f" {result['compile_seconds']:.0f} s for all"
     )
     print_table(title, columns, rows, numeric=columns[1:-1])
+    if result["layer"] is not None:
+        layer_times.print_times(result["layer"])
+
+
+def _agreement(row: dict[str, Any], new_tokens: int) -> str:
+    same = row["tokens_as_dense"]
+    if same is None or row["cache"] == "dense":
+        return "continues"
+    if same == new_tokens:
+        return "continues as dense does, token for token"
+    return f"continues as dense does for {same} tokens, then differently"
 
 
 def _paragraph(text: str) -> str:

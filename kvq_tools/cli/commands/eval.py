@@ -19,8 +19,8 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
-    progress,
 )
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         window,
         options.dtype,
     )
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype, mesh=placement)
         models = [
             (prepare(llama, spec, file), spec)

@@ -13,18 +13,20 @@ DESCRIPTION = """\
 Continues a prompt with a Llama-family checkpoint whose keys and values go
 through the cache SPEC, prints the text, and ends with one line about what was
 done: the cache and its bytes, the bytes of a bf16 cache, tokens, times
-(compilation apart) and speed. Decoding is greedy unless you give --temperature,
+(compilation apart) and speed. Sampling is what the model's
+generation_config.json asks for, else greedy, unless you give --temperature,
 --top-k, --top-p or --min-p."""
 
 EPILOG = f"""\
 examples:
   kvq generate embedded --prompt "It was a bright" --cache kivi:bits=2 \\
-      --max-new-tokens 60 --stream
+      --temperature 0.6 --max-new-tokens 400 --stream
   kvq generate path/to/Llama-3.2-1B-Instruct --chat --temperature 0.7 \\
       --top-p 0.9 --prompt "Name three rivers." --cache innerq:bits=2
   kvq generate embedded --prompts prompts.jsonl --out answers.jsonl \\
       --cache kivi:bits=4 --memory 1GiB
-  kvq generate smollm2 --from report.safetensors --stream
+  kvq generate smollm2 --from report.safetensors \\
+      --prompt "What does the report say about cost?"
   kvq generate path/to/Llama-3.1-8B --prompt-file book.txt \\
       --cache kivi:bits=2 --mesh heads=4,tokens=2
   kvq generate path/without/tokenizer --prompt-ids 1,306,763 --json
@@ -62,7 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="saved",
         metavar="F",
         help=(
-            "continue from a file of `kvq prefill`; a prompt, if given, must be the one in the file"
+            "continue from a file of `kvq prefill`; a prompt is a question about it: it "
+            "follows the saved text, or ends the user's message of a saved chat"
         ),
     )
     inputs.add_cache(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,22 +15,27 @@ from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.cache.size import parameter_bytes
 from kvq_jax.methods.xquant.roofline import Device
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, memory_mesh, memory_roofline, resident
+from kvq_tools.cli import inputs, memory_fits, memory_mesh, memory_roofline, resident
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
-Exact bytes of a cache by component, average bits per element, the ratio to a
-bf16 cache, resident bytes, and the largest context whose cache fits a memory
-budget. Reads config.json only: no weights are loaded or downloaded. Resident
-bytes are the cache, its parameters (made once from weights or a calibration)
-and the working memory of a decode step, always shown for 1 and 16 sequences.
-The budget is for the cache alone. With --roofline, for caches that rebuild keys
-and values: the longest context before that takes longer than reading weights
-and cache (section 3.4 of the XQuant paper)."""
+With --budget alone: the caches that fit it, by resident bytes, the best first,
+with their KL to full precision as it was measured on a public model.
+
+With --cache: exact bytes by component, average bits per element, the ratio to a
+bf16 cache, resident bytes, and the largest context that fits a budget.
+
+Reads config.json only (MODEL can be that file): no weights are loaded or
+downloaded. Resident bytes are the cache, its parameters (made once from weights
+or a calibration) and the working memory of a decode step, not the weights. With
+--roofline, for caches that rebuild keys and values: the longest context before
+that takes longer than reading weights and cache (section 3.4 of the XQuant
+paper)."""
 
 EPILOG = f"""\
 examples:
+  kvq memory meta-llama/Llama-3.1-8B --budget 6GiB --context 32K --batch 8
   kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 \\
       --context 131072 --batch 1 --budget 24GiB
   kvq memory meta-llama/Llama-3.1-8B --cache xquant:bits=2 \\
@@ -48,8 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         type=inputs.named_cache,
         action="append",
-        required=True,
-        help="a cache; can be repeated",
+        help="a cache; can be repeated (default with --budget: all that were measured)",
     )
     parser.add_argument(
         "--context",
@@ -71,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="SIZE",
         type=inputs.byte_size,
-        help="also print the largest context whose cache fits, such as 24GiB",
+        help="list the caches that fit, such as 24GiB; with --cache, the largest context that fits",
     )
     parser.add_argument(
         "--dtype",
@@ -88,6 +93,10 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(
             "--devices is the size of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T"
         )
+    if Path(options.model).name == "config.json":
+        options.model = str(Path(options.model).parent)
+    if not options.cache:
+        return memory_fits.run(options)
     config = inputs.read_config(options.model, *options.cache)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
@@ -160,7 +169,7 @@ def describe(
         "paper_bits_per_element": paper_bits(spec, config, context),
         "outlier_fraction": kvq.outlier_fraction(spec, config),
         "largest_context": (
-            None if budget is None else largest_context(spec, config, batch, dtype, budget)
+            None if budget is None else resident.largest_context(spec, config, batch, dtype, budget)
         ),
         "roofline": (
             None
@@ -170,26 +179,6 @@ def describe(
             )
         ),
     }
-
-
-def largest_context(
-    spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int
-) -> int:
-    """Return the largest capacity whose cache takes at most `budget` bytes, or 0. A cache never
-    shrinks when its capacity grows."""
-
-    def fits(capacity: int) -> bool:
-        return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
@@ -281,6 +270,6 @@ def _print(result: dict[str, Any]) -> None:
         memory_roofline.print_roofline(result["caches"], result["device"])
     if result["budget_bytes"] is not None:
         print_line(
-            "The budget is for the cache alone. The model was trained for"
+            "The budget is for resident bytes, without weights. The model was trained for"
             f" {result['max_position_embeddings']} positions."
         )

@@ -18,7 +18,7 @@ from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
 from kvq_tools.planning import figure, kept
 from kvq_tools.planning.measuring import (
     FACTOR,
@@ -42,8 +42,8 @@ _WIDTHS = ", ".join(f"{bits:g}" for bits in MEASURED)
 
 DESCRIPTION = f"""\
 Finds the cache with the least KL to full precision for a budget: bits per
-stored element, or the memory of a whole cache at a context and a batch,
-full-precision windows included. Prints the spec for --cache, beside those of
+stored element, or resident bytes at a context and a batch (windows and what the
+method adds to the model included). Prints the spec for --cache, beside those of
 other budgets. It needs a budget and, the first time for a model, a text.
 
 With --text, it measures. waterfill is calibrated on the first half of the text
@@ -82,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="2.5bits|600MiB",
         type=budget,
-        help="bits per element, or the memory of a cache",
+        help="bits per element, or the resident bytes of a cache",
     )
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and measure on")
     parser.add_argument(
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> None:
         **(
             _fast(options, config, context, bits)
             if options.text is None or options.fast
-            else _measured(options, config, context, bits)
+            else _measured(options, config, context, bits, asked)
         ),
         "seconds": time.perf_counter() - started,
     }
@@ -257,14 +257,19 @@ def _fast(
 
 
 def _measured(
-    options: argparse.Namespace, config: LlamaConfig, context: int, bits: float
+    options: argparse.Namespace, config: LlamaConfig, context: int, bits: float, budget: float | int
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
+
+    def fits(spec: kvq.CacheSpec) -> bool:
+        size = kvq.size(spec, config, options.batch, context, options.dtype)
+        return isinstance(budget, float) or size.resident <= budget
+
     planner = _planner(options, config)
     advice = f"the same command continues from {str(planner.work)!r}"
     with interruption.advised(advice), input_errors():
         costs = planner.costs()
-        checked = planner.check(costs, bits)
+        checked = planner.check(costs, bits, fits)
         others = {level: planner.planned(costs, level) for level in SHOWN if level != bits}
     facts = {
         level: described(str(spec), level, config, options.batch, context, options.dtype)
@@ -320,7 +325,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
         request.check(config)
         work = Path(options.work) if options.work else kept.folder(options.model)
         work.mkdir(parents=True, exist_ok=True)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype="float32")
     with (
         interruption.advised(f"the same command continues from {str(work)!r}"),
@@ -330,13 +335,12 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
 
 
 def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype: str) -> float:
-    """Return the most bits whose cache fits so many bytes, to 1/16. Raises ValueError, in one line,
-    if not even the fewest do."""
+    """Return the most bits whose resident bytes fit, to 1/16. Raises ValueError, in one line, if
+    not even the fewest do."""
 
     def size(sixteenths: int) -> int:
-        return kvq.nbytes(
-            kvq.layout(f"{METHOD}:bits={sixteenths / 16}", config, batch, context, dtype)
-        )
+        spec = f"{METHOD}:bits={sixteenths / 16}"
+        return kvq.size(spec, config, batch, context, dtype).resident
 
     choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
     fitting = bisect.bisect_right(choices, budget, key=size)

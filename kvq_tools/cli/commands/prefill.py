@@ -20,19 +20,23 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
     progress,
 )
 from kvq_tools.cli.one_prompt import add_prompt, read_prompt
 from kvq_tools.cli.tables import print_line
 
-ROOM = 256  # tokens
+ROOM = 512  # tokens of a question and its answer
 
 DESCRIPTION = """\
 Reads a prompt with a Llama-family checkpoint and saves the cache SPEC that
 holds it as safetensors with a checksum. `kvq generate --from` continues from
 the file, in another process or on another machine with the same model, and
-gives the tokens that `kvq generate` with this prompt would give."""
+gives the tokens that `kvq generate` with this prompt would give. With a
+--prompt it asks a question about the saved text, which is not read again: one
+file answers many questions. With --chat the text is the beginning of a user's
+message, which the question ends."""
 
 EPILOG = f"""\
 examples:
@@ -62,13 +66,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ),
     )
     inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="rows are bfloat16")
+    inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
 
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration_file(config, options.cache, options.calibration)
-    _, prompt = read_prompt(options, config)
+    _, prompt, opening = read_prompt(options, config)
     out = Path(options.out)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(
@@ -85,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
     model_fingerprint = kvq.fingerprint(llama)
     with input_errors():
@@ -94,13 +98,13 @@ def run(options: argparse.Namespace) -> None:
             options.cache.spec, llama.config, capacity, inputs.rows_dtype(options)
         )
     started = time.perf_counter()
-    with progress("reading the prompt"):
+    with progress("reading the prompt", len(prompt)):
         logits, cache = jax.block_until_ready(
             decoding.prefill(llama, cache, [prompt], implementation=options.implementation)
         )
     seconds = time.perf_counter() - started
     check_finite([] if bool(jax.numpy.isfinite(logits).all()) else [options.cache.text])
-    handover.save(out, llama, model_fingerprint, cache, prompt, logits)
+    handover.save(out, llama, model_fingerprint, cache, prompt, logits, opening)
     result = {
         "model": options.model,
         "cache": str(cache.spec),

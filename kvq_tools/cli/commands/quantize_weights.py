@@ -14,7 +14,7 @@ import jax
 from kvq_models.calibration.weights import BITS, WeightCount, check_request, quantize_weights
 from kvq_models.llama import checkpoint
 from kvq_tools.cli import inputs, text_input
-from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import bar, format_bytes, input_errors, loading, print_json, progress
 from kvq_tools.cli.tables import print_line
 
 SAMPLES, LENGTH = 16, 512
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     ids = text_input.encode(text_input.need_tokenizer(options.model, "read the text"), text)
     with input_errors():
         check_request(config, ids, options.bits, options.sparse, options.samples, length)
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         source = checkpoint.open_checkpoint(options.model)
         llama = checkpoint.load_weights(source, dtype="float32")
     started = time.perf_counter()

@@ -19,8 +19,8 @@ from kvq_tools.cli.console import (
     check_finite,
     format_bytes,
     input_errors,
+    loading,
     print_json,
-    progress,
 )
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.results import BUCKETS
@@ -157,7 +157,7 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
     inputs.output_directory(options.out)  # fails now rather than at the end
-    with progress(f"loading {options.model}"), input_errors():
+    with loading(options.model), input_errors():
         plain, _ = load_llama(options.model, dtype=options.dtype)
         prepared = zip(options.cache, files, strict=True)
         candidates = [

@@ -109,7 +109,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     mesh.add(parser)
     inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="rows are bfloat16")
+    inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
 
 
 def run(options: argparse.Namespace) -> None:

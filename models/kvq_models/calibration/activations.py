@@ -55,7 +55,7 @@ def perturbed_layer(
     Return the output and the unperturbed keys and values."""
     inputs = layer.attention_inputs(hidden_BTD, scene.positions, scene.valid, scene.rope)
     k_BKTH, v_BKTH = side_rows(inputs, "k", pre_rope=True), inputs.v
-    k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, scene.rope)
+    k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, layer.rope(scene.rope))
     attention_BNTH = causal_attention(inputs.q_rot, k_rot_BKTH, v_BKTH + dv_BKTH, scene.valid)
     return layer.finish(hidden_BTD, attention_BNTH), (k_BKTH, v_BKTH)
 

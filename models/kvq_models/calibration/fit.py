@@ -89,10 +89,11 @@ def calibrate(
                 writer.loss = record(llama, windows[index], writer)
         for name in progress(list(needed), "fitting"):
             need = needed[name]
-            bias = subtracted_bias(need.codec, llama.layers[need.layer])
+            layer = llama.layers[need.layer]
+            bias, turn = subtracted_bias(need.codec, layer), layer.rope(rope)
             tensors |= {
                 f"{name}.{parameter}": array
-                for parameter, array in _fitted(store, need, spec.sink, rope, bias).items()
+                for parameter, array in _fitted(store, need, spec.sink, turn, bias).items()
             }
     origin = Origin(
         text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses))
@@ -124,7 +125,9 @@ def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
     learning = codec.learning
     if learning.bias is None:
         return None
-    return learning.bias(learning.from_weights(layer_weights(layer)), layer.config.head_dim)
+    weights = layer_weights(layer)
+    assert weights is not None, "check_weights has refused such models"
+    return learning.bias(learning.from_weights(weights), layer.config.head_dim)
 
 
 def _fitted(

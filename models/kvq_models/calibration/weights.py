@@ -203,7 +203,7 @@ def _forward(layer: Layer, hidden: HiddenBTD) -> HiddenBTD:
     return layer_forward(
         layer,
         hidden,
-        jnp.arange(length)[None],
+        jnp.arange(length, dtype=jnp.int32)[None],
         jnp.ones((1, length), bool),
         rope_for(layer.config, length),
     )

@@ -201,7 +201,7 @@ def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> 
             _logprobs,
             min(SCORE_CHUNK, tokens.shape[1]),
         )
-        index = jnp.arange(tokens.shape[1])[None]
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         return (
             jnp.pad(jnp.where(index + 1 < lengths[:, None], logprobs, 0)[:, :-1], ((0, 0), (1, 0))),
             cache,
@@ -260,7 +260,7 @@ def _scan_steps(
             jnp.where(begun.valid[..., None], llama.logits(hidden), jnp.nan), *others
         )
 
-    cache, terms = lax.scan(one, cache, jnp.arange(steps))
+    cache, terms = lax.scan(one, cache, jnp.arange(steps, dtype=jnp.int32))
     return (
         jax.tree.map(
             lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms

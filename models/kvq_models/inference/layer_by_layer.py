@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.cache.cache import Cache
-from kvq_jax.cache.step import Step, append, append_and_attend, begin, finish
-from kvq_jax.types.array_types import LayerInputs, LengthsB
-from kvq_jax.types.rope import Rope
+from kvq_jax.cache.step import begin, finish, through_layer
+from kvq_jax.types.array_types import LengthsB
 from kvq_models.inference.checked_input import check_dims
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
-from kvq_models.llama.model import HiddenBTD, Llama, QueryBNTH
+from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
 
 embed = jax.jit(Llama.embed_tokens)
@@ -70,8 +69,8 @@ def prefill_together(
     hidden = embed(llama, tokens)
     for layer in llama.layers:
         inputs = attention_inputs(layer, hidden, steps[0].positions, steps[0].valid, rope)
-        attention, first = attend(steps[0], inputs, rope)
-        steps = [first, *(_append(step, inputs, rope) for step in steps[1:])]
+        attention, first = through_layer(steps[0], inputs)
+        steps = [first, *(through_layer(step, inputs, attend=False)[1] for step in steps[1:])]
         hidden = finish_layer(layer, hidden, attention)
     last = (
         hidden[:, -1:]
@@ -95,37 +94,7 @@ def decode(
     )
     hidden = embed(llama, tokens)
     for layer in llama.layers:
-        attention, step = attend(
-            step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope
-        )
+        inputs = attention_inputs(layer, hidden, step.positions, step.valid, rope)
+        attention, step = through_layer(step, inputs)
         hidden = finish_layer(layer, hidden, attention)
     return hidden, step.valid, finish(step)
-
-
-def attend(step: Step, inputs: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
-    """Run `append_and_attend` of the step's next layer with everything that a method may read."""
-    return append_and_attend(
-        step,
-        inputs.q_rot,
-        inputs.k_rot,
-        inputs.v,
-        q_pre=inputs.q_pre,
-        k_pre=inputs.k_pre,
-        x=inputs.x,
-        residual=inputs.residual,
-        rope=rope,
-    )
-
-
-def _append(step: Step, inputs: LayerInputs, rope: Rope) -> Step:
-    return append(
-        step,
-        inputs.k_rot,
-        inputs.v,
-        q=inputs.q_rot,
-        q_pre=inputs.q_pre,
-        k_pre=inputs.k_pre,
-        x=inputs.x,
-        residual=inputs.residual,
-        rope=rope,
-    )

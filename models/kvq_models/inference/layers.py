@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.attention.dispatch import Launch
 from kvq_jax.cache.cache import Cache
-from kvq_jax.cache.step import Step, append_and_attend, finish
+from kvq_jax.cache.step import Step, finish, through_layer
 from kvq_jax.types.array_types import LayerInputs
 from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import rope_for
@@ -36,17 +36,7 @@ def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hid
     for layer in llama.layers:
         inputs = attention_inputs(layer, hidden, positions, valid, rope, placement)
         inputs = _first_row(inputs) if twice else inputs
-        attention, step = append_and_attend(
-            step,
-            inputs.q_rot,
-            inputs.k_rot,
-            inputs.v,
-            q_pre=inputs.q_pre,
-            k_pre=inputs.k_pre,
-            x=inputs.x,
-            residual=inputs.residual,
-            rope=rope,
-        )
+        attention, step = through_layer(step, inputs)
         hidden = split(finish_layer(layer, hidden, attention))
     return hidden[: len(tokens)], finish(step)
 
@@ -99,5 +89,5 @@ def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N 
             lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2),
         )
 
-    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
+    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks, dtype=jnp.int32)), 0, 1)
     return done.reshape(hidden.shape)[:, :length]

@@ -67,7 +67,7 @@ def sample(
     if sampling.temperature == 0:
         token = jnp.argmax(logits, axis=-1)
     else:
-        rows = jnp.arange(logits.shape[0])
+        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
         token = jax.vmap(jax.random.categorical)(keys, filter_logits(logits, sampling))
     token = token.astype(jnp.int32)

@@ -138,9 +138,10 @@ def advance(
         hidden, cache = run_layers(llama, step, asked)
         logits = llama.logits(hidden)  # [B, T, V]
         ends = jnp.isin(asked, jnp.array(settings.eos_ids, jnp.int32))
-        right = (asked[:, 1:] == jnp.argmax(logits[:, :-1], axis=-1)) & ~ends[:, :-1]
+        best = jnp.argmax(logits[:, :-1], axis=-1).astype(jnp.int32)
+        right = (asked[:, 1:] == best) & ~ends[:, :-1]
         taken = jnp.concatenate([jnp.ones_like(first, bool), right], axis=1) & (
-            jnp.arange(1 + drafts)[None] < count[:, None]
+            jnp.arange(1 + drafts, dtype=jnp.int32)[None] < count[:, None]
         )
         taken = jnp.cumprod(taken, axis=1).astype(bool)
         new = jnp.sum(taken, axis=1, dtype=jnp.int32)
@@ -175,7 +176,7 @@ def look_up(history: History, drafts: int) -> Int[Array, "B drafts"]:
 
 
 def _of_row(tokens: Int[Array, "W"], length: Int[Array, ""], drafts: int) -> Int[Array, "drafts"]:
-    at, begins = jnp.arange(tokens.shape[0]), length - 1
+    at, begins = jnp.arange(tokens.shape[0], dtype=jnp.int32), length - 1
     for size in reversed(NGRAMS):
         same = jnp.all(
             jnp.stack([jnp.roll(tokens, -i) == tokens[length - size + i] for i in range(size)]),
@@ -183,7 +184,7 @@ def _of_row(tokens: Int[Array, "W"], length: Int[Array, ""], drafts: int) -> Int
         )
         place = jnp.max(jnp.where(same & (at + size < length), at, -1))
         begins = jnp.where(place >= 0, place + size, begins)
-    return tokens[begins + jnp.arange(drafts) % (length - begins)]
+    return tokens[begins + jnp.arange(drafts, dtype=jnp.int32) % (length - begins)]
 
 
 def _until_ageing(cache: Cache) -> LengthsB:
@@ -212,5 +213,7 @@ def _added(history: History, tokens: Int[Array, "B T"], taken: Bool[Array, "B T"
 
 def _written(rows: Array, new: Array, at: LengthsB, taken: Bool[Array, "B T"]) -> Array:
     """Return the rows with the taken entries written at their places."""
-    places = jnp.where(taken, at[:, None] + jnp.arange(new.shape[1])[None], rows.shape[1])
-    return rows.at[jnp.arange(len(rows))[:, None], places].set(new, mode="drop")
+    places = jnp.where(
+        taken, at[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None], rows.shape[1]
+    )
+    return rows.at[jnp.arange(len(rows), dtype=jnp.int32)[:, None], places].set(new, mode="drop")

@@ -27,10 +27,10 @@ from tqdm import tqdm
 from kvq_jax.files.checksum import write_tensors
 from kvq_jax.files.whole import link_others, replacing_directory
 from kvq_jax.placement.placement import AnyMesh, Placement
-from kvq_models.llama import hf_names
+from kvq_models.llama import generation_defaults, hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
-from kvq_models.llama.gguf_metadata import ROPE_FACTORS
+from kvq_models.llama.gguf_rope import ROPE_FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.sharding import placement_of, weight_shardings
@@ -61,8 +61,17 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
                 f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf"
                 " file"
             )
-        return GgufFile(path)
+        stamp = path.stat()
+        return _gguf_file(path, stamp.st_mtime_ns, stamp.st_size)
     return HfDirectory(local_directory(path_or_hub_id, part))
+
+
+@functools.lru_cache(maxsize=1)
+def _gguf_file(path: Path, changed_ns: int, size: int) -> GgufFile:
+    """Open a file once: a command asks for its configuration, its tokenizer and its weights one
+    after the other."""
+    del changed_ns, size  # a changed file is another one
+    return GgufFile(path)
 
 
 def load_llama(
@@ -117,8 +126,8 @@ def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files, which transformers'
-    AutoModelForCausalLM can load.
+    """Write config.json, model.safetensors, the tokenizer's files, and generation_config.json if
+    the model asks for sampling. transformers' AutoModelForCausalLM can load them.
 
     Args:
         llama: the model. Weights keep their dtype. Parameters of cache methods are not part of a
@@ -142,13 +151,17 @@ def save_checkpoint(
     directory = Path(directory)
     # the key that old and new versions read
     fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
-    tensors = {
-        w.name: np.asarray(w.leaf.T if w.transpose else w.leaf)
-        for w in hf_names.weights(llama).values()
-    }
+    tensors: dict[str, np.ndarray] = {}
+    for weight in hf_names.weights(llama).values():
+        leaf = np.asarray(jnp.swapaxes(weight.leaf, -1, -2) if weight.transpose else weight.leaf)
+        parts = leaf if "*" in weight.name else (leaf,)
+        tensors |= dict(zip(weight.stored_names, parts, strict=True))
     with replacing_directory(directory) as unfinished:
         write_tensors(unfinished / "model.safetensors", tensors, {"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        if generation := generation_defaults.to_hf(llama.config.generation):
+            text = json.dumps(generation, indent=2) + "\n"
+            (unfinished / "generation_config.json").write_text(text)
         write_tokenizer(unfinished)
         if directory.exists():
             link_others(directory, unfinished)
@@ -163,7 +176,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
         checkpoint.config.num_hidden_layers,
     )
     if layers > stored:
-        missing = f"model.layers.{stored}.input_layernorm.weight"
+        missing = f"model.layers.{stored}.self_attn.q_proj.weight"
         raise CheckpointError(
             f"the files lack tensor {missing!r} and more: they hold {stored} layers, and"
             f" num_hidden_layers is {layers}"
@@ -175,9 +188,10 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     model was trained untied."""
     config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
     stored = [checkpoint.tensors.get(name) for name in pair]
-    if not config.tie_word_embeddings or any(
-        tensor is None or tensor.stored_as for tensor in stored
-    ):
+    if not config.tie_word_embeddings or None in stored:
+        return config
+    names = {tensor.stored_as or name for name, tensor in zip(pair, stored, strict=True) if tensor}
+    if len(names) == 1:  # of one tensor
         return config
     embed, head = map(checkpoint.read, pair)
     return (
@@ -190,7 +204,7 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
 def _check_tensors(
     expected: Mapping[str, hf_names.Weight], stored: Mapping[str, StoredTensor], *, tied: bool
 ) -> None:
-    shapes = {weight.name: weight.hf_shape for weight in expected.values()}
+    shapes = {name: weight.hf_shape for weight in expected.values() for name in weight.stored_names}
     accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {ROPE_FACTORS}
     unmatched = [
         name for name in stored if name not in accounted and not hf_names.IGNORED.fullmatch(name)
@@ -202,8 +216,13 @@ def _check_tensors(
         )
     missing = [name for name in shapes if name not in stored]
     if missing:
+        hint = (
+            ": if the embedding is its head, set tie_word_embeddings to true in config.json"
+            if missing == [hf_names.HEAD_NAME]
+            else ""
+        )
         raise CheckpointError(
-            f"the files lack {_some(missing)}, which the model of their configuration needs"
+            f"the files lack {_some(missing)}, which the model of their configuration needs{hint}"
         )
     for name, shape in shapes.items():
         if stored[name].shape != shape:
@@ -229,9 +248,8 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement 
         expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None
     ):
         if placement is None:
-            placed = _placed(
-                checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype
-            )
+            tensor = _whole(checkpoint, weight)
+            placed = _placed(tensor, transpose=weight.transpose, dtype=weight.leaf.dtype)
         else:
             placed = _placed_in_parts(checkpoint, weight, shardings[path], placement.everywhere)
         values[path], finite[weight.name] = placed
@@ -244,16 +262,37 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement 
     return hf_names.replace_weights(abstract, values)
 
 
+def _whole(checkpoint: Checkpoint, weight: hf_names.Weight) -> np.ndarray | jax.Array:
+    """Return a weight as it is stored, the tensors of all experts in one array."""
+    if "*" not in weight.name:
+        return checkpoint.read(weight.name)
+    return np.stack([np.asarray(checkpoint.read(name)) for name in weight.stored_names])
+
+
 def _cast(
     tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tensor on the device, transposed and cast there (strided copies on the host would
     take most of the loading time), and True if all of it is finite."""
-    placed = (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
+    placed = (jnp.swapaxes(tensor, -1, -2) if transpose else jnp.asarray(tensor)).astype(dtype)
     return placed, jnp.all(jnp.isfinite(placed))
 
 
 _placed = jax.jit(_cast, static_argnames=("transpose", "dtype"))
+
+
+def _reader(
+    checkpoint: Checkpoint, weight: hf_names.Weight
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Return a function that reads a part of a weight as it is stored, of all experts together."""
+    if "*" not in weight.name:
+        return checkpoint.parts(weight.name)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        names = weight.stored_names[index[0]]
+        return np.stack([checkpoint.parts(name)(index[1:]) for name in names])
+
+    return read
 
 
 def _placed_in_parts(
@@ -263,11 +302,12 @@ def _placed_in_parts(
     everywhere: NamedSharding,
 ) -> tuple[jax.Array, jax.Array]:
     """Do what `_placed` does on a mesh. Each part is read once by each process that holds it."""
-    axes = (*sharding.spec, *[None] * (len(weight.hf_shape) - len(sharding.spec)))
-    stored = NamedSharding(
-        sharding.mesh, PartitionSpec(*(axes[::-1] if weight.transpose else axes))
-    )
-    read, parts = checkpoint.parts(weight.name), dict[str, np.ndarray]()
+    axes = [*sharding.spec, *[None] * (len(weight.spec.shape) - len(sharding.spec))]
+    shape = list(weight.spec.shape)
+    if weight.transpose:
+        axes[-2:], shape[-2:] = axes[:-3:-1], shape[:-3:-1]
+    stored = NamedSharding(sharding.mesh, PartitionSpec(*axes))
+    read, parts = _reader(checkpoint, weight), dict[str, np.ndarray]()
 
     def part(index: Any) -> np.ndarray:
         key = str(index)
@@ -275,7 +315,7 @@ def _placed_in_parts(
             parts[key] = read(index)
         return parts[key]
 
-    tensor = jax.make_array_from_callback(weight.hf_shape, stored, part)
+    tensor = jax.make_array_from_callback(tuple(shape), stored, part)
     return _placing(sharding, everywhere)(
         tensor, transpose=weight.transpose, dtype=weight.leaf.dtype
     )

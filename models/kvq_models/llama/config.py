@@ -1,9 +1,9 @@
 """The model's configuration: one frozen value with Hugging Face's names, read from and written to
 config.json.
 
-`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and names
-the field if this model would compute it wrongly. `LlamaConfig.to_hf` writes a file that old and new
-versions of transformers can read.
+`LlamaConfig.from_hf` reads a config.json of the families in `_FAMILIES`, and names the field if
+this model would compute it wrongly. `LlamaConfig.to_hf` writes a file that old and new versions of
+transformers can read.
 """
 
 from __future__ import annotations
@@ -13,35 +13,64 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
+from kvq_models.llama.experts_config import COUNTS, ExpertsConfig, experts_from_hf, experts_to_hf
+from kvq_models.llama.generation_defaults import GenerationDefaults
+from kvq_models.llama.layer_kinds import sliding_window, unrotated_layers
 from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
+from kvq_models.llama.unsupported_fields import refuse_unsupported
 
 MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
+
+
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
 
 
 class _Family(NamedTuple):
     """Properties that a model_type implies and config.json does not state."""
 
     architecture: str
-    qkv_bias: bool | None  # None: config.json's attention_bias decides
-    o_bias: bool | None
-    mlp_bias: bool | None  # None: config.json's mlp_bias decides
-    qk_norm: bool
-    head_dim: int | None  # if config.json has none; None: hidden_size // num_attention_heads
-    sliding_window: int | None  # if config.json has none
+    qkv_bias: bool | None = None  # None: config.json's attention_bias decides
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None  # None: config.json's mlp_bias decides
+    qk_norm: bool = False
+    joint_qk_norm: bool = False
+    norms_inputs: bool = True
+    norms_outputs: bool = False
+    head_dim: int | None = None  # if config.json has none; None: hidden_size // num_attention_heads
+    sliding_window: int | None = None  # if config.json has none
+    fields: tuple[str, ...] = ()  # of config.json that other families must not have
 
 
 _FAMILIES = {
-    "llama": _Family(
-        "LlamaForCausalLM", None, None, None, qk_norm=False, head_dim=None, sliding_window=None
-    ),
-    "mistral": _Family(
-        "MistralForCausalLM", False, False, False, qk_norm=False, head_dim=None, sliding_window=4096
-    ),
-    "qwen2": _Family(
-        "Qwen2ForCausalLM", True, False, False, qk_norm=False, head_dim=None, sliding_window=4096
-    ),
+    "llama": _Family("LlamaForCausalLM"),
+    "mistral": _Family("MistralForCausalLM", False, False, False, sliding_window=4096),
+    "qwen2": _Family("Qwen2ForCausalLM", True, False, False, sliding_window=4096),
     "qwen3": _Family(
-        "Qwen3ForCausalLM", None, None, False, qk_norm=True, head_dim=128, sliding_window=4096
+        "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096
+    ),
+    "qwen3_moe": _Family(
+        "Qwen3MoeForCausalLM",
+        mlp_bias=False,
+        qk_norm=True,
+        head_dim=128,
+        sliding_window=4096,
+        fields=COUNTS,
+    ),
+    "mixtral": _Family("MixtralForCausalLM", False, False, False, fields=COUNTS),
+    "granite": _Family("GraniteForCausalLM", fields=MULTIPLIERS),
+    "smollm3": _Family("SmolLM3ForCausalLM", fields=("no_rope_layers", "no_rope_layer_interval")),
+    "olmo2": _Family(
+        "Olmo2ForCausalLM",
+        mlp_bias=False,
+        qk_norm=True,
+        joint_qk_norm=True,
+        norms_inputs=False,
+        norms_outputs=True,
     ),
 }
 
@@ -57,7 +86,17 @@ class LlamaConfig:
             nothing up to so many tokens, and longer sequences are refused (`check_window`).
         qkv_bias, o_bias, mlp_bias: biases of the projections.
         qk_norm: RMSNorm of each head's queries and keys (Qwen3).
+        joint_qk_norm: that norm is taken over all heads together (OLMo 2).
+        norms_inputs: RMSNorm of what attention and the MLP read.
+        norms_outputs: RMSNorm of what they add to the residual stream (OLMo 2).
+        unrotated_layers: the layers without RoPE (SmolLM3).
+        embedding_multiplier, residual_multiplier: factors of the embedding, and of what a layer
+            adds to the residual stream (Granite).
+        attention_multiplier: the factor of the scores, or None for 1 / sqrt(head_dim) (Granite).
+        logits_scaling: logits are divided by it (Granite).
+        experts: a mixture of experts in place of every MLP (Mixtral, Qwen3-MoE).
         eos_token_ids: all tokens at which generation stops.
+        generation: the sampling that the checkpoint asks for, if the caller does not say.
         dtype: of the model that carries this config; not part of the checkpoint.
 
     Raises NotImplementedError for another model_type, and ValueError for values that are not
@@ -81,10 +120,20 @@ class LlamaConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    norms_inputs: bool = True
+    norms_outputs: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    experts: ExpertsConfig | None = None
     rope: RopeConfig = RopeConfig()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    generation: GenerationDefaults = dataclasses.field(default=GenerationDefaults(), compare=False)
     dtype: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -115,6 +164,9 @@ class LlamaConfig:
         if self.rope.rope_type == "dynamic" and self.head_dim == 2:
             raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
         check_positive("rms_norm_eps", self.rms_norm_eps)
+        for name in MULTIPLIERS:
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"config field sliding_window={self.sliding_window} must be positive")
 
@@ -145,8 +197,8 @@ class LlamaConfig:
         model does not compute.
         """
         family = _family(hf)
-        _refuse_unsupported(hf)
-        window, windowed = _sliding_window(hf, family)
+        refuse_unsupported(hf, family.fields)
+        window, windowed = sliding_window(hf, family.sliding_window)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
         attention_bias = optional(hf, "attention_bias", bool, False)
@@ -172,6 +224,16 @@ class LlamaConfig:
                 else family.mlp_bias
             ),
             qk_norm=family.qk_norm,
+            joint_qk_norm=family.joint_qk_norm,
+            norms_inputs=family.norms_inputs,
+            norms_outputs=family.norms_outputs,
+            unrotated_layers=unrotated_layers(hf),
+            experts=experts_from_hf(hf),
+            **{
+                name: required(hf, name, float)
+                for name in MULTIPLIERS
+                if name in family.fields and name in hf
+            },
             rope=rope_from_hf(hf),
             bos_token_id=optional(hf, "bos_token_id", int, None),
             eos_token_ids=token_ids(hf, "eos_token_id"),
@@ -197,6 +259,8 @@ class LlamaConfig:
             "rope_theta": self.rope.theta,
             "rope_scaling": rope_to_hf(self.rope),
             **self._window_to_hf(),
+            **self._family_to_hf(),
+            **experts_to_hf(self.experts, self.model_type),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": _one_or_many(self.eos_token_ids),
             "pad_token_id": self.pad_token_id,
@@ -214,8 +278,16 @@ class LlamaConfig:
             )
         return hf
 
+    def _family_to_hf(self) -> dict[str, Any]:
+        family = _FAMILIES[self.model_type].fields
+        values = {name: getattr(self, name) for name in MULTIPLIERS if name in family}
+        if "no_rope_layers" in family:
+            layers = range(self.num_hidden_layers)
+            values["no_rope_layers"] = [int(i not in self.unrotated_layers) for i in layers]
+        return {name: value for name, value in values.items() if value is not None}
+
     def _window_to_hf(self) -> dict[str, Any]:
-        if self.sliding_window is None or self.model_type == "mistral":
+        if self.sliding_window is None or self.model_type in ("mistral", "mixtral"):
             return {"sliding_window": self.sliding_window}
         kinds = [
             "sliding_attention" if i in self.windowed_layers else "full_attention"
@@ -253,7 +325,8 @@ def _family(hf: Mapping[str, Any]) -> _Family:
         )
     family = _FAMILIES[model_type]
     architectures = hf.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    base = family.architecture.replace("ForCausalLM", "Model")  # saved without its head
+    if architectures not in ([family.architecture], [base]):
         raise NotImplementedError(
             f"config field {architectures=} is not supported for {model_type=}; supported:"
             f" {family.architecture}"
@@ -279,51 +352,3 @@ def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -
             " head_dim is not given"
         )
     return hidden // heads
-
-
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
-        raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
-    if hf.get("quantization_config") is not None:
-        raise NotImplementedError(
-            "config field quantization_config is present: only unquantized checkpoints are"
-            " supported"
-        )
-    if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise NotImplementedError(
-            f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel"
-            " rotates)"
-        )
-
-
-def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window and the layers that have it, or (None, ()) if no layer uses it or
-    it spans the model's context."""
-    layers, kinds = (
-        required(hf, "num_hidden_layers", int),
-        optional(hf, "layer_types", list, None),
-    )
-    unknown = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise NotImplementedError(
-            f"config field layer_types contains {', '.join(unknown)}; supported: full_attention,"
-            " sliding_attention"
-        )
-    window = (
-        optional(hf, "sliding_window", int, None)
-        if "sliding_window" in hf
-        else family.sliding_window
-    )
-    windowed = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
-    if hf["model_type"] == "mistral":
-        windowed = tuple(range(layers)) if window is not None else windowed
-    elif kinds is None and optional(hf, "use_sliding_window", bool, False):
-        windowed = tuple(range(optional(hf, "max_window_layers", int, 28), layers))
-    if windowed and window is None:
-        raise ValueError(
-            "config field sliding_window is missing, and layer_types names layers that have one"
-        )
-    inactive = (
-        not windowed or window is None or window >= required(hf, "max_position_embeddings", int)
-    )
-    return (None, ()) if inactive else (window, windowed)

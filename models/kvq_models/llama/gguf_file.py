@@ -1,13 +1,14 @@
-"""Read GGUF files: one file with metadata, tokenizer and tensors. A tensor is dequantized when it
-is read.
+"""Read GGUF files: metadata, tokenizer and tensors, in one file or in the parts of a split one. A
+tensor is dequantized when it is read.
 
-The file is memory-mapped: the host holds one tensor at a time in float32. Values are exactly the
+Files are memory-mapped: the host holds one tensor at a time in float32. Values are exactly the
 file's: a 4-bit matrix loads as the numbers that its blocks encode.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,47 +18,53 @@ import numpy as np
 
 from kvq_models.llama import gguf_metadata, gguf_tokenizer
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, dequantized
+from kvq_models.llama.gguf_rope import ROPE_FACTORS
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
-
-MAGIC = b"GGUF"
 
 
 class GgufFile:
-    """An open GGUF file: its header is read and checked, its tensors are not."""
+    """An open GGUF file, or all parts of a split one: headers are read and checked, tensors are
+    not."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raise CheckpointError, in one line, if it is truncated, not a GGUF file, or
-        has tensors of an unreadable type."""
-        self.path = path
-        with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise CheckpointError(f"{str(path)!r} is not a GGUF file")
-        from gguf import GGUFReader  # imported late: only GGUF files need it
-
-        with self._errors("is cut off, damaged, or holds what this reader does not know"):
-            reader = GGUFReader(path)
-            self.fields: Mapping[str, Any] = {
-                name: field.contents() for name, field in reader.fields.items()
-            }
-            self._tensors = {gguf_metadata.hf_name(t.name) or t.name: t for t in reader.tensors}
+        """Open a file, or all parts of a split one by any of them. Raise CheckpointError, in one
+        line, if a file is damaged, of another kind, or missing."""
+        parts = _parts(path)
+        self.path, self.fields = parts[0].path, parts[0].fields
+        kind = self.fields.get("general.type", "model")
+        if kind != "model":
+            raise CheckpointError(
+                f"{str(path)!r} has general.type={kind!r}; supported: model (a file with all"
+                " weights of a language model)"
+            )
+        self._tensors: dict[str, GgufTensor] = {}
+        for part in parts:
+            for name, tensor in part.tensors.items():
+                name = gguf_metadata.hf_name(name) or name
+                if name in self._tensors:
+                    raise CheckpointError(
+                        f"tensor {tensor.name!r} is in both {self._tensors[name].file.name!r} and"
+                        f" {part.path.name!r}"
+                    )
+                self._tensors[name] = tensor
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        return gguf_metadata.config_of(
-            self.fields, shapes, lambda: self._dequantized(gguf_metadata.ROPE_FACTORS)
-        )
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        return gguf_metadata.config_of(self.fields, shapes, lambda: self._dequantized(ROPE_FACTORS))
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Return the tensors' headers by Hugging Face name. A tensor without one keeps its GGUF
         name."""
-        return {
-            name: StoredTensor(
-                self.path, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name
-            )
-            for name, t in self._tensors.items()
-        }
+        from gguf import GGMLQuantizationType  # imported late: only GGUF files need it
+
+        with self._errors("holds a tensor that cannot be read"):
+            return {
+                name: StoredTensor(t.file, t.shape, GGMLQuantizationType(t.kind).name)
+                for name, t in self._tensors.items()
+            }
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor by its Hugging Face name, in Hugging Face's orientation and order of
@@ -75,11 +82,16 @@ class GgufFile:
         """Return the tokenizer, or None if the file has none. Raise CheckpointError for an
         unsupported kind."""
         try:
-            return gguf_tokenizer.tokenizer_of(self.fields)
+            core = self._core
+            return None if core is None else gguf_tokenizer.tokenizer_of(self.fields, core)
         except (ValueError, NotImplementedError) as error:
             raise CheckpointError(
                 f"the tokenizer in {str(self.path)!r} cannot be loaded: {first_line(error)}"
             ) from error
+
+    @functools.cached_property
+    def _core(self) -> Any:
+        return gguf_tokenizer.core_of(self.fields)
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write the tokenizer as the files that transformers reads."""
@@ -88,12 +100,8 @@ class GgufFile:
 
     def _dequantized(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
-        with self._errors(
-            f"holds tensor {tensor.name!r} of type {tensor.tensor_type.name}, which cannot be read"
-        ):
-            from gguf import dequantize
-
-            return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        with self._errors(f"holds tensor {tensor.name!r}, which cannot be read"):
+            return dequantized(tensor)
 
     @contextmanager
     def _errors(self, task: str) -> Iterator[None]:
@@ -105,3 +113,38 @@ class GgufFile:
             raise
         except Exception as error:
             raise CheckpointError(f"{str(self.path)!r} {task}: {first_line(error)}") from error
+
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+
+
+def _parts(path: Path) -> list[GgufHeader]:
+    """Return the headers of a file, or of all parts of a split one, the part with the metadata
+    first."""
+    header = GgufHeader(path)
+    count = header.fields.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return [header]
+    name = _PART.fullmatch(path.name)
+    if name is None or int(name[3]) != count:
+        raise CheckpointError(
+            f"{str(path)!r} is a part of a split GGUF file of {count} parts, and its name does not"
+            f" say which: parts are named NAME-00001-of-{count:05}.gguf"
+        )
+    paths = [path.with_name(f"{name[1]}-{i:05}-of-{name[3]}.gguf") for i in range(1, count + 1)]
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{str(path)!r} is a part of a split GGUF file of {count} parts, of which"
+            f" {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''} are missing beside"
+            " it"
+        )
+    headers = [header if part == path else GgufHeader(part) for part in paths]
+    for number, part in enumerate(headers):
+        stated = (part.fields.get("split.no"), part.fields.get("split.count"))
+        if stated != (number, count):
+            raise CheckpointError(
+                f"{str(part.path)!r} states split.no={stated[0]} and split.count={stated[1]}, and"
+                f" its name part {number} of {count}"
+            )
+    return headers

@@ -11,16 +11,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
+from kvq_models.llama import generation_defaults
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.rope import rope_for
-from kvq_models.llama.rope_config import RopeConfig
+from kvq_models.llama.end_tokens import end_tokens
+from kvq_models.llama.gguf_fields import Fields, check_all_known, number, text, token, whole
+from kvq_models.llama.gguf_rope import ROPE_FACTORS, llama3_rope, rope_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama
-ROPE_FACTORS = "rope_freqs.weight"
 
 # (Hugging Face name, GGUF name); "#" stands for the layer's number.
 TENSORS = (
@@ -46,9 +46,8 @@ TENSORS = (
     ("model.norm.weight", "output_norm.weight"),
     ("lm_head.weight", "output.weight"),
 )
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
 _HF_NAMES = {gguf: hf for hf, gguf in TENSORS}
-
-Fields = Mapping[str, Any]
 
 
 def hf_name(name: str) -> str | None:
@@ -88,166 +87,79 @@ def config_of(
     factors, if there is one. Raises ValueError for a missing or malformed field, and
     NotImplementedError for a feature that this model does not compute. Both name the field.
     """
-    architecture = _text(fields, "general.architecture")
+    architecture = text(fields, "general.architecture")
     if architecture not in ARCHITECTURES:
         raise NotImplementedError(
             f"GGUF architecture {architecture!r} is not supported; supported:"
             f" {', '.join(ARCHITECTURES)}"
         )
-    _refuse_unsupported(fields, architecture)
     heads, hidden = (
-        _whole(fields, f"{architecture}.attention.head_count"),
-        _whole(fields, f"{architecture}.embedding_length"),
+        whole(fields, f"{architecture}.attention.head_count"),
+        whole(fields, f"{architecture}.embedding_length"),
     )
     if heads < 1 or hidden < 1:
         raise ValueError(
             f"GGUF fields head_count={heads} and embedding_length={hidden} must be positive"
         )
-    head_dim = _whole(fields, f"{architecture}.attention.key_length", hidden // heads)
+    head_dim = whole(fields, f"{architecture}.attention.key_length", hidden // heads)
+    check_all_known(fields, architecture, head_dim)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if (other := _whole(fields, f"{architecture}.{key}", head_dim)) != head_dim:
+        if (other := whole(fields, f"{architecture}.{key}", head_dim)) != head_dim:
             raise NotImplementedError(
                 f"GGUF field {architecture}.{key}={other} is not supported; supported: the head dim"
                 f" {head_dim}"
             )
-    layers, context = "model.layers.0.", _whole(fields, f"{architecture}.context_length")
+    layers, context = "model.layers.0.", whole(fields, f"{architecture}.context_length")
     window, blocks = (
-        _whole(fields, f"{architecture}.attention.sliding_window", 0),
-        _whole(fields, f"{architecture}.block_count"),
+        whole(fields, f"{architecture}.attention.sliding_window", 0),
+        whole(fields, f"{architecture}.block_count"),
     )
     windowed = 0 < window < context
     config = LlamaConfig(
         model_type=architecture,
         vocab_size=shapes.get(
-            "model.embed_tokens.weight", (_whole(fields, f"{architecture}.vocab_size", 0),)
+            "model.embed_tokens.weight", (whole(fields, f"{architecture}.vocab_size", 0),)
         )[0],
         hidden_size=hidden,
-        intermediate_size=_whole(fields, f"{architecture}.feed_forward_length"),
+        intermediate_size=whole(fields, f"{architecture}.feed_forward_length"),
         num_hidden_layers=blocks,
         num_attention_heads=heads,
-        num_key_value_heads=_whole(fields, f"{architecture}.attention.head_count_kv", heads),
+        num_key_value_heads=whole(fields, f"{architecture}.attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position_embeddings=context,
         sliding_window=window if windowed else None,
         windowed_layers=tuple(range(blocks)) if windowed else (),
-        rms_norm_eps=_number(fields, f"{architecture}.attention.layer_norm_rms_epsilon"),
+        rms_norm_eps=number(fields, f"{architecture}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="lm_head.weight" not in shapes,
         qkv_bias=f"{layers}self_attn.q_proj.bias" in shapes,
         o_bias=f"{layers}self_attn.o_proj.bias" in shapes,
         mlp_bias=f"{layers}mlp.gate_proj.bias" in shapes,
         qk_norm=f"{layers}self_attn.k_norm.weight" in shapes,
-        rope=_rope(fields, architecture),
-        bos_token_id=_token(fields, "bos"),
-        eos_token_ids=tuple(
-            dict.fromkeys(
-                i for i in (_token(fields, "eos"), _token(fields, "eot")) if i is not None
-            )
+        rope=rope_of(fields, architecture),
+        bos_token_id=token(fields, "bos"),
+        eos_token_ids=end_tokens(
+            (token(fields, name) for name in ("eos", "eot", "eom")), _control_tokens(fields)
         ),
-        pad_token_id=_token(fields, "padding"),
+        pad_token_id=token(fields, "padding"),
+        generation=generation_defaults.of_gguf(fields),
     )
     factors = rope_factors() if ROPE_FACTORS in shapes else None
     return (
         config
         if factors is None
-        else dataclasses.replace(config, rope=_llama3_rope(config, factors))
+        else dataclasses.replace(config, rope=llama3_rope(config, factors))
     )
 
 
-def _refuse_unsupported(fields: Fields, architecture: str) -> None:
-    if experts := _whole(fields, f"{architecture}.expert_count", 0):
-        raise NotImplementedError(
-            f"GGUF field {architecture}.expert_count={experts} is not supported; supported: no"
-            " mixture of experts"
-        )
-
-
-def _rope(fields: Fields, architecture: str) -> RopeConfig:
-    theta = _number(fields, f"{architecture}.rope.freq_base", 1e4)
-    scaling = f"{architecture}.rope.scaling"
-    kind = fields.get(f"{scaling}.type", "none")
-    if kind == "none":
-        return RopeConfig(theta=theta)
-    if kind not in ("linear", "yarn"):
-        raise NotImplementedError(
-            f"GGUF field {scaling}.type={kind!r} is not supported; supported: none, linear, yarn"
-        )
-    factor = _number(fields, f"{scaling}.factor")
-    if kind == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, factor=factor)
-    original = _whole(
-        fields,
-        f"{scaling}.original_context_length",
-        round(_whole(fields, f"{architecture}.context_length") / factor),
-    )
-    fast, slow = (
-        _number(fields, f"{scaling}.yarn_beta_fast", 32.0),
-        _number(fields, f"{scaling}.yarn_beta_slow", 1.0),
-    )
-    return RopeConfig(
-        rope_type="yarn",
-        theta=theta,
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=fast,
-        beta_slow=slow,
-    )
-
-
-def _llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
-    """Return Llama 3's rescaling from the quotients of frequencies [H/2] that the file stores.
-    Raise NotImplementedError for any other rescaling."""
-    largest = float(factors.max(initial=1.0))
-    if (
-        config.rope.rope_type != "default"
-        or factors.shape != (config.head_dim // 2,)
-        or not 1 < largest < 2**20
-    ):
-        raise NotImplementedError(
-            f"GGUF tensor {ROPE_FACTORS!r} of shape {factors.shape} is not Llama 3's rescaling of"
-            " RoPE"
-        )
-    # every published Llama 3.x has these factors and this original context
-    rope = RopeConfig(
-        rope_type="llama3",
-        theta=config.rope.theta,
-        factor=round(largest, 3),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    plain, rescaled = (
-        np.asarray(rope_for(c, 1).inverse_frequencies)
-        for c in (config, dataclasses.replace(config, rope=rope))
-    )
-    if not np.allclose(plain / rescaled, factors, rtol=1e-4, atol=0):
-        raise NotImplementedError(
-            f"GGUF tensor {ROPE_FACTORS!r} is not Llama 3's rescaling of RoPE by {rope.factor:g}"
-        )
-    return rope
-
-
-def _value(fields: Fields, key: str, kinds: type | tuple[type, ...], default: Any) -> Any:
-    value = fields.get(key, default)
-    if value is None:
-        raise ValueError(f"GGUF field {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise ValueError(f"GGUF field {key}={str(value)[:40]!r} is of the wrong type")
-    return value
-
-
-def _text(fields: Fields, key: str) -> str:
-    return _value(fields, key, str, None)
-
-
-def _whole(fields: Fields, key: str, default: int | None = None) -> int:
-    return _value(fields, key, int, default)
-
-
-def _number(fields: Fields, key: str, default: float | None = None) -> float:
-    # the decimal that was written: float32 stores 1e-5 as 9.99999975e-06
-    return float(str(np.float32(_value(fields, key, (int, float), default))))
-
-
-def _token(fields: Fields, name: str) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    return _whole(fields, key) if key in fields else None
+def _control_tokens(fields: Fields) -> dict[str, int]:
+    """Return the ids of the vocabulary's control tokens and of those that its user defined. A
+    broken vocabulary has none, which the tokenizer will name."""
+    tokens = fields.get("tokenizer.ggml.tokens")
+    kinds = fields.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return {}
+    return {
+        one: i
+        for i, (one, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (CONTROL, USER_DEFINED)
+    }

@@ -13,6 +13,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvq_models.llama.gguf_metadata import CONTROL, USER_DEFINED
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -26,16 +28,39 @@ PRE_TOKENIZERS = {
     "llama-bpe": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}",
 }
+# Other names under which llama.cpp splits text in the same way.
+ALIASES = {
+    "gpt-2": ("phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"),
+    "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "qwen2": ("deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"),
+}
+_SPLITS = {name: name for name in PRE_TOKENIZERS}
+_SPLITS |= {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 WHOLE_WORDS = ("llama-bpe",)  # keep a whole word of the vocabulary, before any merge
-COMPOSED = ("qwen2",)  # text in Unicode's form NFC
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens
+COMPOSED = ("qwen2",)  # text in Unicode's form NFC, in files of this name itself
+
+# Fields of the tokenizer that are read here or in gguf_metadata.py, or that change no token.
+_KNOWN = frozenset(
+    {
+        "model",
+        "pre",
+        "tokens",
+        "token_type",
+        "scores",
+        "merges",
+        "add_bos_token",
+        "add_eos_token",
+        "add_space_prefix",
+        "token_type_count",
+        "precompiled_charsmap",
+    }
+)
 
 Fields = Mapping[str, Any]
 
 
-def tokenizer_of(fields: Fields) -> Any:
-    """Return the file's tokenizer (a transformers.PreTrainedTokenizerFast), or None if it has
-    none.
+def core_of(fields: Fields) -> Any:
+    """Return the file's tokenizer as a tokenizers.Tokenizer, or None if the file has none.
 
     Raises NotImplementedError, by name, for another kind of tokenizer or pre-tokenizer, and
     ValueError for lists that do not fit together.
@@ -43,14 +68,11 @@ def tokenizer_of(fields: Fields) -> Any:
     kind = fields.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return None
-    # its import warns that PyTorch is missing
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
-
     if kind not in ("gpt2", "llama"):
         raise NotImplementedError(
             f"GGUF field tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama"
         )
+    _check_all_known(fields)
     tokens = _strings(fields, "tokens")
     core = _byte_level(fields, tokens) if kind == "gpt2" else _sentence_piece(fields, tokens)
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
@@ -60,35 +82,64 @@ def tokenizer_of(fields: Fields) -> Any:
             " tokens"
         )
     _add_special(core, tokens, kinds)
-    named = {
-        name: _named(fields, gguf_name, tokens)
-        for name, gguf_name in (
-            ("bos", "bos"),
-            ("eos", "eos"),
-            ("unk", "unknown"),
-            ("pad", "padding"),
-        )
-    }
-    _add_template(core, fields, kind, named["bos"], named["eos"])
+    _add_template(core, fields, kind, _named(fields, "bos", tokens), _named(fields, "eos", tokens))
+    return core
+
+
+def tokenizer_of(fields: Fields, core: Any) -> Any:
+    """Return a transformers.PreTrainedTokenizerFast with a copy of `core_of(fields)`, the file's
+    special tokens and its chat template."""
+    # its import warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
+
+    tokens = _strings(fields, "tokens")
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    special = {f"{name}_token": _named(fields, stated, tokens) for name, stated in names.items()}
     template = fields.get("tokenizer.chat_template")
-    special = {f"{name}_token": token for name, token in named.items() if token is not None}
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
-        **special,
+        **{name: token for name, token in special.items() if token is not None},
     )
+
+
+def _check_all_known(fields: Fields) -> None:
+    """Raise NotImplementedError, by name, for a field that may change the tokens and is not read:
+    one that is set and is no token's id."""
+    prefix = "tokenizer.ggml."
+    for field in fields:
+        name = field.removeprefix(prefix)
+        if name == field or name in _KNOWN or name.endswith("_token_id"):
+            continue
+        if value := fields[field]:
+            raise NotImplementedError(
+                f"GGUF field {field}={str(value)[:40]} is not known here, and may change the tokens"
+            )
+
+
+def _split(fields: Fields) -> str:
+    """Return the name in `PRE_TOKENIZERS` of a byte-level file's split."""
+    name = fields.get("tokenizer.ggml.pre")
+    if name is None:
+        raise NotImplementedError(
+            "GGUF field tokenizer.ggml.pre is missing, and any guess of how text is split may give"
+            " wrong tokens: convert the model again with a llama.cpp of May 2024 or later, or add"
+            f" the field with gguf-new-metadata; supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    if name not in _SPLITS:
+        raise NotImplementedError(
+            f"GGUF field tokenizer.ggml.pre={str(name)[:40]!r} is not supported; supported:"
+            f" {', '.join(_SPLITS)}"
+        )
+    return _SPLITS[name]
 
 
 def _byte_level(fields: Fields, tokens: Sequence[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = fields.get("tokenizer.ggml.pre", "gpt-2")
-    if name not in PRE_TOKENIZERS:
-        raise NotImplementedError(
-            f"GGUF field tokenizer.ggml.pre={name!r} is not supported; supported:"
-            f" {', '.join(PRE_TOKENIZERS)}"
-        )
+    name = _split(fields)
     merges = [
         (first, second)
         for first, _, second in (merge.partition(" ") for merge in _strings(fields, "merges"))
@@ -113,7 +164,7 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> Any:
         core.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
-    if name in COMPOSED:
+    if fields["tokenizer.ggml.pre"] in COMPOSED:
         core.normalizer = normalizers.NFC()
     core.decoder = decoders.ByteLevel()
     return core
@@ -170,14 +221,14 @@ def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None
         [
             AddedToken(t, special=True, normalized=False)
             for t, k in zip(tokens, kinds, strict=True)
-            if k == _CONTROL
+            if k == CONTROL
         ]
     )
     core.add_tokens(
         [
             AddedToken(t, normalized=False)
             for t, k in zip(tokens, kinds, strict=True)
-            if k == _USER_DEFINED
+            if k == USER_DEFINED
         ]
     )
 
@@ -188,7 +239,7 @@ def _add_template(core: Any, fields: Fields, kind: str, bos: str | None, eos: st
 
     first = fields.get(
         "tokenizer.ggml.add_bos_token",
-        kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe",
+        kind == "llama" or _split(fields) == "llama-bpe",
     )
     last = fields.get("tokenizer.ggml.add_eos_token", False)
     around = [token if wanted else None for token, wanted in ((bos, first), (eos, last))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -20,22 +19,29 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import SHA256, Checksum
+from kvq_models.llama import generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.config_fields import token_ids
+from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.hf_names import EMBED_NAME, HEAD_NAME
+from kvq_models.llama.hf_tokenizer import (
+    TOKENIZER_EXTRAS,
+    TOKENIZER_FILES,
+    added_tokens,
+    load_tokenizer,
+    named_end,
+)
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-SENTENCEPIECE_FILE = "tokenizer.model"
-FAST_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
-TOKENIZER_FILES = (*FAST_TOKENIZER_FILES, SENTENCEPIECE_FILE, "tokenizer_config.json")
-TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 # of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
 Part = Literal["config", "tokenizer", "all"]
 
+_PREFIX = "model."
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -61,16 +67,24 @@ class HfDirectory:
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
-        """Return the model's configuration. The end-of-sequence tokens of generation_config.json
-        take precedence, if there are any."""
+        """Return the model's configuration. Its end tokens are those of config.json,
+        generation_config.json and the tokenizer together."""
         config = LlamaConfig.from_hf(self.fields)
+        if self._is_tied():
+            config = dataclasses.replace(config, tie_word_embeddings=True)
         generation_file = self.directory / "generation_config.json"
-        eos_token_ids = (
-            token_ids(read_json(generation_file), "eos_token_id")
-            if generation_file.exists()
-            else ()
+        generation = read_json(generation_file) if generation_file.exists() else {}
+        added = added_tokens(self.directory)
+        stated = (
+            *token_ids(generation, "eos_token_id"),
+            *config.eos_token_ids,
+            named_end(self.directory, added),
         )
-        return dataclasses.replace(config, eos_token_ids=eos_token_ids or config.eos_token_ids)
+        return dataclasses.replace(
+            config,
+            eos_token_ids=end_tokens(stated, added),
+            generation=generation_defaults.of_hf(generation),
+        )
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
@@ -86,6 +100,25 @@ class HfDirectory:
         lm_head.weight, and maps the others to it in the metadata. A head without an embedding in a
         tied model is the embedding, as in transformers.
         """
+        stored, shared = self._headers
+        if HEAD_NAME in stored and self.config.tie_word_embeddings:
+            shared = {EMBED_NAME: HEAD_NAME} | shared
+        aliases = {
+            name: kept for name, kept in shared.items() if name not in stored and kept in stored
+        }
+        return stored | {
+            name: dataclasses.replace(stored[kept], stored_as=stored[kept].stored_as or kept)
+            for name, kept in aliases.items()
+        }
+
+    @functools.cached_property
+    def _headers(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """Return (headers by name, names of shared tensors with the name that is stored).
+
+        A model that was saved without its head, as LlamaModel, lacks the prefix "model." of every
+        name. It is added, as in transformers. Prefixes of PyTorch's wrappers (torch.compile, DDP)
+        are removed.
+        """
         stored: dict[str, StoredTensor] = {}
         shared: dict[str, str] = {}
         for file in self.weight_files:
@@ -100,15 +133,30 @@ class HfDirectory:
                     header = tensors.get_slice(name)
                     stored[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
                 shared |= tensors.metadata() or {}
-        if HEAD_NAME in stored and self.config.tie_word_embeddings:
-            shared.setdefault(EMBED_NAME, HEAD_NAME)
-        aliases = {
-            name: kept for name, kept in shared.items() if name not in stored and kept in stored
-        }
-        return stored | {
-            name: dataclasses.replace(stored[kept], stored_as=kept)
-            for name, kept in aliases.items()
-        }
+        bare = {name: _WRAPPERS.sub("", name) for name in stored}
+        if EMBED_NAME.removeprefix(_PREFIX) in bare.values():
+            bare = {
+                name: one if one == HEAD_NAME else f"{_PREFIX}{one}" for name, one in bare.items()
+            }
+        if len(set(bare.values())) < len(bare):  # wrapped and plain names of the same tensors
+            return stored, shared
+        return {
+            bare[name]: tensor
+            if bare[name] == name
+            else dataclasses.replace(tensor, stored_as=name)
+            for name, tensor in stored.items()
+        }, shared
+
+    def _is_tied(self) -> bool:
+        """Return True if config.json does not say whether the head is tied, and the files hold no
+        head: nothing else can be meant."""
+        if self.fields.get("tie_word_embeddings") is not None:
+            return False
+        try:
+            stored, shared = self._headers
+        except CheckpointError:  # no weights here: a configuration alone
+            return False
+        return EMBED_NAME in stored and HEAD_NAME not in {*stored, *shared}
 
     @property
     def weight_files(self) -> list[Path]:
@@ -262,39 +310,3 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{str(file)!r} is not a whole safetensors file: {first_line(error)}"
         ) from error
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Return the directory's tokenizer, or None if it has none."""
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
-        return None
-    fast = any((directory / name).exists() for name in FAST_TOKENIZER_FILES)
-    if (
-        not fast
-        and (directory / SENTENCEPIECE_FILE).exists()
-        and importlib.util.find_spec("sentencepiece") is None
-    ):
-        raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a"
-            " tokenizer.json, and sentencepiece reads it: pip install 'kvq-jax[sentencepiece]'"
-        )
-    # its import warns that PyTorch is missing
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer  # imported late: it takes seconds
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # the tokenizers library raises nothing narrower for a broken file
-        raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}"
-        ) from error
-    # transformers compares lengths with it, whatever its type
-    longest = getattr(tokenizer, "model_max_length", None)
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
-        raise CheckpointError(
-            f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no"
-            " number"
-        )
-    return tokenizer

@@ -22,7 +22,8 @@ from kvq_models.llama.weight_axes import weight_axes
 
 KEEP, TRANSPOSE = False, True
 
-# (Hugging Face name, path in the module tree, transpose); "#" stands for the layer's number.
+# (Hugging Face name, path in the module tree, transpose); "#" stands for the layer's number, "*"
+# for the expert's: one weight holds those of all experts.
 TABLE = (
     ("model.embed_tokens.weight", "embed", KEEP),
     ("model.layers.#.input_layernorm.weight", "layers.#.input_norm.scale", KEEP),
@@ -46,18 +47,39 @@ TABLE = (
     ("model.norm.weight", "norm.scale", KEEP),
     ("lm_head.weight", "head.kernel", TRANSPOSE),
 )
+# The same names stand for other norms in families that norm what is added to the residual stream.
+EXPERTS = {
+    "mixtral": (
+        ("model.layers.#.block_sparse_moe.gate.weight", "layers.#.mlp.router"),
+        ("model.layers.#.block_sparse_moe.experts.*.w1.weight", "layers.#.mlp.gate"),
+        ("model.layers.#.block_sparse_moe.experts.*.w3.weight", "layers.#.mlp.up"),
+        ("model.layers.#.block_sparse_moe.experts.*.w2.weight", "layers.#.mlp.down"),
+    ),
+    "qwen3_moe": (
+        ("model.layers.#.mlp.gate.weight", "layers.#.mlp.router"),
+        ("model.layers.#.mlp.experts.*.gate_proj.weight", "layers.#.mlp.gate"),
+        ("model.layers.#.mlp.experts.*.up_proj.weight", "layers.#.mlp.up"),
+        ("model.layers.#.mlp.experts.*.down_proj.weight", "layers.#.mlp.down"),
+    ),
+}
+WITH_OUTPUT_NORMS = {
+    "layers.#.attention_output_norm.scale": "model.layers.#.post_attention_layernorm.weight",
+    "layers.#.mlp_norm.scale": "model.layers.#.pre_feedforward_layernorm.weight",
+    "layers.#.mlp_output_norm.scale": "model.layers.#.post_feedforward_layernorm.weight",
+}
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 # Buffers of old checkpoints that the config determines: rotary frequencies.
 IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 
 _BY_PATH = {path: (name, transpose) for name, path, transpose in TABLE}
+_BY_PATH_WITH_OUTPUT_NORMS = _BY_PATH | {p: (n, KEEP) for p, n in WITH_OUTPUT_NORMS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """One weight of a model under its Hugging Face name. `leaf` and `spec` are in this model's
-    orientation."""
+    orientation. If the name has a "*", checkpoints store a tensor for each expert."""
 
     name: str
     transpose: bool
@@ -65,9 +87,17 @@ class Weight:
     spec: ArraySpec
 
     @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Return the names of the tensors that a checkpoint stores for this weight."""
+        if "*" not in self.name:
+            return (self.name,)
+        return tuple(self.name.replace("*", str(i)) for i in range(self.spec.shape[0]))
+
+    @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Return the shape that a checkpoint must store."""
-        return self.spec.shape[::-1] if self.transpose else self.spec.shape
+        """Return the shape of each tensor that a checkpoint must store."""
+        shape = self.spec.shape[1:] if "*" in self.name else self.spec.shape
+        return shape[::-1] if self.transpose else shape
 
 
 def weights(llama: Llama) -> dict[str, Weight]:
@@ -90,7 +120,10 @@ def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
 
 def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
     layer = re.search(r"\d+", path)
-    name, transpose = _BY_PATH[re.sub(r"\d+", "#", path)]
+    by_path = _BY_PATH_WITH_OUTPUT_NORMS if config.norms_outputs else _BY_PATH
+    if config.experts is not None:
+        by_path = by_path | {p: (n, TRANSPOSE) for n, p in EXPERTS[config.model_type]}
+    name, transpose = by_path[re.sub(r"\d+", "#", path)]
     spec = ArraySpec(weight_axes(path, config), leaf.dtype.name)
     return Weight(name.replace("#", layer.group()) if layer else name, transpose, leaf, spec)
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvq_jax.cache.cache import plans_for
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.bias_subtracting import check_bias
 from kvq_jax.types.array_types import LayerWeights
@@ -13,9 +14,12 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Layer, abstract_llama
 
 
-def layer_weights(layer: Layer) -> LayerWeights:
+def layer_weights(layer: Layer) -> LayerWeights | None:
     """Return the weights of a layer that cache methods may build on: the model's arrays, or their
-    descriptions in an abstract model."""
+    descriptions in an abstract model. None if the layer does not make its keys as `LayerWeights`
+    says (OLMo 2)."""
+    if layer.input_norm is None or layer.config.joint_qk_norm:
+        return None
     k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
     return LayerWeights(
         k_kernel=k.kernel.get_value(),
@@ -31,9 +35,16 @@ def layer_weights(layer: Layer) -> LayerWeights:
 def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:
     """Raise ValueError, in one line, if the spec needs weights that a model of this config does
     not have."""
-    if spec.subtract_bias:
-        check_bias(
-            layer_weights(
-                abstract_llama(dataclasses.replace(config, num_hidden_layers=1)).layers[0]
-            )
+    plan = plans_for(spec, config)[0]
+    if not spec.subtract_bias and not any(codec.facts.rebuilds for codec in plan.codecs):
+        return
+    weights = layer_weights(
+        abstract_llama(dataclasses.replace(config, num_hidden_layers=1)).layers[0]
+    )
+    if weights is None:
+        raise ValueError(
+            f"{str(spec)!r} builds on a layer's weights, which {config.model_type} uses in another"
+            " order: take a cache of keys and values alone, such as 'kivi:bits=4'"
         )
+    if spec.subtract_bias:
+        check_bias(weights)

@@ -8,6 +8,11 @@ without a cache.
     h_{l+1} = h' + (silu(y Wg) * (y Wu)) Wd,   y = norm_2(h')
     logits  = norm(h_L) head
 
+    OLMo 2: norm_1 and norm_2 of what is added to h, not of x and y; RMSNorm of q, k over all heads
+    Mixtral, Qwen3-MoE: a mixture of experts in place of the MLP (experts.py)
+    SmolLM3: no rope in some layers
+    Granite: factors of h_0, of both sums that are added to h, of the scores and of the logits
+
 A layer stops before attention and continues after it (`attention_inputs`, `finish`). The caller
 computes attention, exactly or through a quantized cache. Modules are JAX pytrees with the config as
 static metadata, so plain `jax.jit`, `jax.grad` and `jax.tree.map` work on them. Weights are stored
@@ -20,6 +25,7 @@ Source: Touvron et al., LLaMA; Ainslie et al., GQA; names after Hugging Face's c
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -30,8 +36,9 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
-from kvq_jax.types.rope import Rope, rotate
+from kvq_jax.types.rope import Rope, rotate, without_rotation
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.experts import Experts
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.whole_heads import of_whole_heads
 
@@ -55,6 +62,11 @@ class RMSNorm(nnx.Module):
         )
         scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
         return (normalized * scale).astype(x.dtype)
+
+
+def normalized(norm: RMSNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+    """Return norm(x), and x itself in a family without this norm."""
+    return x if norm is None else norm(x)
 
 
 class Linear(nnx.Module):
@@ -87,13 +99,18 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One decoder layer without its attention."""
+    """One decoder layer without its attention. `rotated` is False in a layer without RoPE."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self, config: LlamaConfig, *, rotated: bool = True, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
         width_q = config.num_attention_heads * config.head_dim
         width_kv = config.num_key_value_heads * config.head_dim
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         self.config = config
-        self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.rotated = rotated
+        self.input_norm = norm(config.hidden_size) if config.norms_inputs else None
+        self.attention_output_norm = norm(config.hidden_size) if config.norms_outputs else None
         self.q_proj = Linear(
             config.hidden_size, width_q, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
         )
@@ -103,21 +120,23 @@ class Layer(nnx.Module):
         self.v_proj = Linear(
             config.hidden_size, width_kv, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs
         )
-        self.q_norm = (
-            RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-            if config.qk_norm
-            else None
-        )
-        self.k_norm = (
-            RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-            if config.qk_norm
-            else None
-        )
+        joint = config.joint_qk_norm
+        self.q_norm = norm(width_q if joint else config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(width_kv if joint else config.head_dim) if config.qk_norm else None
         self.o_proj = Linear(
             width_q, config.hidden_size, use_bias=config.o_bias, dtype=dtype, rngs=rngs
         )
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = norm(config.hidden_size) if config.norms_inputs else None
+        self.mlp_output_norm = norm(config.hidden_size) if config.norms_outputs else None
+        self.mlp = (
+            MLP(config, dtype=dtype, rngs=rngs)
+            if config.experts is None
+            else Experts(config.experts, config.hidden_size, dtype=dtype, rngs=rngs)
+        )
+
+    def rope(self, rope: Rope) -> Rope:
+        """Return the layer's rotation, from the model's."""
+        return rope if self.rotated else without_rotation(rope)
 
     def queries(self, x_BTD: HiddenBTD) -> QueryBNTH:
         """Return the queries before RoPE, from the normalized input."""
@@ -131,12 +150,20 @@ class Layer(nnx.Module):
         return split_heads(self.v_proj(x_BTD), self.config.num_key_value_heads)
 
     def _query_heads(self, projected_BTC: Float[Array, "B T C"]) -> QueryBNTH:
-        q_BNTH = split_heads(projected_BTC, self.config.num_attention_heads)
-        return q_BNTH if self.q_norm is None else self.q_norm(q_BNTH)
+        q_BNTH = self._normalized_heads(projected_BTC, self.config.num_attention_heads, self.q_norm)
+        factor = self.config.attention_multiplier
+        # attention scales scores by 1 / sqrt(H), whatever the model
+        return q_BNTH if factor is None else q_BNTH * (factor * self.config.head_dim**0.5)
 
     def _key_heads(self, projected_BTC: Float[Array, "B T C"]) -> RowsBKTH:
-        k_BKTH = split_heads(projected_BTC, self.config.num_key_value_heads)
-        return k_BKTH if self.k_norm is None else self.k_norm(k_BKTH)
+        return self._normalized_heads(projected_BTC, self.config.num_key_value_heads, self.k_norm)
+
+    def _normalized_heads(
+        self, projected_BTC: Float[Array, "B T C"], heads: int, norm: RMSNorm | None
+    ) -> Float[Array, "B heads T H"]:
+        if self.config.joint_qk_norm:
+            return split_heads(normalized(norm, projected_BTC), heads)
+        return normalized(norm, split_heads(projected_BTC, heads))
 
     def attention_inputs(
         self,
@@ -151,7 +178,8 @@ class Layer(nnx.Module):
 
         placement (static): of the cache; each shard gets the heads that it holds.
         """
-        x_BTD = self.input_norm(hidden_BTD)
+        rope = self.rope(rope)
+        x_BTD = normalized(self.input_norm, hidden_BTD)
         q_BTC, k_BTC, v_BTC = of_whole_heads(
             [project(x_BTD) for project in (self.q_proj, self.k_proj, self.v_proj)], placement
         )
@@ -172,8 +200,12 @@ class Layer(nnx.Module):
     def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: Float[Array, "#B N T H"]) -> HiddenBTD:
         """Add the output projection and the MLP to the residual stream. Attention may have any
         float dtype, and one row for all rows."""
-        hidden_BTD = hidden_BTD + self.o_proj(merge_heads(attention_BNTH).astype(hidden_BTD.dtype))
-        return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
+        factor = self.config.residual_multiplier
+        attended_BTD = self.o_proj(merge_heads(attention_BNTH).astype(hidden_BTD.dtype))
+        attended_BTD = normalized(self.attention_output_norm, attended_BTD)
+        hidden_BTD = hidden_BTD + _times(factor, attended_BTD)
+        computed_BTD = self.mlp(normalized(self.mlp_norm, hidden_BTD))
+        return hidden_BTD + _times(factor, normalized(self.mlp_output_norm, computed_BTD))
 
 
 class Llama(nnx.Module):
@@ -199,7 +231,10 @@ class Llama(nnx.Module):
             * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
         )
         self.layers = nnx.List(
-            [Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+            [
+                Layer(config, rotated=i not in config.unrotated_layers, dtype=dtype, rngs=rngs)
+                for i in range(config.num_hidden_layers)
+            ]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings
@@ -215,24 +250,38 @@ class Llama(nnx.Module):
     def embed_tokens(self, tokens_BT: Int[Array, "B T"]) -> HiddenBTD:
         """Return rows of the embedding. A token id outside the vocabulary gives NaN rather than
         another token's row."""
-        return self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
+        rows_BTD = self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
+        return _times(self.config.embedding_multiplier, rows_BTD)
 
     def logits(self, hidden_BTD: HiddenBTD) -> Float[Array, "B T V"]:
         """Return the fp32 logits of the last layer's output."""
         x_BTD = self.norm(hidden_BTD)
-        if self.head is None:
-            return jnp.einsum(
-                "btd,vd->btv", x_BTD, self.embed[...], preferred_element_type=jnp.float32
-            )
-        return jnp.einsum(
-            "btd,dv->btv", x_BTD, self.head.kernel[...], preferred_element_type=jnp.float32
+        equation, matrix = (
+            ("btd,vd->btv", self.embed[...])
+            if self.head is None
+            else ("btd,dv->btv", self.head.kernel[...])
         )
+        logits_BTV = jnp.einsum(equation, x_BTD, matrix, preferred_element_type=jnp.float32)
+        return _times(1 / self.config.logits_scaling, logits_BTV)
 
 
 def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama:
     """Return the model's tree with a ShapeDtypeStruct for each weight, to count bytes and load
     checkpoints without allocation."""
-    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=_OneKey(0)))
+
+
+class _OneKey(nnx.Rngs):
+    """The same key for all weights. For a new key of its own, `nnx.Rngs` walks through all earlier
+    equations of a trace, which takes a second for 30 layers."""
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
+def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return factor * x, and x itself if the factor is 1, as in all families but Granite."""
+    return x if factor == 1 else x * factor
 
 
 def split_heads(rows_BTC: Float[Array, "B T C"], heads: int) -> Float[Array, "B heads T H"]:

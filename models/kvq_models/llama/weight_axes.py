@@ -24,17 +24,23 @@ TABLE = {
     "layers.#.k_proj.bias": ("kv_heads",),
     "layers.#.v_proj.kernel": ("model", "kv_heads"),
     "layers.#.v_proj.bias": ("kv_heads",),
-    "layers.#.q_norm.scale": ("channels",),
-    "layers.#.k_norm.scale": ("channels",),
+    "layers.#.q_norm.scale": ("q_norm",),
+    "layers.#.k_norm.scale": ("k_norm",),
     "layers.#.o_proj.kernel": ("heads", "model"),
     "layers.#.o_proj.bias": ("model",),
+    "layers.#.attention_output_norm.scale": ("model",),
     "layers.#.mlp_norm.scale": ("model",),
+    "layers.#.mlp_output_norm.scale": ("model",),
     "layers.#.mlp.gate_proj.kernel": ("model", "mlp"),
     "layers.#.mlp.gate_proj.bias": ("mlp",),
     "layers.#.mlp.up_proj.kernel": ("model", "mlp"),
     "layers.#.mlp.up_proj.bias": ("mlp",),
     "layers.#.mlp.down_proj.kernel": ("mlp", "model"),
     "layers.#.mlp.down_proj.bias": ("model",),
+    "layers.#.mlp.router": ("model", "experts"),
+    "layers.#.mlp.gate": ("experts", "model", "expert_mlp"),
+    "layers.#.mlp.up": ("experts", "model", "expert_mlp"),
+    "layers.#.mlp.down": ("experts", "expert_mlp", "model"),
     "norm.scale": ("model",),
     "head.kernel": ("model", "vocab"),
 }
@@ -42,14 +48,21 @@ TABLE = {
 
 def weight_axes(path: str, config: LlamaConfig) -> tuple[Axis, ...]:
     """Return the axes of the weight at a path such as `layers.0.q_proj.kernel`."""
+    heads = Axis("heads", config.num_attention_heads, each=config.head_dim)
+    kv_heads = Axis("kv_heads", config.num_key_value_heads, each=config.head_dim)
+    channels, together = Axis("channels", config.head_dim), config.joint_qk_norm
     named = {
         "vocab": Axis("vocab", config.vocab_size),
         "model": Axis("model", config.hidden_size),
-        "heads": Axis("heads", config.num_attention_heads, each=config.head_dim),
-        "kv_heads": Axis("kv_heads", config.num_key_value_heads, each=config.head_dim),
-        "channels": Axis("channels", config.head_dim),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q_norm": heads if together else channels,
+        "k_norm": kv_heads if together else channels,
         "mlp": Axis("mlp", config.intermediate_size),
     }
+    if config.experts is not None:
+        named["experts"] = Axis("experts", config.experts.count)
+        named["expert_mlp"] = Axis("mlp", config.experts.intermediate_size)
     return tuple(named[name] for name in TABLE[re.sub(r"\d+", "#", path)])
 
 

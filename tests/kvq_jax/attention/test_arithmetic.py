@@ -95,6 +95,19 @@ def test_a_file_that_cannot_be_read_is_tested_again():
     assert arithmetic.verdict(format, GPU, Answering(None)).difference is None
 
 
+def test_a_test_that_cannot_run_is_not_kept():
+    """A full memory says nothing about assembly: the next process asks again."""
+
+    def stopped(format: Any, device: Any) -> str | None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 GiB")
+
+    format = arithmetic.format_of(plan_of("kivi:bits=4"), HEADS)
+    reason = arithmetic.verdict(format, GPU, stopped).difference
+    assert reason == "it cannot run: RuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+    assert not list((cache_folder() / "kernels").glob("*.json"))
+    assert arithmetic.verdict(format, GPU, Answering(None)).difference is None
+
+
 def test_changed_kernels_are_tested_again(monkeypatch):
     format = arithmetic.format_of(plan_of("kivi:bits=4"), HEADS)
     arithmetic.verdict(format, GPU, Answering(None))

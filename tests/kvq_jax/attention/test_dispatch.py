@@ -233,7 +233,7 @@ def test_shapes_that_kernels_do_not_serve_have_a_reason():
     [
         ("gpu", "8.0", None),
         ("gpu", "12.0", None),
-        ("gpu", "7.5", "capability 8.0 or later, this is Some GPU \\(7.5\\)"),
+        ("gpu", "7.5", "capability 8.0 or later, this is NVIDIA GPU \\(7.5\\)"),
         ("gpu", "gfx942", "NVIDIA GPU of compute capability .* \\(gfx942\\)"),
         ("cpu", "9.0", "this process runs on cpu"),
         ("tpu", None, "this process runs on tpu"),
@@ -242,7 +242,8 @@ def test_shapes_that_kernels_do_not_serve_have_a_reason():
 def test_devices_that_run_no_kernels_have_a_reason(monkeypatch, backend, capability, reason):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     device = types.SimpleNamespace(
-        device_kind="Some GPU", **({} if capability is None else {"compute_capability": capability})
+        device_kind="NVIDIA GPU",
+        **({} if capability is None else {"compute_capability": capability}),
     )
     monkeypatch.setattr(jax, "devices", lambda: [device])
     if reason is None:
@@ -254,6 +255,15 @@ def test_devices_that_run_no_kernels_have_a_reason(monkeypatch, backend, capabil
     assert dispatch.choose(None, plan_of("kivi"), 4, 1) == XLA
     with pytest.raises(ValueError, match=reason):
         dispatch.choose("pallas", plan_of("kivi"), 4, 1)
+
+
+@pytest.mark.parametrize(("version", "refused"), [((0, 10, 2), False), ((0, 11, 0), True)])
+def test_a_virtual_gpu_is_refused_by_name_if_pallas_does_not_know_it(monkeypatch, version, refused):
+    device = types.SimpleNamespace(device_kind="GRID A100-10C", compute_capability="8.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert ("this is GRID A100-10C" in str(dispatch.no_device())) is refused
 
 
 @pytest.mark.usefixtures("types_unchecked", "without_native")

@@ -62,7 +62,9 @@ def random_cache(spec: str) -> kvq.Cache:
         return jnp.asarray(raw.view(leaf.dtype).reshape(leaf.shape))
 
     cache = jax.tree.map(bits, kvq.init_cache(spec, DIMS, 2, 40, "bfloat16"))
-    return dataclasses.replace(cache, lengths=jnp.array([3, 40], jnp.int32))
+    counts = jnp.array([3, 40], jnp.int32)
+    layers = tuple(dataclasses.replace(layer, intact=counts) for layer in cache.layers)
+    return dataclasses.replace(cache, layers=layers, lengths=counts)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,8 @@ def rewritten(
         ({"lengths": np.full(8, 91, np.int32)}, "lengths are not between 0 and the capacity 90"),
         ({"lengths": np.full(8, -1, np.int32)}, "lengths are not between 0"),
         ({"lengths": None}, "tensor lengths is missing"),
+        ({"layers.1.intact": None}, "tensor layers.1.intact is missing"),
+        ({"layers.1.intact": np.full(8, 91, np.int32)}, "layers.1.intact is not between 0 and"),
         ({"extra": np.zeros(3, np.int8)}, "tensor extra is unknown"),
         (
             {"layers.1.ring.v": np.zeros((8, 2, 28, 31), np.float32)},
@@ -139,7 +143,7 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
     ("header", "message"),
     [
         ({"format": None}, "not a saved cache"),
-        ({"format_version": "3"}, "format_version='3'"),
+        ({"format_version": "4"}, "format_version='4'"),
         ({"spec": "kivvi"}, "spec='kivvi'"),
         ({"spec": "innerq"}, "tensor "),
         ({"dims": "[1"}, "dims="),
@@ -177,6 +181,9 @@ def test_a_file_of_an_older_version_is_loaded_with_a_note_and_a_new_one_must_hav
     save_file(tensors, saved, metadata=header)
     with pytest.raises(ValueError, match=ONE_LINE.format("has no checksum")):
         kvq.load_cache(saved)
+    tensors = {name: array for name, array in tensors.items() if not name.endswith("intact")}
+    save_tensors(saved, tensors, header | {"format_version": "2"})
+    assert_equal(kvq.load_cache(saved), cache)
     save_file(tensors, saved, metadata=header | {"format_version": "1"})
     with pytest.warns(NoChecksum, match="written before files had checksums"):
         assert_equal(kvq.load_cache(saved), cache)

@@ -85,7 +85,7 @@ def test_subtracting_a_bias_changes_no_fact_but_the_ones_that_it_is_about(case: 
     plain = kvq.layout(case.spec, DIMS, 1, 90).plans[0].k
     spec = dataclasses.replace(kvq.parse(case.spec), subtract_bias=True)
     wrapped = kvq.layout(spec, DIMS, 1, 90).plans[0].k
-    changed = {"form": "other", "channel_group_bits": None}
+    changed = {"form": "other", "channel_group_bits": None, "token_group": None}
     assert described(wrapped.facts) == described(plain.facts) | changed
     assert wrapped.learning.before_rope == plain.learning.before_rope
     assert wrapped.describe() == plain.describe() | {"subtract_bias": True}

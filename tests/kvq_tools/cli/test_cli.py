@@ -17,8 +17,15 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_models import generate, load_llama, right_padded
 from kvq_models.llama.checkpoint import read_config
-from kvq_tools.cli import console, inputs, main, one_generation, text_input
-from kvq_tools.cli.commands import memory
+from kvq_tools.cli import (
+    console,
+    inputs,
+    layer_times,
+    main,
+    one_generation,
+    resident,
+    text_input,
+)
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import UNFINISHED, Continuation
 from tests.kvq_models.checkpoints import PROMPT
@@ -204,7 +211,7 @@ def test_memory_finds_the_largest_context_that_fits_and_needs_no_weights(model, 
         for i in (0, 1)
     )
     assert fitting <= budget < above
-    assert memory.largest_context(kvq.parse(CACHE), read_config(model), 1, "bfloat16", 10) == 0, (
+    assert resident.largest_context(kvq.parse(CACHE), read_config(model), 1, "bfloat16", 10) == 0, (
         "nothing fits 10 bytes"
     )
 
@@ -239,7 +246,8 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
 # --- demo
 
 
-def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
+def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json, monkeypatch):
+    monkeypatch.setattr(layer_times, "CONTEXTS", (64, 128))
     tight = "kivi:bits=2,recent=0,block=8"
     found = run_json(
         "demo",
@@ -267,6 +275,18 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
     assert quantized["ratio"] > 1.5 > dense["ratio"]
     assert all(row["tokens_per_second"] > 0 and len(row["tokens"]) == 8 for row in found["caches"])
     assert {row["implementation"] for row in found["caches"]} == {HERE}
+    layer = found["layer"]
+    assert [row["name"] for row in layer["caches"]] == ["dense", tight]
+    assert all(len(row["milliseconds"]) == len(layer["contexts"]) == 2 for row in layer["caches"])
+    assert layer["caches"][0]["ratio"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "start"),
+    [([2, 0.9, 0.8, 0.7], 4096), ([0.5, 1.1, 0.8, 0.7], 16384), ([2, 2, 0.9, 1], None)],
+)
+def test_a_cache_is_faster_from_where_all_longer_contexts_are(ratios, start):
+    assert layer_times.faster_from(ratios) == start
 
 
 # --- the command itself

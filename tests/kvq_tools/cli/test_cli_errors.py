@@ -62,7 +62,7 @@ BEFORE_WEIGHTS = {
     ),
     "enormous capacity": (
         ("generate", "{model}", "--prompt", "a", "--cache", "dense", "--capacity", "999999999999"),
-        "a cache of 999999999999 tokens takes 116.42 TiB, and this device has",
+        "a cache of 999999999999 tokens takes 232.83 TiB, and this device has",
     ),
     "no chat template": (("generate", "{model}", "--prompt", "a", "--chat"), "no chat template"),
     "broken config.json": (("doctor", "{tmp}/broken"), "not valid JSON"),
@@ -163,7 +163,7 @@ def test_a_cache_without_room_beside_the_model_is_one_line_that_names_its_bytes(
     )
     assert_one_line_error(
         result,
-        "a cache of 4096 tokens, which takes 512.13 KiB, beside the model: RESOURCE_EXHAUSTED",
+        "a cache of 4096 tokens, which takes 1.00 MiB, beside the model: RESOURCE_EXHAUSTED",
     )
 
 

@@ -126,3 +126,14 @@ def test_a_task_warns_where_no_token_leaves_the_exact_windows(
     found = [line for line in err.splitlines() if "warning" in line]
     assert len(found) == bool(warning), err
     assert not warning or found[0].endswith(warning), err
+
+
+def test_dense_rows_have_the_dtype_of_the_model(run_json, model, tmp_path):
+    """Rounded rows beside float32 weights would change greedy text."""
+    for cache, rows in (("dense", "float32"), ("kivi:bits=2", "bfloat16")):
+        made = run_json(
+            "prefill", model, "--prompt", TEXT, "--cache", cache, "--out", tmp_path / "f"
+        )
+        assert (made["dtype"], made["rows_dtype"]) == ("float32", rows), cache
+    shown = run_json("generate", model, "--prompt", TEXT, "--max-new-tokens", 4)
+    assert (shown["rows_dtype"], shown["cache_bytes"] // shown["bf16_bytes"]) == ("float32", 2)

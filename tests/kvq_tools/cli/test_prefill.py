@@ -51,7 +51,7 @@ def test_the_tokens_are_those_of_one_process(
     whole = run_json(
         "generate", model, "--prompt-file", prompt, "--cache", CACHE, "--capacity", 128, *SAMPLED
     )
-    for options in ((), ("--prompt", PROMPT, "--cache", CACHE)):
+    for options in ((), ("--cache", CACHE)):
         found = run_json("generate", model, "--from", handed, *SAMPLED, *options)
         same = (
             "tokens",
@@ -85,13 +85,15 @@ def test_the_tokens_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--prompt", "the key of the dog"), "another prompt: .* they differ from token [1-9]"),
         (("--cache", "kivi:bits=2"), "holds the cache 'innerq:.*, but --cache is 'kivi:bits=2'"),
         (
             ("--capacity", 256),
             "--capacity is for one prompt or many prompts: kvq prefill has already made",
         ),
         (("--max-new-tokens", 500), "has room for 128"),
+        (("--prompts", "x.jsonl"), "--from continues one saved prompt: leave out --prompts"),
+        (("--chat",), "holds a text, not a chat: leave out --chat"),
+        (("--prompt", ""), "the prompt is empty"),
         (("--mesh", "heads=2"), "--mesh is for one prompt: kvq prefill"),
     ],
 )

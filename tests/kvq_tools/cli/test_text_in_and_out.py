@@ -12,6 +12,7 @@ import shutil
 import jax
 import pytest
 
+import kvq_jax as kvq
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.cli import inputs, sampling_options, text_input
 from kvq_tools.cli.console import UserError
@@ -114,7 +115,8 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
         (action,) = (action for action in parser._actions if action.dest == "dtype")
         options = argparse.Namespace(dtype=action.default)
         assert inputs.model_dtype(options) == dtype, f"kvq {command}"
-        assert inputs.rows_dtype(options) == "bfloat16", f"kvq {command}"
+        for cache, rows in (("dense", dtype), ("kivi:bits=2", "bfloat16")):
+            assert inputs.rows_dtype(options, kvq.parse(cache)) == rows, f"kvq {command} {cache}"
     assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", (
         "what is asked for is taken"
     )

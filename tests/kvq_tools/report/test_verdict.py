@@ -12,6 +12,7 @@ import pytest
 from kvq_tools.evaluation.intervals import paired_ratio
 from kvq_tools.report import schema
 from kvq_tools.report.quality import verdict
+from kvq_tools.report.verdict import WindowSizes
 
 COMMITTED = pathlib.Path(__file__).parents[3] / "docs" / "report" / "report.json"
 HARD = (0.5, 1.5, 0.8, 1.2)  # how much harder a window is than the mean
@@ -59,6 +60,11 @@ def test_caches_with_other_windows_are_not_ranked(report):
         assert said.startswith("No cache is named, because they keep different tokens exact"), said
     exact = cache(report, "dense", 16.0, 0.0, quantized_tokens=0)
     assert "take b" in told(report, *equal, exact), "full precision has no windows to compare"
+
+
+def test_blocks_move_the_share_a_little_and_are_compared():
+    assert WindowSizes(32, 96, 0.74).equal(WindowSizes(32, 96, 0.75))
+    assert not WindowSizes(32, 96, 0.70).equal(WindowSizes(32, 96, 0.75))
 
 
 def test_a_better_mean_is_no_winner_if_the_windows_overlap(report):

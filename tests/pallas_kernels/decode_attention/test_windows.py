@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels.decode_attention.merge import merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
-from pallas_kernels.decode_attention.windows import Queries
+from pallas_kernels.decode_attention.windows import WindowQueries
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.append import Places, Side, append_token
 from tests.exhaustive import some
@@ -71,7 +71,7 @@ def attend(q, sink, ring, tokens, limits, rotation=None, launch=LAUNCH):
     )
     sides = [Side(row, *windows, None) for windows in zip(sink, ring, strict=True)]
     places = Places(nothing, nothing > 0, nothing, nothing, nothing > 0)
-    queries = Queries(q, tokens, limits, rotation)
+    queries = WindowQueries(q, tokens, limits, rotation)
     _, part = append_token(sides, places, block=1, queries=queries, launch=launch)
     return merged([part], GROUP, launch=launch)
 
@@ -209,7 +209,7 @@ def test_the_newest_token_is_taken_from_its_row_while_it_is_written(sizes, rotat
 
     def part(new: list[jax.Array]) -> PartialAttention:
         sides = [Side(*side, None) for side in zip(new, sink, ring, strict=True)]
-        queries = Queries(
+        queries = WindowQueries(
             q,
             jnp.asarray(TOKENS),
             jnp.asarray(sizes.body(TOKENS)),

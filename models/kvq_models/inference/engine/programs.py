@@ -90,7 +90,8 @@ def score_chunk(
         return jnp.take_along_axis(logprobs, following_part[:, None], axis=-1)[:, 0], likely, values
 
     following_logprobs, likely, values = (
-        a.reshape(parts * SCORED, *a.shape[2:])[:width] for a in lax.map(one, jnp.arange(parts))
+        a.reshape(parts * SCORED, *a.shape[2:])[:width]
+        for a in lax.map(one, jnp.arange(parts, dtype=jnp.int32))
     )
     last = llama.logits(
         jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)

@@ -1,0 +1,26 @@
+// The kernels, compiled once for each kind of processor (setup.py), and the choice at run time.
+#pragma once
+
+#include "body.h"
+#include "prompt.h"
+
+namespace kvq {
+
+void attend_span_baseline(const Span&);
+void attend_span_avx2(const Span&);
+void attend_span_avx512(const Span&);
+
+void attend_rows_baseline(const PromptRows&);
+void attend_rows_avx2(const PromptRows&);
+void attend_rows_avx512(const PromptRows&);
+
+struct Kernels {
+  AttendSpan attend_span;
+  AttendRows attend_rows;
+  const char* name;
+};
+
+// The kernels for this processor.
+const Kernels& best_kernels();
+
+}  // namespace kvq

@@ -1,0 +1,78 @@
+#include "prompt_call.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+namespace kvq {
+namespace {
+
+// Query tokens of a task: as many as share the packing of keys well, but enough tasks for all
+// threads.
+int64_t tokens_of_task(const PromptCall& call, int64_t threads) {
+  const int64_t rows = call.batch * call.heads * call.queries * call.group;
+  const int64_t fair = rows / (4 * threads) + 1;
+  return std::max<int64_t>(1, std::clamp(fair, kLeastRows, kMostRows) / call.group);
+}
+
+std::vector<std::vector<int32_t>> seen_rows(const PromptCall& call) {
+  std::vector<std::vector<int32_t>> seen(call.batch);
+  for (int64_t b = 0; b < call.batch; b++)
+    for (int64_t i = 0; i < call.old; i++)
+      if (call.seen[b * call.old + i]) seen[b].push_back(int32_t(i));
+  return seen;
+}
+
+// How many new rows each query token of a row of the batch sees: within the rows that there are,
+// and never fewer than the token before.
+std::vector<int32_t> counts_of(const PromptCall& call) {
+  std::vector<int32_t> counts(call.batch * call.queries);
+  for (int64_t b = 0; b < call.batch; b++) {
+    int64_t most = 0;
+    for (int64_t t = 0; t < call.queries; t++) {
+      const int64_t i = b * call.queries + t;
+      most = std::max<int64_t>(most, std::min<int64_t>(call.counts[i], call.fresh));
+      counts[i] = int32_t(most);
+    }
+  }
+  return counts;
+}
+
+}  // namespace
+
+void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
+                   const Schedule& schedule) {
+  const auto seen = seen_rows(call);
+  const auto counts = counts_of(call);
+  const int64_t tokens = tokens_of_task(call, helpers + 1);
+  const int64_t blocks = (call.queries + tokens - 1) / tokens, pairs = call.batch * call.heads;
+  helpers = std::min(helpers, pairs * blocks - 1);
+  // The caller's thread allocates all memory, because a helper that ran out of it could not report
+  // it.
+  const int64_t floats = (prompt_scratch(tokens * call.group, call.channels) + 15) / 16 * 16;
+  std::vector<float> scratch((helpers + 1) * floats + 16);
+  void* start = scratch.data();
+  size_t room = scratch.size() * sizeof(float);
+  float* const aligned = static_cast<float*>(std::align(64, 64, start, room));
+  const int64_t rows = call.old + call.fresh, per_token = call.group * call.queries;
+  const int64_t bytes = call.type == kFloat32 ? 4 : 2;
+  // The last tokens see the most rows, and begin first.
+  run_tasks(pairs * blocks, helpers, schedule, [&](int64_t task, int64_t worker) {
+    const int64_t pair = task % pairs, block = blocks - 1 - task / pairs, b = pair / call.heads;
+    PromptRows part{};
+    part.q = call.q + pair * per_token * call.channels;
+    part.keys = call.keys + pair * rows * call.channels * bytes;
+    part.values = call.values + pair * rows * call.channels * bytes;
+    part.seen = seen[b].data(), part.seen_count = int64_t(seen[b].size());
+    part.counts = counts.data() + b * call.queries;
+    part.type = call.type, part.group = call.group, part.queries = call.queries;
+    part.channels = call.channels, part.old = call.old;
+    part.first = block * tokens, part.last = std::min(call.queries, part.first + tokens);
+    part.scale = call.scale, part.scratch = aligned + worker * floats;
+    part.m = call.m + pair * per_token, part.l = call.l + pair * per_token;
+    part.o = call.o + pair * per_token * call.channels;
+    kernel(part);
+  });
+}
+
+}  // namespace kvq

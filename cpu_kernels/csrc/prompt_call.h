@@ -1,0 +1,28 @@
+// One call of exact attention, whose query tokens are cut into tasks run by any threads.
+#pragma once
+
+#include "prompt.h"
+#include "tasks.h"
+
+namespace kvq {
+
+struct PromptCall {
+  const float* q;         // [B, K, G, T, H]
+  const char* keys;       // [B, K, E, H]
+  const char* values;     // [B, K, E, H]
+  const uint8_t* seen;    // [B, E0]: nonzero if the queries see the row
+  const int32_t* counts;  // [B, T]: how many of the other rows a query sees
+  int64_t type;           // Stored: of keys and values
+  int64_t batch, heads, group, queries, channels, old, fresh;
+  float scale;
+  float* m;  // [B, K, G, T]
+  float* l;  // [B, K, G, T]
+  float* o;  // [B, K, G, T, H]
+};
+
+// Fill m, l and o. `helpers` is how many threads `schedule` may use besides this one. Results do
+// not depend on it.
+void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
+                   const Schedule& schedule);
+
+}  // namespace kvq

@@ -1,0 +1,99 @@
+// The custom call `kvq_exact_attention`: checks the arguments from XLA, then splits the work over
+// XLA's threads.
+//
+//   arguments   q f32 [B, K, R, H], R = G * T; keys, values f32, f16 or bf16 [B, K, E, H];
+//               seen pred [B, E0], E0 <= E; counts s32 [B, T]
+//   attributes  scale f32
+//   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
+//
+// Arguments that do not fit together are an XLA error, never an access outside an array.
+#include <algorithm>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "export.h"
+#include "processors.h"
+#include "prompt_call.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kMostChannels = 1024;
+
+ffi::Error invalid(const std::string& message) {
+  return ffi::Error::InvalidArgument("kvq_exact_attention: " + message);
+}
+
+bool shaped(ffi::Span<const int64_t> dimensions, const std::vector<int64_t>& wanted) {
+  return std::equal(dimensions.begin(), dimensions.end(), wanted.begin(), wanted.end());
+}
+
+ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer keys,
+                  ffi::AnyBuffer values, ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> counts,
+                  ffi::Result<ffi::Buffer<ffi::F32>> m, ffi::Result<ffi::Buffer<ffi::F32>> l,
+                  ffi::Result<ffi::Buffer<ffi::F32>> o, float scale) {
+  if (q.dimensions().size() != 4 || keys.dimensions().size() != 4)
+    return invalid("q and keys must have four axes");
+  if (seen.dimensions().size() != 2 || counts.dimensions().size() != 2)
+    return invalid("seen and counts must have two axes");
+  kvq::PromptCall call{};
+  call.batch = q.dimensions()[0], call.heads = q.dimensions()[1];
+  call.queries = counts.dimensions()[1], call.channels = q.dimensions()[3];
+  const int64_t rows = q.dimensions()[2], tokens = keys.dimensions()[2];
+  call.old = seen.dimensions()[1], call.fresh = tokens - call.old;
+  if (call.queries < 1 || rows % call.queries) return invalid("counts must be [B, T], R = G * T");
+  call.group = rows / call.queries;
+  if (call.channels < 1 || call.channels > kMostChannels) return invalid("H must be 1 to 1024");
+  if (call.group < 1 || call.group > kvq::kLeastRows) return invalid("G must be 1 to 96");
+  if (call.fresh < 0) return invalid("seen has more rows than keys");
+  const std::vector<int64_t> stored{call.batch, call.heads, tokens, call.channels};
+  if (!shaped(keys.dimensions(), stored) || !shaped(values.dimensions(), stored))
+    return invalid("keys and values must be [B, K, E, H]");
+  if (!shaped(seen.dimensions(), {call.batch, call.old}) ||
+      !shaped(counts.dimensions(), {call.batch, call.queries}))
+    return invalid("seen and counts must have the rows of q");
+  const std::vector<int64_t> columns{call.batch, call.heads, rows, 1};
+  if (!shaped(m->dimensions(), columns) || !shaped(l->dimensions(), columns) ||
+      !shaped(o->dimensions(), {call.batch, call.heads, rows, call.channels}))
+    return invalid("the results have other shapes");
+  const ffi::DataType type = keys.element_type();
+  if (values.element_type() != type || (type != ffi::F32 && type != ffi::F16 && type != ffi::BF16))
+    return invalid("keys and values must be of fp32, fp16 or bf16");
+  call.type = type == ffi::F32 ? kvq::kFloat32 : type == ffi::F16 ? kvq::kFloat16 : kvq::kBfloat16;
+  call.q = q.typed_data(), call.counts = counts.typed_data();
+  call.keys = static_cast<const char*>(keys.untyped_data());
+  call.values = static_cast<const char*>(values.untyped_data());
+  call.seen = reinterpret_cast<const uint8_t*>(seen.typed_data());
+  call.scale = scale;
+  call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
+  try {
+    kvq::attend_prompt(call, kvq::best_kernels().attend_rows,
+                       std::max<int64_t>(0, pool.num_threads() - 1),
+                       [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_exact_attention: out of memory");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_exact_attention(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::Buffer<ffi::PRED>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Ret<ffi::Buffer<ffi::F32>>()
+                             .Ret<ffi::Buffer<ffi::F32>>()
+                             .Ret<ffi::Buffer<ffi::F32>>()
+                             .Attr<float>("scale")
+                             .To(attend)
+                             .release();
+  return handler->Call(frame);
+}

@@ -1,0 +1,108 @@
+"""Attend to a prompt by the C++ kernel of cpu_kernels/exact_attention.py.
+
+    out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
+
+as `streaming.attend` does, but no matrix of scores exists, and a chunk of the body is dequantized
+once for all queries. Every codec is served: the kernel reads vectors.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from cpu_kernels.exact_attention import DTYPES, MOST_CHANNELS, MOST_GROUP, exact_attention
+from kvq_jax.arrays.stored import load_chunk
+from kvq_jax.attention import online_softmax, streaming
+from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
+from pallas_kernels.decode_attention.partial_attention import PartialAttention
+
+
+def unserved(plan: LayerPlan, query_heads: int, dtype: DTypeLike) -> str | None:
+    """Return, in one line, why the kernel does not serve this layer, or None if it does."""
+    if plan.cross_layer:
+        return "the body holds differences from the layer below"
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"rows of {jnp.dtype(dtype).name}; the kernel takes {', '.join(DTYPES)}"
+    if plan.head_dim > MOST_CHANNELS or query_heads // plan.heads > MOST_GROUP:
+        return f"head dim {plan.head_dim}, or {query_heads // plan.heads} query heads for a KV head"
+    return None
+
+
+def attend(
+    plan: LayerPlan,
+    params: Tree,
+    windows: LayerState,
+    body: Sides,
+    inputs: LayerInputs,
+    limits: PositionsBT,
+) -> QueryBNTH:
+    """Attend as `streaming.attend` does. The arguments are the same, and the queries of a row of
+    the batch see the same body: limits[b] is constant. XLA serves what the kernel does not."""
+    batch, heads, tokens, head_dim = inputs.q_rot.shape
+    if unserved(plan, heads, windows.ring[0].dtype):
+        return streaming.attend(plan, params, windows, body, inputs, limits)
+    view = streaming.view_of(plan, params, windows, body, inputs, appended=False)
+    rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads * tokens, head_dim)
+    old = view.keys.shape[2] - tokens
+    outside = streaming.outside_body(plan.regions, view.positions[:, :old], limits[:, :1])
+    real = jnp.sum(inputs.valid, axis=1, keepdims=True, dtype=jnp.int32)
+    counts = jnp.minimum(jnp.arange(1, tokens + 1, dtype=jnp.int32)[None], real)
+    part = _attention(rows, view.keys, view.values, view.real[:, :old] & outside, counts)
+    if plan.regions.axis is None:
+        part = _add_body(view, rows, limits, part)
+    else:  # the windows are on every shard of the body
+        of_shard = _add_body(view, rows, limits, online_softmax.empty(*rows.shape))
+        part = online_softmax.merge(part, online_softmax.across(of_shard, plan.regions.axis))
+    return online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+
+
+def _attention(
+    rows: Float[Array, "B K R H"],
+    keys: Float[Array, "B K E H"],
+    values: Float[Array, "B K E H"],
+    seen: Bool[Array, "B E0"],
+    counts: Int[Array, "B T"],
+) -> PartialAttention:
+    if keys.dtype != values.dtype:
+        keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    scale = rows.shape[-1] ** -0.5
+    return PartialAttention(*exact_attention(rows, keys, values, seen, counts, scale=scale))
+
+
+def _add_body(
+    view: streaming.View,
+    rows: Float[Array, "B K R H"],
+    limits: PositionsBT,
+    part: PartialAttention,
+) -> PartialAttention:
+    """Return `part` with the body added: dequantize one chunk after the other, once for all
+    queries."""
+    plan, regions = view.plan, view.plan.regions
+    size = regions.held_capacity
+    if not size:
+        return part
+    chunk = streaming.chunk_tokens(regions.block, size, rows[:, :, :1], plan.row_width)
+    none = jnp.zeros(limits.shape, jnp.int32)
+
+    def step(i: Array, part: PartialAttention) -> PartialAttention:
+        at, fresh = streaming.chunk_at(i, chunk, size)
+        index = regions.body_token(at + jnp.arange(chunk, dtype=jnp.int32))
+        positions = jnp.broadcast_to(regions.sink + index[None], (len(rows), chunk))
+
+        def vectors(side: int) -> RowsBKTH:
+            home = 0 if plan.joint else side
+            codec, params = (plan.k, plan.v)[side], view.params[side]
+            specs = plan.readable_specs(home, 1, 1, regions.block)
+            stored = load_chunk(specs, view.body[home], at // regions.block, chunk // regions.block)
+            cached = codec.dequantize(params, view.stats[home], stored)
+            return codec.vectors(params, cached, positions, view.rope)
+
+        keys, values = vectors(0), vectors(1)
+        seen = (index[None] < limits[:, :1]) & fresh[None]
+        return online_softmax.merge(part, _attention(rows, keys, values, seen, none))
+
+    return lax.fori_loop(0, -(-jnp.max(regions.held(limits)) // chunk), step, part)

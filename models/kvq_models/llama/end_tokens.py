@@ -1,0 +1,43 @@
+"""The tokens at which generation stops: one set for every format and every caller.
+
+A checkpoint states them in up to four places, which often disagree: a Llama 3 whose config says
+<|end_of_text|> ends its turns with <|eot_id|>. A text ends at any of them, and at the special
+tokens whose only use is to end a text or a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+# Names that llama.cpp and published chat templates give to ends of texts and turns.
+WELL_KNOWN = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|end_of_turn|>",
+        "<|eot|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+
+
+def end_tokens(stated: Iterable[int | None], special: Mapping[str, int]) -> tuple[int, ...]:
+    """Return all tokens at which generation stops, those that the files state first.
+
+    Args:
+        stated: ids from the files' fields; None for a field that is not there.
+        special: ids of the vocabulary's special (control) tokens by their text.
+    """
+    named = sorted(number for text, number in special.items() if text in WELL_KNOWN)
+    return tuple(dict.fromkeys(i for i in (*stated, *named) if i is not None))

@@ -1,0 +1,85 @@
+"""The experts of a model's MLPs, read from and written to config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvq_models.llama.config_fields import check_positive, optional, required
+
+# config.json's name of the number of experts, by model_type. transformers writes both families
+# under the first name, published files have these.
+NAMES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+COUNTS = ("num_local_experts", "num_experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of every MLP.
+
+    count: the number of experts.
+    per_token: how many of them compute each token.
+    intermediate_size: of each expert.
+    normalized: the weights of a token's experts are divided by their sum.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalized: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "intermediate_size"):
+            check_positive(f"experts.{name}", getattr(self, name))
+        if self.per_token > self.count:
+            raise ValueError(
+                f"config field num_experts_per_tok={self.per_token} must be at most the"
+                f" {self.count} experts"
+            )
+
+
+def experts_from_hf(hf: Mapping[str, Any]) -> ExpertsConfig | None:
+    """Return the experts of a config.json, or None for a family without any.
+
+    Raises NotImplementedError for a model whose layers are not all alike.
+    """
+    model_type = hf["model_type"]
+    if model_type not in NAMES:
+        return None
+    if model_type == "mixtral":
+        size, normalized = required(hf, "intermediate_size", int), True
+    else:
+        size = required(hf, "moe_intermediate_size", int)
+        normalized = optional(hf, "norm_topk_prob", bool, False)
+        if (step := optional(hf, "decoder_sparse_step", int, 1)) != 1:
+            raise NotImplementedError(
+                f"config field decoder_sparse_step={step} is not supported; supported: 1 (experts"
+                " in every layer)"
+            )
+        if dense := optional(hf, "mlp_only_layers", list, []):
+            raise NotImplementedError(
+                f"config field mlp_only_layers={str(dense)[:40]} is not supported; supported: []"
+                " (experts in every layer)"
+            )
+    counts = {required(hf, name, int) for name in COUNTS if hf.get(name) is not None}
+    if len(counts) != 1:
+        named = " and ".join(f"{name}={hf.get(name)}" for name in COUNTS)
+        raise ValueError(f"config fields {named}: one number of experts is needed")
+    per_token = required(hf, "num_experts_per_tok", int)
+    return ExpertsConfig(counts.pop(), per_token, size, normalized)
+
+
+def experts_to_hf(experts: ExpertsConfig | None, model_type: str) -> dict[str, Any]:
+    """Return the fields of config.json that `experts_from_hf` reads."""
+    if experts is None:
+        return {}
+    fields: dict[str, Any] = {"num_experts_per_tok": experts.per_token}
+    if model_type in NAMES:
+        fields[NAMES[model_type]] = experts.count
+    if model_type == "qwen3_moe":
+        fields |= {
+            "moe_intermediate_size": experts.intermediate_size,
+            "norm_topk_prob": experts.normalized,
+        }
+    return fields

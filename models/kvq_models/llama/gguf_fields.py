@@ -1,0 +1,129 @@
+"""The fields of a GGUF file: typed access, and the rule that no field that changes the computation
+is ignored.
+
+Every field of the architecture is read, harmless, neutral at its value, or refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Fields = Mapping[str, Any]
+
+# Read by gguf_metadata.py and gguf_rope.py.
+READ = frozenset(
+    {
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
+)
+
+# These change nothing here: notes on how the file was made, or on uses other than logits.
+HARMLESS = frozenset(
+    {
+        "tensor_data_layout",
+        "rope.scaling.finetuned",
+        "pooling_type",
+        "expert_used_count",
+        "attention.layer_norm_epsilon",
+    }
+)
+
+# These change nothing at these values.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "use_parallel_residual": (False,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0,),
+    "attention.output_scale": (0, 1),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+
+
+def check_all_known(fields: Fields, architecture: str, head_dim: int) -> None:
+    """Raise NotImplementedError, by name, for a field of the architecture that may change the
+    computation and is not computed."""
+    for field in fields:
+        if not field.startswith(f"{architecture}."):
+            continue
+        name = field.removeprefix(f"{architecture}.")
+        if name in READ or name in HARMLESS:
+            continue
+        value, neutral = fields[field], NEUTRAL.get(name)
+        if name == "attention.scale":
+            neutral = (0, np.float32(1 / math.sqrt(head_dim)))
+        if neutral is None:
+            raise NotImplementedError(
+                f"GGUF field {field}={str(value)[:40]} is not known here, and may change what the"
+                " model computes"
+            )
+        if value not in neutral:
+            raise NotImplementedError(
+                f"GGUF field {field}={str(value)[:40]} is not supported; supported: {neutral[-1]}"
+            )
+
+
+def text(fields: Fields, key: str, default: str | None = None) -> str:
+    return _value(fields, key, str, default)
+
+
+def whole(fields: Fields, key: str, default: int | None = None) -> int:
+    return _value(fields, key, int, default)
+
+
+def number(fields: Fields, key: str, default: float | None = None) -> float:
+    # the decimal that was written: float32 stores 1e-5 as 9.99999975e-06
+    return float(str(np.float32(_value(fields, key, (int, float), default))))
+
+
+def token(fields: Fields, name: str) -> int | None:
+    """Return the id of a special token (bos, eos, ...), or None if the file names none."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    return whole(fields, key) if key in fields else None
+
+
+def _value(fields: Fields, key: str, kinds: type | tuple[type, ...], default: Any) -> Any:
+    value = fields.get(key, default)
+    if value is None:
+        raise ValueError(f"GGUF field {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ValueError(f"GGUF field {key}={str(value)[:40]!r} is of the wrong type")
+    return value

@@ -1,0 +1,70 @@
+"""Fields of config.json that change what a model computes and that this model does not compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+# Fields of relatives of Llama that turn up under its model_type, with the values that change
+# nothing. transformers ignores them, and then computes another model than the one that was trained.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logits_soft_cap": (0,),
+    "query_pre_attn_scalar": (),
+    "clip_qkv": (0,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "attention_multiplier": (),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (0,),
+    "rope_interleave": (False,),
+    "rope_local_base_freq": (),
+    "alibi": (False,),
+    "use_parallel_residual": (False,),
+    "use_bidirectional_attention": (False,),
+    "attn_temperature_tuning": (False, 0),
+    "attn_output_gate": (False,),
+}
+
+
+def refuse_unsupported(hf: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raise NotImplementedError, by name, for a field that this model would compute wrongly. Fields
+    that the family is `known` to have are computed."""
+    if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
+        raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
+    quantization = hf.get("quantization_config") or hf.get("compression_config")
+    if quantization is not None:
+        raise NotImplementedError(
+            f"config field quantization_config has {_method(quantization)}, which is not"
+            " supported; supported: unquantized checkpoints, or a GGUF file of the model"
+        )
+    if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise NotImplementedError(
+            f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel"
+            " rotates)"
+        )
+    for name, neutral in _NEUTRAL.items():
+        value = hf.get(name)
+        if value is not None and value not in neutral and name not in known:
+            allowed = f"{neutral[0]} or none" if neutral else "none"
+            raise NotImplementedError(
+                f"config field {name}={str(value)[:40]} is not supported; supported: {allowed}"
+            )
+
+
+def _method(quantization: Any) -> str:
+    """Return the fields that name the method of a quantization_config."""
+    names = ("quant_method", "bits", "format", "load_in_4bit", "load_in_8bit")
+    fields = quantization if isinstance(quantization, Mapping) else {}
+    stated = [f"{name}={fields[name]!r}" for name in names if name in fields]
+    return ", ".join(stated) or "no quant_method"

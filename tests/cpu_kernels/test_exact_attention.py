@@ -1,0 +1,127 @@
+"""The C++ kernel of prompts: attention by its definition, whatever nobody sees, and the rows beside
+a row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cpu_kernels import library
+from cpu_kernels.exact_attention import DTYPES, exact_attention
+
+if reason := library.unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+HEADS = 2
+
+
+def prompt(group: int, tokens: int, old: int, channels: int, dtype: str, batch: int = 2):
+    """Return q, keys, values, seen and counts of a batch whose second row is padded by 3."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(batch, HEADS, group * tokens, channels)).astype(np.float32) * 2
+    keys, values = (
+        np.asarray(jnp.asarray(rng.normal(size=(batch, HEADS, old + tokens, channels)), dtype))
+        for _ in "kv"
+    )
+    real = np.maximum(tokens - 3 * np.arange(batch), 0)
+    counts = np.minimum(np.arange(1, tokens + 1), real[:, None]).astype(np.int32)
+    return q, keys, values, rng.random((batch, old)) < 0.6, counts
+
+
+def mask_of(seen: np.ndarray, counts: np.ndarray, new: int) -> np.ndarray:
+    """Return the rows that queries see, [B, T, E]."""
+    old = np.broadcast_to(seen[:, None], (*counts.shape, seen.shape[1]))
+    return np.concatenate([old, np.arange(new) < counts[..., None]], axis=2)
+
+
+def definition(q, keys, values, seen, counts) -> np.ndarray:
+    mask = mask_of(seen, counts, keys.shape[2] - seen.shape[1])
+    mask = np.tile(mask, (1, q.shape[2] // counts.shape[1], 1))[:, None]
+    scores = np.einsum("bkrh,bkeh->bkre", q.astype(float), keys.astype(float))
+    scores = np.where(mask, scores * q.shape[3] ** -0.5, -1e30)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * mask
+    total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    return np.einsum("bkre,bkeh->bkrh", weights / total, values.astype(float))
+
+
+@jax.jit
+def attention(q, keys, values, seen, counts):
+    m, l, o = exact_attention(q, keys, values, seen, counts, scale=q.shape[3] ** -0.5)
+    return m, l, o / jnp.maximum(l, 1e-30)
+
+
+def relative_error(actual: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "old", "channels", "dtype"),
+    [
+        (3, 70, 40, 64, "float32"),
+        (1, 5, 700, 80, "float32"),
+        (4, 300, 0, 128, "bfloat16"),
+        (7, 257, 33, 96, "float16"),
+        (2, 1, 3, 8, "float32"),
+        (2, 33, 20, 20, "bfloat16"),
+        (1, 520, 300, 256, "float32"),
+    ],
+)
+def test_a_prompt_attends_as_attention_is_defined(
+    group: int, tokens: int, old: int, channels: int, dtype: str
+):
+    arrays = prompt(group, tokens, old, channels, dtype)
+    q, keys, values, seen, counts = arrays
+    m, l, out = map(np.asarray, attention(*arrays))
+    assert relative_error(out, definition(*arrays)) < 2e-6
+    if tokens > 1:
+        later = definition(q, keys, values, seen, np.maximum(counts - 1, 0))
+        assert relative_error(out, later) > 1e-4, "a token left out passes"
+    nothing = ~mask_of(seen, counts, tokens).any(axis=2)
+    empty = np.tile(nothing, (1, group))[:, None] & np.ones((1, HEADS, 1), bool)
+    assert np.all(m[empty] == np.float32(-1e30))
+    assert not l[empty].any()
+    assert not out[empty].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_nobody_sees_may_hold_anything(dtype: str):
+    q, keys, values, seen, counts = prompt(3, 40, 50, 64, dtype)
+    clean = attention(q, keys, values, seen, counts)
+    hidden = ~mask_of(seen, counts, 40).any(axis=1)[:, None, :, None]
+    spoiled = [np.where(hidden, np.asarray(np.nan, side.dtype), side) for side in (keys, values)]
+    for one, other in zip(clean, attention(q, *spoiled, seen, counts), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.isnan(attention(q, *spoiled, ~seen, counts)[2]).any(), "nothing was hidden"
+
+
+def test_a_row_has_the_same_bits_alone_and_in_company():
+    q, keys, values, seen, counts = prompt(3, 130, 20, 64, "float32")
+    together = np.asarray(attention(q, keys, values, seen, counts)[2])
+    for b in range(2):
+        here = slice(b, b + 1)
+        alone = attention(q[here], keys[here], values[here], seen[here], counts[here])[2]
+        np.testing.assert_array_equal(alone[0], together[b])
+    by_head = q.reshape(2, HEADS, 3, 130, 64)[:, :, :, :50].reshape(2, HEADS, 150, 64)
+    shorter = np.asarray(
+        attention(by_head, keys[:, :, :70], values[:, :, :70], seen, counts[:, :50])[2]
+    )
+    want = together.reshape(2, HEADS, 3, 130, 64)[:, :, :, :50].reshape(shorter.shape)
+    np.testing.assert_array_equal(shorter, want)
+    assert not np.array_equal(together[0], together[1])
+
+
+def test_nan_in_a_seen_row_reaches_the_queries_that_see_it_alone():
+    q, keys, values, seen, counts = prompt(1, 40, 0, 64, "float32", batch=1)
+    keys = keys.copy()
+    keys[0, :, 20] = np.nan
+    out = np.asarray(attention(q, keys, values, seen, counts)[2])
+    assert np.isnan(out[0, :, 20:]).all()
+    assert np.isfinite(out[0, :, :20]).all()
+
+
+def test_arrays_that_do_not_fit_are_an_error_of_xla():
+    q, keys, values, seen, counts = prompt(1, 8, 4, 16, "float32")
+    with pytest.raises(Exception, match="keys and values must be of fp32"):
+        attention(q, keys, values.astype(np.float16), seen, counts)

@@ -1,0 +1,83 @@
+"""Rows of any size: what is stored of scales has two ends, and `kvq.overflowed` tells of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.codecs.codec import Codec, TokensAt
+from tests.kvq_jax.codecs.test_codec_laws import error, quantizing_codecs
+from tests.kvq_jax.layer_runs import quick_jit
+from tests.methods_table import MethodCase, cases
+
+SIZES = 10.0 ** np.array([-30, -12, -8, -7, -6, -5, -4, -2, 0, 2, 3, 5, 12, 30])
+TOLD = (SIZES >= 1e-7) & (SIZES <= 1e12)  # smaller rows are read as zeros, and stored like them
+LEAST = 2.0**-24  # of a float16
+STEPS = 4  # of these that an entry may be off besides, in the mean of squares
+
+
+@functools.partial(quick_jit, static_argnums=0)
+def decoded(codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> Any:
+    """Return the decoded rows, and whether some of them met the large and the small end."""
+    stats = codec.statistics.of(params, inputs)
+    at = TokensAt(inputs.positions[:, : rows.shape[2]], prefill=True)
+    body = codec.quantize(params, stats, rows, at)
+    arrays = jax.tree.leaves(body, is_leaf=lambda node: hasattr(node, "out_of_range"))
+    ends = [array.out_of_range() for array in arrays if hasattr(array, "out_of_range")]
+    told = [[jnp.any(end) for end in found] for found in ends if found is not None]
+    return codec.dequantize(params, stats, body), told
+
+
+def scaled(inputs: kvq.LayerInputs, size: float) -> kvq.LayerInputs:
+    names = ("x", "k_pre", "k_rot", "v")
+    return dataclasses.replace(inputs, **{name: getattr(inputs, name) * size for name in names})
+
+
+@cases()
+def test_rows_of_any_size_are_read_as_well_as_their_scales_can_be_stored(case: MethodCase):
+    for plan, codec, params, inputs, rows in quantizing_codecs(case):
+        errors, told, means = [], [], []
+        for size in SIZES.astype(np.float32):
+            read, ends = decoded(codec, params, scaled(inputs, size), rows * size)
+            exact = np.asarray(rows, np.float64) * float(size)
+            assert np.isfinite(read).all(), f"rows of {size:.0e} decode to what is not finite"
+            errors.append(error(np.asarray(read, np.float64), exact))
+            told.append(any(bool(end) for found in ends for end in found))
+            means.append(np.sqrt((exact**2).mean()))
+        found, usual = np.array(errors), errors[int(np.argmin(np.abs(SIZES - 1)))]
+        shown = "; ".join(
+            f"{size:.0e}: {e:.2g} {t}" for size, e, t in zip(SIZES, found, told, strict=True)
+        )
+        if codec.learning.parameters(plan.heads) or "subtract_bias" in case.spec:
+            continue  # its parameters are those of rows of one size
+        most = np.where(
+            SIZES > 1e3, 1.2, np.minimum(1.2, 1.2 * usual + STEPS * LEAST / np.array(means))
+        )
+        assert (found <= most).all(), shown
+        wrong = found > np.maximum(2 * usual, usual + 0.1)
+        assert (np.array(told) >= wrong)[TOLD].all(), f"not told of: {shown}"
+        assert not np.array(told)[(SIZES >= 1e-2) & (SIZES <= 1e2)].any(), (
+            f"told for nothing: {shown}"
+        )
+
+
+def test_saturated_tokens_of_the_body_are_named():
+    """A value of 9e4 fits bfloat16 and no float16 scale; small values fit neither."""
+    dims = kvq.CacheDims(1, 2, 2, 32, 64)
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 2, 64, 32)) for i in range(3))
+    v = v.at[0, 0, 3, 5].set(9e4)
+    k = k.at[1].multiply(2e-8)
+    for spec in ("kivi:recent=8,block=16", "int8:recent=8,block=8", "fp8:recent=8,block=8"):
+        cache = kvq.init_cache(spec, dims, 2, 80, "float32")
+        _, step = kvq.append_and_attend(kvq.begin(cache, 64, prefill=True), q, k, v)
+        cache = kvq.finish(step)
+        told = {(o.row, o.side, o.end) for o in kvq.overflowed(cache)}
+        expected = {(0, "v", "large"), (1, "k", "small")} if spec[0] != "f" else set()
+        assert told == expected, f"{spec}: {told}"
+        assert not kvq.overflowed(kvq.trim(cache, [8, 0])), "dropped tokens are told of"

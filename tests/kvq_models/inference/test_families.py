@@ -1,0 +1,100 @@
+"""Families that compute something else than Llama, through caches: a ragged prompt and steps equal
+the exact model, also for keys that are rotated as they are read, and what a family's layers cannot
+offer a method is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import decode_step, forward, prefill, prepare
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.layer_weights import check_weights
+from tests.kvq_models.checkpoints import CASES, SIZES, random_llama, random_tokens, row_errors
+
+LENGTHS, LENGTH = (40, 23), 48
+FAMILIES = ("granite", "smollm3", "olmo2", "mixtral", "qwen3_moe")
+step = jax.jit(decode_step, donate_argnames="cache")
+
+
+def config_of(family: str) -> LlamaConfig:
+    return LlamaConfig.from_hf(SIZES | {"model_type": family} | CASES[family].fields)
+
+
+def continued(llama, spec: str) -> tuple[list[np.ndarray], jax.Array]:
+    """Return the logits of each row from its last prompt token on, and the tokens."""
+    tokens = random_tokens((2, LENGTH))
+    cache = kvq.init_cache(spec, llama.config, 2, LENGTH + 16, "float32")
+    logits, cache = prefill(llama, cache, tokens[:, : max(LENGTHS)], LENGTHS)
+    rows = [[np.asarray(logits[b])] for b in range(2)]
+    for i in range(LENGTH - max(LENGTHS)):
+        now = jnp.stack([tokens[b, length + i] for b, length in enumerate(LENGTHS)])
+        logits, cache = step(llama, cache, now)
+        for b in range(2):
+            rows[b].append(np.asarray(logits[b]))
+    return [np.stack(row) for row in rows], tokens
+
+
+def worst_error(llama, spec: str) -> float:
+    rows, tokens = continued(llama, spec)
+    exact = np.asarray(forward(llama, tokens))
+    return max(
+        row_errors(row, exact[b, length - 1 : length - 1 + len(row)]).max()
+        for b, (row, length) in enumerate(zip(rows, LENGTHS, strict=True))
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ragged_batch_continues_as_the_exact_model(family: str):
+    llama = random_llama(config_of(family))
+    assert worst_error(llama, "dense") < 1e-5
+    assert worst_error(llama, "kivi:bits=2,recent=8,block=8") > 1e-3, "quantization is not seen"
+
+
+def test_keys_of_layers_without_rope_are_not_rotated_as_they_are_read():
+    """xquant keeps inputs of layers and rotates keys as it reads them."""
+    llama = random_llama(config_of("smollm3"))
+    spec = "xquant:bits=8,group_size=8,recent=8,block=8"
+    assert worst_error(prepare(llama, spec), spec) < 0.05
+    for layer in llama.layers:
+        assert layer.rotated != (layer is llama.layers[0])
+    rotated = dataclasses.replace(llama.config, unrotated_layers=())
+    other = random_llama(rotated)
+    assert (
+        row_errors(
+            forward(other, random_tokens((1, 24))), forward(llama, random_tokens((1, 24)))
+        ).max()
+        > 0.05
+    ), "the rotation of a layer changes nothing"
+
+
+@pytest.mark.parametrize("spec", ["xquant:bits=4", "kivi:bits=4,subtract_bias=true"])
+def test_methods_that_build_on_weights_are_refused_for_norms_of_outputs(spec: str):
+    with pytest.raises(ValueError, match=r"olmo2 uses in another order.*kivi:bits=4"):
+        check_weights(kvq.parse(spec), config_of("olmo2"))
+    check_weights(kvq.parse("kivi:bits=4"), config_of("olmo2"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configs_are_written_as_they_were_read(family: str):
+    config = config_of(family)
+    assert LlamaConfig.from_hf(config.to_hf()) == config
+    with pytest.raises((ValueError, NotImplementedError), match=r"cannot express|not supported"):
+        dataclasses.replace(config, model_type="llama").to_hf()
+
+
+def test_few_and_many_tokens_take_the_same_experts():
+    layer = random_llama(config_of("mixtral")).layers[0]
+    rows = jax.random.normal(jax.random.key(0), (1, 12, SIZES["hidden_size"]))
+    together, experts = np.asarray(layer.mlp(rows)), layer.mlp.config
+    alone = np.concatenate([layer.mlp(rows[:, i : i + 1]) for i in range(12)], axis=1)
+    assert 12 * experts.per_token > experts.count >= experts.per_token, "both ways are taken"
+    np.testing.assert_allclose(alone, together, rtol=1e-5, atol=1e-5)
+    first = dataclasses.replace(experts, per_token=1)
+    layer.mlp.config = first
+    assert np.abs(np.asarray(layer.mlp(rows)) - together).max() > 1e-2, "one expert would pass"

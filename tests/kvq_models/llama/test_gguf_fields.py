@@ -1,0 +1,310 @@
+"""No field of a GGUF file that changes the computation, the tokens, or where a text ends is
+ignored; files in parts, of other byte orders and of other kinds are read or named."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import struct
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from kvq_models.llama import gguf_fields, gguf_header
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
+from kvq_models.llama.gguf_header import GgufHeader
+from kvq_models.llama.gguf_tokenizer import ALIASES
+from kvq_models.llama.model import Llama
+from kvq_models.llama.rope_config import RopeConfig
+from kvq_models.llama.stored_tensor import CheckpointError
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.gguf_files import TOKENS, byte_level, write_gguf
+
+
+@pytest.fixture(scope="module")
+def llama() -> Llama:
+    return random_llama(tiny_config(tie_word_embeddings=True))
+
+
+@pytest.fixture
+def write(llama: Llama, tmp_path: pathlib.Path):
+    def written(**options: Any) -> pathlib.Path:
+        return write_gguf(llama, tmp_path / "m.gguf", **options)
+
+    return written
+
+
+def refused(read: Any) -> str:
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_field_of_the_architecture_is_read_harmless_or_refused(write):
+    """The names are those that the gguf library knows for language models."""
+    names = {
+        value.removeprefix("{arch}.")
+        for group in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope)
+        for value in vars(group).values()
+        if isinstance(value, str) and value.startswith("{arch}.")
+    }
+    accepted = []
+    for name in sorted(names):
+        if name in gguf_fields.READ | gguf_fields.HARMLESS:
+            gguf_fields.check_all_known({f"llama.{name}": 0.37}, "llama", 16)
+            accepted.append(name)
+            continue
+        with pytest.raises(NotImplementedError, match=re.escape(f"llama.{name}=0.37")):
+            gguf_fields.check_all_known({f"llama.{name}": 0.37}, "llama", 16)
+    assert {"rope.scaling.factor", "attention.key_length"} <= set(accepted)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rope.scaling.attn_factor": 1.19},
+        {"rope.scaling.yarn_ext_factor": 0.5},
+        {"rope.scaling.yarn_log_multiplier": 0.1},
+        {"attention.scale": 0.5},
+        {"attn_logit_softcapping": 30.0},
+        {"logit_scale": 8.0},
+        {"some_new_thing": 1},
+    ],
+)
+def test_a_field_that_is_not_computed_is_refused_by_name(field: dict, write):
+    name, value = next(iter(field.items()))
+    message = refused(lambda: read_config(write(fields=field)))
+    assert f"GGUF field llama.{name}={value}" in message
+
+
+def test_fields_at_neutral_values_change_nothing(write):
+    plain = read_config(write())
+    fields = {
+        "attention.scale": float(np.float32(16**-0.5)),
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "logit_scale": 1.0,
+        "rope.scaling.attn_factor": 1.0,
+        "rope.scaling.finetuned": False,
+        "attention.causal": True,
+        "pooling_type": 3,
+    }
+    assert read_config(write(fields=fields)) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope.scaling.factor": 4.0}, RopeConfig(rope_type="linear", factor=4.0)),
+        ({"rope.scale_linear": 4.0}, RopeConfig(rope_type="linear", factor=4.0)),
+        (
+            {"rope.scale_linear": 4.0, "rope.scaling.factor": 2.0},
+            RopeConfig(rope_type="linear", factor=2.0),
+        ),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, RopeConfig()),
+        ({"rope.scaling.type": "linear"}, RopeConfig()),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, RopeConfig()),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.attn_factor": 0.5,
+            },
+            RopeConfig(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                attention_factor=0.5 * (1 + 0.1 * np.log(4.0)),
+            ),
+        ),
+    ],
+)
+def test_rope_is_scaled_as_llama_cpp_reads_it(fields: dict, rope: RopeConfig, write):
+    assert read_config(write(fields=fields)).rope == rope
+
+
+@pytest.mark.parametrize("name", [alias for names in ALIASES.values() for alias in names])
+def test_other_names_of_a_split_cut_text_in_the_same_way(name: str, write):
+    plain = next(plain for plain, names in ALIASES.items() if name in names)
+    text = " THE 12 they'll 1234"
+    ids = open_checkpoint(write(tokenizer=byte_level(pre=name))).tokenizer()(text).input_ids
+    assert (
+        ids == open_checkpoint(write(tokenizer=byte_level(pre=plain))).tokenizer()(text).input_ids
+    )
+
+
+def test_a_split_that_the_file_does_not_name_is_not_guessed(write):
+    tokenizer = byte_level()
+    del tokenizer["pre"]
+    message = refused(open_checkpoint(write(tokenizer=tokenizer)).tokenizer)
+    assert "tokenizer.ggml.pre is missing" in message
+    assert "supported: gpt-2, smollm, llama-bpe, qwen2" in message
+
+
+def test_a_field_that_may_change_tokens_is_refused_by_name(write):
+    path = write(tokenizer=byte_level(remove_extra_whitespaces=True))
+    assert "tokenizer.ggml.remove_extra_whitespaces=True" in refused(
+        open_checkpoint(path).tokenizer
+    )
+    assert open_checkpoint(write(tokenizer=byte_level(remove_extra_whitespaces=False))).tokenizer()
+
+
+def test_generation_ends_at_every_token_that_ends_a_text_or_a_turn(write):
+    """A Llama 3 file with the end of a text as its end of sequence ends its turns with
+    <|eot_id|>."""
+    tokens = [*TOKENS, "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|python_tag|>"]
+    kinds = [3, *[1] * (len(TOKENS) - 1), 3, 3, 1, 3]
+    at = len(TOKENS)
+    fields = {"tokens": tokens, "token_type": kinds, "eos_token_id": at + 1, "eom_token_id": 7}
+    config = read_config(write(tokenizer=byte_level(**fields)))
+    assert config.eos_token_ids == (at + 1, 7, 0, at), "also <|end|>; no ordinary token"
+    no_kinds = byte_level(eos_token_id=0, eot_token_id=5)
+    del no_kinds["token_type"]
+    assert read_config(write(tokenizer=no_kinds)).eos_token_ids == (0, 5)
+
+
+def test_sampling_that_the_file_asks_for_is_kept_as_data(llama: Llama, tmp_path: pathlib.Path):
+    path = write_gguf(
+        llama, tmp_path / "m.gguf", general={"sampling.temp": 0.6, "sampling.top_k": 20}
+    )
+    loaded, _ = load_llama(path, dtype="float32")
+    generation = loaded.config.generation
+    save_llama(loaded, tmp_path / "saved")
+    assert read_config(tmp_path / "saved").generation == generation
+    assert (round(generation.temperature, 3), generation.top_k, generation.top_p) == (0.6, 20, 1.0)
+    assert read_config(write_gguf(llama, path)).generation.temperature == 0
+
+
+def split(path: pathlib.Path, parts: int) -> list[pathlib.Path]:
+    """Write a GGUF file's fields and tensors as llama.cpp's gguf-split does."""
+    reader = gguf.GGUFReader(path)
+    names = [path.with_name(f"p-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)]
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(name, "llama")
+        for key, field in reader.fields.items():
+            if number == 0 and not key.startswith(("GGUF.", "general.architecture")):
+                kind = field.types[0]
+                inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(key, field.contents(), kind, inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::parts]:
+            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return names
+
+
+def test_a_split_file_is_read_whole_from_any_part(tmp_path: pathlib.Path):
+    """The head lies in one part alone, so a part by itself would look tied."""
+    path = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", tokenizer=byte_level())
+    parts, whole = split(path, 3), open_checkpoint(path)
+    for part in parts:
+        files = open_checkpoint(part)
+        assert files.config == whole.config
+        assert not files.config.tie_word_embeddings
+        assert files.tensors.keys() == whole.tensors.keys()
+        assert all(np.array_equal(files.read(name), whole.read(name)) for name in whole.tensors)
+        assert files.tokenizer()(" the 12").input_ids == whole.tokenizer()(" the 12").input_ids
+    parts[1].rename(tmp_path / "other.gguf")
+    message = refused(lambda: open_checkpoint(parts[0]))
+    assert "3 parts" in message
+    assert parts[1].name in message
+    message = refused(lambda: open_checkpoint(tmp_path / "other.gguf"))
+    assert "parts are named NAME-00001-of-00003.gguf" in message
+    parts[0].rename(parts[1])
+    parts[2].rename(parts[0])
+    (tmp_path / "other.gguf").rename(parts[2])
+    assert "split.no=" in refused(lambda: open_checkpoint(parts[0]))
+
+
+def test_a_file_of_another_byte_order_is_named(llama: Llama, tmp_path: pathlib.Path):
+    path = write_gguf(llama, tmp_path / "m.gguf", endianess=gguf.GGUFEndian.BIG)
+    assert "is a big-endian GGUF file" in refused(lambda: read_config(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "version 1; supported: 2, 3"),
+        (lambda data: data.replace(b".bos_token_id", b".eos_token_id"), "eos_token_id' twice"),
+        (lambda data: data[:16] + struct.pack("<Q", 2**60) + data[24:], "cut off or damaged"),
+        (lambda data: data[:8] + struct.pack("<Q", 2**60) + data[16:], "of [0-9]+ dimensions"),
+    ],
+)
+def test_a_damaged_header_ends_in_one_line(change: Any, message: str, write):
+    path = write()
+    path.write_bytes(change(path.read_bytes()))
+    assert re.search(message, refused(lambda: load_llama(path)))
+
+
+@pytest.mark.parametrize("alignment", [16, 64])
+def test_tensors_lie_where_the_file_says(alignment: int, llama: Llama, tmp_path: pathlib.Path):
+    plain = open_checkpoint(write_gguf(llama, tmp_path / "m.gguf"))
+    path = write_gguf(llama, tmp_path / "a.gguf", alignment=alignment)
+    aligned = open_checkpoint(path)
+    for name in plain.tensors:
+        assert np.array_equal(plain.read(name), aligned.read(name)), name
+    stated = b"general.alignment" + struct.pack("<I", 4)
+    zero = path.read_bytes().replace(
+        stated + struct.pack("<I", alignment), stated + struct.pack("<I", 0)
+    )
+    path.write_bytes(zero)
+    assert "general.alignment=0" in refused(lambda: open_checkpoint(path))
+
+
+def test_a_lora_adapter_is_named(llama: Llama, tmp_path: pathlib.Path):
+    path = write_gguf(llama, tmp_path / "m.gguf", general={"type": "adapter"})
+    assert "general.type='adapter'; supported: model" in refused(lambda: open_checkpoint(path))
+
+
+def test_another_architecture_is_refused_without_a_look_at_the_vocabulary(
+    llama: Llama, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(llama, tmp_path / "m.gguf", architecture="gemma2", tokenizer=byte_level())
+    decoded = []
+    value = GgufHeader.value
+
+    def counted(header: GgufHeader, kind: int, at: int) -> Any:
+        decoded.append(kind)
+        return value(header, kind, at)
+
+    monkeypatch.setattr(gguf_header.GgufHeader, "value", counted)
+    assert "GGUF architecture 'gemma2' is not supported" in refused(lambda: read_config(path))
+    assert gguf_header._ARRAY not in decoded
+    assert decoded, "the control: texts are decoded by this function"
+
+
+def test_fields_are_those_that_the_library_reads(write):
+    path = write(
+        tokenizer=byte_level(chat_template="{{ messages }}"), fields={"rope.freq_base": 5e5}
+    )
+    reader = gguf.GGUFReader(path)
+    fields = GgufHeader(path).fields
+    wanted = {name: field.contents() for name, field in reader.fields.items()}
+    assert dict(fields) == {name: value for name, value in wanted.items() if "GGUF." not in name}
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
+        GgufHeader(pathlib.Path(__file__))
+
+
+def test_a_file_is_opened_once_until_it_changes(llama: Llama, tmp_path: pathlib.Path):
+    """Two tokenizers of one file are still two: a caller may change one."""
+    path = write_gguf(llama, tmp_path / "m.gguf", tokenizer=byte_level())
+    files = open_checkpoint(path)
+    assert open_checkpoint(path) is files
+    first, second = files.tokenizer(), files.tokenizer()
+    first.add_tokens(["THE"])
+    assert len(first("THE").input_ids) == 1
+    assert len(second("THE").input_ids) == 3
+    write_gguf(llama, path, tokenizer=byte_level(pre="qwen2"))
+    assert open_checkpoint(path) is not files

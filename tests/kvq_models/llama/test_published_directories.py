@@ -1,0 +1,244 @@
+"""Hugging Face directories as they are published: tokenizers that a library would rebuild, end
+tokens in several places, sampling defaults, heads and prefixes that are missing, quantization."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from kvq_models.llama import hf_names
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.generation_defaults import GenerationDefaults, of_hf
+from kvq_models.llama.hf_tokenizer import MIXED_TEXT, load_tokenizer
+from tests.kvq_models.checkpoints import SIZES, random_llama, tiny_config
+from tests.kvq_models.llama.saved_checkpoint import change_config, change_tensors, refusal
+
+# Splits numbers into groups of three, which neither Llama 2's nor Qwen2's tokenizer does.
+SPLIT = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
+
+
+def byte_level(*special: str) -> Tokenizer:
+    """Return a byte-level tokenizer of 256 bytes, a few words, and special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["Ġi", "Ġin", "12", "123", "ra", "ran"]
+    merges = [("Ġ", "i"), ("Ġi", "n"), ("1", "2"), ("12", "3"), ("r", "a"), ("ra", "n")]
+    vocab = {token: number for number, token in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    return tokenizer
+
+
+def save_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer, **settings: Any) -> None:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_class": "LlamaTokenizerFast"},
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True},
+        {},
+    ],
+)
+def test_ids_and_text_are_those_of_the_files_own_tokenizer(settings: dict, tmp_path: pathlib.Path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "qwen2"}))
+    file = byte_level("<|end|>")
+    save_tokenizer(tmp_path, file, eos_token="<|end|>", **settings)
+    ids = file.encode(MIXED_TEXT).ids
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer(MIXED_TEXT).input_ids == ids
+    assert tokenizer.decode(ids) == MIXED_TEXT
+    assert tokenizer.eos_token_id == file.token_to_id("<|end|>")
+    words = " they 'll say : it is n't so ."
+    assert tokenizer.decode(tokenizer(words).input_ids, skip_special_tokens=True) == words
+    assert tokenizer(" 1234").input_ids != byte_level().encode(" 12 34").ids
+
+
+def test_a_tokenizer_that_contradicts_its_file_is_refused(tmp_path: pathlib.Path):
+    added = {"262": {"content": "café", "special": False, "normalized": False}}
+    added["262"] |= {"lstrip": False, "rstrip": False, "single_word": False}
+    save_tokenizer(tmp_path, byte_level(), added_tokens_decoder=added)
+    with pytest.raises(
+        ValueError, match=r"encodes text .* in another way than its tokenizer\.json"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_a_token_that_only_the_settings_call_special_is_no_contradiction(tmp_path: pathlib.Path):
+    file = byte_level()
+    file.add_tokens([AddedToken("<|im_start|>", special=False)])
+    save_tokenizer(tmp_path, file, additional_special_tokens=["<|im_start|>"])
+    assert load_tokenizer(tmp_path)(MIXED_TEXT).input_ids == file.encode(MIXED_TEXT).ids
+
+
+def test_no_text_is_cut_or_padded_because_a_file_was_saved_so(tmp_path: pathlib.Path):
+    file = byte_level("<pad>")
+    file.enable_truncation(4)
+    file.enable_padding(length=8, pad_token="<pad>")
+    save_tokenizer(tmp_path, file, pad_token="<pad>")
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer("a b c d e").input_ids) == 9
+    assert len(tokenizer("a").input_ids) == 1
+    assert len(tokenizer("a b c d e").input_ids) == 9
+
+
+def test_the_default_of_several_chat_templates_is_used(tmp_path: pathlib.Path):
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ messages[0]['content'] }}!"},
+    ]
+    save_tokenizer(tmp_path, byte_level(), chat_template=templates)
+    chat = [{"role": "user", "content": "hi"}]
+    assert load_tokenizer(tmp_path).apply_chat_template(chat, tokenize=False) == "hi!"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_tokenizer_is_loaded_without_torch(tmp_path: pathlib.Path):
+    save_tokenizer(tmp_path, byte_level("<|end|>"), eos_token="<|end|>")
+    code = (
+        "import pathlib, sys; from kvq_models.llama.hf_tokenizer import load_tokenizer;"
+        f"tokenizer = load_tokenizer(pathlib.Path({str(tmp_path)!r}));"
+        "tokenizer('text', return_tensors='np'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_generation_ends_at_the_end_tokens_of_all_files(saved: pathlib.Path):
+    """config.json, generation_config.json and the tokenizer each name another one, and the
+    vocabulary has an end of turn that none of them names."""
+    tokenizer = byte_level("<|eot_id|>", "<|start|>", "<|stop|>")
+    ids = {text: tokenizer.token_to_id(text) for text in ("<|eot_id|>", "<|stop|>")}
+    save_tokenizer(saved, tokenizer, eos_token="<|stop|>")
+    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
+    wanted = (11, 12, SIZES["eos_token_id"], ids["<|stop|>"], ids["<|eot_id|>"])
+    assert read_config(saved).eos_token_ids == wanted
+    (saved / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "eos_token": {"content": "<|stop|>"},
+                "added_tokens_decoder": {"7": {"content": "<|stop|>"}, "8": {"content": "other"}},
+            }
+        )
+    )
+    assert read_config(saved).eos_token_ids == (11, 12, SIZES["eos_token_id"], 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, (0.6, 50, 0.9, 0.0)),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.1}, (0.7, 20, 1.0, 0.1)),
+        ({"do_sample": True, "top_k": 0}, (1.0, 0, 1.0, 0.0)),
+        ({"do_sample": False, "temperature": 0.6}, (0.0, 0, 1.0, 0.0)),
+        ({"temperature": 0.6}, (0.0, 0, 1.0, 0.0)),
+        ({}, (0.0, 0, 1.0, 0.0)),
+    ],
+)
+def test_sampling_defaults_are_transformers(fields: dict, wanted: tuple, saved: pathlib.Path):
+    (saved / "generation_config.json").write_text(json.dumps(fields))
+    generation = read_config(saved).generation
+    found = (generation.temperature, generation.top_k, generation.top_p, generation.min_p)
+    assert (found, generation.unapplied) == (wanted, ())
+
+
+def test_sampling_settings_that_cannot_be_used_are_named():
+    fields = {"do_sample": True, "temperature": "hot", "top_p": 1.5, "top_k": -1}
+    fields |= {"repetition_penalty": 1.05, "num_beams": 1, "no_repeat_ngram_size": 3}
+    assert of_hf(fields) == GenerationDefaults(
+        temperature=1.0,
+        top_k=50,
+        unapplied=(
+            "repetition_penalty=1.05",
+            "no_repeat_ngram_size=3",
+            "temperature='hot'",
+            "top_k=-1",
+            "top_p=1.5",
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config has quant_method='gptq', bits=4, which is not supported",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack"}},
+            "quant_method='compressed-tensors', format='pack'",
+        ),
+        ({"num_local_experts": 8}, "num_local_experts=8 is not supported; supported: 0 or none"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not supported"),
+        ({"embedding_multiplier": 12}, "embedding_multiplier=12 is not supported"),
+    ],
+)
+def test_a_configuration_that_would_be_computed_wrongly_is_refused(field: dict, message: str):
+    hf = SIZES | {"model_type": "llama"}
+    with pytest.raises(NotImplementedError) as caught:
+        LlamaConfig.from_hf(hf | field)
+    assert message in str(caught.value)
+    neutral = {"num_local_experts": 0, "embedding_multiplier": 1.0, "use_qk_norm": False}
+    assert LlamaConfig.from_hf(hf | neutral) == LlamaConfig.from_hf(hf)
+
+
+def same_weights(directory: pathlib.Path, wanted: Any) -> bool:
+    llama, _ = load_llama(directory, dtype="float32")
+    found, names = hf_names.weights(llama), hf_names.weights(wanted)
+    return llama.config == wanted.config and all(
+        np.array_equal(found[path].leaf, weight.leaf) for path, weight in names.items()
+    )
+
+
+def test_a_head_that_no_file_and_no_flag_mentions_is_the_embedding(tmp_path: pathlib.Path):
+    llama = random_llama(tiny_config(tie_word_embeddings=True))
+    save_llama(llama, tmp_path)
+    change_config(tmp_path, tie_word_embeddings=None)
+    assert same_weights(tmp_path, llama)
+    change_config(tmp_path, tie_word_embeddings=False)
+    assert "'lm_head.weight'" in refusal(tmp_path)
+    assert "set tie_word_embeddings to true" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.model.", "module.model.", "module._orig_mod."])
+def test_names_without_or_with_other_prefixes_are_read(
+    prefix: str, tied: bool, tmp_path: pathlib.Path
+):
+    llama = random_llama(tiny_config(tie_word_embeddings=tied))
+    save_llama(llama, tmp_path)
+    wrapper = prefix.removesuffix("model.")
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            head = name == hf_names.HEAD_NAME
+            bare = f"{wrapper}{name}" if head else f"{prefix}{name.removeprefix('model.')}"
+            tensors[bare] = tensors.pop(name)
+
+    change_tensors(tmp_path, rename)
+    if prefix == "":
+        change_config(tmp_path, architectures=["LlamaModel"])
+    assert same_weights(tmp_path, llama)
+    assert set(open_checkpoint(tmp_path).tensors) >= {
+        weight.name for weight in hf_names.weights(llama).values()
+    }

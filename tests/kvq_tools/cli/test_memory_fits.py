@@ -1,0 +1,96 @@
+"""`kvq memory --budget` without a cache: what fits, from config.json alone, with measured KL."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import kvq_jax as kvq
+from benchmarks import measured_caches, readme_table
+from kvq_tools.planning import measured
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
+
+ACCUMULATING = "xquant_cl:bits=2,sink=32,recent=96"  # has working memory beside the cache
+ASKED = ("--context", "4K", "--batch", 8)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Return a config.json of four layers, alone in its folder."""
+    from kvq_models import save_llama
+    from tests.kvq_models.checkpoints import random_llama, tiny_config
+
+    dims = {"head_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    whole, alone = (tmp_path_factory.mktemp(name) for name in ("whole", "alone"))
+    save_llama(random_llama(tiny_config(max_position_embeddings=8192, **dims)), whole)
+    shutil.copy(whole / "config.json", alone)
+    return alone / "config.json"
+
+
+def sizes(config, context=4096):
+    from kvq_models.llama.checkpoint import read_config
+
+    dims = read_config(config.parent)
+    names = ("dense", *(cache.name for cache in measured.measurements().caches))
+    return {name: kvq.size(name, dims, 8, context).resident for name in names}
+
+
+def test_what_fits_is_counted_in_resident_bytes(config, run_json):
+    budget = sizes(config)[ACCUMULATING] - 1
+    found = run_json("memory", config, "--budget", budget, *ASKED)
+    fits = {cache["name"]: cache["fits"] for cache in found["caches"]}
+    assert fits == {name: size <= budget for name, size in sizes(config).items()}
+    assert True in fits.values()
+    stored = {cache["name"]: cache["cache_bytes"] for cache in found["caches"]}
+    assert stored[ACCUMULATING] <= budget, (
+        "the cache alone does not fit either: the test shows nothing"
+    )
+    classes = [-1 if c["kl_class"] is None else c["kl_class"] for c in found["caches"]]
+    assert classes == sorted(classes), "the best caches come first"
+
+
+def test_the_table_names_a_class_and_the_needs_of_a_plan(config, run):
+    code, out, _ = run("memory", config, "--budget", "100GiB", *ASKED)
+    assert code == 0
+    assert "41 of 41 measured caches fit" in out
+    assert "│ exact" in out, "dense fits, too"
+    assert "below 0.003" in out
+    assert "29 more fit" in out
+    assert f"kvq plan {config.parent} --text FILE --budget 100.00GiB --context 4096" in out
+
+
+def test_if_nothing_fits_the_table_says_what_would(config, run, run_json):
+    budget = min(sizes(config).values()) // 2
+    found = run_json("memory", config, "--budget", budget, *ASKED)["caches"]
+    longest = {one["name"]: one["largest_context"] for one in found if one["largest_context"]}
+    assert len(longest) == 5
+    for name, context in longest.items():
+        assert sizes(config, context)[name] <= budget < sizes(config, context + 1)[name], name
+    assert "no measured cache fits" in run("memory", config, "--budget", budget, *ASKED)[1]
+
+
+def test_a_cache_or_a_budget_is_needed(config, run):
+    assert_one_line_error(run("memory", config), "kvq memory needs a cache")
+    asked = ("--budget", "1GiB", "--roofline", "h200")
+    assert_one_line_error(run("memory", config, *asked), "give --cache")
+
+
+def test_the_measured_caches_are_those_of_the_committed_results():
+    made = measured_caches.contents(readme_table.read())
+    assert measured_caches.FILE.read_text(encoding="utf-8") == made, (
+        "run python -m benchmarks.results_page"
+    )
+    for cache in measured.measurements().caches:
+        assert (cache.spec.sink, cache.spec.recent) == (32, 96), cache.name
+
+
+def test_a_class_is_decided_by_the_harder_text():
+    spec = kvq.parse("kivi:bits=2")
+    for kl, words in (
+        ((0.001, 0.0029), "below 0.003"),
+        ((0.02, 0.001), "0.01 to 0.03"),
+        ((0.3, 0.1), "0.3 or more"),
+    ):
+        cache = measured.MeasuredCache("", spec, kl)
+        assert measured.class_in_words(cache.kl_class) == words

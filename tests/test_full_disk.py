@@ -1,0 +1,108 @@
+"""A full disk: every writer leaves what was there and nothing else, and commands say it in one
+line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+import pathlib
+import resource
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from kvq_jax.files.whole import UNFINISHED
+from kvq_tools.cli import json_lines
+from tests.kvq_models.checkpoints import PROMPT
+from tests.writers import WRITERS
+
+
+@contextlib.contextmanager
+def no_file_grows(size: int = 0) -> Iterator[None]:
+    """Let no file grow beyond `size` bytes. The system then refuses to write, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# not the folder of prefixes: a server goes on without one that it cannot keep
+@pytest.mark.parametrize("size", [0, 20])
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "prefixes"])
+def test_a_writer_leaves_what_was_there(name: str, size: int, tmp_path: pathlib.Path):
+    writer = WRITERS[name]
+    writer.write(tmp_path, 0)
+    before = writer.read(tmp_path)
+    with no_file_grows(size), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+        writer.write(tmp_path, 1)
+    assert writer.read(tmp_path) == before
+    assert not list(tmp_path.rglob(f"{UNFINISHED}*"))
+    writer.write(tmp_path, 1)
+    assert writer.read(tmp_path) != before
+
+
+def assert_one_line(result: tuple[int, str, str], message: str) -> None:
+    code, _, errors = result
+    *before, line = errors.splitlines()
+    assert code == 1, errors
+    assert all(" ..." in one or "warning" in one for one in before), errors
+    assert line.startswith("kvq: error: "), errors
+    assert message in line, errors
+
+
+def test_prefill_leaves_no_file_and_warns_once_that_no_program_is_kept(
+    run, model: pathlib.Path, tmp_path: pathlib.Path
+):
+    out = tmp_path / "f"
+    with warnings.catch_warnings(), no_file_grows(1000):
+        warnings.simplefilter("default")
+        result = run("prefill", model, "--prompt", PROMPT, "--out", out)
+    assert_one_line(result, "cannot be written: File too large")
+    assert result[2].count("compiled programs are not kept: File too large") <= 1
+    assert "Error writing persistent" not in result[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_every_command_says_in_one_line_that_a_disk_is_full(run, monkeypatch, options):
+    """Wherever it happens, as while a journal grows."""
+
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "rows.jsonl")
+
+    monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.methods"), "run", full)
+    code, out, errors = run("methods", *options)
+    assert (code, errors) == (
+        1,
+        "kvq: error: rows.jsonl cannot be written: No space left on device\n",
+    )
+    assert bool(out) == bool(options)
+    if options:
+        assert json.loads(out)["status"] == 1
+
+
+def test_another_error_of_the_system_keeps_its_traceback(run, monkeypatch):
+    def broken(_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.methods"), "run", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        run("methods")
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path: pathlib.Path):
+    path = tmp_path / "answers.jsonl"
+    with path.open("ab") as file:
+        json_lines.append(file, {"id": 1})
+        first = path.read_bytes()
+        with no_file_grows(len(first) + 5), pytest.raises(OSError, match=r"answers\.jsonl"):
+            json_lines.append(file, {"id": 2, "text": "long"})
+        assert path.read_bytes() == first
+        json_lines.append(file, {"id": 3})
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [1, 3]
