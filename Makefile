@@ -15,7 +15,7 @@ RESULTS ?= benchmarks/results
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
-.PHONY: demo test lab aot lint bench docs wheel clean
+.PHONY: demo test lab aot lint audit bench docs wheel clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
@@ -35,6 +35,11 @@ lint: $(VENV)/.kvq-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(RUN)
+
+# known faults of the installed packages, if a source of advisories can be reached
+audit: $(VENV)/.kvq-test
+	@$(PIP) "pip-audit>=2.7"
+	@$(RUN) -m tools.audit
 
 bench: $(VENV)/.kvq-test
 	$(RUN) -m benchmarks.cpu.attention --json $(RESULTS)/attention_cpu.json

@@ -39,6 +39,7 @@ from kvq_jax.cache.serialization import (
 from kvq_jax.cache.size import Size, size
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
+from kvq_jax.cache.verification import Damage, Seal, seal, verify
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
@@ -53,6 +54,7 @@ __all__ = [
     "Cache",
     "CacheDims",
     "CacheSpec",
+    "Damage",
     "LayerInputs",
     "LayerWeights",
     "ModelDims",
@@ -60,6 +62,7 @@ __all__ = [
     "Overflow",
     "Placement",
     "Rope",
+    "Seal",
     "Size",
     "Step",
     "__version__",
@@ -95,8 +98,10 @@ __all__ = [
     "roundtrip_layer",
     "save_cache",
     "saved_layout",
+    "seal",
     "select_rows",
     "size",
     "trim",
     "unmet_options",
+    "verify",
 ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,31 @@ def begin() -> None:
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
     jax.config.update("jax_compilation_cache_dir", str(folder()))
+    if warnings.showwarning is not _replace_damaged:
+        _replace_damaged.shown = warnings.showwarning
+        warnings.showwarning = _replace_damaged
+
+
+class _DamagedEntries:
+    """Show a warning. If it says that JAX cannot read a program, delete that program, so that the
+    one that is compiled in its place is kept: JAX never overwrites one."""
+
+    shown: Callable[..., None]
+
+    def __call__(self, message: Warning | str, *details: Any) -> None:
+        if str(message).startswith("Error reading persistent compilation cache entry"):
+            times = (
+                (int.from_bytes(file.read_bytes(), "little"), file)
+                for file in folder().glob("*-atime")
+            )
+            _, newest = max(times, default=(0, None))  # the one that JAX has just read
+            if newest is not None:
+                name = newest.name.removesuffix("-atime")
+                newest.with_name(f"{name}-cache").unlink(missing_ok=True)
+        self.shown(message, *details)
+
+
+_replace_damaged = _DamagedEntries()
 
 
 def described() -> str:

@@ -80,6 +80,7 @@ def loaded(
     wait: bool = True,
     prefixes: PrefixStore | None = None,
     placement: kvq.Placement | None = None,
+    verify: bool = False,
 ) -> Engine:
     """Return an engine with the model loaded and its programs compiled.
 
@@ -92,6 +93,7 @@ def loaded(
         wait: compile the programs of longer chunks now, not in the background.
         prefixes: a store of prompts that were already read.
         placement: the mesh that holds model and slots.
+        verify: look for damaged memory.
     """
     widths = [
         width
@@ -113,6 +115,7 @@ def loaded(
             implementation=options.implementation,
             prefixes=prefixes,
             placement=placement,
+            verify=verify,
         )
     with progress("compiling"):
         engine.warm_up(wait=wait)

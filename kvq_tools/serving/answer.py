@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -59,7 +60,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._text = GrowingText(tokenizer, request.prompt)
         self._stops = Stops(tuple(stops))
-        self._waiting: list[TokenInText] = []  # tokens whose text is not final yet
+        self._waiting: list[TokenInText] = []  # tokens whose text is not final yet, in order
         self._decoded = self._sent = 0  # characters
         self._drawn = 0
 
@@ -75,6 +76,10 @@ class Answer:
                 self._token(event)
             case Ended(reason="not-finite"):
                 self.fail("the model computed numbers that are not finite (nan or inf)")
+            case Ended(reason="failed"):
+                self.fail("the program for this prompt cannot be compiled")
+            case Ended(reason="damaged"):
+                self.fail("the memory of the answer was damaged while it was sent")
             case Ended(reason=reason):
                 self._finish(_FINISH[reason])
         return self.done
@@ -129,10 +134,7 @@ class Answer:
         self.done = finish is not None
         # Tokens without text, such as the first half of a character, come with the text after them,
         # or with the end.
-        ready = [
-            token
-            for token in self._waiting
-            if token.offset < self._sent or (finish == "length" and token.offset <= self._sent)
-        ]
-        self._waiting = [token for token in self._waiting if token not in ready]
-        self.send(AnswerPiece(self.index, text, tuple(ready), finish, self._drawn))
+        end = self._sent + (finish == "length")
+        ready = tuple(itertools.takewhile(lambda token: token.offset < end, self._waiting))
+        del self._waiting[: len(ready)]
+        self.send(AnswerPiece(self.index, text, ready, finish, self._drawn))

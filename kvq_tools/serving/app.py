@@ -5,24 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import importlib.resources
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from kvq_tools.serving import errors, fields
-from kvq_tools.serving.errors import ApiError
+from kvq_tools.serving import errors, fields, guard
+from kvq_tools.serving.errors import ApiError, ErrorResponse
 from kvq_tools.serving.service import Pending, Service
 from kvq_tools.serving.wire import ChatWire, CompletionWire
 
+READ = ["GET", "HEAD"]
+ANSWERED = [*READ, "POST"]
 CLIENT_GONE = 499  # nginx's code: the client has gone
 PAGE_POLICY = (  # the page may only connect to this server
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
@@ -30,20 +34,39 @@ PAGE_POLICY = (  # the page may only connect to this server
 )
 
 
-def create_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """Return the application. With `api_key`, every path requires it except /health and the page,
-    which holds no data."""
+def create_app(
+    service: Service,
+    api_keys: Collection[str] = (),
+    *,
+    hosts: Collection[str] = (guard.ANY,),
+    origins: Collection[str] = (),
+) -> FastAPI:
+    """Return the application.
+
+    Args:
+        service: what answers.
+        api_keys: every path requires one of them, except /health and the page, which holds no data.
+            Prompts of several keys share no prefixes.
+        hosts: names by which clients may call the server; see `guard.known_hosts`.
+        origins: other web sites whose pages may use the server.
+    """
     app = FastAPI(title="kvq", openapi_url=None)  # clients know OpenAI's own description
     created = int(time.time())
 
+    keys = [key.encode() for key in api_keys]
+
     def authorized(request: Request) -> None:
-        if api_key is None:
+        request.state.owner = ""
+        if not keys:
             return
         scheme, _, client_key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not client_key:
             raise errors.no_key()
-        if not hmac.compare_digest(client_key.encode(), api_key.encode()):
+        matching = [key for key in keys if hmac.compare_digest(client_key.encode(), key)]
+        if not matching:
             raise errors.wrong_key()
+        if len(keys) > 1:
+            request.state.owner = hashlib.sha256(b"kvq owner" + matching[0]).hexdigest()
 
     guarded = APIRouter(dependencies=[Depends(authorized)])
 
@@ -52,11 +75,11 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
             exclude_unset=True
         )
 
-    @guarded.get("/v1/models")
+    @guarded.api_route("/v1/models", methods=READ)
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model()]})
 
-    @guarded.get("/v1/models/{name:path}")
+    @guarded.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> JSONResponse:
         if name != service.name:
             raise errors.no_such_model(name)
@@ -65,7 +88,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     @guarded.post("/v1/completions")
     async def completions(request: Request) -> Response:
         asked = await _fields(request, fields.CompletionFields)
-        pending = await service.completion(asked)
+        pending = await service.completion(asked, request.state.owner)
         return await _respond(
             request, asked, pending, CompletionWire(service.name, service.tokenizer, asked.logprobs)
         )
@@ -73,16 +96,16 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     @guarded.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         asked = await _fields(request, fields.ChatFields)
-        pending = await service.chat(asked)
+        pending = await service.chat(asked, request.state.owner)
         return await _respond(
             request, asked, pending, ChatWire(service.name, service.tokenizer, bool(asked.logprobs))
         )
 
-    @guarded.get("/metrics")
+    @guarded.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> JSONResponse:
         worker = service.worker
         state = {
@@ -95,7 +118,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     page = (importlib.resources.files("kvq_tools.serving") / "page.html").read_bytes()
 
-    @app.get("/")
+    @app.api_route("/", methods=READ)
     async def index() -> Response:
         return Response(
             page,
@@ -104,13 +127,23 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         )
 
     async def _fields(request: Request, kind: Any) -> Any:
-        asked = fields.read(kind, await _json(request, service))
+        asked = fields.read(
+            kind,
+            await _json(request, service),
+            most_choices=service.most_choices,
+            most_messages=service.capacity,
+        )
         if asked.model != service.name:
             raise errors.no_such_model(asked.model)
         return asked
 
     app.include_router(guarded)
     _handle_errors(app)
+    app.add_middleware(guard.Guard, hosts=hosts, origins=origins)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=ANSWERED, allow_headers=["*"]
+        )
     app.add_middleware(_Counted, service=service)
     return app
 
@@ -133,32 +166,30 @@ class _Counted:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    def response_of(error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, status_code=error.status, headers=error.headers)
-
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return response_of(error)
+        return ErrorResponse(error)
 
     @app.exception_handler(HTTPException)
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
-            return response_of(
+            return ErrorResponse(
                 ApiError(
                     404, f"Invalid URL ({request.method} {request.url.path})", code="unknown_url"
                 )
             )
         if error.status_code == 405:
-            return response_of(
+            return ErrorResponse(
                 ApiError(
                     405,
                     f"Not allowed to {request.method} on {request.url.path}.",
                     code="method_not_supported",
+                    headers=error.headers,  # Allow
                 )
             )
-        return response_of(ApiError(error.status_code, str(error.detail)))
+        return ErrorResponse(ApiError(error.status_code, str(error.detail)))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -166,7 +197,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:
-        return response_of(
+        return ErrorResponse(
             ApiError(
                 500, "The server had an error while processing your request.", kind="server_error"
             )
@@ -239,7 +270,7 @@ async def _events(
         if asked.usage_in_stream:
             yield _event(wire.usage_chunk(pending.usage))
     except ApiError as error:
-        yield _event(error.body)
+        yield f"data: {bytes(ErrorResponse(error).body).decode()}\n\n"
         return
     yield "data: [DONE]\n\n"
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from kvq_models.inference.engine.requests import CapacityError, QueueFullError
 from kvq_tools.serving.worker import Stopping
@@ -21,8 +26,10 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
+        self._headers = headers or {}
         self.status, self.message, self.kind, self.param, self.code = (
             status,
             message,
@@ -44,23 +51,48 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+        retry = {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+        return {**self._headers, **retry}
+
+
+class ErrorResponse(JSONResponse):
+    """The response of an error. It is ASCII, because a client's text may be no Unicode text."""
+
+    def __init__(self, error: ApiError):
+        super().__init__(error.body, error.status, error.headers)
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
 
 
 def unrecognized(name: str) -> ApiError:
+    name = shortened(name)
     return ApiError(
         400, f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
     )
 
 
 def unsupported(name: str, value: object) -> ApiError:
-    shown = repr(value) if len(repr(value)) <= 80 else f"a value of type {type(value).__name__}"
     return ApiError(
         400,
-        f"Unsupported value: '{name}' does not support {shown} with this server.",
+        f"Unsupported value: '{name}' does not support {reprlib.repr(value)} with this server.",
         param=name,
         code="unsupported_value",
     )
+
+
+def no_tools(name: str) -> ApiError:
+    return ApiError(
+        400,
+        f"This server does not support tools (function calling): leave out '{name}'.",
+        param=name,
+        code="unsupported_value",
+    )
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """Return a client's text for a message, which no client can make long."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def invalid(name: str, message: str, code: str = "invalid_value") -> ApiError:
@@ -70,7 +102,7 @@ def invalid(name: str, message: str, code: str = "invalid_value") -> ApiError:
 def no_such_model(name: str) -> ApiError:
     return ApiError(
         404,
-        f"The model '{name}' does not exist or you do not have access to it.",
+        f"The model '{shortened(name)}' does not exist or you do not have access to it.",
         param="model",
         code="model_not_found",
     )
@@ -86,6 +118,35 @@ def no_key() -> ApiError:
         " (i.e. Authorization: Bearer YOUR_KEY)."
     )
     return ApiError(401, message)
+
+
+def foreign_host(host: str) -> ApiError:
+    message = (
+        f"The host {shortened(host)!r} is not this server's. If it is one of its names, start the"
+        " server with --allow-host."
+    )
+    return ApiError(403, message, code="host_not_allowed")
+
+
+def foreign_origin(origin: str) -> ApiError:
+    message = (
+        f"Pages of {shortened(origin)!r} may not use this server. To let them, start it with --cors"
+        " ORIGIN."
+    )
+    return ApiError(403, message, code="origin_not_allowed")
+
+
+def not_json(kind: str) -> ApiError:
+    message = (
+        f"The body has the content type {shortened(kind)!r}; send JSON, with the header"
+        " content-type: application/json."
+    )
+    return ApiError(415, message, code="unsupported_media_type")
+
+
+def busy(what: str) -> ApiError:
+    message = f"The server is busy: {what}. Please try again later."
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
 
 
 def too_large(limit: int) -> ApiError:
@@ -104,11 +165,7 @@ def of_refusal(error: ValueError | QueueFullError | Stopping) -> ApiError:
         )
         return ApiError(400, message, code="context_length_exceeded")
     if isinstance(error, QueueFullError):
-        message = (
-            f"The server is busy: {error.waiting} requests are waiting, and its queue holds"
-            f" {error.limit}. Please try again later."
-        )
-        return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+        return busy(f"{error.waiting} requests are waiting, and its queue holds {error.limit}")
     if isinstance(error, Stopping):
         return ApiError(
             503,

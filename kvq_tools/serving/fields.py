@@ -1,7 +1,7 @@
 """The request fields of clients: every field of OpenAI's two requests is either served, or refused
 if it asks for something. None is ignored.
 
-A refused field may have a value that changes nothing: `frequency_penalty: 0`, `tools: []`.
+A refused field may have a value that changes nothing: `best_of: 1`, `tools: []`.
 docs/serving.md lists them all.
 """
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvq_models.inference.engine.requests import MOST_BIASED
 from kvq_models.inference.row_sampling import MOST_ALTERNATIVES
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving import errors
@@ -19,21 +20,21 @@ from kvq_tools.serving import errors
 MOST_CHOICES = 16
 MOST_COMPLETION_ALTERNATIVES = 5
 MOST_STOPS = 4
+LONGEST_STOP = 1000  # characters
+FAIL_FAST = Field(fail_fast=True)  # a list of a million faults is one error
+MOST_NAME = 200  # characters
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # refused fields, and their values that ask for nothing
     "audio": (None,),
     "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "parallel_tool_calls": (None, True, False),  # of tools, which are refused
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "prompt_cache_key": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
@@ -48,12 +49,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # refused fields, and their values that
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
+TOOLS = ("function_call", "functions", "parallel_tool_calls", "tool_choice", "tools")
 # the same of a message; clients that send an answer back send some of these fields
 NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
-    "name": (None,),
     "refusal": (None,),
     "tool_calls": (None, []),
 }
@@ -77,7 +78,7 @@ class Common(_Fields):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -85,14 +86,38 @@ class Common(_Fields):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     user: str | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern="^[0-9]{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
+            ],
+            Field(max_length=MOST_BIASED),
+        ]
+        | None
+    ) = None
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """Return the rule, with the server's defaults for what is not given. A filter without a
+        temperature asks for sampling: OpenAI's default temperature is 1."""
+        filters = (self.top_k, self.top_p, self.min_p)
+        temperature = defaults.temperature if filters == (None,) * 3 else defaults.temperature or 1
+        given = Sampling(
+            temperature if self.temperature is None else self.temperature,
+            defaults.top_k if self.top_k is None else self.top_k,
+            defaults.top_p if self.top_p is None else self.top_p,
+            defaults.min_p if self.min_p is None else self.min_p,
+        )
+        # JSON's 1 is an int
+        return Sampling(
+            float(given.temperature), given.top_k, float(given.top_p), float(given.min_p)
+        )
 
     @property
-    def sampling(self) -> Sampling:
-        """OpenAI's default temperature is 1. JSON's 1 is an int."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(
-            float(temperature), self.top_k or 0, float(self.top_p or 1), float(self.min_p or 0)
-        )
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        return tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items())
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -106,7 +131,12 @@ class Common(_Fields):
 class CompletionFields(Common):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], FAIL_FAST]
+        | Annotated[list[int], FAIL_FAST]
+        | Annotated[list[Annotated[list[int], FAIL_FAST]], FAIL_FAST]
+    )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_COMPLETION_ALTERNATIVES)] | None = None
 
@@ -127,28 +157,34 @@ class TextPart(_Fields):
 
 
 class Message(_Fields):
-    """One message of a conversation. A developer message counts as a system message."""
+    """One message of a conversation. A developer message counts as a system message, and an
+    assistant's null content as an empty one."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], FAIL_FAST] | None
+    name: Annotated[str, Field(max_length=MOST_NAME)] | None = None
 
     @property
     def plain(self) -> dict[str, str]:
+        """The message as chat templates take it."""
         content = (
-            self.content
-            if isinstance(self.content, str)
+            self.content or ""
+            if isinstance(self.content, str | None)
             else "".join(part.text for part in self.content)
         )
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 class ChatFields(Common):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. `chat_template_kwargs` (not OpenAI's) are names that the chat
+    template reads, such as Qwen3's enable_thinking."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], FAIL_FAST, Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def limit(self) -> int | None:
@@ -159,11 +195,18 @@ class ChatFields(Common):
         )
 
 
-def read(kind: type[CompletionFields] | type[ChatFields], body: Any) -> Any:
-    """Return the checked fields of a request. Raise ApiError in OpenAI's words, naming the
-    field."""
+def read(
+    kind: type[CompletionFields] | type[ChatFields],
+    body: Any,
+    *,
+    most_choices: int,
+    most_messages: int,
+) -> Any:
+    """Return the checked fields of a request. Raise ApiError in OpenAI's words, naming the field.
+    Prompts, choices and messages are counted before anything is made of them."""
     if not isinstance(body, dict):
         raise errors.ApiError(400, "The request body must be a JSON object.")
+    _check_counts(body, most_choices, most_messages)
     asked = _served(body, kind, NEUTRAL)
     if isinstance(messages := asked.get("messages"), list):
         asked["messages"] = [
@@ -178,13 +221,38 @@ def read(kind: type[CompletionFields] | type[ChatFields], body: Any) -> Any:
         fields = kind.model_validate(asked)
     except pydantic.ValidationError as failure:
         raise _first(failure) from None
-    if len(fields.stops) > MOST_STOPS or not all(fields.stops):
-        raise errors.invalid("stop", f"give up to {MOST_STOPS} texts, none of them empty")
+    if len(fields.stops) > MOST_STOPS or not all(
+        1 <= len(stop) <= LONGEST_STOP for stop in fields.stops
+    ):
+        message = f"give up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
+        raise errors.invalid("stop", message)
     if fields.stream_options is not None and not fields.stream:
         raise errors.invalid("stream_options", "it is only allowed if 'stream' is true")
     if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
         raise errors.invalid("top_logprobs", "it is only allowed if 'logprobs' is true")
+    for i, message in enumerate(getattr(fields, "messages", ())):
+        if message.content is None and message.role != "assistant":
+            name, code = f"messages[{i}].content", "invalid_type"
+            raise errors.invalid(name, "only an assistant's content may be null", code)
     return fields
+
+
+def _check_counts(body: dict[str, Any], most_choices: int, most_messages: int) -> None:
+    prompt, n = body.get("prompt"), body.get("n")
+    numbers = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
+    prompts = len(prompt) if isinstance(prompt, list) and not numbers else 1
+    choices = prompts * (n if isinstance(n, int) else 1)
+    if choices > most_choices:
+        raise errors.ApiError(
+            400,
+            f"{choices} choices are asked for in one request, and this server takes {most_choices}"
+            " at a time.",
+            param="n",
+        )
+    for name, most in (("messages", most_messages), ("logit_bias", MOST_BIASED)):
+        value = body.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise errors.invalid(name, f"there are {len(value)}, and this server takes {most}")
 
 
 def _served(
@@ -204,6 +272,8 @@ def _served(
             value == none and isinstance(value, bool) == isinstance(none, bool)
             for none in neutral[name]
         ):
+            if name in TOOLS:
+                raise errors.no_tools(name)
             raise errors.unsupported(f"{where}{name}", value)
     return {name: value for name, value in body.items() if name in kind.model_fields}
 

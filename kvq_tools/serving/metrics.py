@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.requests import Reason
 from kvq_tools.serving.worker import Worker
 
 FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -87,6 +89,11 @@ class _OfEngine:
             "Prompt tokens that were not read because they were there",
             counts.prefix_tokens,
         )
+        yield CounterMetricFamily(
+            "kvq_damaged",
+            "Requests whose memory was damaged, and which were computed again",
+            counts.damaged,
+        )
         yield GaugeMetricFamily(
             "kvq_prefix_bytes",
             "Bytes of prefixes, in the host's memory",
@@ -108,6 +115,6 @@ class _OfEngine:
         ended = CounterMetricFamily(
             "kvq_requests_ended", "Requests that ended, by reason", labels=["reason"]
         )
-        for reason in ("ended", "length", "cancelled", "not-finite"):
+        for reason in get_args(Reason):
             ended.add_metric([reason], counts.ended.get(reason, 0))
         yield ended

@@ -1,5 +1,5 @@
-"""Encode prompts of clients in a separate thread, so that a long text or a slow template does not
-block other clients."""
+"""Turn prompts of clients into tokens beside the event loop. What cannot fit is refused by its
+length first, and nobody with a short prompt waits for long ones."""
 
 from __future__ import annotations
 
@@ -9,69 +9,147 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvq_tools.chat_template import rendered
 from kvq_tools.serving import errors
+from kvq_tools.serving.template_process import SECONDS, TemplateProcess
 
-SECONDS = 10  # for one prompt; a template takes milliseconds, and a million characters a second
+SHORT = 1 << 15  # characters, which take some 30 ms
+MOST_WAITING, WAIT_SECONDS = 64, 30  # for a thread
+RESERVED = {  # arguments of transformers' renderer; the others are names for the template
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "documents",
+    "messages",
+    "return_assistant_tokens_mask",
+    "tools",
+}
 
 T = TypeVar("T")
 
 
-class PromptEncoder:
-    """Convert text to token ids. The tokenizer is copied: Hugging Face tokenizers change their
-    state while they encode."""
+class _Lane:
+    """A thread for one kind of work. Those who wait for it get a 429 after a while, and `seconds`
+    count from the beginning of the work."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None):
-        self._tokenizer = copy.deepcopy(tokenizer)
-        if chat_template is not None:
-            self._tokenizer.chat_template = chat_template
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvq-prompts")
+    def __init__(self, seconds: float = SECONDS):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvq-prompts")
+        self._free, self._waiting, self._seconds = asyncio.Semaphore(1), 0, seconds
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    async def run(self, name: str, work: Callable[[], T]) -> T:
+        """Return what `work` returns. Raises ApiError, which names the field."""
+        if self._waiting >= MOST_WAITING:
+            raise errors.busy("many prompts wait to be turned into tokens")
+        self._waiting += 1
+        try:
+            await asyncio.wait_for(self._free.acquire(), WAIT_SECONDS)
+        except TimeoutError:
+            raise errors.busy("it is turning long prompts into tokens") from None
+        finally:
+            self._waiting -= 1
+        done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        done.add_done_callback(self._end)
+        try:
+            return await asyncio.wait_for(asyncio.shield(done), self._seconds)
+        except TimeoutError:
+            message = f"it took longer than {self._seconds:g} s to turn it into tokens"
+            raise errors.invalid(name, message) from None
+        except ValueError as error:
+            raise errors.invalid(name, str(error)) from None
+
+    def _end(self, done: asyncio.Future[Any]) -> None:
+        self._free.release()
+        if not done.cancelled():
+            done.exception()  # also of work that nobody waits for any more
+
+
+class PromptEncoder:
+    """Convert text to token ids. The tokenizer is copied for each thread: Hugging Face tokenizers
+    change their state while they encode.
+
+    Args:
+        tokenizer: of the model.
+        chat_template: in place of the tokenizer's.
+        capacity: tokens of the longest prompt.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None, *, capacity: int):
+        try:
+            self._template = chat_template or tokenizer.get_chat_template()
+        except ValueError:  # none, or several without a default
+            self._template = None
+        self._names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        self._capacity = capacity
+        # no token has more characters, so a longer text has more tokens than fit
+        self._longest = capacity * max(map(len, tokenizer.get_vocab()))
+        self._lanes = {short: (_Lane(), copy.deepcopy(tokenizer)) for short in (True, False)}
+        self._templates, self._rendering = TemplateProcess(), _Lane(2 * SECONDS)
+
+    def start(self) -> None:
+        """Make ready for chats before the first one comes."""
+        if self._template is not None:
+            self._templates.start()
+
+    def close(self) -> None:
+        for lane in (self._rendering, *(lane for lane, _ in self._lanes.values())):
+            lane.close()
+        self._templates.close()
+
     async def of_text(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text with the tokenizer's special tokens. Raises ApiError."""
+        return await self._encoded("prompt", text, special=True)
 
-        def encode() -> tuple[int, ...]:
-            return tuple(self._tokenizer(_checked(text), verbose=False).input_ids)
-
-        return await self._within("prompt", encode)
-
-    async def of_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        """Return the ids of a conversation up to the beginning of the next answer. Raises
-        ApiError."""
-        if not getattr(self._tokenizer, "chat_template", None):
+    async def of_chat(
+        self, messages: list[dict[str, str]], names: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the ids of a conversation up to the beginning of the next answer. `names` are what
+        the chat template can read besides. Raises ApiError."""
+        template = self._template
+        if template is None:
             raise errors.ApiError(
                 400,
                 "This model's tokenizer has no chat template. Use /v1/completions, or start the"
                 " server with --chat-template FILE.",
                 code="no_chat_template",
             )
+        if reserved := sorted(RESERVED & set(names)):
+            message = f"the server sets {reserved[0]!r}"
+            raise errors.invalid("chat_template_kwargs", message)
+        self._check_length(sum(len(message["content"]) for message in messages))
+        for message in messages:
+            _check_unicode("messages", message["content"])
+        text = await self._rendering.run(
+            "messages",
+            lambda: self._templates.render(template, messages, self._names | names, self._longest),
+        )
+        return await self._encoded("messages", text, special=False)
+
+    async def _encoded(self, name: str, text: str, *, special: bool) -> tuple[int, ...]:
+        self._check_length(len(text))
+        _check_unicode(name, text)
+        lane, tokenizer = self._lanes[len(text) <= SHORT]
 
         def encode() -> tuple[int, ...]:
-            for message in messages:
-                _checked(message["content"])
-            text = rendered(self._tokenizer, messages)
-            return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+            return tuple(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
-        return await self._within("messages", encode)
+        return await lane.run(name, encode)
 
-    async def _within(self, name: str, encode: Callable[[], T]) -> T:
-        done = asyncio.get_running_loop().run_in_executor(self._thread, encode)
-        try:
-            return await asyncio.wait_for(done, SECONDS)
-        except TimeoutError:
-            raise errors.invalid(
-                name, f"it took longer than {SECONDS} s to turn it into tokens"
-            ) from None
-        except ValueError as error:
-            raise errors.invalid(name, str(error)) from None
+    def _check_length(self, characters: int) -> None:
+        if characters > self._longest:
+            raise errors.ApiError(
+                400,
+                f"This model's maximum context length is {self._capacity} tokens. However, your"
+                f" prompt has {characters} characters, and at most {self._longest} can fit.",
+                code="context_length_exceeded",
+            )
 
 
-def _checked(text: str) -> str:
+def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("the text has half a surrogate pair, which is no Unicode text") from None
-    return text
+        message = "the text has half a surrogate pair, which is no Unicode text"
+        raise errors.invalid(name, message) from None

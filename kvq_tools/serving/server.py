@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from kvq_tools.serving.connections import ConnectionLimits, connection_class
 from kvq_tools.serving.worker import Worker
+
+GRACE_SECONDS = 60  # for answers that run when the server is told to end
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -29,22 +33,38 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], grace_seconds: float):
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._grace_seconds = ready, grace_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._grace_seconds, self._cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        """Close all connections; uvicorn's own limit cancels tasks, with a traceback for each."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
 
 def serve(
-    app: FastAPI, worker: Worker, bound: socket.socket, ready: Callable[[], None] = lambda: None
+    app: FastAPI,
+    worker: Worker,
+    bound: socket.socket,
+    ready: Callable[[], None] = lambda: None,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> None:
     """Serve until SIGTERM or SIGINT. From then on connections are refused, and accepted requests
-    are answered. `ready` is called once clients can connect. A second SIGINT cuts running answers
-    short."""
-    server = server_of(app, ready)
+    are answered, if clients read them within `grace_seconds`. `ready` is called once clients can
+    connect. A second SIGINT cuts running answers short."""
+    server = server_of(app, ready, grace_seconds=grace_seconds)
     worker.start()
     try:
         with _without_default_signals():
@@ -54,14 +74,24 @@ def serve(
             worker.stop()
 
 
-def server_of(app: FastAPI, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
+def server_of(
+    app: FastAPI,
+    ready: Callable[[], None] = lambda: None,
+    *,
+    limits: ConnectionLimits | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+) -> uvicorn.Server:
     """Return the server. `run(sockets=[...])` starts it and `should_exit = True` stops it."""
-    return _Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", server_header=False
-        ),
-        ready,
+    config = uvicorn.Config(
+        app,
+        http=connection_class(limits or ConnectionLimits()),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
     )
+    return _Server(config, ready, grace_seconds)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from kvq_models.inference.engine.requests import CapacityError, QueueFullError, Request
+from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving import errors
 from kvq_tools.serving.answer import Answer, AnswerPiece
 from kvq_tools.serving.fields import COMPLETION_TOKENS, ChatFields, CompletionFields
@@ -31,7 +32,17 @@ class Limits:
 
 
 class Service:
-    """A model that answers. name: as clients request it."""
+    """A model that answers.
+
+    Args:
+        worker: the engine's thread.
+        tokenizer: the model's.
+        name: the model's name for clients.
+        metrics: what /metrics shows.
+        chat_template: in place of the tokenizer's.
+        limits: of one request.
+        defaults: the sampling of requests that ask for none.
+    """
 
     def __init__(
         self,
@@ -42,6 +53,7 @@ class Service:
         *,
         chat_template: str | None = None,
         limits: Limits = Limits(),
+        defaults: Sampling = Sampling(),
     ):
         self.worker, self.tokenizer, self.name, self.metrics, self.limits = (
             worker,
@@ -50,21 +62,35 @@ class Service:
             metrics,
             limits,
         )
-        self.prompts = PromptEncoder(tokenizer, chat_template)
+        self.defaults = defaults
+        self.prompts = PromptEncoder(tokenizer, chat_template, capacity=self.capacity)
         self._end_ids = tuple(worker.engine.llama.config.eos_token_ids)
+        self._special = {
+            str(token): number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
 
     @property
     def capacity(self) -> int:
         return self.worker.engine.capacity
 
-    async def completion(self, fields: CompletionFields) -> Pending:
-        """Turn the fields into requests, one for each prompt and choice. Raises ApiError."""
+    @property
+    def most_choices(self) -> int:
+        """The number of choices that slots and queue hold."""
+        return self.worker.engine.slots + self.worker.engine.queue_limit
+
+    async def completion(self, fields: CompletionFields, owner: str = "") -> Pending:
+        """Turn the fields into requests, one for each prompt and choice. Raises ApiError.
+
+        owner: prompts of another owner share no prefixes.
+        """
+        if not fields.prompts or not all(fields.prompts):
+            raise errors.invalid("prompt", "a prompt is empty; give at least one character")
         prompts = [
             await self.prompts.of_text(one) if isinstance(one, str) else tuple(one)
             for one in fields.prompts
         ]
-        if not prompts:
-            raise errors.invalid("prompt", "give at least one")
         alternatives = fields.logprobs or 0
         limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
         scored = bool(fields.echo) and fields.logprobs is not None
@@ -72,19 +98,23 @@ class Service:
             request
             for prompt in prompts
             for request in self._requests(
-                prompt, fields, limit, alternatives=alternatives, scored=scored
+                prompt, fields, limit, owner, alternatives=alternatives, scored=scored
             )
         ]
         return self._pending(requests, prompts, fields, echo=bool(fields.echo))
 
-    async def chat(self, fields: ChatFields) -> Pending:
+    async def chat(self, fields: ChatFields, owner: str = "") -> Pending:
         """Turn the fields into requests, one for each choice. Raises ApiError."""
-        prompt = await self.prompts.of_chat([message.plain for message in fields.messages])
+        prompt = await self.prompts.of_chat(
+            [message.plain for message in fields.messages], fields.chat_template_kwargs or {}
+        )
         room = self.capacity - len(prompt)
         if room < 1:
             raise errors.of_refusal(CapacityError(len(prompt), 1, self.capacity))
         limit = room if fields.limit is None else fields.limit
-        requests = self._requests(prompt, fields, limit, alternatives=fields.top_logprobs or 0)
+        requests = self._requests(
+            prompt, fields, limit, owner, alternatives=fields.top_logprobs or 0
+        )
         return self._pending(requests, [prompt], fields, echo=False)
 
     def _requests(
@@ -92,17 +122,28 @@ class Service:
         prompt: tuple[int, ...],
         fields: CompletionFields | ChatFields,
         limit: int,
+        owner: str,
         *,
         alternatives: int,
         scored: bool = False,
     ) -> list[Request]:
         seed = secrets.randbits(32) if fields.seed is None else fields.seed % (1 << 32)
-        return [
-            Request(
-                prompt, limit, fields.sampling, seed, choice, self._end_ids, alternatives, scored
-            )
-            for choice in range(fields.n or 1)
-        ]
+        # a special token is no text, so it is never seen there
+        stops = [self._special[stop] for stop in fields.stops if stop in self._special]
+        request = Request(
+            prompt,
+            limit,
+            fields.sampling(self.defaults),
+            seed,
+            end_ids=(*self._end_ids, *stops),
+            alternatives=alternatives,
+            prompt_logprobs=scored,
+            frequency_penalty=float(fields.frequency_penalty or 0),
+            presence_penalty=float(fields.presence_penalty or 0),
+            bias=fields.bias,
+            owner=owner,
+        )
+        return [dataclasses.replace(request, choice=choice) for choice in range(fields.n or 1)]
 
     def _pending(
         self,
@@ -112,14 +153,6 @@ class Service:
         *,
         echo: bool,
     ) -> Pending:
-        most = self.worker.engine.queue_limit
-        if len(requests) > most:
-            raise errors.ApiError(
-                400,
-                f"{len(requests)} choices are asked for in one request, and this server queues"
-                f" {most}.",
-                param="n",
-            )
         pending = Pending(self, Usage(sum(map(len, prompts))), len(requests))
         answers = [
             Answer(i, request, self.tokenizer, fields.stops, echo, pending.send)

@@ -22,7 +22,7 @@ from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 
 from kvq_tools.serving.answer import AnswerPiece, TokenInText
-from kvq_tools.serving.text import UNFINISHED, token_text
+from kvq_tools.serving.text import token_bytes, token_text
 
 
 @dataclasses.dataclass
@@ -176,11 +176,11 @@ class ChatWire:
         ]
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(self._tokenizer, token)
+        encoded = token_bytes(self._tokenizer, token)
         return {
-            "token": text,
+            "token": token_text(self._tokenizer, token),
             "logprob": logprob,
-            "bytes": None if UNFINISHED in text else list(text.encode()),
+            "bytes": None if encoded is None else list(encoded),
         }
 
     def _chunk(self, choices: list[ChunkChoice]) -> dict[str, Any]:

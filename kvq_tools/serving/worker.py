@@ -12,6 +12,8 @@ from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import QueueFullError, Token
 from kvq_tools.serving.answer import Answer
 
+MOST_FAILURES = 3  # of the engine, one after the other
+
 _log = logging.getLogger("kvq.serving")
 
 
@@ -41,6 +43,7 @@ class Worker:
         self._inbox: list[AcceptedAnswer] = []
         self._leaving: list[AcceptedAnswer] = []
         self._jobs: dict[int, AcceptedAnswer] = {}
+        self._unended = 0  # accepted jobs, which slots and queue have room for
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
 
@@ -48,9 +51,11 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more requests, and return when all accepted ones have ended."""
+        """Take no more requests, cancel those that nobody waits for, and return when all have
+        ended."""
         with self._changed:
             self._stopping = True
+            self._leaving += [*self._inbox, *self._jobs.values()]
             self._changed.notify()
         self._thread.join()
 
@@ -69,8 +74,10 @@ class Worker:
         with self._changed:
             if self._stopping or self.failure:
                 raise Stopping(self.failure or "the server is shutting down")
-            if self.waiting + len(jobs) > self.engine.queue_limit:
+            room = self.engine.slots + self.engine.queue_limit - self._unended
+            if len(jobs) > room:
                 raise QueueFullError(self.waiting, self.engine.queue_limit)
+            self._unended += len(jobs)
             self._inbox += jobs
             self._changed.notify()
         return jobs
@@ -82,16 +89,35 @@ class Worker:
             self._changed.notify()
 
     def _run(self) -> None:
+        failures = 0
+        while not self.failure:
+            try:
+                if not self._take_mail():
+                    return
+                if not self.engine.idle and self._advance():
+                    failures = 0
+            except Exception as error:
+                _log.exception("the engine failed")
+                failures += 1
+                self._start_again(f"the engine failed: {type(error).__name__}", failures)
+
+    def _start_again(self, reason: str, failures: int) -> None:
+        """Fail the requests of the engine and empty it. Give up after several failures in a row,
+        or if that fails, too."""
         try:
-            while self._take_mail():
-                self._advance()
-        except Exception as error:
-            _log.exception("the engine failed")
-            with self._changed:
-                self.failure = f"the engine failed: {type(error).__name__}"
-                left, self._inbox = [*self._jobs.values(), *self._inbox], []
-            for job in left:
-                job.answer.fail(self.failure)
+            self.engine.reset()
+        except Exception:
+            _log.exception("the engine cannot start again")
+            failures = MOST_FAILURES
+        with self._changed:
+            left = list(self._jobs.values())
+            self._jobs.clear()
+            if failures >= MOST_FAILURES:
+                self.failure = reason
+                left, self._inbox = [*left, *self._inbox], []
+            self._unended = len(self._inbox)
+        for job in left:
+            job.answer.fail(reason)
 
     def _take_mail(self) -> bool:
         """Wait until there is something to do, and submit new requests to the engine. Return False
@@ -109,8 +135,10 @@ class Worker:
             self._inbox, self._leaving = [], []
             return True
 
-    def _advance(self) -> None:
-        for event in self.engine.advance():
+    def _advance(self) -> bool:
+        """Take a step of the engine. Return True if something came of it."""
+        events = self.engine.advance()
+        for event in events:
             job = self._jobs.get(event.ticket)
             if job is None:
                 continue  # its last event, after it was cancelled
@@ -118,6 +146,9 @@ class Worker:
                 job.first_token = time.monotonic() - job.accepted
                 self._on_first_token(job.first_token)
             if job.answer.take(event):
-                del self._jobs[event.ticket]
                 # a stop text, which the engine does not know about
                 self.engine.cancel(event.ticket)
+                with self._changed:
+                    del self._jobs[event.ticket]
+                    self._unended -= 1
+        return bool(events)

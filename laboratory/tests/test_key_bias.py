@@ -24,7 +24,7 @@ def test_a_run_measures_both_variants_and_makes_a_table(shallow, tmp_path, monke
     int4, kivi = report.rows
     assert kivi.slow.biased.kl < 1.5 * kivi.slow.plain.kl, "these pairs hardly turn"
     assert kivi.every.biased.kl > 20 * kivi.every.plain.kl, "these turn within a group"
-    assert kivi.every.subtracted.kl < kivi.every.biased.kl / 20
+    assert kivi.every.subtracted.kl < kivi.every.biased.kl / 4, "what is left is the harder model"
     for name in ("wide", "slow"):
         found = getattr(int4, name)
         assert found.biased.kl > 20 * found.plain.kl > 0, (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import logging
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from kvq_models.inference.engine.budget import SLOTS, Budget
 from kvq_models.inference.engine.engine import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import engines, inputs, interruption, mesh, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
@@ -62,7 +67,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="the bearer token that clients must send (default: $KVQ_API_KEY, else none)",
+        action="append",
+        help=(
+            "a bearer token that clients may send; clients of several keys share no prefixes "
+            "(default: $KVQ_API_KEY, else none is asked for)"
+        ),
+    )
+    parser.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help=(
+            "a name by which clients call this server, or * for any; addresses, localhost, and "
+            "this machine's name with --host always are"
+        ),
+    )
+    parser.add_argument(
+        "--cors",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="a web site whose pages may use this server, such as https://example.com, or *",
     )
     parser.add_argument(
         "--name", help=("the model's name for clients (default: MODEL, or the last part of a path)")
@@ -107,6 +133,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=8 << 20,
         help="largest request body, such as 8MiB (default: 8MiB)",
     )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=inputs.positive,
+        default=60,
+        help="how long answers may take after SIGTERM (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=(
+            "look for flipped bits in the caches, in a hundredth of the time, and compute again "
+            "what they damaged (default: yes; no with --mesh)"
+        ),
+    )
     mesh.add(parser)
     inputs.add_implementation(parser)
     inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
@@ -114,17 +156,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     try:
-        from kvq_tools.serving.app import create_app
-        from kvq_tools.serving.metrics import Metrics
-        from kvq_tools.serving.server import bound_socket, serve
-        from kvq_tools.serving.service import Limits, Service
-        from kvq_tools.serving.worker import Worker
+        importlib.import_module("kvq_tools.serving.app")
+        from kvq_tools.serving.server import bound_socket
     except ImportError as error:
         raise UserError(
             f"kvq serve needs the extra serve ({error}): pip install 'kvq-jax[serve]'"
         ) from error
     logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
-    api_key = _checked_key(options)
+    api_keys = _checked_keys(options)
+    with input_errors():
+        bound = bound_socket(options.host, options.port)  # before minutes of loading
+    with contextlib.closing(bound):
+        _serve(options, api_keys, bound)
+
+
+def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socket) -> None:
+    from kvq_tools.serving.app import create_app
+    from kvq_tools.serving.guard import known_hosts
+    from kvq_tools.serving.metrics import Metrics
+    from kvq_tools.serving.server import serve
+    from kvq_tools.serving.service import Limits, Service
+    from kvq_tools.serving.worker import Worker
+
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "serve text")
@@ -141,10 +194,15 @@ def run(options: argparse.Namespace) -> None:
         inputs.rows_dtype(options),
     )
     with input_errors():
-        bound = bound_socket(options.host, options.port)
         prefixes = _prefixes(options, one_device=placement is None)
     engine = engines.loaded(
-        options, size, options.queue, wait=False, prefixes=prefixes, placement=placement
+        options,
+        size,
+        options.queue,
+        wait=False,
+        prefixes=prefixes,
+        placement=placement,
+        verify=options.verify and placement is None,
     )
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
@@ -157,10 +215,19 @@ def run(options: argparse.Namespace) -> None:
         metrics,
         chat_template=template,
         limits=Limits(body=options.max_body),
+        defaults=_defaults(config),
     )
     server = _described(options, name, size, placement, bound)
+    app = create_app(
+        service,
+        api_keys,
+        hosts=known_hosts(options.host, options.allow_host),
+        origins=options.cors,
+    )
+    service.prompts.start()
     with interruption.spared():
-        serve(create_app(service, api_key), worker, bound, lambda: _print(options, server))
+        serve(app, worker, bound, lambda: _print(options, server), options.grace)
+        service.prompts.close()
         if prefixes is not None and prefixes.folder is not None:
             prefixes.folder.close()
     if not options.json:
@@ -172,10 +239,12 @@ def run(options: argparse.Namespace) -> None:
         interruption.leave(0)  # tearing an interpreter down while a compiler runs crashes
 
 
-def _checked_key(options: argparse.Namespace) -> str | None:
-    """Check the options that need no model, and return the API key."""
-    api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
-    if api_key == "":
+def _checked_keys(options: argparse.Namespace) -> list[str]:
+    """Check the options that need no model, and return the API keys."""
+    api_keys = options.api_key or [
+        os.environ[name] for name in ("KVQ_API_KEY",) if name in os.environ
+    ]
+    if not all(api_keys):
         raise UserError(
             "the API key is empty; to serve without one, leave out --api-key and KVQ_API_KEY"
         )
@@ -186,7 +255,19 @@ def _checked_key(options: argparse.Namespace) -> str | None:
             "prefixes are only kept for a cache on one device: leave out --prefix-memory and"
             " --prefix-dir, or --mesh"
         )
-    return api_key
+    for origin in options.cors:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise UserError(
+                f"--cors {origin!r} must be * or an origin without a path, such as"
+                " https://example.com"
+            )
+    return api_keys
+
+
+def _defaults(config: LlamaConfig) -> Sampling:
+    """Return the sampling that the checkpoint asks for, or greedy, as for other commands."""
+    asked = getattr(config, "generation", None) or Sampling()
+    return Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
 
 
 def _prefixes(options: argparse.Namespace, *, one_device: bool) -> PrefixStore | None:

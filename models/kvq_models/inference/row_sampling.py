@@ -78,17 +78,20 @@ class Drawn:
     likely_logprobs: Float[Given, "B A"]
 
 
-def draw(logits: Float[Array, "B V"], rules: RowRules) -> Drawn:
+def draw(
+    logits: Float[Array, "B V"], rules: RowRules, shifted: Float[Array, "B V"] | None = None
+) -> Drawn:
     """Draw a token for each row by its own rule, as `sample` would with the same rule, seed, row
-    and step.
+    and step. With `shifted`, draw from these logits. Log-probabilities stay those of `logits`.
 
     A row's result depends on that row alone, bit for bit. Sorting the vocabulary, drawing random
     numbers and finding alternatives are skipped if no row needs them.
     """
     samples = rules.temperature > 0
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    asked = logits if shifted is None else shifted
+    best = jnp.argmax(asked, axis=-1).astype(jnp.int32)
     token = lax.cond(
-        jnp.any(samples), lambda: jnp.where(samples, _random(logits, rules), best), lambda: best
+        jnp.any(samples), lambda: jnp.where(samples, _random(asked, rules), best), lambda: best
     )
     total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total

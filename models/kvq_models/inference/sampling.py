@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import reprlib
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+MOST_TEMPERATURE = 3.4e38  # of float32; JSON has integers that no float holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +30,16 @@ class Sampling:
 
     def check(self) -> None:
         """Raise ValueError, in one line, if a value is out of range."""
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= MOST_TEMPERATURE:
             raise ValueError(
-                f"temperature={self.temperature} must be at least 0 (0 is greedy) and finite"
+                f"temperature={reprlib.repr(self.temperature)} must be at least 0 (0 is greedy) and"
+                " finite"
             )
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(
+                f"top_k={reprlib.repr(self.top_k)} must be at least 0 (0 keeps all tokens) and"
+                " below 2**31"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
         if not 0 <= self.min_p <= 1:

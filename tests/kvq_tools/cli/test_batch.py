@@ -135,6 +135,8 @@ def answers_of_whole_lines(path: pathlib.Path) -> list[str | int]:
             '{"prompt": "x", "temperature": "hot"}\n',
             "line 1: temperature must be a number, got 'hot'",
         ),
+        ('{"prompt": "x", "temperature": 1%s}\n' % ("0" * 400), "line 1: temperature=1000"),
+        ('{"prompt": "x", "top_k": 4294967296}\n', "line 1: top_k=4294967296"),
         ('{"prompt": "x", "id": 1}\n"y"\n', "two prompts with the id 1"),
         (
             '{"prompt": "x", "max_new_tokens": 100}\n',

@@ -144,15 +144,6 @@ def test_a_reader_that_leaves_is_no_error():
     assert process("methods", redirect="| head -1")[2] == ""
 
 
-def test_errors_of_other_files_keep_their_traceback(monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("kvq_tools.cli.commands.methods.run", full)
-    with pytest.raises(OSError, match="No space left"):
-        main.main(["methods"])
-
-
 CHOOSES = {
     generate.ONE: ("--prompt", "a"),
     generate.SAVED: ("--from", "f"),

@@ -4,6 +4,7 @@ otherwise."""
 from __future__ import annotations
 
 import pathlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 
@@ -49,6 +50,31 @@ def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(
     count, line = int(compilation_cache.described().split()[0]), compilation_cache.described()
     assert count >= 1, "the program was not kept"
     assert f"of at most 1024 MiB, in {compilation_cache.folder()}" in line, line
+
+
+def test_a_damaged_program_is_replaced(
+    no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+):
+    monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    compilation_cache.begin()
+    warnings.simplefilter("always")
+
+    def compiled() -> dict[str, bytes]:
+        jax.clear_caches()
+        jax.jit(lambda x: jnp.cos(x) * 4.5)(jnp.ones(7)).block_until_ready()
+        files = compilation_cache.folder().glob("*-cache")
+        return {file.name: file.read_bytes() for file in files}
+
+    kept = compiled()
+    assert kept
+    for name in kept:
+        (compilation_cache.folder() / name).write_bytes(b"damaged")
+    again = compiled()
+    assert set(again) == set(kept)
+    assert b"damaged" not in again.values(), "a damaged program is found in every run"
+    assert any("Error reading persistent" in str(one.message) for one in recwarn)
+    assert compiled() == again
 
 
 def test_a_cache_that_the_user_chose_stays(no_cache: pathlib.Path):

@@ -79,7 +79,10 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: path
             "POST",
             "/v1/completions",
             json.dumps(fields),
-            {"authorization": "Bearer from-the-environment"},
+            {
+                "authorization": "Bearer from-the-environment",
+                "content-type": "application/json",
+            },
         )
         connections.append(connection)
     answers = [connection.getresponse() for connection in connections]  # headers: all are accepted

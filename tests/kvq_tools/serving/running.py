@@ -8,9 +8,10 @@ import dataclasses
 import http.client
 import json
 import pathlib
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import openai
@@ -18,7 +19,9 @@ import openai
 from kvq_models import load_llama
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving.app import create_app
+from kvq_tools.serving.connections import ConnectionLimits
 from kvq_tools.serving.metrics import Metrics
 from kvq_tools.serving.server import bound_socket, server_of
 from kvq_tools.serving.service import Limits, Service
@@ -27,6 +30,7 @@ from kvq_tools.serving.worker import Worker
 KEY, NAME, SPEC = "a-secret-key", "small", "kivi:bits=2,recent=16,block=32"
 SLOTS, CAPACITY, QUEUE, WIDTHS = 3, 256, 8, (16, 64)
 BODY = 100_000  # bytes
+HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
 PROMPT = "It is a truth universally acknowledged, that"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a river."}]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
@@ -42,6 +46,7 @@ class Running:
     tokenizer: Any
     service: Service
     server: Any
+    thread: threading.Thread
 
     @property
     def client(self) -> openai.OpenAI:
@@ -62,9 +67,7 @@ class Running:
         """Return (status, headers, body) of a request that no client library would send."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(
-                method, path, body, {"authorization": f"Bearer {KEY}"} | (headers or {})
-            )
+            connection.request(method, path, body, HEADERS | (headers or {}))
             answer = connection.getresponse()
             return (
                 answer.status,
@@ -105,24 +108,43 @@ def running(folder: pathlib.Path) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, tokenizer: Any) -> Iterator[Running]:
-    """Serve an engine until the block ends."""
+def serving(
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    keys: Sequence[str] = (KEY,),
+    connections: ConnectionLimits | None = None,
+    grace_seconds: float = 60,
+    **guarded: Collection[str],
+) -> Iterator[Running]:
+    """Serve an engine until the block ends. guarded: hosts and origins for `create_app`."""
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
     service = Service(
-        worker, tokenizer, NAME, metrics, chat_template=TEMPLATE, limits=Limits(body=BODY)
+        worker,
+        tokenizer,
+        NAME,
+        metrics,
+        chat_template=TEMPLATE,
+        limits=Limits(body=BODY),
+        defaults=Sampling(1.0),
     )
     ready = threading.Event()
-    server = server_of(create_app(service, KEY), ready.set)
+    app = create_app(service, keys, **guarded)
+    server = server_of(app, ready.set, limits=connections, grace_seconds=grace_seconds)
     bound = bound_socket("127.0.0.1", 0)
     port = bound.getsockname()[1]
+    if connections is not None:
+        # what a client does not read stays in the process
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     worker.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     assert ready.wait(30), "the server does not start"
     try:
-        yield Running(f"http://127.0.0.1:{port}", port, engine.llama, tokenizer, service, server)
+        url = f"http://127.0.0.1:{port}"
+        yield Running(url, port, engine.llama, tokenizer, service, server, thread)
     finally:
         server.should_exit = True
         thread.join(30)

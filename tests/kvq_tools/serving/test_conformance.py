@@ -39,6 +39,10 @@ SERVED = {  # values of each served field; the first asks for something
     "echo": [True, False, None],
     "top_logprobs": [2, 0, None],
     "user": ["me", None],
+    "frequency_penalty": [0.5, 0, -2, None],
+    "presence_penalty": [0.5, 0, -2, None],
+    "logit_bias": [{"5": -100, "6": 1.5}, {}, None],
+    "chat_template_kwargs": [{"enable_thinking": False}, {}, None],
 }
 LOGPROBS = {"/v1/completions": [3, 0, None], "/v1/chat/completions": [True, False, None]}
 PATHS: dict[str, tuple[type[CompletionFields] | type[ChatFields], dict]] = {
@@ -75,7 +79,12 @@ def test_every_field_of_openai_is_served_or_refused(
     fields = set(params.__annotations__) | {"stream"}
     unknown = fields - set(kind.model_fields) - set(NEUTRAL)
     assert not unknown, f"clients may send {unknown}, and are told that nobody knows them"
-    assert set(kind.model_fields) - fields <= {"top_k", "min_p"} | {"max_tokens"}
+    assert set(kind.model_fields) - fields <= {
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "chat_template_kwargs",
+    }
     assert not set(kind.model_fields) & set(NEUTRAL)
 
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from kvq_models.inference.engine.requests import Likely, Reason, Request, Ticket
+from kvq_models.inference.engine.requests import Likely, Reason, Request, Ticket, Token
+from kvq_models.inference.row_sampling import Drawn
 from kvq_models.inference.sampling import Sampling
 
 # the rule of a slot without a request
@@ -24,7 +25,11 @@ class Accepted:
     keys: list[bytes] = dataclasses.field(default_factory=list)
     drawn: int = 0  # tokens drawn
     last: int = 0  # the newest of them
+    penalty: float = 0.0  # to subtract from the logit of the newest token from now on
     cancelled: bool = False
+    tokens: list[int] = dataclasses.field(default_factory=list)  # drawn
+    attempts: int = 1
+    replayed: tuple[int, ...] = ()  # tokens that were sent before it began again
     logprobs: list[float] = dataclasses.field(default_factory=list)
     likely: list[Likely] = dataclasses.field(default_factory=list)
 
@@ -32,6 +37,40 @@ class Accepted:
     def rule(self) -> tuple[Sampling, int, int, int, bool]:
         asked = self.request
         return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
+
+    def add_token(self, token: int) -> None:
+        """Note a token that was drawn."""
+        self.last, self.drawn, asked = token, self.drawn + 1, self.request
+        if asked.frequency_penalty or asked.presence_penalty:
+            self.penalty = asked.frequency_penalty
+            self.penalty += 0 if token in self.tokens else asked.presence_penalty
+        self.tokens.append(token)
+
+    def token_event(self, drawn: Drawn, row: int) -> Token:
+        """Return the event of the newest token, which was drawn in this row."""
+        most = self.request.alternatives
+        tokens, logprobs = drawn.likely[row, :most], drawn.likely_logprobs[row, :most]
+        likely = tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        return Token(self.ticket, self.last, float(drawn.logprob[row]), likely)
+
+    @property
+    def run(self) -> tuple[Ticket, int]:
+        """The name of this attempt to answer."""
+        return self.ticket, self.attempts
+
+    @property
+    def tokens_held(self) -> int:
+        """The number of tokens in the cache: the newest one is not there yet."""
+        return self.read + max(0, self.drawn - 1)
+
+    def begin_again(self) -> None:
+        """Forget everything that depends on the cache. The tokens come again, the same ones."""
+        if len(self.tokens) > len(self.replayed):
+            self.replayed = tuple(self.tokens)
+        self.attempts, self.penalty = self.attempts + 1, 0.0
+        self.read = self.drawn = self.last = 0
+        for of_cache in (self.tokens, self.logprobs, self.likely):
+            of_cache.clear()
 
     def add_scores(
         self, count: int, logprobs: np.ndarray, likely: np.ndarray, values: np.ndarray
@@ -60,4 +99,5 @@ class Counts:
     prefix_lookups: int = 0  # prompts looked up in the store of prefixes
     prefix_hits: int = 0  # of these, prompts with at least the first chunk in it
     prefix_tokens: int = 0  # tokens that came from the store instead of being read
+    damaged: int = 0  # sequences whose memory was damaged, and which began again
     ended: dict[Reason, int] = dataclasses.field(default_factory=dict)

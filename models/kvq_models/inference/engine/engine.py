@@ -16,11 +16,10 @@ Drive an engine from one thread.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import threading
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -30,14 +29,15 @@ from jax.typing import DTypeLike
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.accounting import nbytes
 from kvq_jax.cache.cache import init_cache, layout
-from kvq_jax.cache.serialization import fingerprint
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import VACANT, Accepted, Counts
-from kvq_models.inference.engine.pieces import RowPieces
-from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
+from kvq_models.inference.engine.compiling import Compiler
+from kvq_models.inference.engine.prefix_rows import PrefixRows
+from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_models.inference.engine.reading import read_chunk
 from kvq_models.inference.engine.requests import (
     Ended,
     Event,
@@ -46,8 +46,8 @@ from kvq_models.inference.engine.requests import (
     Reason,
     Request,
     Ticket,
-    Token,
 )
+from kvq_models.inference.engine.sweep import Sweep
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules
 from kvq_models.llama.model import Llama
@@ -55,6 +55,9 @@ from kvq_models.llama.model import Llama
 # of prefill programs; the last is the longest chunk that other requests wait for
 WIDTHS = (64, 128, 256)
 QUEUE_LIMIT = 64
+COMPILING_SECONDS = 0.05  # for which a round without slots waits for a program
+
+_log = logging.getLogger("kvq.engine")
 
 
 class Engine:
@@ -67,6 +70,9 @@ class Engine:
     prefixes: a store of prompts' caches, used for prompts that begin alike. They have the same bits
     as reading the prompt again. The model's weights are hashed once for it. Prompts whose
     log-probabilities are requested are always read.
+
+    verify: look for damaged memory in a hundredth of the time, and compute again what was damaged,
+    for caches on one device (sweep.py).
 
     Raises ValueError, in one line, if the cache does not fit the model or its parameters are
     missing.
@@ -85,6 +91,7 @@ class Engine:
         implementation: Implementation = None,
         prefixes: PrefixStore | None = None,
         placement: Placement | None = None,
+        verify: bool = False,
     ):
         if queue_limit < 1 or not widths or min(widths) < 1:
             raise ValueError(
@@ -97,29 +104,25 @@ class Engine:
                 "slots on a mesh split heads and tokens and keep no prefixes: got"
                 f" {placement}{kept}"
             )
-        self.llama, self.queue_limit, self.implementation = llama, queue_limit, implementation
+        self.llama, self.queue_limit = llama, queue_limit
+        self.implementation: Implementation = implementation
         self.widths = tuple(sorted({min(width, capacity) for width in widths}))
-        self.cache = init_cache(spec, llama.config, slots, capacity, dtype, placement)
-        self._row = init_cache(spec, llama.config, 1, capacity, dtype, placement)
+        self._row_layout = layout(spec, llama.config, 1, capacity, dtype, placement)
+        self.capacity, self.placement, self.prefixes = capacity, placement, prefixes
+        self._slots: list[Accepted | None] = [None] * slots
+        self._allocate()
         parameters_for(llama, self.cache.spec)
         implementations(self.cache, implementation)
-        self._row_layout = layout(spec, llama.config, 1, capacity, dtype, placement)
-        self.prefixes = prefixes
+        self._rows: PrefixRows | None = None
         if prefixes is not None:
-            self._pieces = RowPieces(self._row)
-            self._scope = scope_of(self._row, fingerprint(llama), self.widths, implementation)
-        self._compiling: dict[int, Future[None]] = {}
+            self._rows = PrefixRows(prefixes, self._row, llama, self.widths, implementation)
+        self._sweep = Sweep() if verify else None
+        self._compiler: Compiler | None = None
         self.counts = Counts()
         self._tickets = itertools.count()
         self._queue: deque[Accepted] = deque()
         # the reserved slot, and the request whose prompt is being read
         self._reading: tuple[int, Accepted] | None = None
-        self._slots: list[Accepted | None] = [None] * slots
-        self._no_logits = jax.device_put(np.zeros((1, llama.config.vocab_size), np.float32))
-
-    @property
-    def capacity(self) -> int:
-        return self.cache.capacity
 
     @property
     def slots(self) -> int:
@@ -132,7 +135,7 @@ class Engine:
 
     @property
     def busy(self) -> int:
-        """Number of taken slots, including the one reserved for the prompt being read."""
+        """Number of taken slots, with the one reserved for the prompt being read."""
         return sum(accepted is not None for accepted in self._slots) + (self._reading is not None)
 
     @property
@@ -146,70 +149,63 @@ class Engine:
 
     def live_tokens(self) -> int:
         """Return the number of tokens that the cache holds for requests."""
-        accepted = [*self._slots, self._reading[1] if self._reading else None]
-        return sum(one.read + max(0, one.drawn - 1) for one in accepted if one)
+        return sum(accepted.tokens_held for accepted in self._accepted())
 
     def warm_up(self, *, wait: bool = True) -> None:
-        """Compile every program except those that score prompts.
+        """Compile every program except those that score prompts, which are compiled beside other
+        requests when they are asked for.
 
         Without `wait`, return once short prompts can be served. A thread continues with wider
-        chunks, and prompts that need one of them wait for it while other requests decode. The
-        thread holds a separate row of the cache until it is done.
+        chunks, and prompts that need one of them wait for it while other requests are served.
         """
         if not self.idle:
             raise ValueError("an engine is warmed up before it has requests")
-        store, self.prefixes = self.prefixes, None
-        for request in (
-            Request((0,) * self.widths[0], max_new_tokens=0),
-            Request((0,), max_new_tokens=2),
-        ):
+        rows, self._rows = self._rows, None
+        for request in (Request((0,) * self.widths[0], 0), Request((0,), 2)):
             self.submit(request)
             while not self.idle:
                 self.advance()
-        self.counts, self.prefixes = Counts(), store
-        self._compiling = {width: Future() for width in self.widths[1:]}
-        thread = threading.Thread(
-            target=self._compile, args=(dict(self._compiling),), name="kvq-compiling", daemon=True
-        )
-        thread.start()
+        self.counts, self._rows = Counts(), rows
+        if self._sweep is not None:
+            self._sweep.compile(self.cache, self._row)
+        self._compiler = Compiler(self.llama, self._row_layout, self.implementation)
+        self._compiler.programs[self.widths[0], False] = ready = Future()
+        ready.set_result(None)
+        wider = [(width, False) for width in self.widths[1:]]
+        self._compiler.start(wider)
         if wait:
-            thread.join()
-            for future in self._compiling.values():
-                future.result()
+            while not self._compiler.ready(wider):
+                self._compiler.wait()
 
     @property
     def compiling(self) -> bool:
-        """True while the thread of `warm_up` is at work."""
-        return not all(future.done() for future in self._compiling.values())
+        """True while a thread compiles programs."""
+        return self._compiler is not None and self._compiler.busy
 
-    def _compile(self, widths: dict[int, Future[None]]) -> None:
-        row = None
-        for width, future in widths.items():
-            try:
-                row = row or jax.tree.map(
-                    lambda one: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding),
-                    self._row_layout,
-                )
-                tokens, lengths = np.zeros((1, width), np.int32), np.array([1], np.int32)
-                _, row = programs.prefill_chunk(
-                    self.llama, row, tokens, lengths, False, self.implementation
-                )
-                row = dataclasses.replace(
-                    row,
-                    lengths=jax.device_put(
-                        np.zeros(1, np.int32), self._row_layout.lengths.sharding
-                    ),
-                )
-                future.set_result(None)
-            except Exception as error:
-                future.set_exception(error)
+    def reset(self) -> None:
+        """Forget all requests and begin with empty caches, after `advance` has raised."""
+        self._queue.clear()
+        self._reading, self._slots = None, [None] * self.slots
+        self._allocate()
+        if self._sweep is not None:
+            self._sweep.forget()
+
+    def _allocate(self) -> None:
+        rows, capacity, dtype = self.slots, self.capacity, self._row_layout.dtype
+        spec, dims, placement = self._row_layout.spec, self.llama.config, self.placement
+        self.cache = init_cache(spec, dims, rows, capacity, dtype, placement)
+        self._row = init_cache(spec, dims, 1, capacity, dtype, placement)
+        vocabulary = dims.vocab_size
+        self._no_logits = jax.device_put(np.zeros((1, vocabulary), np.float32))
+        self._offsets = programs.no_offsets(rows, vocabulary, placement)
 
     def submit(self, request: Request) -> Ticket:
         """Accept a request. Raises ValueError if it does not fit the model or the capacity,
-        QueueFullError if the queue is full."""
+        QueueFullError if all slots are taken, or will be, and the queue is full."""
         request.check(self.llama.config.vocab_size, self.capacity)
-        if self.waiting >= self.queue_limit:
-            raise QueueFullError(self.waiting, self.queue_limit)
+        accepted = sum(not accepted.cancelled for accepted in self._accepted())
+        if accepted >= self.slots + self.queue_limit:
+            raise QueueFullError(accepted - self.slots, self.queue_limit)
         ticket = next(self._tickets)
         self._queue.append(Accepted(ticket, request))
         return ticket
@@ -217,15 +213,23 @@ class Engine:
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a request, wherever it is. Its last event comes with the next `advance`. No effect
         on a request that has ended."""
-        for accepted in (*self._queue, *self._slots, self._reading[1] if self._reading else None):
-            if accepted is not None and accepted.ticket == ticket:
+        for accepted in self._accepted():
+            if accepted.ticket == ticket:
                 accepted.cancelled = True
+
+    def _accepted(self) -> Iterator[Accepted]:
+        yield from self._queue
+        yield from (accepted for accepted in self._slots if accepted is not None)
+        if self._reading is not None:
+            yield self._reading[1]
 
     def advance(self) -> list[Event]:
         """Read at most one chunk of a prompt, then take one step of all slots. Return the
         events."""
         events: list[Event] = []
         self._drop_cancelled(events)
+        if self._sweep is not None:
+            self._renew_damaged(self._sweep)
         self._read_chunk(events)
         self._step(events)
         return events
@@ -245,94 +249,102 @@ class Engine:
             self._reading = None
             self._end(accepted, "cancelled", events)
 
+    def _renew_damaged(self, sweep: Sweep) -> None:
+        """Let requests whose memory was damaged begin again, before the others in the queue."""
+        for slot in sweep.damaged(self.cache, self._slots):
+            accepted, self._slots[slot] = self._slots[slot], None
+            if accepted is not None:
+                self._renew(accepted)
+        if self._reading is not None and sweep.row_damaged(self._row, self._reading[1]):
+            slot, accepted = self._reading
+            self._fill(slot, self._no_logits, accepted)
+            self._reading = None
+            self._renew(accepted)
+
+    def _renew(self, accepted: Accepted) -> None:
+        _log.error("memory of a request was damaged; it is computed again")
+        self.counts.damaged += 1
+        accepted.begin_again()
+        self._queue.appendleft(accepted)
+
     def _read_chunk(self, events: list[Event]) -> None:
         logits = None
         if self._reading is None:
             vacant = [slot for slot, accepted in enumerate(self._slots) if accepted is None]
-            if not self._queue or not vacant:
+            ready = self._next(events) if vacant else None
+            if ready is None:
                 return
-            self._reading = vacant[0], self._queue.popleft()
-            logits = self._recall(self._reading[1])
+            self._queue.remove(ready)
+            self._reading = vacant[0], ready
+            if self._rows is not None and not ready.request.prompt_logprobs:
+                logits, self._row = self._rows.recall(ready, self._row, self.counts)
         slot, accepted = self._reading
         if accepted.read < len(accepted.request.prompt):
-            compiled = self._compiling.get(self._chunk(accepted)[1])
-            if compiled is not None and not accepted.request.prompt_logprobs:
-                if not compiled.done() and any(self._slots):
-                    return  # other requests continue
-                compiled.result()
             logits = self._prefill(accepted)
             if accepted.read < len(accepted.request.prompt):
                 return
         assert logits is not None, "logits come with the last chunk"
         self._reading = None
         drawn = self._fill(slot, logits, accepted)
-        events.append(PromptRead(accepted.ticket, tuple(accepted.logprobs), tuple(accepted.likely)))
+        if not accepted.replayed:
+            scores = tuple(accepted.logprobs), tuple(accepted.likely)
+            events.append(PromptRead(accepted.ticket, *scores))
         if accepted.request.max_new_tokens == 0:
             self._end(accepted, "length", events)
         elif self._take(accepted, drawn, 0, events):
             self._slots[slot] = accepted
 
-    def _chunk(self, accepted: Accepted) -> tuple[int, int]:
-        """Return the number of prompt tokens to read next, and the width of the program that reads
-        them."""
-        count = min(len(accepted.request.prompt) - accepted.read, self.widths[-1])
+    def _next(self, events: list[Event]) -> Accepted | None:
+        """Return the first request in the queue whose programs are compiled."""
+        if self._compiler is None:
+            return self._queue[0] if self._queue else None
+        for accepted in list(self._queue):
+            chunks = range(0, len(accepted.request.prompt), self.widths[-1])
+            widths = {self._chunk(accepted, read)[1] for read in chunks}
+            scores = accepted.request.prompt_logprobs
+            try:
+                if self._compiler.ready((width, scores) for width in sorted(widths)):
+                    return accepted
+            except Exception:
+                _log.exception("a program for a prompt cannot be compiled")
+                self._queue.remove(accepted)
+                self._end(accepted, "failed", events)
+        if self._queue and not any(self._slots):
+            self._compiler.wait(COMPILING_SECONDS)
+        return None
+
+    def _chunk(self, accepted: Accepted, read: int) -> tuple[int, int]:
+        """Return the number of prompt tokens to read after `read` of them, and the width of the
+        program that reads them."""
+        count = min(len(accepted.request.prompt) - read, self.widths[-1])
         return count, next(width for width in self.widths if width >= count)
-
-    def _recall(self, accepted: Accepted) -> jax.Array | None:
-        """Fill the prompt row with the stored beginning of a prompt. Return the logits after it, or
-        None."""
-        if self.prefixes is None or accepted.request.prompt_logprobs:
-            return None
-        accepted.keys = chunk_keys(self._scope, accepted.request.prompt, self.widths[-1])
-        pieces = self.prefixes.longest(accepted.keys)
-        self.counts.prefix_lookups += 1
-        if not pieces:
-            return None
-        for leaf in jax.tree.leaves(self._row):
-            leaf.delete()  # there is never a third row
-        self._row = self._pieces.joined(pieces)
-        accepted.read = pieces[-1].length
-        self.counts.prefix_hits += 1
-        self.counts.prefix_tokens += accepted.read
-        return jax.device_put(pieces[-1].logits)
-
-    def _remember(self, accepted: Accepted, before: int, logits: jax.Array) -> None:
-        """Store the chunk that was read after `before` tokens."""
-        if self.prefixes is not None and accepted.keys:
-            chain = accepted.keys[: before // self.widths[-1] + 1]
-            self.prefixes.put(chain, self._pieces.cut(self._row, before, accepted.read, logits))
 
     def _prefill(self, accepted: Accepted) -> jax.Array:
         """Read the next chunk of a prompt and return the logits [1, V] after it."""
-        prompt, (count, width) = accepted.request.prompt, self._chunk(accepted)
-        tokens, following = np.zeros((2, 1, width), np.int32)
-        tokens[0, :count] = prompt[accepted.read : accepted.read + count]
-        lengths = np.array([count], np.int32)
-        if accepted.request.prompt_logprobs:
-            after = prompt[accepted.read + 1 : accepted.read + 1 + count]
-            following[0, : len(after)] = after
-            logits, scores, self._row = programs.score_chunk(
-                self.llama, self._row, tokens, lengths, following, self.implementation
-            )
-            accepted.add_scores(len(after), *(np.asarray(score) for score in scores))
-        else:
-            logits, self._row = programs.prefill_chunk(
-                self.llama, self._row, tokens, lengths, False, self.implementation
-            )
-            # on a mesh: otherwise a cancelled row would be filled by another program
-            if logits.sharding != self._no_logits.sharding:
-                self._no_logits = jax.device_put(
-                    np.zeros(logits.shape, np.float32), logits.sharding
-                )
-        accepted.read += count
-        self._remember(accepted, accepted.read - count, logits)
+        count, width = self._chunk(accepted, accepted.read)
+        logits, self._row = read_chunk(
+            self.llama, self._row, accepted, count, width, self.implementation
+        )
+        # on a mesh: otherwise a cancelled row would be filled by another program
+        scored = accepted.request.prompt_logprobs
+        if not scored and logits.sharding != self._no_logits.sharding:
+            self._no_logits = jax.device_put(np.zeros(logits.shape, np.float32), logits.sharding)
+        if self._rows is not None and accepted.keys:
+            before = accepted.read - count
+            self._rows.keep(accepted.keys, self._row, before, accepted.read, logits)
         self.counts.chunks += 1
         self.counts.prompt_tokens += count
         return logits
 
     def _fill(self, slot: int, logits: jax.Array, accepted: Accepted) -> Drawn:
-        drawn, self.cache, self._row = programs.fill_slot(
-            self.cache, self._row, np.int32(slot), logits, row_rules([accepted.rule])
+        drawn, self.cache, self._row, self._offsets = programs.fill_slot(
+            self.cache,
+            self._row,
+            self._offsets,
+            np.int32(slot),
+            logits,
+            programs.padded_bias(accepted.request.bias),
+            row_rules([accepted.rule]),
         )
         return jax.tree.map(np.asarray, drawn)
 
@@ -342,8 +354,18 @@ class Engine:
             return
         tokens = np.array([accepted.last if accepted else 0 for accepted in self._slots], np.int32)
         rules = row_rules([accepted.rule if accepted else VACANT for accepted in self._slots])
-        drawn, self.cache = programs.step_slots(
-            self.llama, self.cache, tokens, active, rules, self.implementation
+        penalties = np.array([one.penalty if one else 0 for one in self._slots], np.float32)
+        biased = any(one is not None and one.request.biased for one in self._slots)
+        drawn, self.cache, self._offsets = programs.step_slots(
+            self.llama,
+            self.cache,
+            self._offsets,
+            tokens,
+            active,
+            penalties,
+            np.bool_(biased),
+            rules,
+            self.implementation,
         )
         drawn = jax.tree.map(np.asarray, drawn)
         self.counts.steps += 1
@@ -356,17 +378,12 @@ class Engine:
         if not drawn.finite[row]:
             return self._end(accepted, "not-finite", events)
         asked = accepted.request
-        accepted.last, accepted.drawn = int(drawn.token[row]), accepted.drawn + 1
+        accepted.add_token(int(drawn.token[row]))
         self.counts.new_tokens += 1
-        most = asked.alternatives
-        likely = tuple(
-            zip(
-                drawn.likely[row, :most].tolist(),
-                drawn.likely_logprobs[row, :most].tolist(),
-                strict=True,
-            )
-        )
-        events.append(Token(accepted.ticket, accepted.last, float(drawn.logprob[row]), likely))
+        if accepted.drawn > len(accepted.replayed):
+            events.append(accepted.token_event(drawn, row))
+        elif accepted.last != accepted.replayed[accepted.drawn - 1]:
+            return self._end(accepted, "damaged", events)  # what was sent came from damage
         if accepted.last in asked.end_ids:
             return self._end(accepted, "ended", events)
         return accepted.drawn < asked.max_new_tokens or self._end(accepted, "length", events)

@@ -37,7 +37,7 @@ class RowPieces:
     """Cuts rows of one layout into pieces and joins them again, on the host. Nothing is
     compiled."""
 
-    def __init__(self, row: Cache):
+    def __init__(self, row: Cache, vocabulary: int):
         self._axes = row.axes
         self._specs: list[ArraySpec] = jax.tree.leaves(self._axes)
         of_layers = [
@@ -46,6 +46,8 @@ class RowPieces:
             for _ in jax.tree.leaves(layer)
         ]
         self._regions = [*of_layers, None]  # the last leaf is the lengths
+        self._leaves = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(row)]
+        self._logits = ((1, vocabulary), np.dtype(np.float32))
         self._empty = [
             _uniform(spec, np.asarray(leaf))
             for spec, leaf in zip(self._specs, jax.tree.leaves(row), strict=True)
@@ -80,6 +82,25 @@ class RowPieces:
                 ] = piece.arrays[i]
             leaves.append(whole)
         return jax.tree.unflatten(jax.tree.structure(self._axes), jax.device_put(leaves))
+
+    def fits(self, piece: RowPiece, before: int, length: int) -> bool:
+        """Return True if a piece has the arrays of a chunk from `before` to `length` tokens."""
+        expected, starts = [], []
+        for (spec, start, end), (shape, dtype) in zip(
+            self._parts(before, length), self._leaves, strict=True
+        ):
+            slices = _along(spec, start, end)
+            part = (len(range(*one.indices(size))) for one, size in zip(slices, shape, strict=True))
+            expected.append((tuple(part), dtype))
+            starts.append(start)
+        arrays = [(array.shape, array.dtype) for array in piece.arrays]
+        logits = piece.logits.shape, piece.logits.dtype
+        return (piece.length, piece.starts, arrays, logits) == (
+            length,
+            tuple(starts),
+            expected,
+            self._logits,
+        )
 
     def _parts(self, before: int, length: int) -> Iterator[tuple[ArraySpec, int, int]]:
         for spec, regions in zip(self._specs, self._regions, strict=True):

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -46,7 +47,7 @@ class PrefixFolder:
         if limit < 1:
             raise ValueError(f"{limit=} bytes must be at least 1")
         self.folder, self.limit = folder, limit
-        folder.mkdir(parents=True, exist_ok=True)
+        self._create()
         remove_unfinished(folder)
         self._delete_orphans()
         self._drop_oldest()
@@ -62,6 +63,8 @@ class PrefixFolder:
         warning."""
         path = self._path(key)
         try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ValueError(f"{str(path)!r} is no regular file")  # reading it could wait
             with safe_open(path, framework="numpy") as file:
                 tensors, header = (
                     read_tensors(file, repr(str(path)), required=True),
@@ -73,16 +76,23 @@ class PrefixFolder:
                 key.hex(),
             ):
                 raise ValueError(f"{str(path)!r} holds another piece than its name says")
+            logits = tensors.pop(LOGITS)
+            arrays = tuple(tensors[str(i)] for i in range(len(tensors)))
+            starts = tuple(json.loads(header["starts"]))
+            return RowPiece(int(header["length"]), starts, arrays, logits)
         except FileNotFoundError:
             return None
-        except (SafetensorError, ValueError, OSError) as error:
-            _log.warning("%s; it is not used", error)
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return None
-        logits = tensors.pop(LOGITS)
-        arrays = tuple(tensors[str(i)] for i in range(len(tensors)))
-        return RowPiece(int(header["length"]), tuple(json.loads(header["starts"])), arrays, logits)
+        except KeyError as error:
+            self.refuse(key, f"it has no {error}")
+        except (SafetensorError, ValueError, TypeError, OSError) as error:
+            self.refuse(key, error)
+        return None
+
+    def refuse(self, key: bytes, reason: object) -> None:
+        """Delete the file of a piece that cannot be used, with a warning."""
+        _log.warning("%s: %s; it is not used", self._path(key), reason)
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
 
     def put(self, keys: Sequence[bytes], piece: RowPiece) -> None:
         """Schedule writing the piece of keys[-1], which continues the others. It is dropped if many
@@ -115,9 +125,11 @@ class PrefixFolder:
         }
         now, age = time.time_ns(), len(keys) - 1
         try:
+            self._create()
             # before the new file exists: a killed writer leaves no beginning older than its end
             self._use_at(now, keys[:-1])
             with replacing(self._path(keys[-1])) as unfinished:
+                unfinished.touch(0o600)  # prompts of clients
                 write_tensors(unfinished, tensors, header)
                 os.utime(unfinished, ns=(now - age, now - age))
             self._drop_oldest()
@@ -157,14 +169,17 @@ class PrefixFolder:
 
     def _files(self) -> Iterable[tuple[int, int, Path]]:
         """Yield (time of last use, bytes, path) of each piece."""
-        with os.scandir(self.folder) as entries:
+        # another process may delete a file, or all of them
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
-                if entry.name.endswith(SUFFIX):
-                    try:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.name.endswith(SUFFIX) and entry.is_file():
                         status = entry.stat()
-                    except FileNotFoundError:
-                        continue
-                    yield status.st_mtime_ns, status.st_size, Path(entry.path)
+                        yield status.st_mtime_ns, status.st_size, Path(entry.path)
+
+    def _create(self) -> None:
+        """Create the folder, which only its owner may enter."""
+        self.folder.mkdir(0o700, parents=True, exist_ok=True)
 
     def _path(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}{SUFFIX}"

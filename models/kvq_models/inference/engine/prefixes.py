@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,11 +46,16 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def longest(self, keys: Sequence[bytes]) -> list[RowPiece]:
-        """Return the pieces of a chain of keys, as far as the store or its folder has them."""
+    def longest(
+        self, keys: Sequence[bytes], fits: Callable[[int, RowPiece], bool] = lambda *_: True
+    ) -> list[RowPiece]:
+        """Return the pieces of a chain of keys, as far as the store or its folder has them.
+
+        fits(i, piece): True if a piece from disk is the one of chunk i. Others are deleted.
+        """
         pieces = []
         for count, key in enumerate(keys, start=1):
-            piece = self._pieces.get(key) or self._read(keys[:count])
+            piece = self._pieces.get(key) or self._read(keys[:count], fits)
             if piece is None:
                 break
             pieces.append(piece)
@@ -66,8 +71,13 @@ class PrefixStore:
             self.folder.put(keys, piece)
         return self._keep(keys, piece)
 
-    def _read(self, keys: Sequence[bytes]) -> RowPiece | None:
+    def _read(
+        self, keys: Sequence[bytes], fits: Callable[[int, RowPiece], bool]
+    ) -> RowPiece | None:
         piece = None if self.folder is None else self.folder.get(keys[-1])
+        if self.folder is not None and piece is not None and not fits(len(keys) - 1, piece):
+            self.folder.refuse(keys[-1], "it is no piece of this cache")
+            return None
         if piece is not None:
             self.reads += 1
             self._keep(keys, piece)
@@ -94,10 +104,10 @@ class PrefixStore:
                 self._pieces.move_to_end(key)
 
 
-def chunk_keys(scope: bytes, prompt: Sequence[int], chunk: int) -> list[bytes]:
+def chunk_keys(scope: bytes, prompt: Sequence[int], chunk: int, owner: str = "") -> list[bytes]:
     """Return a key for each chunk of a prompt. scope: a digest of everything else that decides the
-    bits of a row."""
-    keys, key = [], scope
+    bits of a row. owner: the prompts of another one have other keys."""
+    keys, key = [], scope + owner.encode()
     for start in range(0, len(prompt), chunk):
         key = hashlib.sha256(
             key + np.asarray(prompt[start : start + chunk], "<u4").tobytes()

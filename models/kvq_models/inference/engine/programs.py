@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, init_cache
 from kvq_jax.cache.row_operations import replace_row
 from kvq_jax.cache.step import begin
+from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import decode_step, prefill_program
+from kvq_models.inference.engine.requests import MOST_BIASED
 from kvq_models.inference.layers import run_layers
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, RowRules, draw, most_likely
@@ -26,30 +32,75 @@ SCORED = 32  # prompt tokens whose logits exist at a time
 prefill_chunk = prefill_program
 
 
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="cache")
+Offsets: TypeAlias = Float[Array, "B V"]  # what requests add to the logits of their slots
+
+
+def no_offsets(slots: int, vocabulary: int, placement: Placement | None) -> Offsets:
+    return jax.device_put(np.zeros((slots, vocabulary), np.float32), _everywhere(placement))
+
+
+def padded_bias(bias: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens [MOST_BIASED] int32, what to add to their logits, fp32)."""
+    tokens, values = np.zeros(MOST_BIASED, np.int32), np.zeros(MOST_BIASED, np.float32)
+    for i, (token, value) in enumerate(bias):
+        tokens[i], values[i] = token, value
+    return tokens, values
+
+
+def _everywhere(placement: Placement | None) -> NamedSharding | None:
+    return None if placement is None else NamedSharding(placement.mesh, PartitionSpec())
+
+
+def _constrained(offsets: Offsets, placement: Placement | None) -> Offsets:
+    sharding = _everywhere(placement)
+    return offsets if sharding is None else lax.with_sharding_constraint(offsets, sharding)
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames=("cache", "offsets"))
 def step_slots(
     llama: Llama,
     cache: Cache,
+    offsets: Offsets,
     tokens: Int[Array, "B"],
     active: Bool[Array, "B"],
+    penalties: Float[Array, "B"],
+    biased: Bool[Array, ""],
     rules: RowRules,
     implementation: Implementation = None,
-) -> tuple[Drawn, Cache]:
-    """Add one token to every active slot and draw the next ones. Other slots become empty."""
+) -> tuple[Drawn, Cache, Offsets]:
+    """Add one token to every active slot and draw the next ones. Other slots become empty.
+
+    penalties: subtracted from the logits of `tokens` from now on. biased: True if a slot has
+    offsets. Otherwise they cost nothing.
+    """
     # vacant rows cost attention nothing
     cache = dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, 0))
     logits, cache = decode_step(llama, cache, tokens, active, implementation=implementation)
-    return draw(logits, rules), cache
+    rows = jnp.arange(len(tokens))
+    offsets, shifted = lax.cond(
+        biased,
+        lambda: ((new := offsets.at[rows, tokens].add(-penalties)), logits + new),
+        lambda: (offsets, logits),
+    )
+    return draw(logits, rules, shifted), cache, _constrained(offsets, cache.placement)
 
 
-@functools.partial(jax.jit, donate_argnames=("cache", "row"))
+@functools.partial(jax.jit, donate_argnames=("cache", "row", "offsets"))
 def fill_slot(
-    cache: Cache, row: Cache, slot: Int[Array, ""], logits: Float[Array, "1 V"], rules: RowRules
-) -> tuple[Drawn, Cache, Cache]:
+    cache: Cache,
+    row: Cache,
+    offsets: Offsets,
+    slot: Int[Array, ""],
+    logits: Float[Array, "1 V"],
+    bias: tuple[Int[Array, "P"], Float[Array, "P"]],
+    rules: RowRules,
+) -> tuple[Drawn, Cache, Cache, Offsets]:
     """Put a prefilled row into a slot and draw its first token. Return (the token, the slots, an
-    empty row in the old row's buffers)."""
+    empty row in the old row's buffers, the offsets with `bias` in the slot)."""
     empty = init_cache(row.spec, row.dims, 1, row.capacity, row.dtype, row.placement)
-    return draw(logits, rules), replace_row(cache, slot, row), empty
+    new = jnp.zeros(offsets.shape[1], jnp.float32).at[bias[0]].add(bias[1])
+    offsets = _constrained(offsets.at[slot].set(new), cache.placement)
+    return draw(logits, rules, logits + new[None]), replace_row(cache, slot, row), empty, offsets
 
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames="row")

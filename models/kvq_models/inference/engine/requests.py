@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, TypeAlias
 
 from kvq_models.inference.row_sampling import MOST_ALTERNATIVES
 from kvq_models.inference.sampling import Sampling
 
 MOST_SEED = 2**32 - 1
+MOST_BIASED = 300  # tokens with a bias
 
 Ticket: TypeAlias = int  # names an accepted request
 # tokens and their log-probabilities, the most probable first
 Likely: TypeAlias = tuple[tuple[int, float], ...]
-Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite"]
+Reason: TypeAlias = Literal["ended", "length", "cancelled", "not-finite", "failed", "damaged"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Request:
         end_ids: tokens that end the text, and are its last.
         alternatives: number of most probable tokens to report with each token.
         prompt_logprobs: report the log-probabilities of the prompt's tokens too.
+        frequency_penalty: subtracted from a token's logit for each time it was drawn.
+        presence_penalty: subtracted once from the logit of every token that was drawn.
+        bias: (token, value to add to its logit). Log-probabilities stay the model's.
+        owner: prompts of different owners share no prefixes.
     """
 
     prompt: tuple[int, ...]
@@ -40,6 +46,15 @@ class Request:
     end_ids: tuple[int, ...] = ()
     alternatives: int = 0
     prompt_logprobs: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    owner: str = ""
+
+    @property
+    def biased(self) -> bool:
+        """True if tokens are not drawn from the model's own distribution."""
+        return bool(self.bias or self.frequency_penalty or self.presence_penalty)
 
     def check(self, vocab_size: int, capacity: int) -> None:
         """Raise ValueError, in one line, if the request does not fit the model or a cache of
@@ -47,10 +62,23 @@ class Request:
         self.sampling.check()
         if not self.prompt:
             raise ValueError("the prompt is empty; give at least one token")
-        outside = [token for token in self.prompt if not 0 <= token < vocab_size]
+        need = len(self.prompt) + self.max_new_tokens
+        if need > capacity:
+            raise CapacityError(len(self.prompt), self.max_new_tokens, capacity)
+        tokens = (*self.prompt, *(token for token, _ in self.bias))
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
         if outside:
             raise ValueError(
                 f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}"
+            )
+        numbers = (
+            self.frequency_penalty,
+            self.presence_penalty,
+            *(value for _, value in self.bias),
+        )
+        if len(self.bias) > MOST_BIASED or not all(map(math.isfinite, numbers)):
+            raise ValueError(
+                f"penalties and biases must be finite, and at most {MOST_BIASED} tokens biased"
             )
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 0")
@@ -60,9 +88,6 @@ class Request:
             raise ValueError(
                 f"alternatives={self.alternatives} must be from 0 to {MOST_ALTERNATIVES}"
             )
-        need = len(self.prompt) + self.max_new_tokens
-        if need > capacity:
-            raise CapacityError(len(self.prompt), self.max_new_tokens, capacity)
 
 
 class CapacityError(ValueError):
@@ -107,7 +132,9 @@ class Token:
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """A request has ended, and its slot is vacant: by an end token, at its limit, by `cancel`, or
-    because the model computed nan or inf."""
+    because the model computed nan or inf, or
+    because its program cannot be compiled, or because its cache was damaged after tokens were
+    sent."""
 
     ticket: Ticket
     reason: Reason

@@ -290,10 +290,10 @@ def test_a_long_prompt_makes_nobody_wait_for_more_than_a_chunk(llama: Llama):
 def test_prompts_that_need_a_program_wait_for_it_while_others_decode(llama: Llama):
     engine = engine_of(llama)
     engine.warm_up(wait=False)
-    ready, long = engine._compiling[WIDTHS[-1]], Request(tuple(range(40)), 2)
-    ready.result()
+    long, programs = Request(tuple(range(40)), 2), engine._compiler.programs
+    programs[WIDTHS[-1], False].result()
     expected = answer(engine, long)
-    engine._compiling[WIDTHS[-1]] = pending = Future()
+    programs[WIDTHS[-1], False] = pending = Future()
     short = engine.submit(Request((1, 2), 20))
     waits = engine.submit(long)
     events = [event for _ in range(6) for event in engine.advance()]
@@ -304,22 +304,26 @@ def test_prompts_that_need_a_program_wait_for_it_while_others_decode(llama: Llam
     assert found == expected
 
 
-def test_a_program_that_cannot_be_compiled_is_told(llama: Llama):
+def test_a_program_that_cannot_be_compiled_fails_its_request_alone(
+    llama: Llama, caplog: pytest.LogCaptureFixture
+):
     engine = engine_of(llama)
-    engine._compiling[WIDTHS[-1]] = failed = Future()
+    engine.warm_up()
+    engine._compiler.programs[WIDTHS[-1], False] = failed = Future()
     failed.set_exception(RuntimeError("no room for a program"))
-    engine.submit(Request(tuple(range(40)), 2))
-    with pytest.raises(RuntimeError, match="no room for a program"):
-        engine.advance()
+    ticket, other = engine.submit(Request(tuple(range(40)), 2)), engine.submit(Request((1, 2), 2))
+    ends = {event.ticket: event.reason for event in drained(engine) if isinstance(event, Ended)}
+    assert ends == {ticket: "failed", other: "length"}
+    assert "no room for a program" in caplog.text
 
 
 def test_the_queue_is_bounded(llama: Llama):
     engine = engine_of(llama, queue_limit=2)
-    for _ in range(2):
+    for _ in range(SLOTS + 2):
         engine.submit(Request((1,), 1))
     with pytest.raises(QueueFullError, match="2 requests are waiting, and the queue holds 2"):
         engine.submit(Request((1,), 1))
-    assert len([event for event in drained(engine) if isinstance(event, Ended)]) == 2
+    assert len([event for event in drained(engine) if isinstance(event, Ended)]) == SLOTS + 2
     engine.submit(Request((1,), 1))
 
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import shutil
+import stat
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
+from kvq_jax.files.checksum import save_tensors
 from kvq_jax.files.whole import UNFINISHED
 from kvq_models import Llama, prepare
 from kvq_models.inference.engine.pieces import RowPiece
@@ -83,10 +87,34 @@ def flip_a_bit(path: pathlib.Path) -> None:
     path.write_bytes(content)
 
 
+def rewrite(path: pathlib.Path, tensors: dict[str, np.ndarray], **header: str) -> None:
+    """Change a file's tensors and header, with a checksum that is right."""
+    with safe_open(path, framework="numpy") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        before = file.metadata()
+    kept = {name: tensor for name, tensor in (kept | tensors).items() if tensor.size}
+    save_tensors(path, kept, before | header)
+
+
+def fifo(path: pathlib.Path) -> None:
+    path.unlink()
+    os.mkfifo(path)  # reading it waits until somebody writes
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         flip_a_bit,
+        fifo,
+        lambda path: rewrite(path, {"logits": np.zeros(0)}),
+        lambda path: rewrite(path, {"logits": np.zeros((1, 7), np.float32)}),
+        lambda path: rewrite(path, {"0": np.zeros((3, 3), np.float32)}),
+        lambda path: rewrite(path, {"0": np.zeros(0)}),
+        lambda path: rewrite(path, {"x": np.zeros(1)}),
+        lambda path: rewrite(path, {}, length="x"),
+        lambda path: rewrite(path, {}, length="7"),
+        lambda path: rewrite(path, {}, starts="7"),
+        lambda path: rewrite(path, {}, starts="[1]"),
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(next(others(path)).read_bytes()),
     ],
@@ -196,3 +224,29 @@ def test_other_files_of_the_folder_are_left_alone(folder: pathlib.Path):
 def test_a_folder_without_room_is_refused(folder: pathlib.Path):
     with pytest.raises(ValueError, match="limit=0 bytes"):
         PrefixFolder(folder, 0)
+
+
+def test_only_the_owner_can_read_what_clients_sent(llama: Llama, folder: pathlib.Path):
+    served(llama, folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_folder_that_was_deleted_holds_nothing_and_is_made_again(folder: pathlib.Path):
+    disk = PrefixFolder(folder, PLENTY)
+    shutil.rmtree(folder)
+    assert disk.nbytes == 0
+    assert disk.get(b"a") is None
+    disk.use([b"a"])
+    disk.put([b"a"], piece(0))
+    disk.close()
+    assert disk.nbytes > 10_000
+    assert disk.get(b"a") is not None
+
+
+def test_owners_share_no_pieces(llama: Llama):
+    engine = engine_of(llama, PrefixStore(PLENTY))
+    for owner, tokens in (("a", 0), ("b", 0), ("a", len(PROMPTS[0]))):
+        before = engine.counts.prefix_tokens
+        answers(engine, [Request(PROMPTS[0], 1, owner=owner)])
+        assert engine.counts.prefix_tokens - before == tokens, owner

@@ -123,7 +123,7 @@ def test_requests_get_the_same_bits_with_and_without_the_store(llama: Llama, com
 def test_a_row_from_pieces_has_the_bits_of_the_one_that_was_read(case):
     llama = prepare(random_llama(tiny_config(num_hidden_layers=2)), case.spec)
     row = kvq.init_cache(case.spec, llama.config, 1, CAPACITY)
-    parts, pieces, read, prompt = RowPieces(row), [], 0, tokens_of(6, 2 * CHUNK + 16)
+    parts, pieces, read, prompt = RowPieces(row, VOCABULARY), [], 0, tokens_of(6, 2 * CHUNK + 16)
     while read < len(prompt):
         own = prompt[read : read + CHUNK]
         tokens = np.zeros((1, CHUNK), np.int32)
@@ -154,8 +154,8 @@ def test_pieces_of_another_prompt_would_be_noticed(llama: Llama, monkeypatch: py
     requests = [Request(tokens_of(seed, 60), 12) for seed in (7, 8)]
     expected = answers(engine_of(llama), requests)
     monkeypatch.setattr(
-        "kvq_models.inference.engine.engine.chunk_keys",
-        lambda scope, prompt, chunk: chunk_keys(scope, [0] * len(prompt), chunk),
+        "kvq_models.inference.engine.prefix_rows.chunk_keys",
+        lambda scope, prompt, chunk, owner: chunk_keys(scope, [0] * len(prompt), chunk, owner),
     )
     assert answers(engine_of(llama, PrefixStore(1 << 20)), requests)[1] != expected[1]
 
@@ -165,9 +165,9 @@ def test_the_statistics_of_a_prompt_come_with_its_first_chunk(llama: Llama):
     store, shared = PrefixStore(1 << 20), tokens_of(9, CHUNK)
     engine = engine_of(llama, store)
     answers(engine, [Request(shared + tokens_of(10, 30), 0)])
-    found = store.longest(chunk_keys(engine._scope, shared, CHUNK))
+    found = store.longest(chunk_keys(engine._rows._scope, shared, CHUNK))
     assert len(found) == 1
-    stats = jax.tree.leaves(engine._pieces.joined(found).layers[0].stats)
+    stats = jax.tree.leaves(engine._rows._pieces.joined(found).layers[0].stats)
     assert stats
     assert any(np.ptp(np.asarray(stat)) > 0 for stat in stats), "they are those of an empty row"
 

@@ -1,0 +1,195 @@
+"""Find damage in the memory of a live cache: sums of whatever does not change any more.
+
+A block of the body never changes once it is quantized, a row of a window not until a newer token
+takes its slot, and prompt statistics not after the first prompt. `seal` sums these parts of every
+sequence, and `verify` compares the sums with those of the cache as it is later.
+
+    sum(part) = sum_i word_i * (2654435761 * i | 1)    mod 2^32
+
+The factors are odd, so a flipped bit always changes its sum. Arrays of a body that have no tokens,
+such as counters of dropped outliers, may change at any time and are not covered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, UInt32
+
+from kvq_jax.cache.cache import Cache, axes
+from kvq_jax.layer.regions import Regions
+from kvq_jax.types.array_types import ArraySpec
+
+FACTOR = 2654435761  # Knuth's, so that neighbouring words have unlike factors
+
+Seals: TypeAlias = "dict[int, Seal]"  # by layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Seal:
+    """The sums of one layer, on the host. lengths [B]: tokens of each sequence. sums: [B, parts] of
+    each array."""
+
+    lengths: np.ndarray
+    sums: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """Parts of a cache that are not what they were.
+
+    Attributes:
+        layer: its index.
+        row: the sequence of the batch.
+        array: the place in the layer's state, such as ".ring[0]"; "lengths" for a length.
+        parts: entries along the array's tokens; (0,) for statistics and lengths.
+    """
+
+    layer: int
+    row: int
+    array: str
+    parts: tuple[int, ...]
+
+
+def seal(cache: Cache, layers: Sequence[int] | None = None) -> Seals:
+    """Return the sums of these layers of a cache on one device, by default of all.
+
+    Raises NotImplementedError for a cache on a mesh.
+    """
+    if cache.placement is not None:
+        raise NotImplementedError("caches on a mesh cannot be verified; leave out placement")
+    lengths = np.array(cache.lengths)
+    chosen = range(len(cache.layers)) if layers is None else layers
+    return {layer: _sealed(cache, layer, lengths) for layer in chosen}
+
+
+def verify(cache: Cache, seals: Seals) -> tuple[Damage, ...]:
+    """Return what has changed since `seal` and should not have. Exact for single bits.
+
+    Args:
+        cache: the same sequences, with as many tokens as then, or more.
+        seals: what `seal` returned.
+    """
+    now = seal(cache, tuple(seals))
+    return tuple(
+        damage
+        for layer, before in seals.items()
+        for damage in changes(cache, layer, before, now[layer])
+    )
+
+
+def changes(cache: Cache, layer: int, before: Seal, now: Seal) -> list[Damage]:
+    """Return the damage of one layer between two seals."""
+    shorter = np.flatnonzero(now.lengths < before.lengths)
+    damages = [Damage(layer, int(row), "lengths", (0,)) for row in shorter]
+    regions = cache.plans[layer].regions
+    for array, old, new in zip(_arrays(cache, layer), before.sums, now.sums, strict=True):
+        differ = old != new
+        for row in np.flatnonzero(differ.any(axis=1)):
+            if row not in shorter:
+                lengths = int(before.lengths[row]), int(now.lengths[row])
+                parts = np.flatnonzero(differ[row] & array.stays(regions, *lengths))
+                if parts.size:
+                    damages.append(Damage(layer, int(row), array.path, tuple(parts.tolist())))
+    return damages
+
+
+@dataclasses.dataclass(frozen=True)
+class _Covered:
+    """One array of a layer: its path, its field of LayerState, its description."""
+
+    path: str
+    field: str
+    spec: ArraySpec
+
+    @property
+    def axes(self) -> tuple[int, int | None]:
+        """Return the axes of sequences and of tokens, None for statistics."""
+        tokens = None if self.field == "stats" else self.spec.axis("tokens")
+        return self.spec.axis("batch"), tokens
+
+    def stays(self, regions: Regions, before: int, now: int) -> np.ndarray:
+        """Return a mask of the parts that a sequence had at the length `before` and has at
+        `now`."""
+        if self.field == "stats":
+            return np.array([before > 0])
+        axis = self.spec["tokens"]
+        index = np.arange(axis.size)
+        if self.field == "body":
+            return index < regions.body(before) // axis.per * axis.each
+        if self.field == "sink":
+            return index < before
+        then, later = (_ring(regions, length) for length in (before, now))
+        return (then == later) & (then >= regions.sink)
+
+
+def _ring(regions: Regions, length: int) -> np.ndarray:
+    """Return the position that each ring slot holds, as `Regions.ring_positions`."""
+    newest, slots = length - 1, regions.ring_slots
+    return newest - (newest - regions.sink - np.arange(slots)) % slots
+
+
+def _arrays(cache: Cache, layer: int) -> tuple[_Covered, ...]:
+    return _covered(
+        cache.spec, cache.dims, cache.batch, cache.capacity, cache.dtype, cache.placement, layer
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _covered(*described: Any) -> tuple[_Covered, ...]:
+    *facts, layer = described
+    state = axes(*facts).layers[layer]
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    arrays = (
+        _Covered(jax.tree_util.keystr(path), path[0].name, spec)
+        for path, spec in paths
+        if math.prod(spec.shape)
+    )
+    return tuple(one for one in arrays if one.field != "body" or one.spec.grows)
+
+
+def _sealed(cache: Cache, layer: int, lengths: np.ndarray) -> Seal:
+    arrays = _arrays(cache, layer)
+    leaves = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cache.layers[layer])
+    }
+    chosen = tuple(leaves[one.path] for one in arrays)
+    sums = _sums(chosen, tuple(one.axes for one in arrays))
+    return Seal(lengths, tuple(np.asarray(one) for one in sums))
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _sums(
+    arrays: tuple[Array, ...], axes: tuple[tuple[int, int | None], ...]
+) -> tuple[UInt32[Array, "B parts"], ...]:
+    return tuple(_sum(array, *places) for array, places in zip(arrays, axes, strict=True))
+
+
+def _sum(array: Array, batch: int, tokens: int | None) -> UInt32[Array, "B parts"]:
+    if array.dtype == jnp.bool_:
+        words = array.astype(jnp.uint32)
+    else:
+        unsigned = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+        words = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    kept = (batch,) if tokens is None else (batch, tokens)
+    others = [axis for axis in range(array.ndim) if axis not in kept]
+    index, stride = jnp.zeros([1] * array.ndim, jnp.uint32), 1
+    for axis in reversed(others):
+        index = index + lax.broadcasted_iota(
+            jnp.uint32, [n if i == axis else 1 for i, n in enumerate(array.shape)], axis
+        ) * jnp.uint32(stride)
+        stride *= array.shape[axis]
+    factors = index * jnp.uint32(FACTOR) | jnp.uint32(1)
+    sums = jnp.sum(words * factors, axis=others, dtype=jnp.uint32)
+    if tokens is None:
+        return sums[:, None]
+    return sums if batch < tokens else sums.T

@@ -1,0 +1,61 @@
+"""The prompts of an engine in its store of prefixes: looked up before they are read, and kept after
+every chunk."""
+
+from __future__ import annotations
+
+import jax
+
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.serialization import fingerprint
+from kvq_models.inference.engine.accepted import Accepted, Counts
+from kvq_models.inference.engine.pieces import RowPiece, RowPieces
+from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
+from kvq_models.llama.model import Llama
+
+
+class PrefixRows:
+    """Rows like `row`, an empty one, of a model whose prompts are read in chunks of the largest of
+    `widths`."""
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        row: Cache,
+        llama: Llama,
+        widths: tuple[int, ...],
+        implementation: Implementation,
+    ):
+        self._store, self._chunk = store, widths[-1]
+        self._pieces = RowPieces(row, llama.config.vocab_size)
+        self._scope = scope_of(row, fingerprint(llama), widths, implementation)
+
+    def recall(
+        self, accepted: Accepted, row: Cache, counts: Counts
+    ) -> tuple[jax.Array | None, Cache]:
+        """Return (the logits after the stored beginning of a prompt, a row with it), or None and
+        the same row."""
+        request, length = accepted.request, len(accepted.request.prompt)
+
+        def fits(count: int, piece: RowPiece) -> bool:
+            before = count * self._chunk
+            return self._pieces.fits(piece, before, min(before + self._chunk, length))
+
+        accepted.keys = chunk_keys(self._scope, request.prompt, self._chunk, request.owner)
+        pieces = self._store.longest(accepted.keys, fits)
+        counts.prefix_lookups += 1
+        if not pieces:
+            return None, row
+        for leaf in jax.tree.leaves(row):
+            leaf.delete()  # there is never a third row
+        accepted.read = pieces[-1].length
+        counts.prefix_hits += 1
+        counts.prefix_tokens += accepted.read
+        return jax.device_put(pieces[-1].logits), self._pieces.joined(pieces)
+
+    def keep(
+        self, keys: list[bytes], row: Cache, before: int, length: int, logits: jax.Array
+    ) -> None:
+        """Store the chunk from `before` to `length` tokens."""
+        chain = keys[: before // self._chunk + 1]
+        self._store.put(chain, self._pieces.cut(row, before, length, logits))

@@ -1,0 +1,39 @@
+"""Read one chunk of a request's prompt into a row of the cache."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_models.inference.engine import programs
+from kvq_models.inference.engine.accepted import Accepted
+from kvq_models.llama.model import Llama
+
+
+def read_chunk(
+    llama: Llama,
+    row: Cache,
+    accepted: Accepted,
+    count: int,
+    width: int,
+    implementation: Implementation,
+) -> tuple[jax.Array, Cache]:
+    """Read the next `count` tokens with the program of this width. Return (the logits [1, V] after
+    them, the row), and note the scores that the request asks for."""
+    prompt, read = accepted.request.prompt, accepted.read
+    tokens, following = np.zeros((2, 1, width), np.int32)
+    tokens[0, :count] = prompt[read : read + count]
+    lengths = np.array([count], np.int32)
+    if accepted.request.prompt_logprobs:
+        after = prompt[read + 1 : read + 1 + count]
+        following[0, : len(after)] = after
+        logits, scores, row = programs.score_chunk(
+            llama, row, tokens, lengths, following, implementation
+        )
+        accepted.add_scores(len(after), *(np.asarray(score) for score in scores))
+    else:
+        logits, row = programs.prefill_chunk(llama, row, tokens, lengths, False, implementation)
+    accepted.read += count
+    return logits, row

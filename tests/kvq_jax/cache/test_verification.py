@@ -1,0 +1,85 @@
+"""Damage in live memory is found wherever something does not change any more, and nothing else is
+taken for damage."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.cache.verification import _arrays
+from tests.kvq_jax.cache_runs import LENGTHS, filled
+from tests.kvq_jax.layer_runs import CAPACITY, STEP, decode, parameters_of, sequences
+from tests.methods_table import MethodCase, cases
+
+
+def grown(cache: kvq.Cache) -> kvq.Cache:
+    """Return the cache with some more tokens in its first layer."""
+    plan, state, start = cache.plans[0], cache.layers[0], np.asarray(cache.lengths)
+    stop = np.minimum(start + STEP, CAPACITY)
+    tokens = sequences(cache.batch, seed=9)
+    _, state, _ = decode(plan, parameters_of(plan), state, tokens.window(start, stop, STEP), ())
+    return dataclasses.replace(
+        cache, layers=(state, *cache.layers[1:]), lengths=jnp.asarray(stop, jnp.int32)
+    )
+
+
+def flipped(cache: kvq.Cache, layer: int, path: str, index: tuple[int, ...]) -> kvq.Cache:
+    """Return the cache with one flipped bit."""
+
+    def flip(place, leaf: jax.Array) -> jax.Array:
+        if jax.tree_util.keystr(place) != path:
+            return leaf
+        array = np.array(leaf)
+        array.view(f"uint{8 * array.dtype.itemsize}")[index] ^= 1 << (4 * array.dtype.itemsize)
+        return jnp.asarray(array)
+
+    state = jax.tree_util.tree_map_with_path(flip, cache.layers[layer])
+    layers = list(cache.layers)
+    layers[layer] = state
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
+@cases()
+def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(case: MethodCase):
+    cache = filled(case.spec, LENGTHS)
+    seals = kvq.seal(cache)
+    later = grown(cache)
+    assert kvq.verify(cache, seals) == kvq.verify(later, seals) == (), "a cache damages itself"
+    rng, damaged, expected = np.random.default_rng(0), later, set()
+    for layer in range(2):
+        regions = cache.plans[layer].regions
+        for array in _arrays(cache, layer):
+            batch, tokens = array.axes
+            for row, kept in ((3, True), (6, True), (7, False)):
+                stays = array.stays(regions, LENGTHS[row], int(later.lengths[row]))
+                parts = np.flatnonzero(stays == kept)
+                if parts.size and (kept or tokens is not None):
+                    index = [int(rng.integers(n)) for n in array.spec.shape]
+                    index[batch], part = row, int(rng.choice(parts))
+                    if tokens is not None:
+                        index[tokens] = part
+                    damaged = flipped(damaged, layer, array.path, tuple(index))
+                    expected |= {kvq.Damage(layer, row, array.path, (part,))} if kept else set()
+    assert set(kvq.verify(damaged, seals)) == expected
+    assert len(expected) >= 8, "hardly anything is covered"
+
+
+def test_a_length_that_shrinks_is_damage():
+    cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
+    seals = kvq.seal(cache, [1])
+    lengths = cache.lengths.at[5].add(-8)
+    assert kvq.verify(dataclasses.replace(cache, lengths=lengths), seals) == (
+        kvq.Damage(1, 5, "lengths", (0,)),
+    )
+
+
+def test_caches_on_a_mesh_are_refused():
+    cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
+    placement = kvq.Placement(jax.sharding.AbstractMesh((1,), ("heads",)), heads="heads")
+    with pytest.raises(NotImplementedError, match="on a mesh cannot be verified"):
+        kvq.seal(dataclasses.replace(cache, placement=placement))

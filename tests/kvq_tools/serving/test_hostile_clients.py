@@ -1,0 +1,349 @@
+"""One client, hostile or clumsy, does not stop the others: what it sends is counted before anything
+is made of it, and what it does with its connection is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from kvq_tools.serving import fields
+from kvq_tools.serving.connections import ConnectionLimits, most_connections
+from kvq_tools.serving.errors import ApiError
+from kvq_tools.serving.guard import known_hosts
+from tests.kvq_tools.serving.running import (
+    CHAT,
+    KEY,
+    NAME,
+    PROMPT,
+    QUEUE,
+    SLOTS,
+    Running,
+    serving,
+)
+
+ASKED = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def closed(connection: socket.socket) -> bool:
+    """Return True if the server has closed a connection, at once or within its timeout."""
+    try:
+        return connection.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"prompt": [[1]] * 100_000, "n": 16},
+        {"prompt": ["x"] * 100_000},
+        {"prompt": [[]] * 100_000},
+        {"prompt": [1] + [[1]] * 100_000},
+        {"prompt": [1] * 100_000 + ["x"]},
+        {"logit_bias": {str(i): "x" for i in range(100_000)}},
+        {"messages": [{}] * 100_000},
+        {"messages": [{"role": "user", "content": [{}] * 100_000}]},
+        {"stop": [1] * 100_000},
+        {"tools": [{}] * 100_000},
+        {"stop": "q" * 1_000_000},
+        {"x" * 1_000_000: 1},
+        {"model": "x" * 1_000_000},
+    ],
+    ids=lambda field: f"{min(field)[:10]}: {str(field[min(field)])[:12]}",
+)
+def test_a_large_request_is_refused_before_anything_is_made_of_it(field: dict):
+    chat = "messages" in field
+    kind = fields.ChatFields if chat else fields.CompletionFields
+    asked = {"model": NAME} | ({} if chat else {"prompt": "x"}) | field
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        if "model" in field:
+            asked = fields.read(kind, asked, most_choices=8, most_messages=64)
+            raise fields.errors.no_such_model(asked.model)
+        with pytest.raises(ApiError) as refused:
+            fields.read(kind, asked, most_choices=8, most_messages=64)
+    except ApiError as error:
+        message = error.message
+    else:
+        message = refused.value.message
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 8 << 20, f"{peak >> 20} MiB for a refusal"
+    assert time.process_time() - started < 2
+    assert len(message) < 500
+
+
+def test_a_long_text_is_refused_by_its_length_and_nobody_waits_for_it(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = server.service.prompts
+    asked: list[str] = []
+    for _, tokenizer in prompts._lanes.values():
+        monkeypatch.setattr(type(tokenizer), "__call__", lambda self, text, **_: asked.append(text))
+    for encode in (
+        prompts.of_text("x" * 1_000_000),
+        prompts.of_chat([{"role": "user", "content": "x" * 1_000_000}], {}),
+    ):
+        with pytest.raises(ApiError, match=r"at most \d+ can fit") as refused:
+            asyncio.run(encode)
+        assert refused.value.code == "context_length_exceeded"
+    assert asked == [], "a text that cannot fit was turned into tokens"
+
+
+def test_short_prompts_do_not_wait_for_long_ones_and_waiting_is_no_fault(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
+    prompts, free = server.service.prompts, threading.Event()
+    lane, _ = prompts._lanes[False]
+    monkeypatch.setattr("kvq_tools.serving.prompts.SHORT", 3)
+    monkeypatch.setattr("kvq_tools.serving.prompts.WAIT_SECONDS", 0.1)
+
+    async def ask() -> None:
+        holds = asyncio.create_task(lane.run("prompt", lambda: free.wait(20)))
+        await asyncio.sleep(0)
+        assert await prompts.of_text("Hi")
+        with pytest.raises(ApiError) as waited:
+            await prompts.of_text("A longer text")
+        assert (waited.value.status, waited.value.headers["retry-after"]) == (429, "1")
+        free.set()
+        assert await holds
+        assert await prompts.of_text("A longer text")
+
+    asyncio.run(ask())
+
+
+def test_time_for_tokens_begins_when_the_work_does():
+    from kvq_tools.serving.prompts import _Lane
+
+    async def ask() -> list[object]:
+        lane = _Lane(seconds=0.5)
+        work = (lane.run("prompt", lambda: time.sleep(0.2)) for _ in range(5))
+        try:
+            return await asyncio.gather(*work)
+        finally:
+            lane.close()
+
+    assert asyncio.run(ask()) == [None] * 5
+
+
+@pytest.fixture(scope="module")
+def guarded(server: Running) -> Iterator[Running]:
+    """A server that expects headers within 0.3 s and answers within 0.5 s of being told to end."""
+    limits = ConnectionLimits(most=6, header_seconds=0.3, unread_seconds=0.5)
+    with serving(
+        server.engine(),
+        server.tokenizer,
+        keys=(KEY, "another"),
+        connections=limits,
+        hosts=known_hosts("127.0.0.1", ["kvq.example.com"]),
+        origins=["https://friend.example.com"],
+    ) as other:
+        yield other
+
+
+def test_connections_without_headers_are_closed(guarded: Running):
+    with connect(guarded) as silent, connect(guarded) as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
+        started = time.monotonic()
+        assert closed(silent)
+        assert closed(slow)
+        assert time.monotonic() - started < 5
+    with connect(guarded) as again:  # a second request on the same connection
+        again.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert again.recv(1000).startswith(b"HTTP/1.1 200")
+        again.sendall(b"GET /health HTTP/1.1\r\n")
+        started = time.monotonic()
+        assert closed(again)
+        assert time.monotonic() - started < 4
+
+
+def test_many_connections_do_not_shut_others_out(guarded: Running):
+    silent = [connect(guarded) for _ in range(30)]
+    try:
+        status, _, _ = guarded.raw("GET", "/health")
+        assert status == 200
+        assert len(guarded.server.server_state.connections) <= 7
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_the_limit_of_connections_leaves_files_for_others(monkeypatch: pytest.MonkeyPatch):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 4096))
+    assert most_connections() == 100
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    assert most_connections() == 1000
+
+
+def unread(server: Running) -> socket.socket:
+    """Return a connection whose client asks for a megabyte and does not read it."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.connect(("127.0.0.1", server.port))
+    fields = ASKED | {"prompt": PROMPT, "n": SLOTS + QUEUE, "logprobs": 5, "max_tokens": 230}
+    fields |= {"stream": True, "temperature": 1}
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def test_a_client_that_does_not_read_is_left_and_its_slots_are_free(guarded: Running):
+    counts = guarded.service.worker.engine.counts
+    with unread(guarded) as connection:
+        assert connection.recv(1) == b"H"
+        guarded.until_idle()
+        assert counts.ended.get("cancelled", 0) > 0
+        deadline = time.monotonic() + 10
+        while guarded.server.server_state.connections and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not guarded.server.server_state.connections
+
+
+def test_the_server_ends_while_a_client_does_not_read(server: Running):
+    limits = ConnectionLimits(unread_seconds=600)
+    engine = server.engine()
+    with (
+        serving(engine, server.tokenizer, connections=limits, grace_seconds=0.5) as other,
+        unread(other) as connection,
+    ):
+        assert connection.recv(1) == b"H"
+        other.server.should_exit = True
+        other.thread.join(15)
+        assert not other.thread.is_alive(), "the server waits for a client that does not read"
+    assert engine.counts.ended["cancelled"] > 0
+    assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"host": "evil.example.com"}, 403, "host_not_allowed"),
+        ({"host": "evil.example.com:8000"}, 403, "host_not_allowed"),
+        ({"host": "["}, 403, "host_not_allowed"),
+        ({"host": "127.0.0.1.evil.example.com"}, 403, "host_not_allowed"),
+        ({"origin": "https://evil.example.com"}, 403, "origin_not_allowed"),
+        ({"origin": "null"}, 403, "origin_not_allowed"),
+        ({"origin": "http://localhost:1"}, 403, "origin_not_allowed"),
+        ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"content-type": ""}, 415, "unsupported_media_type"),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
+        ({"host": "kvq.example.com"}, 200, None),
+        ({"host": "192.168.0.7:8000"}, 200, None),
+        ({"host": "[::1]:8000"}, 200, None),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200, None),
+        ({"origin": "https://friend.example.com"}, 200, None),
+        ({"content-type": "application/json; charset=utf-8"}, 200, None),
+    ],
+)
+def test_pages_of_other_sites_are_refused(
+    guarded: Running, headers: dict[str, str], status: int, code: str | None
+):
+    found, answered, body = guarded.raw(
+        "POST", "/v1/completions", json.dumps(ASKED).encode(), headers
+    )
+    assert found == status, body
+    if code is not None:
+        assert json.loads(body)["error"]["code"] == code
+    friend = headers.get("origin") == "https://friend.example.com"
+    assert ("access-control-allow-origin" in answered) == friend
+
+
+def test_browsers_ask_first_and_are_told(guarded: Running):
+    asks = {"access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization,content-type,x-stainless-os"
+    for origin, status in (("https://friend.example.com", 200), ("https://evil.example.com", 400)):
+        found, headers, _ = guarded.raw(
+            "OPTIONS", "/v1/completions", headers=asks | {"origin": origin}
+        )
+        assert found == status
+        assert (headers.get("access-control-allow-origin") == origin) == (status == 200)
+
+
+def test_this_machines_name_is_known_to_a_server_that_others_reach():
+    assert socket.gethostname().lower() in known_hosts("0.0.0.0")
+    assert known_hosts("127.0.0.1") == {"localhost", "127.0.0.1"}
+
+
+def test_clients_of_different_keys_share_no_prefixes(server: Running):
+    engine = server.service.worker.engine
+    with serving(engine, server.tokenizer, keys=("one", "two")) as other:
+        counts, body = engine.counts, {**ASKED, "prompt": list(range(100, 190))}
+
+        def hits(key: str) -> int:
+            before = counts.prefix_hits
+            headers = {"authorization": f"Bearer {key}"}
+            status, *_ = other.raw("POST", "/v1/completions", json.dumps(body).encode(), headers)
+            assert status == 200
+            return counts.prefix_hits - before
+
+        assert [hits(key) for key in ("one", "one", "two", "two", "one")] == [0, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"model": "\ud800"},
+        {"\ud800": 1},
+        {"suffix": "\ud800"},
+        {"prompt": "\ud800"},
+        {"messages": "\ud800"},
+        {"logit_bias": {"\ud800": 1}},
+        {"temperature": 10**400},
+        {"seed": 10**400},
+        {"logit_bias": {"5": 10**400}},
+        {"tools": json.loads("[" * 900 + "]" * 900)},
+    ],
+    ids=lambda asked: min(asked),
+)
+def test_odd_values_are_the_clients_error(server: Running, asked: dict):
+    for path, body in (
+        ("/v1/completions", ASKED | asked),
+        ("/v1/chat/completions", {"model": NAME, "messages": CHAT, "max_tokens": 1} | asked),
+    ):
+        status, answer = server.post(path, body)
+        assert status in (400, 404), answer
+        assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_free_slots_take_what_the_queue_need_not_hold(server: Running):
+    server.until_idle()
+    status, answer = server.post("/v1/completions", ASKED | {"n": SLOTS + QUEUE})
+    assert status == 200, answer
+    assert len(answer["choices"]) == SLOTS + QUEUE
+    status, answer = server.post("/v1/completions", ASKED | {"n": SLOTS + QUEUE + 1})
+    assert (status, answer["error"]["param"]) == (400, "n")
+
+
+def test_an_engine_that_fails_once_begins_again(server: Running, monkeypatch: pytest.MonkeyPatch):
+    engine = server.engine()
+    advance, failures = engine.advance, [RuntimeError("once")]
+
+    def failing() -> list:
+        if failures:
+            raise failures.pop()
+        return advance()
+
+    monkeypatch.setattr(engine, "advance", failing)
+    with serving(engine, server.tokenizer) as other:
+        assert other.post("/v1/completions", ASKED)[0] == 500
+        status, answer = other.post("/v1/completions", ASKED)
+        assert status == 200, answer
+        expected = server.post("/v1/completions", ASKED)[1]["choices"]
+        assert answer["choices"] == expected
+        assert other.raw("GET", "/health")[0] == 200

@@ -1,0 +1,92 @@
+"""Fields and paths beside the plain ones: special tokens as stops, penalties and biases, messages
+with names and without content."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvq_models.inference.sampling import Sampling
+from kvq_tools.serving.fields import CompletionFields, Message
+from tests.kvq_tools.serving.running import CHAT, NAME, PROMPT, Running
+
+ASKED = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+
+
+def choice(server: Running, **fields: object) -> dict:
+    status, answer = server.post("/v1/completions", ASKED | fields)
+    assert status == 200, answer
+    return answer["choices"][0] | {"drawn": answer["usage"]["completion_tokens"]}
+
+
+def test_a_special_token_is_a_stop(server: Running, monkeypatch: pytest.MonkeyPatch):
+    assert set(server.service._special) >= set(server.tokenizer.all_special_tokens)
+    token = server.tokenizer(" river", add_special_tokens=False)["input_ids"][0]
+    forced = {"logit_bias": {str(token): 100}, "stop": ["no such text", "<|end_of_turn|>"]}
+    assert choice(server, **forced)["finish_reason"] == "length"
+    monkeypatch.setitem(server.service._special, "<|end_of_turn|>", token)
+    ended = choice(server, **forced)
+    assert (ended["finish_reason"], ended["text"], ended["drawn"]) == ("stop", "", 1)
+
+
+def test_biases_and_penalties_change_what_is_drawn(server: Running):
+    plain = choice(server, max_tokens=24)["text"]
+    token = server.tokenizer(" river", add_special_tokens=False)["input_ids"][0]
+    assert choice(server, logit_bias={str(token): 100}, max_tokens=3)["text"] != plain[:3]
+    first = server.tokenizer(plain, add_special_tokens=False)["input_ids"][0]
+    assert not choice(server, logit_bias={str(first): -100})["text"].startswith(plain[:2])
+    assert choice(server, logit_bias={}, frequency_penalty=0, max_tokens=24)["text"] == plain
+    assert choice(server, frequency_penalty=2, presence_penalty=2, max_tokens=24)["text"] != plain
+    status, answer = server.post("/v1/completions", ASKED | {"logit_bias": {"999999": 1}})
+    assert (status, "outside the model's vocabulary" in answer["error"]["message"]) == (400, True)
+
+
+def test_an_assistant_may_have_said_nothing_and_others_may_not(server: Running):
+    asked = {"model": NAME, "max_tokens": 4, "temperature": 0}
+
+    def answer(content: str | None, role: str = "assistant") -> tuple[int, dict]:
+        said = {"role": role, "content": content}
+        return server.post("/v1/chat/completions", asked | {"messages": [*CHAT, said, CHAT[1]]})
+
+    status, silent = answer(None)
+    assert status == 200, silent
+    assert silent["choices"] == answer("")[1]["choices"]
+    status, refused = answer(None, "user")
+    assert (status, refused["error"]["param"]) == (400, "messages[2].content")
+
+
+def test_names_of_messages_reach_the_template():
+    message = Message(role="user", content="x", name="Ann")
+    assert message.plain == {"role": "user", "content": "x", "name": "Ann"}
+    assert Message(role="user", content="x").plain == {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize("field", ["tools", "functions"])
+def test_that_tools_are_unsupported_is_said(server: Running, field: str):
+    status, answer = server.post("/v1/completions", ASKED | {field: [{"name": "f"}]})
+    assert status == 400
+    assert "does not support tools" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/", "/metrics", "/v1/models", f"/v1/models/{NAME}"])
+def test_head_is_get_without_its_body(server: Running, path: str):
+    status, headers, body = server.raw("HEAD", path)
+    assert (status, body) == (200, b"")
+    assert headers["content-type"] == server.raw("GET", path)[1]["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults", "expected"),
+    [
+        ({}, Sampling(), Sampling()),
+        ({}, Sampling(0.6, 20, 0.95, 0.1), Sampling(0.6, 20, 0.95, 0.1)),
+        ({"temperature": 0}, Sampling(0.6, 20, 0.95), Sampling(0.0, 20, 0.95)),
+        ({"top_k": 0, "top_p": 1}, Sampling(0.6, 20, 0.95), Sampling(0.6)),
+        ({"top_p": 0.5}, Sampling(), Sampling(1.0, 0, 0.5)),
+        ({"temperature": 0, "top_p": 0.5}, Sampling(), Sampling(0.0, 0, 0.5)),
+    ],
+)
+def test_requests_without_sampling_get_the_models(
+    asked: dict, defaults: Sampling, expected: Sampling
+):
+    fields = CompletionFields.model_validate({"model": "m", "prompt": "x"} | asked)
+    assert fields.sampling(defaults) == expected

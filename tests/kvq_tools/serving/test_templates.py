@@ -1,0 +1,84 @@
+"""Chat templates are programs from a checkpoint: none stops the server, whatever it computes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvq_models import EMBEDDED
+from kvq_models.llama.checkpoint import open_checkpoint
+from kvq_tools.serving.errors import ApiError
+from kvq_tools.serving.prompts import PromptEncoder
+from kvq_tools.serving.template_process import TemplateError, TemplateProcess
+
+TOKENIZER = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
+MESSAGES = [{"role": "user", "content": "Name a river: é\n"}]
+PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+THINKS = PLAIN + "{% if enable_thinking is false %}<no thoughts>{% endif %}{{ bos_token }}"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    process = TemplateProcess(seconds=1)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 10 ** (10 ** 8) }}", "more than 1 s or 2 GiB"),
+        ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+        ("{{ '%10000000000d' % 1 }}", "Error"),
+        ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
+        ("{{ raise_exception('no\n river') }}", "fails: no river"),
+        ("{{ 'x' * 1001 }}", "more than 1000 characters"),
+        ("{% if", "template fails"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_is_stopped_and_the_next_one_is_rendered(
+    process: TemplateProcess, template: str, message: str
+):
+    process.render(PLAIN, MESSAGES, {}, 1000)  # the process runs
+    started = time.monotonic()
+    with pytest.raises(TemplateError, match=message) as refused:
+        process.render(template, MESSAGES, {}, 1000)
+    assert time.monotonic() - started < 10
+    assert "\n" not in str(refused.value)
+    assert process.render(PLAIN, MESSAGES, {}, 1000) == "<user>Name a river: é\n"
+
+
+def test_a_template_gets_what_transformers_gives_it(process: TemplateProcess):
+    tokenizer = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
+    tokenizer.chat_template = THINKS + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    text = process.render(
+        tokenizer.chat_template, MESSAGES, names | {"enable_thinking": False}, 1000
+    )
+    assert text == expected
+    assert "<no thoughts>" in text
+    assert text.endswith("<assistant>")
+
+
+def test_clients_set_names_of_the_template_and_nothing_else():
+    encoder = PromptEncoder(TOKENIZER, THINKS, capacity=256)
+
+    def text(names: dict[str, object]) -> str:
+        return TOKENIZER.decode(asyncio.run(encoder.of_chat(MESSAGES, names)))
+
+    try:
+        assert "<no thoughts>" not in text({})
+        assert "<no thoughts>" in text({"enable_thinking": False})
+        for name in ("messages", "chat_template", "tools", "add_generation_prompt"):
+            with pytest.raises(ApiError, match=f"the server sets '{name}'") as refused:
+                text({name: []})
+            assert refused.value.param == "chat_template_kwargs"
+    finally:
+        encoder.close()

@@ -1,0 +1,39 @@
+"""`make audit` tells faults from a network that is not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools.audit import main
+
+FAULT = {"id": "PYSEC-2025-1", "fix_versions": ["3.1.6"]}
+
+
+def report(*packages: dict) -> str:
+    return json.dumps({"dependencies": packages, "fixes": []})
+
+
+@pytest.mark.parametrize(
+    ("reports", "code", "message"),
+    [
+        ({}, 0, "no source of advisories can be reached: nothing was audited"),
+        ({"pypi": report({"name": "a", "skip_reason": "not found"})}, 0, "nothing was audited"),
+        (
+            {"osv": report({"name": "a", "version": "1", "vulns": []}, {"skip_reason": "local"})},
+            0,
+            "1 of 2 packages were looked up with osv: 0 have known faults",
+        ),
+        (
+            {"pypi": report({"name": "jinja2", "version": "3.1.4", "vulns": [FAULT]})},
+            1,
+            "jinja2 3.1.4: PYSEC-2025-1, fixed in 3.1.6",
+        ),
+    ],
+)
+def test_an_audit_says_what_it_looked_up(
+    reports: dict[str, str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(lambda service: reports.get(service, "")) == code
+    assert message in capsys.readouterr().out
