@@ -4,13 +4,9 @@ same command works again."""
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -18,10 +14,7 @@ from kvq_jax.files import whole
 from kvq_jax.files.whole import UNFINISHED, replacing
 from kvq_models import save_llama
 from tests.crashes import killed_at, listing, steps_of
-from tests.random_kills import CARELESS
 from tests.writers import WRITERS, directory, llama, write_llama, write_tree
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 EVERY_STEP = "KVQ_EVERY_STEP" in os.environ  # of long writers too; otherwise every third of theirs
 LONG, KILLS = 40, 40 if EVERY_STEP else 3  # kills of each writer at random moments
@@ -156,31 +149,3 @@ def test_saving_over_a_directory_keeps_its_other_files_and_folders(tmp_path: pat
 
 
 # --- kills at any moment
-
-
-def random_kills(folder: pathlib.Path, kills: int) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.random_kills", str(folder), str(kills)]
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'models'}",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
-
-
-def test_writers_that_are_killed_at_random_moments_leave_old_or_new_and_work_again(
-    tmp_path: pathlib.Path,
-):
-    found = random_kills(tmp_path, KILLS)
-    assert found.pop(CARELESS)["damaged"], "a file that is written in place is always whole"
-    assert found.keys() == WRITERS.keys()
-    for name, outcome in found.items():
-        assert outcome["kills"] == KILLS, name
-        assert outcome["damaged"] == [], name
-        assert outcome["left"] == [], f"{name}: something is left, or missing"
-    met = {name: outcome["unfinished"] for name, outcome in found.items()}
-    assert sum(met.values()) > 0, "no kill met a writer at work"
-    assert not EVERY_STEP or all(met.values()), f"no kill met some writer at work: {met}"

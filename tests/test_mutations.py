@@ -285,16 +285,9 @@ def test_a_damaged_cache_is_refused_in_one_line(sound, mutated, types_unchecked)
 
 SWAPS = {  # the file that takes the place of another, and what reads it then
     "a cache for a calibration": ("cache.safetensors", "calibration.safetensors", "calibration"),
-    "weights for a calibration": (
-        "model/model.safetensors",
-        "calibration.safetensors",
-        "calibration",
-    ),
     "a cache for weights": ("cache.safetensors", "model/model.safetensors", "weights"),
-    "a calibration for weights": ("calibration.safetensors", "model/model.safetensors", "weights"),
     "a tokenizer for a config": ("model/tokenizer.json", "model/config.json", "config"),
     "a config for a tokenizer": ("model/config.json", "model/tokenizer.json", "tokenizer"),
-    "weights for a config": ("model/model.safetensors", "model/config.json", "config"),
 }
 
 

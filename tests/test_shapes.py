@@ -97,11 +97,8 @@ def test_every_annotation_can_be_resolved():
 @pytest.mark.parametrize(
     ("call", "argument"),
     [
-        (lambda: kvq.roundtrip("kivi", ROWS, ROWS[0]), "v"),
         (lambda: kvq.roundtrip("kivi", ROWS, ROWS[:, :, :16]), "v"),
         (lambda: rotate(ROWS, jnp.zeros((2, 31), int), ROPE), "positions"),
-        (lambda: rotate(ROWS, jnp.zeros((2, 32)), ROPE), "positions"),
-        (lambda: grouped_array.quantize(ROWS[0], FORMAT), "rows"),
         (lambda: reference.attend(ROWS, ROWS, ROWS[..., :32], jnp.ones((2, 32, 32), bool)), "v"),
         (
             lambda: kvq.LayerInputs(
@@ -121,7 +118,6 @@ def test_every_annotation_can_be_resolved():
             lambda: sample(jnp.zeros((2, 7)), Sampling(), jax.random.key(0), jnp.zeros((2,), int)),
             "step",
         ),
-        (lambda: kvq.Rope(jnp.ones(32), jnp.ones(1)), "attention_factor"),
     ],
 )
 def test_a_wrong_shape_is_refused_by_its_argument(call, argument: str):

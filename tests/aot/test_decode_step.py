@@ -56,7 +56,7 @@ def moved(hlo: str, at_least: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "layers"), [("kivi:bits=4", 32), ("innerq:bits=2", 2), ("dense", 2)]
+    ("spec", "layers"), [("kivi:bits=4", 8), ("innerq:bits=2", 2), ("dense", 2)]
 )
 def test_a_step_moves_and_needs_nothing_of_the_size_of_a_cache(spec: str, layers: int):
     config = llama_config(layers)
@@ -120,10 +120,7 @@ def test_a_step_rebuilds_keys_chunk_by_chunk():
     ("operation", "function"),
     [
         ("transpose", lambda x: jnp.swapaxes(x, 2, 3) + jnp.int16(0)),
-        ("convert", lambda x: x.astype(jnp.float32)),
         ("pad", lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 32), (0, 0)))),
-        ("concatenate", lambda x: jnp.concatenate([x, x])),
-        ("select", lambda x: jnp.where(x > 3, x, 0)),
         ("gather", lambda x: x[:, :, jnp.argsort(x[0, 0, :, 0])]),
     ],
 )

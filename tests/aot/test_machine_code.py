@@ -5,7 +5,6 @@ a listing.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import pytest
 
@@ -141,13 +140,6 @@ def test_the_main_loop_is_an_innermost_one_and_not_its_masked_copy():
     )
 
 
-def test_without_matrix_instructions_the_longest_innermost_loop_is_the_main_one():
-    loop = sass.main_loop(FUNCTIONS["copy"])
-    assert loop.multiply_adds == 0
-    assert loop.counts() == {"ldg": 2, "bra": 1}
-    assert loop.plain_loads == 1
-
-
 def test_a_kernel_without_a_loop_is_refused():
     with pytest.raises(ValueError, match="straight has no loop"):
         sass.main_loop(FUNCTIONS["straight"])
@@ -214,18 +206,6 @@ def test_a_report_computes_per_element_and_against_the_memory_limit():
         "integer operations issue at half the rate"
     )
     assert len(REPORT.line()) == len(HEADER)
-
-
-def test_reports_are_read_as_they_were_written(tmp_path: pathlib.Path):
-    written = Instructions(
-        command="python -m benchmarks.machine_code",
-        date="2026-01-01 00:00 UTC",
-        jax_version="0.10.2",
-        ptxas_version="13.5.37",
-        rows=(REPORT,),
-    )
-    written.write(tmp_path / "made" / "instructions.json")
-    assert Instructions.read(tmp_path / "made" / "instructions.json") == written
 
 
 def test_budgets_and_occupancy_of_the_targets():

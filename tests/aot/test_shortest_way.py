@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.machine_code import sass
-from benchmarks.machine_code.other_cases import OTHER_CASES, shortest_way
+from benchmarks.machine_code.other_cases import shortest_way
 
 # Two conditions, one after the other. Each has a short way and one with three more instructions,
 # the second at its end.
@@ -54,8 +54,3 @@ def test_where_the_short_side_is_gone_the_long_one_counts():
 def test_a_kernel_that_never_ends_is_refused():
     with pytest.raises(ValueError, match="endless has no end"):
         shortest_way(FUNCTIONS["endless"])
-
-
-def test_every_case_has_a_name_of_its_own():
-    names = [case.name for case in OTHER_CASES]
-    assert len(set(names)) == len(names) > 5

@@ -47,15 +47,6 @@ def test_a_line_holds_the_counted_bytes_and_both_measured_divergences(reports):
     assert one.resident > one.cache, "its factors of the weights count"
 
 
-def test_the_smallest_cache_comes_first_and_no_row_is_recommended(reports):
-    text = readme_table.section(reports, "")
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    resident = [float(row.split("|")[3]) for row in rows]
-    assert len(rows) == len(readme_table.CACHES) <= 10
-    assert resident == sorted(resident)
-    assert "take" not in text.replace("takes", "")
-
-
 def test_the_paragraph_says_how_much_was_read_quantized(reports):
     text = " ".join(readme_table.section(reports, "").split())
     assert "the first 32 and the newest 96 tokens are exact" in text
@@ -69,18 +60,3 @@ def test_rows_with_other_windows_are_refused(reports):
     other = with_other_spec(first, cache, "kivi:bits=2,sink=32,recent=32,block=32")
     with pytest.raises(ValueError, match="different windows"):
         readme_table.section([other, novel], "")
-
-
-def test_texts_with_other_prompts_are_refused(reports):
-    first, novel = reports
-    with pytest.raises(ValueError, match="different windows"):
-        readme_table.section([first, dataclasses.replace(novel, prompt=256)], "")
-
-
-def test_the_table_replaces_what_stands_between_the_comments():
-    page = f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n"
-    new = readme_table.replaced(page, "new")
-    assert new == f"a\n{readme_table.BEGIN}\n\nnew\n\n{readme_table.END}\nb\n"
-    assert readme_table.replaced(new, "new") == new
-    with pytest.raises(ValueError, match="lacks"):
-        readme_table.replaced("a\nb\n", "new")

@@ -21,11 +21,6 @@ def test_the_kernel_reads_every_cache_of_the_benchmark(spec: str):
     )
 
 
-def test_a_cache_that_the_kernel_does_not_read_is_an_error():
-    with pytest.raises(ValueError, match=r"xquant: .*no CPU kernel"):
-        roofline.bodies("xquant", 64, 1024)
-
-
 def test_the_page_compares_with_the_larger_bound(tmp_path: pathlib.Path):
     rows = (
         roofline.RooflineRow("dense", 64, 4.0, 0.5, 1.25),
@@ -71,13 +66,3 @@ def test_the_program_fits_the_kernel_that_it_times(compiler: str):
 def _parsed(compiler: str, program: str) -> str:
     words = (compiler, "-std=c++17", "-fsyntax-only", f"-I{roofline.SOURCES}", "-x", "c++", "-")
     return subprocess.run(words, input=program, capture_output=True, text=True, check=False).stderr
-
-
-@pytest.mark.exhaustive
-def test_the_program_times_the_kernel(tmp_path: pathlib.Path, compiler: str):
-    program = roofline.build("baseline", tmp_path)
-    few, many = (
-        roofline.measure("kivi:bits=2", 64, rows, 1024, 5, program, None) for rows in (1, 4)
-    )
-    assert 0 < few.ns < many.ns
-    assert few.bytes == pytest.approx((2 + 32 / 32) / 8)

@@ -80,16 +80,6 @@ def test_the_sequences_that_fit_are_those_of_a_budget():
     assert serving.room_of("dense", config, 640, 100).sequences == 0
 
 
-def test_requests_come_again_and_differ():
-    first, again = (serving.requests_of(4, (4, 12), (3, 6), 300) for _ in range(2))
-    assert first == again
-    assert len({request.prompt for request in first}) == 4
-    assert (
-        np.ptp([len(request.prompt) for request in serving.requests_of(40, (4, 12), (3, 6), 300)])
-        == 8
-    )
-
-
 def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         serving.main(["--capacity", "100", "--prompt", "90", "95", "--new", "1", "6"])

@@ -24,13 +24,3 @@ def test_a_start_is_timed_up_to_its_first_text(
     assert row.first_text > 0
     assert f"together {row.seconds:6.1f} s" in capsys.readouterr().out
     assert f"| empty folder | 0.0 | {row.listening:.1f} |" in serving_start.page(report, file)
-
-
-def test_a_server_that_does_not_start_is_one_line(
-    model: pathlib.Path, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit):
-        serving_start.main(["--model", str(model), "--cache", "kivi:bits=5", "--starts", "1"])
-    told = capsys.readouterr().err
-    assert "kvq serve ended before it listened" in told
-    assert "bits=5" in told

@@ -17,7 +17,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.size import parameter_bytes
-from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama, score
+from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama
 from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.llama.config import MOST_LAYERS
@@ -55,7 +55,7 @@ CUT = ([[1, 5.9]], "tokens must be integers, got 1.0 of float64")
         ([[2**70]], "tokens must be integers"),
     ],
 )
-@pytest.mark.parametrize("call", [prefill, score, generate])
+@pytest.mark.parametrize("call", [prefill, generate])
 def test_tokens_that_are_no_int32_are_refused(call, tokens, message):
     with pytest.raises(ValueError, match=message) as refused:
         call(model(), new_cache(), tokens)
@@ -83,25 +83,6 @@ def test_a_caller_may_change_its_arrays_once_a_call_has_returned():
 def test_lengths_that_would_wrap_or_be_cut_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
         prefill(model(), new_cache(), [[1, 2]], lengths)
-
-
-@pytest.mark.parametrize(
-    ("operation", "value", "message"),
-    [
-        (kvq.trim, [5.9], "lengths must be integers, got 5.9 of float64"),
-        (kvq.trim, [2**32 + 1], "lengths must fit int32"),
-        (kvq.trim, [-1], "lengths must be at least 0"),
-        (kvq.select_rows, [0.0], "index must be integers"),
-        (kvq.select_rows, [2**32], "index must fit int32"),
-        (kvq.select_rows, [True], "index must be integers"),
-        (kvq.repeat_rows, 2.5, "repeats must be integers"),
-        (kvq.repeat_rows, 2**32 + 1, "repeats must fit int32"),
-        (kvq.repeat_rows, [1], "must be an integer of at least 1"),
-    ],
-)
-def test_row_operations_refuse_what_is_no_row_or_length(operation, value, message):
-    with pytest.raises(ValueError, match=message):
-        operation(new_cache(), value)
 
 
 def test_the_lengths_of_a_step_are_checked():

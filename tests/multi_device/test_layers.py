@@ -158,23 +158,6 @@ def test_each_device_holds_its_share_and_a_donated_cache_is_updated_in_place(spe
     assert cache.placement.shard_nbytes(dealt) <= 0.5 * kvq.nbytes(bodies), "nothing is split"
 
 
-def test_a_cache_is_made_where_it_lies():
-    made = jax.jit(
-        lambda: kvq.init_cache(
-            KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4")
-        )
-    )
-    analysis = made.lower().compile().memory_analysis()
-    assert analysis.temp_size_in_bytes == 0
-    cache = kvq.init_cache(
-        KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4")
-    )
-    promised = kvq.layout(KIVI, cache.dims, BATCH, CAPACITY, "float32", cache.placement)
-    for leaf, struct in zip(jax.tree.leaves(cache), jax.tree.leaves(promised), strict=True):
-        assert (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype)
-        assert leaf.sharding.is_equivalent_to(struct.sharding, leaf.ndim)
-
-
 @pytest.mark.parametrize("spec", [KIVI, CROSS_LAYER])
 def test_trimmed_tokens_come_back_into_the_window_of_every_shard(spec: str):
     mesh = as_far_as_allowed(spec)
@@ -209,14 +192,6 @@ def test_rows_are_selected_repeated_and_merged_across_devices():
     assert differing(one, kvq.move(kvq.select_rows(placed, [1, 0]), None)), (
         "the order of rows would not be seen"
     )
-
-
-def test_a_cache_moves_from_one_placement_to_another():
-    one = on_one_device(INNERQ).cache
-    for mesh in ("tokens=8", "heads=2,tokens=3", "rows=2"):
-        there = kvq.move(one, parse(mesh))
-        assert not differing(one, kvq.move(there, None)), mesh
-    assert not differing(one, kvq.move(kvq.move(there, parse("tokens=4")), None))
 
 
 def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):

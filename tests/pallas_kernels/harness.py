@@ -23,6 +23,7 @@ from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import TUNING, Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
+from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS = 2
@@ -321,6 +322,18 @@ def lowered_attention(case: KernelCase, launch: Launch) -> str:
         lambda *args: attend((k.reader, v.reader), *args, case.long.capacity, None, launch),
         *structs((case.queries(case.long.batch), k.arrays, v.arrays)),
         limits,
+    )
+
+
+def each_lowering(cases: Sequence[Any], usual: Sequence[Any] | None = None) -> pytest.MarkDecorator:
+    """Parametrize a test over cases in assembly, and over the first one in array operations too.
+    All others run with --exhaustive.
+    """
+    usual = list(usual or cases)
+    both = [(case, arithmetic) for case in cases for arithmetic in ("asm", "jnp")]
+    chosen = [(case, "asm") for case in usual] + [(usual[0], "jnp")]
+    return pytest.mark.parametrize(
+        ("case", "arithmetic"), some(both, chosen), ids=lambda value: getattr(value, "id", None)
     )
 
 

@@ -50,11 +50,6 @@ def test_the_product_in_fp32_is_not_exact_enough():
     assert error(jax.jit(plain_product)(POSITIONS, FREQUENCIES), POSITIONS, FREQUENCIES) > 0.1
 
 
-def test_operations_one_by_one_agree_with_the_compiled_loop():
-    tables = cos_and_sin(jnp.asarray(POSITIONS[-40:]), jnp.asarray(FREQUENCIES))
-    assert error(tables, POSITIONS[-40:], FREQUENCIES) < TOLERANCE
-
-
 @pytest.mark.parametrize("factor", [1 / 32, 1 / 3, 2.5])
 def test_rescaled_frequencies_and_all_other_positions_hold_too(factor: float):
     """Scaled RoPE divides frequencies. Positions before 0 and past 2^24 must fit an int32."""

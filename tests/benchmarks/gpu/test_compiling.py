@@ -26,10 +26,6 @@ def test_what_is_ready_does_not_wait_for_what_is_slow():
     assert sorted(found[:-1]) == [(name, name.upper()) for name in "abcde"]
 
 
-def test_one_thread_keeps_the_order():
-    assert [item for item, _ in as_compiled(str, [3, 1, 2], threads=1)] == [3, 1, 2]
-
-
 def test_time_that_is_up_leaves_the_rest():
     released = threading.Event()
     start = time.monotonic()

@@ -58,25 +58,6 @@ def test_what_does_not_fit_the_memory_is_left_out_by_name(
     assert found["dense"].wrong == ""
 
 
-def test_time_that_is_up_names_what_is_left(tmp_path: pathlib.Path):
-    report = GpuReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
-    decode_step.run(
-        [(256, 2)],
-        CACHES,
-        ("xla",),
-        random_llama(TINY),
-        report,
-        tmp_path / "rows.json",
-        TIMING,
-        seconds=-1,
-    )
-    assert report.rows == []
-    assert report.skipped == [
-        "dense (xla), batch 2, 256 tokens",
-        "kivi:bits=4 (xla), batch 2, 256 tokens",
-    ]
-
-
 def test_a_program_that_takes_long_runs_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -103,19 +84,3 @@ def test_what_users_get_by_default_is_timed_where_it_shows_most():
     for point in decode_step.POINTS:
         assert "asm" in decode_step.usual_implementations(*point)
         assert set(decode_step.usual_implementations(*point)) <= set(decode_step.IMPLEMENTATIONS)
-
-
-def test_the_command_takes_the_usual_implementations_unless_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-):
-    asked = []
-    monkeypatch.setattr(decode_step.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(decode_step, "measure_bandwidth", lambda *_: None)
-    monkeypatch.setattr(decode_step, "random_llama", lambda config: None)
-    monkeypatch.setattr(
-        decode_step, "run", lambda points, caches, names, *_, **__: asked.append((points[0], names))
-    )
-    file = str(tmp_path / "rows.json")
-    decode_step.main(["--json", file])
-    decode_step.main(["--json", file, "--implementation", "jnp"])
-    assert asked == [(decode_step.POINTS[0], None), (decode_step.POINTS[0], ["jnp"])]

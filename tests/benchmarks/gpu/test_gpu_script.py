@@ -14,7 +14,6 @@ import sys
 import pytest
 
 from benchmarks.gpu import decode_step, kernels, step_parity
-from benchmarks.gpu.report import GpuReport
 
 SCRIPT = pathlib.Path(__file__).parents[3] / "benchmarks" / "gpu" / "gpu.sh"
 FIRST = (
@@ -168,14 +167,11 @@ def test_the_papers_tables_are_a_run_of_their_own(tmp_path: pathlib.Path):
     assert call.startswith("-m benchmarks.gpu.bare laboratory.gpu.paper_kernels --json ")
 
 
-@pytest.mark.parametrize("failing", range(len(FIRST)))
-def test_a_stage_that_fails_does_not_stop_the_next_and_is_named(
-    tmp_path: pathlib.Path, failing: int
-):
-    found = run(tmp_path, statuses=f"{failing + 1} 1\n")
+def test_a_stage_that_fails_does_not_stop_the_next_and_is_named(tmp_path: pathlib.Path):
+    found = run(tmp_path, statuses="2 1\n")
     assert order(found) == list(FIRST)
     assert found.status == 1
-    assert f"== FAILED {TITLES[failing]}: exit status 1\n" in found.log
+    assert f"== FAILED {TITLES[1]}: exit status 1\n" in found.log
     assert "all stages passed" not in found.log
 
 
@@ -193,14 +189,6 @@ def test_a_stage_without_time_is_a_failure(tmp_path: pathlib.Path):
         assert f"== FAILED {title}: no time left" in found.log
 
 
-def test_an_unknown_option_prints_the_usage(tmp_path: pathlib.Path):
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "--wet-run"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert "--dry-run [FOLDER]" in done.stdout
-
-
 def test_the_dry_run_has_the_same_stages_on_a_cpu(tmp_path: pathlib.Path):
     found = run(tmp_path, "--dry-run")
     assert found.status == 0, found.output
@@ -209,28 +197,3 @@ def test_the_dry_run_has_the_same_stages_on_a_cpu(tmp_path: pathlib.Path):
     for call in found.calls:
         parsed(call)
         assert "--tiny" in call or "--interpret" in call
-
-
-@pytest.mark.exhaustive
-def test_a_dry_run_passes_with_nothing_but_jax(tmp_path: pathlib.Path):
-    """Some minutes: the stages themselves, with stand-ins for all other packages."""
-    environment = os.environ | {"PYTHON": sys.executable, "KVQ_BARE": "1"}
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "--dry-run", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "replaced by stand-ins: jaxtyping, flax, filelock, safetensors" in done.stdout
-    reports = {file.stem: GpuReport.read(file) for file in tmp_path.glob("*.json")}
-    assert set(reports) == {
-        f"{name}_dry_run" for name in ("kernels", "parity_kernels", "parity_steps", "step")
-    }
-    for name, report in reports.items():
-        assert report.rows, name
-        assert any(row.error is not None for row in report.rows), name
-        assert not report.wrong(), report.wrong()
-    [trace] = reports["step_dry_run"].traces
-    assert sum(kernel.us for kernel in trace.kernels) > 0

@@ -6,17 +6,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-import shutil
 
 import jax.numpy as jnp
 import pytest
 
 from benchmarks import results_page
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu import decode_step, kernels, plots, quantize_candidates, timed_case
+from benchmarks.gpu import decode_step, kernels, quantize_candidates, timed_case
 from benchmarks.gpu.attention_candidates import Planned, attention_tasks
 from benchmarks.gpu.device_timing import Timing
-from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
 from benchmarks.gpu.plans import Case
 from benchmarks.gpu.random_model import TINY, random_llama
 from benchmarks.gpu.report import GpuReport, KernelRow
@@ -110,23 +108,6 @@ def test_ratios_are_to_the_fastest_exact_candidate_of_the_shape(report: GpuRepor
     assert found["XLA bf16"].idle_ms is None
 
 
-def test_the_reference_rejects_another_sequence_of_heads():
-    """Negative control of the errors above."""
-    task = attention_tasks(CASES[0].shape, INTERPRETED, ("dense",))[0].make()
-    x, copy = task.start(), task.copy(jnp.uint32(1))
-    out = task.calls[0][1](x, copy)
-    assert task.check is not None
-    assert timed_case.relative_error(*task.check(x, copy, out)) < 1e-2
-    assert timed_case.relative_error(*task.check(x, copy, jnp.roll(out, 1, axis=1))) > 0.1
-
-
-def test_reports_are_read_as_they_were_written(folder: pathlib.Path, tmp_path: pathlib.Path):
-    for name in ("kernels_cpu", "step_cpu"):
-        report = GpuReport.read(folder / f"{name}.json")
-        report.write(tmp_path / "again.json")
-        assert GpuReport.read(tmp_path / "again.json") == report
-
-
 def test_tables_hold_the_measured_numbers(folder: pathlib.Path, report: GpuReport):
     pages = results_page.render(folder)
     for row in report.rows:
@@ -135,67 +116,6 @@ def test_tables_hold_the_measured_numbers(folder: pathlib.Path, report: GpuRepor
             assert line in pages["kernels_cpu.md"], row
     for row in GpuReport.read(folder / "step_cpu.json").rows:
         assert f"| {row.name} | {row.median_ms:.3f} |" in pages["step_cpu.md"], row
-
-
-def row_of_table(row: KernelRow) -> dict[str, str]:
-    """Return the cells of a row in a table of attention, by their headers."""
-    return dict(zip(KERNEL_HEADER, kernel_line(empty(), row), strict=True))
-
-
-def test_rows_say_what_a_reader_must_know_of_them():
-    row = KernelRow(
-        "attention",
-        MODEL,
-        CASES[0].shape,
-        "dense",
-        "jnp",
-        moved_bytes=1000,
-        cold=True,
-        samples_ms=(1.0, 1.0),
-        error=1e-3,
-    )
-    assert row_of_table(row)["remarks"] == ""
-    assert row_of_table(row)["error"] == "1.0e-03"
-    assert row_of_table(dataclasses.replace(row, error=None))["error"] == "-"
-    assert (
-        row_of_table(dataclasses.replace(row, error=None, failure="ValueError: no"))["error"] == ""
-    )
-    assert row_of_table(dataclasses.replace(row, idle_ms=0.4))["remarks"] == ""
-    assert row_of_table(dataclasses.replace(row, idle_ms=0.6))["remarks"] == "mostly launches"
-    changed = dataclasses.replace(
-        row, idle_ms=0.6, cold=False, remark="inexact", failure="ValueError: no"
-    )
-    assert (
-        row_of_table(changed)["remarks"]
-        == "partly from L2; mostly launches; inexact; ValueError: no"
-    )
-
-
-def test_each_page_says_how_its_times_were_taken(folder: pathlib.Path):
-    pages = results_page.render(folder)
-    assert "timed in turn" not in pages[results_page.INDEX]
-    for name, title in (
-        ("kernels_cpu.md", "Kernels of a test"),
-        ("step_cpu.md", "Steps of a test"),
-    ):
-        assert pages[name].startswith(f"# {title}\n")
-        assert "timed one after another" in pages[name]
-        assert "divides two medians" in pages[name]
-        assert "a ratio is the median over rounds" not in pages[name]
-
-
-def test_a_page_without_times_of_kernels_says_that_none_was_run(
-    folder: pathlib.Path, tmp_path: pathlib.Path
-):
-    shutil.copy(folder / "step_cpu.json", tmp_path)
-    assert "No kernel was run on a GPU yet" in results_page.render(tmp_path)[results_page.INDEX]
-    assert "No kernel was run on a GPU yet" not in results_page.render(folder)[results_page.INDEX]
-
-
-def test_plots_are_drawn(folder: pathlib.Path):
-    plots.main(["--folder", str(folder)])
-    for ending in ("png", "svg"):
-        assert (folder / f"kernels_cpu_{MODEL.lower()}.{ending}").stat().st_size > 10_000
 
 
 def test_an_error_that_rounding_does_not_explain_is_named(report: GpuReport):
@@ -219,8 +139,7 @@ def test_an_error_that_rounding_does_not_explain_is_named(report: GpuReport):
     )
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, threads: int):
+def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path):
     def unfit():
         raise ValueError("head_dim 80\nand more")
 
@@ -236,7 +155,7 @@ def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, t
     report = empty()
     entries = timed_case.entries_of(MODEL, CASES[0].shape, tasks)
     late = timed_case.run_entries(
-        entries, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads
+        entries, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads=2
     )
     assert late == []
     found = {row.candidate: row for row in GpuReport.read(tmp_path / "rows.json").rows}
@@ -273,13 +192,7 @@ def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(
         empty().resumed(dataclasses.replace(empty(), device="another"))
 
 
-def test_shapes_left_out_for_lack_of_time_are_named(tmp_path: pathlib.Path):
-    report = empty()
-    kernels.run(CASES[:2], report, tmp_path / "rows.json", TIMING, seconds=-1)
-    assert GpuReport.read(tmp_path / "rows.json").skipped == [case.name for case in CASES[:2]]
-
-
-@pytest.mark.parametrize("shape", ["Llama-3.1-8B", "Llama-9:512:1", "Llama-3.1-8B:512:0"])
+@pytest.mark.parametrize("shape", ["Llama-3.1-8B", "Llama-9:512:1"])
 def test_unknown_shapes_are_refused(shape: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         kernels.main(["--json", "none.json", "--shapes", shape])

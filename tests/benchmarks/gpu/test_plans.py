@@ -33,28 +33,6 @@ def test_the_plans_cover_the_shape_table():
     assert not set(asked) & (set(MORE_SPECS) - {"nf4"})
 
 
-def test_what_shows_most_comes_first_and_compiles_in_seconds():
-    first, following = PLANS.planned("first"), PLANS.planned("next")
-    assert points(first) == [(32768, 16)]
-    assert points(following[:3]) == [(131072, 1), (4096, 16), (32768, 1)]
-    assert {case.section for case in following[3:]} == {"quantize"}
-    slow = ("kvquant", "nf4", "polarquant", "pre_rope")
-    for case in (*first, *following, *PLANS.planned("parity")):
-        names = [task.candidate for task in case.tasks(INTERPRETED, ())]
-        assert not [name for name in names if any(part in name for part in slow)], (
-            "minutes of a compiler's time"
-        )
-        if case.section == "attention":
-            assert names[:2] == ["XLA bf16", "cuDNN bf16"]
-            assert {
-                "dense",
-                "kivi:bits=4",
-                "kivi:bits=2",
-                "innerq:bits=2",
-                "innerq:bits=1,mode=sym",
-            } <= set(names)
-
-
 def test_tiny_cases_keep_their_sections():
     for plan in PLANS.stages:
         tiny = {case.tiny for case in PLANS.planned(plan)}

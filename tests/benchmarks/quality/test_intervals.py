@@ -7,17 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quality.intervals import Interval, gap_interval, kl_interval, share_interval
+from benchmarks.quality.intervals import gap_interval, kl_interval, share_interval
 
 DRAWS = 4000
 SPREAD = 0.5  # standard deviation of the logs: the committed windows have 0.1 to 0.8
 MEAN = math.exp(SPREAD**2 / 2)
-
-
-def percentile_bootstrap(values: np.ndarray) -> Interval:
-    """The kind that the pages had: too narrow for few windows."""
-    drawn = np.random.default_rng(0).integers(0, len(values), (1000, len(values)))
-    return Interval(*np.percentile(values[drawn].mean(axis=1), [2.5, 97.5]).tolist())
 
 
 def coverage(interval, windows: int, draws: int) -> float:
@@ -25,14 +19,9 @@ def coverage(interval, windows: int, draws: int) -> float:
     return float(np.mean([low <= MEAN <= high for low, high in map(interval, samples)]))
 
 
-@pytest.mark.parametrize("windows", [4, 8, 10])
+@pytest.mark.parametrize("windows", [4, 10])
 def test_the_mean_kl_of_few_windows_lies_in_95_of_100_intervals(windows: int):
     assert 0.93 < coverage(lambda values: kl_interval(values.tolist()), windows, DRAWS) < 0.97
-
-
-@pytest.mark.parametrize("windows", [4, 8, 10])
-def test_a_percentile_bootstrap_would_hold_it_less_often(windows: int):
-    assert coverage(percentile_bootstrap, windows, 800) < 0.9
 
 
 def test_rounding_noise_around_zero_has_an_interval_and_equal_values_have_none():
@@ -53,14 +42,6 @@ def test_shares_have_the_limits_of_clopper_and_pearson(
     """Limits as in tables of the exact binomial interval."""
     scores = [1.0] * right + [0.0] * (questions - right)
     assert share_interval(scores) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_answers_that_are_partly_right_lie_between():
-    lows, highs = zip(
-        *(share_interval([1.0] * 5 + [part] + [0.0] * 4) for part in (0.0, 0.5, 1.0)), strict=True
-    )
-    assert lows[0] < lows[1] < lows[2]
-    assert highs[0] < highs[1] < highs[2]
 
 
 @pytest.mark.parametrize("questions", [4, 24])

@@ -107,15 +107,6 @@ def test_a_simulation_stands_beside_the_cache(report):
     )
 
 
-def test_simulations_can_be_left_out():
-    _, simulated, _ = SUITE.comparisons
-    fakes = [
-        [wanted.fake for *_, wanted in bench._places(simulated, (PLAIN,), with_fakes)]
-        for with_fakes in (True, False)
-    ]
-    assert fakes == [[False, True, False, True], [False, False]]
-
-
 def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     file = tmp_path / "quality.json"
     command = ["equal_bits", f"--model={shallow}", *TEXTS, *SIZES, f"--json={file}"]
@@ -140,23 +131,6 @@ def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     assert measured == ["int2", "int3", "int4", "int4", "int8"]
     assert [row.cache for row in QualityReport.read(file).rows] == ["int2", "int3", "int4", "int8"]
     assert list(tmp_path.iterdir()) == [file], "a complete run leaves its report alone"
-
-
-def test_rows_of_another_run_are_refused(tmp_path, capsys):
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "quality.jsonl").write_text('{"model": "another", "windows": 3}\n')
-    with pytest.raises(SystemExit):
-        quality.main(
-            [
-                "equal_bits",
-                *TEXTS,
-                *SIZES,
-                f"--work={tmp_path / 'work'}",
-                f"--json={tmp_path / 'quality.json'}",
-            ]
-        )
-    assert "holds rows of another run (model, " in capsys.readouterr().err
-    assert (tmp_path / "work" / "quality.jsonl").exists()
 
 
 def test_the_page_has_lists_and_grids(report, folder):

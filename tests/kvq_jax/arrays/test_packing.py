@@ -70,22 +70,10 @@ def test_stored_bits_are_exact_where_nothing_is_padded(bits: int):
         assert stored == bits * head_dim, f"{head_dim=}"
 
 
-def test_padding_is_stored_and_counted():
-    layout = plane_layout(2, 8, 32)  # 8 channels are stored as 16
-    assert layout.words(2) * 16 / layout.slots == 2 * 16
-
-
 def test_planes_are_never_wider_than_a_default_group():
     for bits in (1, 2, 3, 4, 8):
         for head_dim in HEAD_DIMS:
             assert plane_layout(bits, head_dim, 32).width in (16, 32)
-
-
-@pytest.mark.parametrize(
-    ("bits", "sets"), [(2, (2,)), (3, (2, 1)), (5, (4, 1)), (9, (8, 1)), (15, (8, 4, 2, 1))]
-)
-def test_plane_sets_add_up_to_the_bits(bits: int, sets: tuple[int, ...]):
-    assert plane_sets(bits) == sets
 
 
 @pytest.mark.parametrize("bits", [0, 16])

@@ -18,16 +18,6 @@ from kvq_jax.arrays.polar_array import PolarFormat
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.methods.polarquant.method import PolarCodec
-from tests.kvq_jax.layer_runs import (
-    CAPACITY,
-    agrees,
-    attend_reference,
-    decode,
-    empty,
-    prefill,
-    row_errors,
-    sequences,
-)
 from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
 from tests.kvq_jax.origins import PROMPT
 
@@ -91,32 +81,6 @@ def test_the_papers_first_formulas_with_their_sign_corrected():
     )
 
 
-@pytest.mark.parametrize("grid", ["grouped", "global"])
-@pytest.mark.parametrize("bits", [(4, 4), (4, 2), (3, 2), (3, 3), (2, 1)])
-def test_a_round_trip_never_negates_a_key(bits: tuple[int, int], grid: str):
-    data = golden(NAME)["K"]
-    spec = f"polarquant:angle_bits={bits[0]},radius_bits={bits[1]},grid={grid}"
-    k_hat, _ = kvq.roundtrip(spec, jnp.asarray(data), jnp.asarray(data))
-    error = relative(np.asarray(k_hat), data)
-    assert error < 1, f"relative error {error:.2f}"
-    assert np.sum(np.asarray(k_hat) * data) > 0
-    assert relative(-np.asarray(k_hat), data) > 1, "a negated key would pass"
-
-
-def test_grouping_is_about_twice_as_accurate_as_the_first_version():
-    data = golden(NAME)["K"]
-    errors = {
-        grid: relative(
-            np.asarray(
-                kvq.roundtrip(f"polarquant:grid={grid}", jnp.asarray(data), jnp.asarray(data))[0]
-            ),
-            np.asarray(data),
-        )
-        for grid in ("grouped", "global")
-    }
-    assert errors["grouped"] < 0.6 * errors["global"], errors
-
-
 def test_angles_around_zero_do_not_waste_the_circle():
     """A group whose angles lie on both sides of the angle 0 has the error of one that does not."""
     rng = np.random.default_rng(0)
@@ -134,26 +98,6 @@ def test_angles_around_zero_do_not_waste_the_circle():
     )
     opposite = pairs * np.exp(1j * np.pi)  # around the other end of arctan2
     assert error(opposite, "gap") == pytest.approx(error(pairs, "gap"), rel=0.1)
-
-
-def test_square_roots_suit_radii_with_a_heavy_tail():
-    """A few large radii make equal bins so wide that all others lie in the first one. Where there
-    are none, nothing is gained."""
-    rng = np.random.default_rng(6)
-    angle = rng.uniform(-np.pi, np.pi, (1, 2, 1, 32))
-
-    def gain(radius: np.ndarray) -> float:
-        rows = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).astype(
-            np.float32
-        )
-        linear, sqrt = (
-            round_trip(rows, dataclasses.replace(FORMAT, radius_scale=scale))
-            for scale in ("linear", "sqrt")
-        )
-        return float(np.abs(sqrt - rows).mean() / np.abs(linear - rows).mean())
-
-    assert gain(np.abs(rng.standard_t(2, (1, 2, 128, 32)))) < 0.6
-    assert 0.95 < gain(rng.uniform(3, 5, (1, 2, 128, 32))) < 1.15
 
 
 def test_square_roots_on_the_global_grid_are_refused_and_no_kernel_reads_them():
@@ -194,21 +138,8 @@ def test_a_constant_group_decodes_to_its_value(cut: str, scale: str):
     )
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_changes_no_other_token(bad: float):
-    rows = np.random.default_rng(3).normal(size=(1, 1, 128, 64)).astype(np.float32)
-    broken = rows.copy()
-    broken[0, 0, 7, 3] = bad
-    without = np.delete(rows, 7, axis=2)
-    expected = round_trip(np.concatenate([without, without[:, :, :1]], axis=2), FORMAT)[:, :, :-1]
-    found = round_trip(broken, FORMAT)
-    assert np.isfinite(found).all()
-    others = np.delete(found, 7, axis=2)
-    np.testing.assert_array_equal(others[..., [3, 35]], expected[..., [3, 35]])
-
-
 @pytest.mark.parametrize("grid", ["grouped", "global"])
-@pytest.mark.parametrize("bits", [(1, 3), (3, 2), (4, 4), (6, 2)])
+@pytest.mark.parametrize("bits", [(1, 3), (6, 2)])
 def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int], grid: str):
     """One query row makes no key, three do; both are held against float64 keys from the codes and
     the formulas of the paper."""
@@ -266,80 +197,12 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
         )
 
 
-@pytest.mark.parametrize("grid", ["grouped", "global"])
-def test_one_query_head_per_kv_head_attends_as_by_definition(grid: str):
-    """A decoding step whose query rows look up their products; other tests of caches have several
-    rows for each KV head."""
-    dims, lengths = CacheDims(1, 2, 2, 32, 64), np.array([CAPACITY, 37], np.int32)
-    plan, state = empty(f"polarquant:group_size=16,grid={grid}", 2, dims)
-    tokens, start = sequences(2, dims), lengths - 1
-    _, state, _ = prefill(
-        plan, (), state, tokens.window(np.zeros(2, np.int32), start, CAPACITY), ()
-    )
-    inputs = tokens.window(start, lengths, 1)
-    out, state, _ = decode(plan, (), state, inputs, ())
-    seen = jnp.asarray(np.arange(plan.regions.capacity)[None, None] < lengths[:, None, None])
-
-    def attended(tokens_seen: jnp.ndarray) -> np.ndarray:
-        return np.asarray(
-            attend_reference(plan, (), state, jnp.asarray(lengths), inputs, tokens_seen, ())
-        )
-
-    everything, want = np.ones(out.shape[:3], bool), attended(seen)
-    assert agrees(np.asarray(out), want, 1e-5, everything), (
-        f"worst relative error {row_errors(np.asarray(out), want).max():.1e}"
-    )
-    assert not agrees(attended(jnp.roll(seen, -16, axis=2)), want, 1e-5, everything), (
-        "a token group less passes"
-    )
-
-
-@pytest.mark.parametrize(
-    ("spec", "stored"),
-    [
-        ("k=polarquant+v=dense", 4 + 4 * 16 / 256),
-        ("k=polarquant:preset=m4n2+v=dense", 3 + 4 * 16 / 128),
-        ("k=polarquant:angle_bits=3,radius_bits=3+v=dense", 3.25),
-        ("k=polarquant:grid=global+v=dense", 4),
-    ],
-)
-def test_codes_take_exactly_their_bits(spec: str, stored: float):
-    dims = CacheDims(1, 4, 2, 128, 256)
-    both = kvq.body_bits_per_element(spec, dims)
-    assert 2 * both - 16 == pytest.approx(stored, rel=1e-12)
-
-
 def test_an_odd_head_dim_has_no_pairs():
     with pytest.raises(ValueError, match=r"\Ahead_dim 33 has no pairs"):
         kvq.layout("polarquant", CacheDims(1, 4, 2, 33, 132), 1, 256)
 
 
-@pytest.mark.parametrize(
-    ("keys", "radii_only", "window", "printed"),
-    [
-        (
-            "kivi:bits=4,group_size=32",
-            0,
-            128 / 2,
-            5.08,
-        ),  # Tables 1 and 3: half of KIVI's residual is exact on average
-        ("polarquant:preset=paper-v1", 0, 128, 4.16),
-        ("kivi:bits=2,group_size=32", 0, 128 / 2, 3.08),  # Table 5
-        ("polarquant:preset=m4n2", 2, 64 / 2, 3.29),
-    ],
-)
-def test_actual_bits_are_those_of_the_paper(
-    keys: str, radii_only: int, window: float, printed: float
-):
-    """Stored bits of the body, from the arrays, and 16 bits for the residual of a context of 12.2K
-    tokens. Table 5 counts two of the four parameters of a group."""
-    dims, context = CacheDims(1, 4, 2, 128, 256), 12.2 * 1024
-    body = 2 * kvq.body_bits_per_element(f"k={keys}+v=dense", dims) - 16
-    uncounted = radii_only * 16 / (2 * 64)
-    assert body - uncounted + 16 * window / context == pytest.approx(printed, abs=0.01)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [3])
 def test_cosines_are_made_for_groups_and_not_for_tokens(bits: int, monkeypatch: pytest.MonkeyPatch):
     """The largest array in a computation that makes a cosine: XLA on CPUs likes to make each one
     where it is used. Without the loop over cosine and sine, with 3 bits, it does (20 times

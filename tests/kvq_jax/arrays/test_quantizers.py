@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvq_jax.arrays import uniform
 
@@ -47,33 +45,6 @@ def decoded(
     x: np.ndarray, scheme: str = "asym", bits: int = 2, dtype: str = "float32"
 ) -> np.ndarray:
     return np.asarray(quantized(jnp.asarray(x, jnp.float32), scheme, bits, dtype)[3])
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_is_at_most_half_a_step_inside_the_stored_range(scheme: str, dtype: str):
-    x = groups()
-    for bits in (2, 4):
-        codes, scale, zero, x_hat = (
-            np.asarray(a, np.float64) for a in quantized(jnp.asarray(x), scheme, bits, dtype)
-        )
-        top = 2**bits - 1 if scheme == "asym" else 2 * (2**bits - 1)
-        assert codes.min() >= 0
-        assert codes.max() <= top
-        # Rounding scale or zero to 16 bits moves the ends of the range: an entry beyond them is as
-        # far off as the end moved. The zero of a symmetric group of a hybrid body is rounded after
-        # the codes are chosen.
-        high = zero + scale * (codes.max(axis=1, keepdims=True) if scheme == "hybrid" else top)
-        outside = np.maximum(np.maximum(zero - x, x - high), 0)
-        rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(zero) if scheme == "hybrid" else 0
-        slack = 1e-5 * (np.abs(x).max(axis=1, keepdims=True) + np.abs(zero))
-        excess = np.abs(x_hat - x) - (scale / 2 + outside + rounding + slack)
-        assert excess.max() <= 0, f"{bits=}: {excess.max()} too much"
-        if scheme != "hybrid":
-            moved = float(jnp.finfo(dtype).eps) * (top * scale + np.abs(zero)) + slack
-            assert (outside <= moved).all(), (
-                f"{bits=}: the stored range misses an entry by {outside.max()}"
-            )
 
 
 def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -115,20 +86,6 @@ def test_error_is_at_most_half_a_step_or_what_rounding_moved_the_range(scheme: s
         assert (np.abs(found - x) <= bound).all(), (
             f"{bits=}: {(np.abs(found - x) - bound).max()} too much"
         )
-
-
-def test_a_rounded_zero_can_cost_more_than_half_a_step():
-    x = 100.03 + np.linspace(0, 0.02, GROUP, dtype=np.float32)[None]
-    _, scale, _, found = (
-        np.asarray(a, np.float64) for a in quantized(jnp.asarray(x), "asym", 2, "float16")
-    )
-    assert 0.02 < np.abs(found - x).max() < 0.0625 / 2 + scale.max() / 2, (
-        "half an ulp of 100 in float16 is 1/32"
-    )
-    assert scale.max() / 2 < 0.0034
-    constant = np.full((1, GROUP), 100.03, np.float32)
-    np.testing.assert_array_equal(decoded(constant, dtype="float16"), 100.0)
-    np.testing.assert_array_equal(decoded(constant), constant)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -173,12 +130,6 @@ def test_entries_that_are_not_finite_leave_the_others_alone(scheme: str):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_group_without_a_finite_entry_decodes_to_finite_numbers(scheme: str):
-    x = np.stack([np.full(GROUP, v, np.float32) for v in (np.nan, np.inf, -np.inf)])
-    np.testing.assert_array_equal(decoded(x, scheme), 0)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_outlier_is_kept_and_saturates_at_the_stored_range(scheme: str):
     x = np.zeros((2, GROUP), np.float32)
     x[0, 3], x[1, 3] = 30000.0, 1e30
@@ -207,18 +158,6 @@ def test_the_largest_code_times_its_scale_is_finite_in_float16(scheme: str):
         assert np.isinf(np.float16(3) * np.float16(2 * 32752 / 3)), (
             "two bits over all of the range: the limit keeps nothing away"
         )
-
-
-@given(
-    st.lists(st.floats(-1e4, 1e4, width=32), min_size=GROUP, max_size=GROUP),
-    st.sampled_from(SCHEMES),
-    st.sampled_from([2, 4]),
-)
-def test_decoding_codes_again_gives_the_same_numbers(values: list[float], scheme: str, bits: int):
-    once = decoded(np.array([values], np.float32), scheme, bits)
-    again = decoded(once, scheme, bits)
-    scale = np.abs(once).max() + 1e-30
-    assert np.abs(again - once).max() <= 1e-5 * scale
 
 
 def test_rounding_is_half_to_even():

@@ -47,16 +47,10 @@ SPECS = (
     "k=nf2:group_size=32,pre_rope=true+v=int3",
     "waterfill:k_widths=65332210,v_widths=44331111",
 )
-# one of each reader, pair of methods and place of RoPE; tests/pallas_kernels reads the other
-# formats
-USUAL = (
-    "dense:block=32",
-    "innerq:bits=2",
-    "k=innerq:bits=4+v=kivi:bits=8",
-    "kivi:bits=4,pre_rope=true",
-    "kvquant:bits=4,outliers=0.04",
-)
-USUAL += ("nf4", "polarquant", "waterfill:k_widths=65332210,v_widths=44331111")
+# One of each quantized reader; exact rows and keys before RoPE are in test_kernel_steps.py, and
+# tests/pallas_kernels reads the other formats.
+USUAL = ("innerq:bits=2", "k=innerq:bits=4+v=kivi:bits=8", "nf4", "polarquant", SPECS[-1])
+USUAL += ("kvquant:bits=4,outliers=0.04",)
 INTERPRETED = Launch(interpret=True)
 BY_KERNEL = Route("pallas", INTERPRETED)
 ON_A_GPU = Route("pallas", Launch(), only_on="cuda")

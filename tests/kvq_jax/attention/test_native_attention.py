@@ -14,6 +14,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import (
     CAPACITY,
     DIMS,
@@ -29,7 +30,7 @@ from tests.kvq_jax.layer_runs import (
     run,
     sequences,
 )
-from tests.methods_table import METHOD_CASES, MethodCase
+from tests.methods_table import METHOD_CASES, ONE_OF_EACH, MethodCase
 
 if reason := dispatch.no_device("native"):
     pytest.skip(reason, allow_module_level=True)
@@ -42,6 +43,12 @@ SERVED = [
     )
     is None
 ]
+# tests/cpu_kernels reads every layout
+each = pytest.mark.parametrize(
+    "case",
+    some(SERVED, [case for case in SERVED if case in ONE_OF_EACH]),
+    ids=lambda case: case.id,
+)
 
 
 def polluted(plan: LayerPlan, state: LayerState, live: np.ndarray) -> LayerState:
@@ -81,7 +88,7 @@ def test_the_table_has_methods_of_every_kind_that_kernels_serve():
     }
 
 
-@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.id)
+@each
 def test_the_kernels_attend_as_the_reference_does_and_write_the_same_state(case: MethodCase):
     plan, state = empty(case.spec)
     lengths, tokens = boundary_lengths(plan), sequences()
@@ -117,7 +124,7 @@ def test_the_kernels_attend_as_the_reference_does_and_write_the_same_state(case:
     assert not agrees(out[:, ::-1], want, 1e-5, long), "the heads in another order pass"
 
 
-@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SERVED[1::12], ids=lambda case: case.id)
 def test_the_kernel_takes_several_new_tokens_as_xla_does(case: MethodCase):
     plan, state = empty(case.spec)
     lengths, tokens = np.maximum(boundary_lengths(plan), STEP), sequences()

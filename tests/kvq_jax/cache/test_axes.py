@@ -51,8 +51,8 @@ def last_plan(case: MethodCase) -> LayerPlan:
 
 
 @cases(every=True)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_axes_describe_every_array_of_a_cache(case: MethodCase, dtype: str):
+def test_axes_describe_every_array_of_a_cache(case: MethodCase):
+    dtype = "bfloat16"
     cache = kvq.init_cache(case.spec, DIMS, 2, CAPACITY, dtype)
     specs = kvq.axes(case.spec, DIMS, 2, CAPACITY, dtype)
     assert jax.tree.structure(specs) == jax.tree.structure(cache)

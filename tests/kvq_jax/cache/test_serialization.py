@@ -67,12 +67,6 @@ def random_cache(spec: str) -> kvq.Cache:
     return dataclasses.replace(cache, layers=layers, lengths=counts)
 
 
-def test_skipped_layers_are_saved(tmp_path: pathlib.Path):
-    cache = filled("kivi:sink=0,recent=12,block=16,skip_layers=1", LENGTHS)
-    kvq.save_cache(cache, tmp_path / "c.safetensors")
-    assert_equal(kvq.load_cache(tmp_path / "c.safetensors"), cache)
-
-
 @pytest.mark.parametrize(
     ("field", "expected"),
     [
@@ -154,10 +148,7 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
         ({"spec": "innerq"}, "tensor "),
         ({"dims": "[1"}, "dims="),
         ({"dims": json.dumps(dataclasses.asdict(DIMS) | {"num_hidden_layers": 10**9})}, "dims="),
-        ({"dims": json.dumps(dataclasses.asdict(DIMS) | {"head_dim": -32})}, "dims="),
-        ({"dims": json.dumps({"layers": 2})}, "dims="),
         ({"batch": "0"}, "batch=0"),
-        ({"capacity": "1e3"}, "capacity='1e3'"),
         ({"capacity": str(10**15)}, "tensor "),
         ({"dtype": "float99"}, "dtype='float99'"),
         ({"dims": "[" * 100_000}, "dims="),
@@ -173,28 +164,6 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
 def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
     with pytest.raises(ValueError, match=ONE_LINE.format(message)):
         kvq.load_cache(rewritten(saved, header=header))
-
-
-def test_damage_that_fits_the_header_is_found_by_the_checksum(saved: pathlib.Path):
-    """Each of these has the names, shapes and dtypes that the header promises."""
-    whole = saved.read_bytes()
-    size = 8 + int.from_bytes(whole[:8], "little")
-    for place in (size, (size + len(whole)) // 2, len(whole) - 1):
-        saved.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(
-            ValueError, match=ONE_LINE.format("is damaged: its content does not have the checksum")
-        ):
-            kvq.load_cache(saved)
-    for old, new in (
-        (b'"spec":"kivi:sink=2,recent=12', b'"spec":"kivi:sink=1,recent=13'),
-        (b'"format_version":"3"', b'"format_version":"2"'),
-    ):
-        assert old in whole
-        saved.write_bytes(whole.replace(old, new))
-        with pytest.raises(ValueError, match=ONE_LINE.format("is damaged|tensor ")):
-            kvq.load_cache(saved)
-    saved.write_bytes(whole)
-    kvq.load_cache(saved)
 
 
 def test_equal_caches_give_equal_bytes(saved: pathlib.Path):
@@ -220,13 +189,6 @@ def test_a_file_of_an_older_version_is_loaded_with_a_note_and_a_new_one_must_hav
         assert_equal(kvq.load_cache(saved), cache)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 100, 5000, -1])
-def test_a_truncated_file_is_refused(keep: int, saved: pathlib.Path):
-    saved.write_bytes(saved.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=ONE_LINE.format("not a readable safetensors file")):
-        kvq.load_cache(saved)
-
-
 def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path):
     (tmp_path / "text").write_text("hello " * 100)
     with pytest.raises(ValueError, match=ONE_LINE.format("not a readable safetensors file")):
@@ -236,22 +198,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path):
         kvq.load_cache(tmp_path / "other.safetensors")
     with pytest.raises(FileNotFoundError, match="nothing"):
         kvq.load_cache(tmp_path / "nothing")
-
-
-def test_a_failed_save_leaves_the_old_file(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    before = saved.read_bytes()
-
-    def fail(*args, **kwargs):
-        pathlib.Path(args[1]).write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr("kvq_jax.files.checksum.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        kvq.save_cache(filled("dense:sink=2,recent=5,block=8", LENGTHS), saved)
-    assert saved.read_bytes() == before
-    assert [p.name for p in saved.parent.iterdir()] == [saved.name], (
-        "a temporary file is left behind"
-    )
 
 
 def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path):

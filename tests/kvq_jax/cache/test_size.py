@@ -50,11 +50,6 @@ def test_factors_of_the_weights_are_the_parameters_of_xquant():
     )
 
 
-def test_weights_that_are_used_unchanged_add_nothing():
-    assert size("xquant:bits=4,latent=false").parameters == 0
-    assert size("kivi:bits=4,subtract_bias=true").parameters == 0
-
-
 @pytest.mark.parametrize("spec", ["xquant_cl:bits=2", "waterfill:bits=4", "kivi:bits=4"])
 def test_caches_and_working_memory_grow_with_the_batch_and_parameters_do_not(spec: str):
     one, many = size(spec), size(spec, 16)
@@ -63,12 +58,6 @@ def test_caches_and_working_memory_grow_with_the_batch_and_parameters_do_not(spe
     assert many.parameters == one.parameters
     assert many.elements == 16 * one.elements
     assert many.stored_bits == one.stored_bits == kvq.bits_per_element(spec, LLAMA_8B, CONTEXT)
-
-
-def test_the_cache_is_counted_as_its_layout():
-    counted = size("kivi:bits=2")
-    assert counted.cache == kvq.nbytes(kvq.layout("kivi:bits=2", LLAMA_8B, 1, CONTEXT, "bfloat16"))
-    assert counted.resident == counted.cache
 
 
 def test_calibrated_parameters_are_those_that_are_prepared():

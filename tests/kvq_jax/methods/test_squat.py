@@ -4,8 +4,6 @@ are in test_squat_corrections.py."""
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.arrays import grouped_array
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
@@ -31,7 +28,6 @@ from tests.kvq_jax.layer_runs import (
     run,
     sequences,
 )
-from tests.kvq_jax.origins import PROMPT
 
 SPEC = "squat:rank=3,lam=0.01,recent=4,block=16"
 KIVI = "kivi:recent=4,block=16"
@@ -104,60 +100,6 @@ class TestSubspace:
         found = statistics(SPEC, with_queries(tokens, broken))
         np.testing.assert_array_equal(found, statistics(SPEC, with_queries(tokens, zeroed)))
 
-    def test_it_is_that_of_the_svd_where_the_spectrum_is_flat(self):
-        """Queries without preferred directions, whose singular values differ by percents. Ten steps
-        of the block power iteration that the paper proposes as a substitute for the SVD leave one
-        code in fifty another than the SVD's.
-        """
-        rng = np.random.default_rng(3)
-        queries, keys = (
-            rng.normal(size=(1, 1, tokens, 64)).astype(np.float32) for tokens in (512, 128)
-        )
-        matrix = subspace.gram(jnp.asarray(queries), jnp.ones((1, 512), bool), 1)
-        _, s, v = np.linalg.svd(queries[0, 0].astype(np.float64), full_matrices=False)
-        assert s[0] < 1.1 * s[5], "the spectrum falls"
-
-        basis = np.linalg.qr(rng.normal(size=(64, 9)))[0]
-        for _ in range(10):
-            basis = np.linalg.qr(np.asarray(matrix[0, 0], np.float64) @ basis)[0]
-        values, inside = np.linalg.eigh(basis.T @ np.asarray(matrix[0, 0], np.float64) @ basis)
-        ten_steps = values[:3:-1], (basis @ inside)[:, :3:-1]
-
-        codec = key_codec("squat:lam=0.01", dataclasses.replace(DIMS, head_dim=64))
-
-        def codes(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-            as_jax = (jnp.asarray(a[None, None], jnp.float32) for a in (values, vectors))
-            body = codec.quantize(
-                (), subspace.updates(*as_jax, 0.01, 32), jnp.asarray(keys), PROMPT
-            )
-            return np.asarray(grouped_array.codes(body))
-
-        wanted = codes(s[:5] ** 2, v[:5].T)
-        found = codes(*(np.asarray(a)[0, 0] for a in subspace.directions(matrix, 5)))
-        assert np.mean(found != wanted) <= 1e-4
-        assert np.mean(codes(*ten_steps) != wanted) > 0.01, (
-            "ten steps of power iteration would pass"
-        )
-
-    def test_on_cpus_lapack_gets_one_matrix_at_a_time(self):
-        """JAX 0.10 lets threads wait for parts of a batch that only they could work on: layers side
-        by side then wait for ever."""
-
-        def batches(function: Callable) -> list[int]:
-            text = (
-                jax.jit(function)
-                .lower(jnp.eye(32)[None, None] * jnp.ones((3, 2, 1, 1)))
-                .compile()
-                .as_text()
-            )
-            shapes = re.findall(r"= \(?f32\[([\d,]+)\][^\n]*lapack_s(?:potrf|syevd)_ffi", text)
-            return [int(np.prod([int(n) for n in shape.split(",")[:-2]])) for shape in shapes]
-
-        assert set(batches(lambda m: subspace.corrections(m, 3, 0.01, 16))) == {1}
-        assert max(batches(lambda m: subspace.directions(m, 3))) == 6, (
-            "the search for batches finds none"
-        )
-
     def test_normalized_it_does_not_grow_with_the_prompt(self):
         tokens = sequences()
         once = FULL // 2
@@ -223,21 +165,6 @@ class TestSubspace:
                     (), dataclasses.replace(inputs, **{missing: None})
                 )
 
-    def test_shared_it_is_the_first_rows_for_all_and_so_depends_on_the_batch(self):
-        """An experiment outside the table of methods: it breaks the law that rows are
-        independent."""
-        tokens, lengths = (
-            sequences(),
-            np.array([0, 70, *FULL[2:]], np.int32),
-        )  # the first row has no prompt
-        own, shared = (
-            statistics(SPEC, tokens, lengths),
-            statistics(SPEC.replace("rank", "shared_subspace=true,rank"), tokens, lengths),
-        )
-        for row in shared:
-            np.testing.assert_allclose(row, own[1], atol=1e-6)
-        assert np.abs(own[2] - own[1]).max() > 1e-2
-
 
 def test_without_weight_it_is_kivi():
     """lam = 0: the same codec. A lam that vanishes in fp32: the same codes."""
@@ -250,43 +177,6 @@ def test_without_weight_it_is_kivi():
     tiny, wanted = (kvq.roundtrip_layer(s, inputs)[0] for s in ("squat:lam=1e-30", "kivi"))
     assert row_errors(tiny, wanted).max() <= ROUNDING
     assert row_errors(kvq.roundtrip_layer("squat:lam=0.1", inputs)[0], wanted).max() > 0.1
-
-
-def test_the_whole_error_is_nearly_orthogonal_to_the_prompts_strongest_queries():
-    tokens = sequences()
-    direction = np.random.default_rng(5).normal(size=32)
-    aligned = with_queries(tokens, tokens.q + 3 * direction)
-    inputs = aligned.window(ZERO, FULL, CAPACITY)
-
-    def projected(spec: str) -> float:
-        error = np.asarray(kvq.roundtrip_layer(spec, inputs)[0]) - tokens.k_rot
-        return float(np.linalg.norm(error @ direction) / np.linalg.norm(direction))
-
-    plain = projected("kivi")
-    assert projected("squat:rank=1,lam=0.01") < 0.6 * plain
-    assert projected("squat:rank=1,lam=1e-6") > 0.9 * plain
-
-
-@pytest.mark.parametrize("entry", [np.inf, np.nan])
-def test_a_key_entry_that_is_not_finite_corrects_nothing(entry: float):
-    tokens = sequences()
-    broken = tokens.k_rot.copy()
-    broken[:, :, 21, 2] = entry
-    codec = key_codec(SPEC)
-    stats = jnp.asarray(statistics(SPEC, tokens))
-    found, whole = (
-        np.asarray(
-            codec.dequantize(
-                (), stats, codec.quantize((), stats, jnp.asarray(k[:, :, :80]), PROMPT)
-            )
-        )
-        for k in (broken, tokens.k_rot)
-    )
-    assert np.isfinite(found).all()
-    others = np.arange(80) // 16 != 21 // 16  # tokens of other groups
-    np.testing.assert_array_equal(found[:, :, others], whole[:, :, others])
-    error = np.abs(found[:, :, 21, 3:] - tokens.k_rot[:, :, 21, 3:])
-    assert error.mean() < 1.5 * np.abs(whole[:, :, 21, 3:] - tokens.k_rot[:, :, 21, 3:]).mean()
 
 
 def test_kernels_read_it_as_kivi_and_none_quantizes_it():
@@ -321,10 +211,6 @@ def test_roundtrip_asks_for_the_queries():
         (
             "squat:preset=llama-3.1-8b-longbench",
             "squat:rank=10,lam=0.0005,block_channels=64,group_size=32,recent=0",
-        ),
-        (
-            "squat_pre:preset=llama-3.1-8b-longbench",
-            "squat_pre:rank=60,lam=0.0005,block_channels=32,group_size=32,recent=0",
         ),
         (
             "squat:preset=llama-2-7b-longbench,lam=0.1,recent=64",

@@ -69,14 +69,3 @@ def test_the_body_is_what_the_equations_say():
         assert np.linalg.norm(np.asarray(one) - rows) == pytest.approx(
             np.sqrt(PAPER[3]) * np.linalg.norm(rows), rel=0.15
         )
-
-
-def test_a_row_of_zeros_and_one_beyond_the_norms_dtype_are_read_as_finite_numbers():
-    k = np.zeros((1, 1, 32, 64), np.float32)
-    k[0, 0, 1] = 3e4
-    k[0, 0, 2, 5] = np.nan
-    k_hat = np.asarray(kvq.roundtrip("turboquant", jnp.asarray(k), jnp.asarray(k))[0])
-    assert np.isfinite(k_hat).all()
-    np.testing.assert_array_equal(k_hat[0, 0, [0, 2]], 0)
-    assert (k_hat[0, 0, 1] > 0).all(), "the row saturates, and keeps its direction"
-    assert 65504 < np.linalg.norm(k_hat[0, 0, 1]) < 240_000

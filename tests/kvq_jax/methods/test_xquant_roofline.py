@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from kvq_jax.methods.xquant import roofline
@@ -62,13 +60,6 @@ def test_the_papers_equations_give_its_lengths(name, group):
     assert float(f"{found:.{digits}g}") == PRINTED[name, group], f"{found:.1f} tokens"
 
 
-def test_the_text_above_equation_4_reads_both_latents_and_gives_another_length():
-    cost, ridge = equation(4), DEVICES["h100-pcie"].ridge
-    both = LayerCost(cost.flops_per_token, 2 * cost.cache_bytes_per_token, cost.weight_bytes)
-    assert f"{both.longest_hidden(ridge):.3g}" == "4.16e+04"
-    assert f"{cost.longest_hidden(ridge):.3g}" == "4.06e+04"
-
-
 def test_xquant_cl_hides_for_less_where_heads_are_shared():
     ridge = DEVICES["h100-pcie"].ridge
     plain, cross = (equation(4, cross_layer=cross) for cross in (False, True))
@@ -81,30 +72,6 @@ def test_xquant_cl_hides_for_less_where_heads_are_shared():
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "group"), [(LLAMA_2_7B, 1), (LLAMA_3_1_8B, 4)], ids=["Llama-2-7B", "Llama-3.1-8B"]
-)
-def test_the_models_own_weights_in_the_equations_give_the_same_length(sizes, group):
-    own = equation(group, weights=roofline.weight_bytes(config(sizes)))
-    assert own.longest_hidden(378) == pytest.approx(PRINTED["h100-pcie", group], rel=0.005)
-    assert equation(group, weights=1e8).longest_hidden(378) < PRINTED["h100-pcie", group] / 2
-
-
-def test_at_the_solution_intensity_is_the_ridge_point_and_beyond_it_more():
-    cost, ridge = LayerCost(1e6, 300.0, 5e7), 206.0
-    length = cost.longest_hidden(ridge)
-
-    def intensity(tokens: float) -> float:
-        return (
-            cost.flops_per_token
-            * tokens
-            / (cost.cache_bytes_per_token * tokens + cost.weight_bytes)
-        )
-
-    assert intensity(length) == pytest.approx(ridge)
-    assert intensity(0.9 * length) < ridge < intensity(1.1 * length)
-
-
 def test_what_reads_longer_than_it_computes_is_hidden_at_any_length():
     assert LayerCost(0, 300, 1e7).longest_hidden(400) == math.inf
     assert LayerCost(400 * 300, 300, 1e7).longest_hidden(400) == math.inf
@@ -115,47 +82,6 @@ def test_the_first_layer_that_shows_decides():
     fast, slow = LayerCost(1e5, 10, 1e7), LayerCost(1e6, 10, 1e7)
     assert roofline.longest_hidden([fast, slow, fast], 300) == slow.longest_hidden(300)
     assert roofline.longest_hidden([], 300) == math.inf
-
-
-def test_flops_are_those_of_the_products_that_are_done():
-    tokens, key_width, value_width, kv_width, heads = 24, 48, 40, 32, 8
-
-    def counted(function, *shapes):
-        compiled = (
-            jax.jit(function)
-            .lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
-            .compile()
-        )
-        return compiled.cost_analysis()["flops"] / tokens
-
-    def ours(x_k, x_v, w_k, p):
-        return jnp.einsum("tc,ce->te", x_k, w_k), jnp.einsum("nt,tc->nc", p, x_v)
-
-    def papers(x_k, x_v, w_k, w_v):
-        return jnp.einsum("tc,ce->te", x_k, w_k), jnp.einsum("tc,ce->te", x_v, w_v)
-
-    x_k, x_v, w_k, w_v, p = (
-        (tokens, key_width),
-        (tokens, value_width),
-        (key_width, kv_width),
-        (value_width, kv_width),
-        (heads, tokens),
-    )
-    assert roofline.flops_of_keys(key_width, value_width, kv_width, heads) == counted(
-        ours, x_k, x_v, w_k, p
-    )
-    assert 2 * (key_width + value_width) * kv_width == counted(papers, x_k, x_v, w_k, w_v)
-    assert counted(ours, x_k, x_v, w_k, p) != counted(papers, x_k, x_v, w_k, w_v)
-
-
-def test_weighing_rows_before_projecting_gives_the_same_values():
-    rng = np.random.default_rng(0)
-    p, x, w = (
-        rng.dirichlet(np.ones(50), 4),
-        rng.standard_normal((50, 24)),
-        rng.standard_normal((24, 8)),
-    )
-    np.testing.assert_allclose((p @ x) @ w, p @ (x @ w), rtol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import dims_of
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_jax.types.rope import rotate
 from kvq_models import forward, save_calibration
 from kvq_models.calibration import activations, fit, samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.needs import needs
-from kvq_models.calibration.store import Identity, Store
-from kvq_models.llama import hf_names
 from kvq_models.llama.model import causal_attention
 from kvq_models.llama.rope import rope_for
 from tests.exhaustive import some
@@ -119,27 +116,6 @@ def test_recorded_gradients_are_the_slopes_of_the_loss():
                 assert abs(slope - float(np.sum(wrong * direction))) > 0.02 * size, (
                     f"layer {layer}, {side}: a wrong gradient passes too"
                 )
-
-
-def test_recorded_gradients_add_up_over_tokens_to_those_of_the_projections_biases():
-    llama = random_llama(tiny_config("qwen2"))
-    window = random_tokens((1, LENGTH + 1))[0]
-    _, found = recorded(llama, window)
-
-    def loss(llama):
-        logprobs = jax.nn.log_softmax(forward(llama, window[None, :-1])[0], axis=-1)
-        return -jnp.take_along_axis(logprobs, window[1:, None], axis=1).sum()
-
-    weights = hf_names.weights(jax.jit(jax.grad(loss))(llama))
-    for layer in range(2):
-        biases = {
-            side: np.asarray(weights[f"layers.{layer}.{side}_proj.bias"].leaf)
-            for side in ("k", "v")
-        }
-        for side, other in (("k", "v"), ("v", "k")):
-            total = found[layer, side, "gradients"].sum(axis=0).reshape(-1)
-            assert row_errors(total, biases[side]) < 1e-4, f"layer {layer}, {side}"
-            assert row_errors(total, biases[other]) > 0.5, "the other side's bias passes too"
 
 
 def test_equal_layers_are_compiled_once():
@@ -273,7 +249,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(expected, tmp
     assert saved(run(tmp_path / "other", seed=1), tmp_path) != expected
 
 
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("after", [2])
 def test_a_run_that_was_interrupted_between_samples_ends_with_the_same_bytes(
     after, expected, tmp_path, monkeypatch
 ):
@@ -323,10 +299,6 @@ def test_fits_that_left_other_sinks_out_are_not_taken_up(work):
     assert np.abs(few.tensors["layers.0.k.scale"] - many.tensors["layers.0.k.scale"]).max() > 0.01
 
 
-def test_skipped_layers_are_not_fitted(work):
-    assert set(run(work, f"{SPEC},skip_layers=0").keys) == {"layers.1.k", "layers.1.v"}
-
-
 def test_windows_of_a_seed_are_the_same_and_reach_both_ends_of_the_text():
     text = np.arange(50)
     windows = samples.draw(text, 400, 10, 0)
@@ -335,21 +307,3 @@ def test_windows_of_a_seed_are_the_same_and_reach_both_ends_of_the_text():
     assert (np.diff(windows, axis=1) == 1).all(), "windows are stretches of the text"
     assert (windows.min(), windows.max()) == (0, 49)
     assert not np.array_equal(windows, samples.draw(text, 400, 10, 1))
-
-
-def test_a_store_reads_what_was_written(tmp_path):
-    llama = model()
-    identity = Identity("", "", 2, LENGTH, 0, "float32")
-    windows = random_tokens((2, LENGTH + 1))
-    with Store(tmp_path / "w", identity, dims_of(llama.config)) as store:
-        for window in windows:
-            with store.sample() as writer:
-                writer.loss = record(llama, np.asarray(window), writer)
-        found = [recorded(llama, window)[1] for window in windows]
-        for layer in range(2):
-            for side in ("k", "v"):
-                for what, array in zip(("rows", "gradients"), store.read(layer, side), strict=True):
-                    np.testing.assert_array_equal(
-                        array, np.stack([one[layer, side, what] for one in found])
-                    )
-                    assert not np.array_equal(array[0], array[1])

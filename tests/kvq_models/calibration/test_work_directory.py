@@ -50,7 +50,7 @@ def test_two_seeds_at_once_never_share_a_work_directory(tmp_path: pathlib.Path):
             late.__enter__()
 
 
-@pytest.mark.parametrize("name", ["k.rows", "v.gradients", "state.json"])
+@pytest.mark.parametrize("name", ["v.gradients", "state.json"])
 def test_damage_of_a_half_made_calibration_is_found(name: str, tmp_path: pathlib.Path):
     """Damage of rows that are still to be fitted is an error. Damaged fits are made again."""
     half_made(tmp_path)

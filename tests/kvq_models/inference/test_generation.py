@@ -27,7 +27,6 @@ from tests.exhaustive import some
 from tests.kvq_models.checkpoints import (
     CASES,
     SIZES,
-    STORIES,
     build_checkpoint,
     random_llama,
     random_tokens,
@@ -96,20 +95,6 @@ def test_64_greedy_tokens_equal_transformers(name, tmp_path):
     rng = np.random.default_rng(3)
     assert_greedy_matches(
         torch_model, llama, [rng.integers(0, SIZES["vocab_size"], n).tolist() for n in (11, 5)]
-    )
-
-
-@needs_torch
-@pytest.mark.skipif(not STORIES.is_dir(), reason="the shared small Llama is not there")
-def test_64_greedy_tokens_of_a_trained_model_equal_transformers():
-    from transformers import AutoModelForCausalLM
-
-    llama, tokenizer = load_llama(STORIES, dtype="float32")
-    texts = ["Once upon a time", "Lily and Tom went to the park. They"]
-    assert_greedy_matches(
-        AutoModelForCausalLM.from_pretrained(STORIES, dtype="float32"),
-        llama,
-        [tokenizer(t)["input_ids"] for t in texts],
     )
 
 
@@ -201,12 +186,9 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
                 r" capacity is 128"
             ),
         ),
-        ([[1, 2]], [0], {}, "row 0 has an empty prompt"),
         ([[1, 96]], None, {}, "token id 96"),
         ([[1]], None, {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-        ([[1]], None, {"sampling": Sampling(temperature=-1.0)}, "temperature=-1.0 must be"),
         ([[1]], None, {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan must be"),
-        ([[1]], None, {"sampling": Sampling(temperature=float("inf"))}, "temperature=inf must be"),
         ([[1]], None, {"sampling": Sampling(top_p=0.0)}, "top_p=0.0 must be"),
     ],
 )

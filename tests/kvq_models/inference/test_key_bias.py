@@ -177,22 +177,3 @@ def test_doctor_suggests_the_option_and_tells_what_it_does(tmp_path, run, run_js
     assert "subtract_bias=true adds" in layer["no_kernel"]
     _, text, _ = run("doctor", tmp_path, "--cache", "int4:subtract_bias=true")
     assert "subtract_bias" in text
-
-
-def test_sizes_count_the_same_bytes_with_the_option(tmp_path, run_json):
-    save_llama(stressed_qwen2(50.0), tmp_path)
-    options = "recent=0,sink=0,block=8"
-    caches = [f"innerq:{options}", f"innerq:{options},subtract_bias=true"]
-    asked = (
-        "--context",
-        64,
-        "--roofline",
-        "h200",
-        *(part for cache in caches for part in ("--cache", cache)),
-    )
-    plain, without = run_json("memory", tmp_path, *asked)["caches"]
-    for key in ("cache_bytes", "parameter_bytes", "paper_layout_bytes", "body_bits_per_element"):
-        assert without[key] == plain[key], key
-    assert plain["paper_layout_bytes"] is not None
-    assert without["roofline"] == plain["roofline"]
-    assert not without["roofline"]["rebuilds"], "keys without their bias are still keys"

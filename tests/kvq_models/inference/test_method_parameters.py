@@ -61,11 +61,8 @@ def prepared(spec: str, work, of: str | None = None) -> Llama:
             f"{KVQUANT},datatype=nf",
             "needs those for 'kvquant:bits=2,outliers=0.1,datatype=nf,",
         ),
-        (KVQUANT, "xquant:latent=false,block=8", "needs those for 'xquant:latent=false'"),
         (f"{CL},reading=unit_norm", CL, "made for 'xquant_cl:latent=false,reading=unit_norm'"),
-        (CL, "xquant:bits=8,latent=true,block=8", "needs those for 'xquant:latent=true'"),
         ("xquant:bits=8,skip_layers=0,block=8", "xquant:bits=8,block=8", "made for 'no method'"),
-        ("int8:subtract_bias=true", "xquant:latent=false", "made for 'int8:subtract_bias=true'"),
     ],
 )
 def test_parameters_made_for_other_options_are_refused_by_name(

@@ -137,7 +137,7 @@ def test_the_padding_that_a_caller_adds_changes_no_bit(spec):
     )
 
 
-@cases("innerq2", "squat2", "kvquant3_online", "xquant_cl2")
+@cases("innerq2", "squat2", "kvquant3_online", "xquant_cl2", usual=("innerq2", "xquant_cl2"))
 def test_a_padded_prompt_leaves_the_cache_of_an_unpadded_one(case):
     """To rounding, for these are two programs."""
     llama = random_llama(

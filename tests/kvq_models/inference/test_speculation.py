@@ -44,7 +44,7 @@ def generated(spec: str, drafts: int = 0, eos_ids: tuple[int, ...] = ()) -> Gene
     return how(model(spec), cache, PROMPTS, LENGTHS, max_new_tokens=NEW, eos_ids=eos_ids)
 
 
-@pytest.mark.parametrize("spec", some(SPECS, SPECS[:3]))
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[1:3]))
 def test_drafts_give_the_greedy_tokens(spec: str):
     plain, drafted = generated(spec), generated(spec, DRAFTS)
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)

@@ -12,7 +12,7 @@ import pytest
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.rope_config import RopeConfig
-from tests.kvq_models.checkpoints import LLAMA3, SIZES, STORIES, YARN, YARN_ALL, tiny_config
+from tests.kvq_models.checkpoints import LLAMA3, SIZES, YARN, YARN_ALL, tiny_config
 
 LLAMA = SIZES | {"model_type": "llama"}
 MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": None}
@@ -28,14 +28,6 @@ ROPES = {
     "yarn_all": YARN_ALL,
     "yarn_attention_factor": YARN | {"attention_factor": 1.5},
 }
-
-
-def test_equal_configs_hash_equal():
-    assert LlamaConfig.from_hf(LLAMA) == LlamaConfig.from_hf(json.loads(json.dumps(LLAMA)))
-    assert hash(LlamaConfig.from_hf(LLAMA)) == hash(
-        LlamaConfig.from_hf(dict(reversed(LLAMA.items())))
-    )
-    assert LlamaConfig.from_hf(LLAMA) != LlamaConfig.from_hf(LLAMA | {"rms_norm_eps": 1e-6})
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
@@ -86,8 +78,6 @@ def test_what_a_family_cannot_express_is_not_written():
     [
         (LLAMA, (False, False, False, False)),
         (LLAMA | {"attention_bias": True}, (True, True, False, False)),
-        (LLAMA | {"mlp_bias": True}, (False, False, True, False)),
-        (MISTRAL | {"attention_bias": True, "mlp_bias": True}, (False, False, False, False)),
         (QWEN2, (True, False, False, False)),
         (QWEN3, (False, False, False, True)),
         (QWEN3 | {"attention_bias": True}, (True, True, False, True)),
@@ -211,26 +201,20 @@ def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):
             LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3},
             "num_attention_heads=3 must divide hidden_size=64",
         ),
-        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads=0"),
         (LLAMA | {"head_dim": 15}, "head_dim=15 must be even"),
-        (LLAMA | {"vocab_size": -5}, "vocab_size=-5 must be a positive integer"),
         (LLAMA | {"hidden_size": "64"}, "hidden_size='64' must be of type int"),
         (LLAMA | {"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be of type bool"),
         (LLAMA | {"eos_token_id": ["</s>"]}, "eos_token_id='</s>'"),
-        (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         (
             LLAMA | {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
             "low_freq_factor=4.0 must be below",
         ),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0.0 must be above 0"),
         (LLAMA | {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
-        (LLAMA | {"rope_theta": 0.0}, "rope_theta=0.0 must be above 1"),
         (LLAMA | {"rope_theta": math.nan}, "rope_theta=nan must be above 1 and finite"),
         (LLAMA | {"rope_theta": 1e300}, "finite in float32"),
         (LLAMA | {"rope_theta": 10**400}, "rope_theta is an integer of 1329 bits"),
         (LLAMA | {"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be above 0 and finite"),
-        (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 must be above 0"),
         (
             LLAMA | {"rope_scaling": {"type": "linear", "factor": math.inf}},
             "factor=inf must be above 0 and finite",
@@ -240,22 +224,18 @@ def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):
             "low_freq_factor=nan must be above 0",
         ),
         (LLAMA | {"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast=0.0 must be above 0"),
-        (LLAMA | {"rope_scaling": YARN | {"beta_slow": -1}}, "beta_slow=-1.0 must be above 0"),
         (
             LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.0}},
             "attention_factor=0.0 must be above 0",
         ),
-        (LLAMA | {"rope_scaling": YARN | {"mscale": math.nan}}, "mscale=nan must be above 0"),
         (
             LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2},
             "head_dim=2 is too small for rope_type='dynamic'",
         ),
-        (LLAMA | {"layer_types": 5}, "layer_types=5 must be of type list"),
         (
             QWEN3 | {"layer_types": "full_attention"},
             "layer_types='full_attention' must be of type list",
         ),
-        (MISTRAL | {"sliding_window": "4096"}, "sliding_window='4096' must be of type int"),
         (
             LLAMA | {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
             "original_max_position_embeddings=0 must be positive",
@@ -276,29 +256,7 @@ def test_malformed_fields_are_named(fields, named):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "max_position_embeddings",
-        "rms_norm_eps",
-    ],
-)
+@pytest.mark.parametrize("name", ["vocab_size", "rms_norm_eps"])
 def test_missing_fields_are_named(name):
     with pytest.raises(ValueError, match=f"config field {name} is missing"):
         LlamaConfig.from_hf({key: value for key, value in LLAMA.items() if key != name})
-
-
-def test_a_real_config_reads():
-    if not STORIES.is_dir():
-        pytest.skip(f"no checkpoint at {STORIES}")
-    config = LlamaConfig.from_hf(json.loads((STORIES / "config.json").read_text()))
-    assert (
-        config.num_hidden_layers,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.tie_word_embeddings,
-    ) == (5, 4, 8, True)

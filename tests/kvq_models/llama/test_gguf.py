@@ -86,7 +86,7 @@ def test_rows_in_the_files_order_would_be_another_model(
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 1e-2), ("Q5_1", 5e-2), ("Q4_1", 0.1), ("Q4_0", 0.15)],
+    [("BF16", 8e-3), ("Q8_0", 1e-2), ("Q4_1", 0.1)],
 )
 def test_matrices_are_the_numbers_that_their_blocks_stand_for(
     kind: str, error: float, tmp_path: pathlib.Path
@@ -171,7 +171,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_field(
     )
 
 
-@pytest.mark.parametrize(("window", "positions"), [(16, 16), (64, 64), (0, 64)])
+@pytest.mark.parametrize(("window", "positions"), [(16, 16), (0, 64)])
 def test_a_sliding_window_bounds_the_sequences_that_are_served(
     window: int, positions: int, tmp_path: pathlib.Path
 ):
@@ -190,7 +190,7 @@ def test_another_architecture_is_refused_by_name(tmp_path: pathlib.Path):
     )
 
 
-@pytest.mark.parametrize("kept", [0, 3, 4, 20, 200, 3000, -1])
+@pytest.mark.parametrize("kept", [0, 20, 3000, -1])
 def test_a_file_that_is_cut_off_ends_in_one_line(
     kept: int, plain: pathlib.Path, tmp_path: pathlib.Path
 ):

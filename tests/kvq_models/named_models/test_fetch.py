@@ -245,7 +245,6 @@ fetch.fetch({model!r}, index_url={url!r})
 """
 BREAKS = {
     "in the download": "",
-    "when the model is written": "os.fsync = die",
     "before the model has its name": "os.replace = die",
     "when the model has its name": (
         "whole = os.replace; os.replace = lambda *paths: die(whole(*paths))"

@@ -170,20 +170,6 @@ def test_a_fraction_of_outliers_below_one_value_works_with_a_warning(
     assert (code, sentence in err) == (0, False), "the remedy that is named is one"
 
 
-def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(
-    model, tmp_path, run_json, monkeypatch
-):
-    work = ("--work", tmp_path / "w")
-    run_json(*request(model, tmp_path / "two", *work))
-    monkeypatch.setattr(fit, "record", lambda *_: pytest.fail("the model was run again"))
-    found = run_json(
-        *request(model, tmp_path / "three", *work, spec=SPEC.replace("bits=2", "bits=3"))
-    )
-    assert "bits=3" in found["layers"][0]["k"]
-    assert found["work"] == str(tmp_path / "w")
-    assert (tmp_path / "two").read_bytes() != (tmp_path / "three").read_bytes()
-
-
 def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file(
     model, file, tmp_path, run, monkeypatch
 ):
@@ -214,13 +200,8 @@ BEFORE_WEIGHTS = {
         "samples of 64 tokens need a text of at least 65 tokens, and this one has ",
     ),
     "no text": (("--text", "{tmp}/none"), "none"),
-    "binary text": (("--text", "{tmp}/binary"), "not UTF-8"),
     "cache that needs none": (("--cache", "kivi:block=8"), "needs no calibration"),
-    "cache that does not fit": (("--cache", "kvquant:outliers=0.7"), "outliers=0.7"),
-    "unknown method": (("--cache", "kvquent"), "unknown cache method 'kvquent'"),
     "out in no directory": (("--out", "{tmp}/none/f"), "must be a file in a directory that exists"),
-    "out is a directory": (("--out", "{tmp}"), "must be a file"),
-    "no samples": (("--samples", "0"), "at least 1"),
 }
 
 
@@ -237,21 +218,6 @@ def test_a_bad_request_is_one_line_before_weights_are_read(case, model, tmp_path
         message,
     )
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_model_without_tokenizer_cannot_be_calibrated(model, tmp_path, run):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors", "text.txt"):
-        shutil.copy(model / name, bare)
-    assert_one_line_error(run(*request(bare, tmp_path / "f")), "has no tokenizer")
-
-
-def test_a_full_disk_is_one_line(model, tmp_path, run, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
-    assert_one_line_error(run(*request(model, tmp_path / "f")), "are free there")
-    assert not list(tmp_path.iterdir())
 
 
 def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(
@@ -330,43 +296,6 @@ def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weig
             "is not a calibration",
         )
         assert_one_line_error(run(*command, SPEC, "--calibration", file), "weights were read")
-
-
-def test_a_calibration_of_other_weights_is_one_line(model, file, tmp_path, run):
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    save_llama(
-        random_llama(
-            tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64), seed=1
-        ),
-        other,
-    )
-    arguments = ("--prompt", "a", "--cache", SPEC, "--calibration", file)
-    assert_one_line_error(run("generate", other, *arguments), "another model of the same size")
-    assert_one_line_error(run("doctor", other, *arguments[2:]), "another model of the same size")
-
-
-def test_demo_gives_every_cache_the_calibration_that_fits_it(model, file, tmp_path, run_json):
-    three = SPEC.replace("bits=2", "bits=3")
-    run_json(*request(model, tmp_path / "three", spec=three))
-    caches = [part for spec in ("dense", three, f"{SPEC},sink=4") for part in ("--cache", spec)]
-    files = ("--calibration", file, "--calibration", tmp_path / "three")
-    found = run_json(
-        "demo",
-        "--model",
-        model,
-        "--text",
-        model / "text.txt",
-        "--context",
-        64,
-        "--new-tokens",
-        8,
-        *caches,
-        *files,
-    )
-    dense, *rows = (row["perplexity"] for row in found["caches"])
-    assert len({dense, *rows}) == 3
-    assert all(row is not None for row in rows)
 
 
 def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(
@@ -456,7 +385,6 @@ def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(
     ("budget", "message"),
     [
         ("1KiB", "no cache fits 1.00 KiB"),
-        ("0.2bits", "bits=0.2"),
         ("2.5bots", "write 2.5bits, 600MiB"),
     ],
 )

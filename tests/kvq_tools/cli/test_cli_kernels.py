@@ -117,15 +117,3 @@ def test_the_footer_says_why_no_native_kernel_ran(model, monkeypatch, run, run_j
     code, _, err = run(*arguments(model), "--implementation", "native")
     assert code != 0
     assert "implementation='native' cannot run: the CPU kernels were not compiled" in err
-
-
-def test_doctor_tells_that_this_jax_compiles_no_kernels(model, monkeypatch, run, run_json):
-    reason = "kernels need Triton"
-    assert {
-        layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]
-    } != {reason}
-    monkeypatch.setattr(dispatch, "no_triton", lambda: reason)
-    assert {
-        layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]
-    } == {reason}
-    assert f"no: {reason}" in " ".join(run("doctor", model, "--cache", CACHE)[1].split())

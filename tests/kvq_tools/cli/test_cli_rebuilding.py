@@ -43,45 +43,17 @@ def shapes(tmp_path):
     return write
 
 
-# (sizes, device) -> tokens in the paper, or as its equations give for the other device
-PRINTED = [
-    (LLAMA_2_7B, "h100-pcie", 2.3e3),
-    (LLAMA_3_1_8B, "h100-pcie", 40.6e3),
-    (LLAMA_2_7B, "h200", 1.2e3),
-    (LLAMA_3_1_8B, "h200", 22e3),
-]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "device", "tokens"), PRINTED, ids=["MHA", "GQA", "MHA on an H200", "GQA on an H200"]
-)
-def test_the_papers_lengths_are_printed_for_its_models(
-    sizes, device, tokens, shapes, run, run_json
-):
-    arguments = ("memory", shapes(sizes), "--cache", "xquant:bits=2", "--roofline", device)
+def test_the_papers_length_is_printed_for_its_model(shapes, run, run_json):
+    device = "h100-pcie"
+    arguments = ("memory", shapes(LLAMA_3_1_8B), "--cache", "xquant:bits=2", "--roofline", device)
     found = run_json(*arguments)
     (cache,) = found["caches"]
     length = cache["roofline"]["paper_hidden_tokens"]
-    assert float(f"{length:.{3 if tokens == 40.6e3 else 2}g}") == tokens, f"{length=}"
+    assert float(f"{length:.3g}") == 40.6e3, f"{length=}"
     assert found["device"]["ridge"] == DEVICES[device].ridge
     out = run(*arguments)[1]
     assert f"by the paper's equation {length:.0f}" in out
     assert device in out
-
-
-def test_without_a_name_the_device_is_the_papers_and_peaks_may_be_given(shapes, run_json):
-    directory = shapes(LLAMA_2_7B)
-    arguments = ("memory", directory, "--cache", "xquant:bits=2", "--roofline")
-    default, peaks, slower = (
-        run_json(*arguments, *more) for more in ((), ("756e12:2e12",), ("756e11:2e12",))
-    )
-    assert default["device"]["name"] == "h100-pcie"
-    assert default["caches"] == peaks["caches"]
-    assert (
-        slower["caches"][0]["roofline"]["hidden_tokens"]
-        < peaks["caches"][0]["roofline"]["hidden_tokens"] / 9
-    )
-    assert run_json(*arguments[:-1])["caches"][0]["roofline"] is None
 
 
 @pytest.mark.parametrize(
@@ -128,8 +100,8 @@ def test_an_accumulator_is_read_and_written_and_the_tightest_layer_decides(shape
     )
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2], ids=["x", "latents"])
-def test_flops_are_those_of_the_compiled_attention(kv_heads):
+def test_flops_are_those_of_the_compiled_attention():
+    kv_heads = 2
     tokens, group, head_dim = 256, 8 // kv_heads, 64
     sizes = dict(
         hidden_size=512, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim
@@ -227,13 +199,6 @@ def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, r
     assert np.all([part in out for part in ("resident", "batch 1", "batch 16")])
     assert "beside the cache" in out
     assert np.all([part in out for part in ("parameters", "working memory")])
-
-
-def test_an_unknown_device_is_one_line(shapes, run):
-    code, out, err = run("memory", shapes(LLAMA_2_7B), "--cache", "dense", "--roofline", "h300")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "h200" in err
-    assert "FLOPS:BYTES" in err
 
 
 @pytest.mark.parametrize(

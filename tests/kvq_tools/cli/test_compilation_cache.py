@@ -3,12 +3,9 @@ otherwise."""
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import jax
@@ -103,64 +100,34 @@ def test_the_command_keeps_programs_unless_told_otherwise(
     assert ("every run compiles anew" in printed) != kept, printed
 
 
-# Runs the command and counts JAX's compilation events on stderr: cache hits, misses and seconds.
-COUNTED = """
-import collections, json, sys
-import jax
-from kvq_tools.cli.main import main
-
-counts = collections.Counter()
-
-def count(event, amount=1, **_):
-    counts.update({event.rpartition("/")[2]: amount})
-
-jax.monitoring.register_event_listener(count)
-jax.monitoring.register_event_duration_secs_listener(count)
-code = main(sys.argv[1:])
-print(json.dumps(counts), file=sys.stderr)
-sys.exit(code)
-"""
-
-
 def test_the_second_generate_compiles_nothing_that_takes_long(
-    bare: pathlib.Path, tmp_path: pathlib.Path
+    bare: pathlib.Path, no_cache: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Each run is a process that compiles as for users. It uses no tokenizer, whose import takes
-    longer than the model."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
-    }
-    environment |= {
-        "KVQ_CACHE": str(tmp_path / "user"),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    """What a process compiled is forgotten between the runs."""
+    counts: Counter[str] = Counter()
+
+    def count(event: str, amount: float = 1, **_: str):
+        counts.update({event.rpartition("/")[2]: amount})
+
     ids = ",".join(map(str, range(10, 40)))
-    request = (
-        "generate",
-        str(bare),
-        "--prompt-ids",
-        ids,
-        "--cache",
-        "kivi:bits=2,recent=8,block=8,group_size=8",
-        "--max-new-tokens",
-        "8",
-    )
+    cache = "kivi:bits=2,recent=8,block=8,group_size=8"
+    request = ("generate", str(bare), "--prompt-ids", ids, "--cache", cache)
 
-    def generate() -> tuple[str, dict[str, float]]:
-        done = subprocess.run(
-            [sys.executable, "-c", COUNTED, *request],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()[0], json.loads(done.stderr.splitlines()[-1])
+    def generate() -> tuple[str, Counter[str]]:
+        jax.clear_caches()
+        counts.clear()
+        assert main([*request, "--max-new-tokens", "8"]) == 0
+        return capsys.readouterr().out.splitlines()[0], counts.copy()
 
-    text, first = generate()
-    kept = len(list((tmp_path / "user").rglob("*-cache")))
-    again, second = generate()
+    jax.monitoring.register_event_listener(count)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        text, first = generate()
+        kept = len(list(no_cache.rglob("*-cache")))
+        again, second = generate()
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+        jax.monitoring.unregister_event_duration_listener(count)
     assert text == again
     assert kept >= 2, "neither the prompt's program nor that of the loop was kept"
     assert second["cache_hits"] == kept, f"{kept} programs are on disk: {second}"

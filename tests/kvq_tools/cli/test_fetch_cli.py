@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.quality import __main__ as quality
 from kvq_models import EMBEDDED, load_llama
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.named_models.names import NAMES, located
@@ -17,14 +16,8 @@ from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 MODEL_COMMANDS = {
     "generate": ("generate", "tiny", "--prompt", "a"),
-    "chat": ("chat", "tiny"),
-    "eval": ("eval", "tiny", "--text", "f", "--cache", "dense"),
-    "report": ("report", "tiny", "--text", "f", "--cache", "dense", "--out", "o"),
-    "passkey": ("passkey", "tiny", "--cache", "dense"),
-    "niah": ("niah", "tiny", "--cache", "dense"),
     "memory": ("memory", "tiny", "--cache", "dense"),
     "calibrate": ("calibrate", "tiny", "--text", "f", "--cache", "kvquant:bits=2", "--out", "o"),
-    "doctor": ("doctor", "tiny"),
     "demo": ("demo", "--model", "tiny"),
 }
 
@@ -73,15 +66,6 @@ def test_a_name_whose_model_is_not_here_is_one_line_that_says_what_to_do(
     assert_one_line_error(
         run(*MODEL_COMMANDS[command]), "tiny is not here yet: run `kvq fetch tiny` (0 MB)"
     )
-
-
-def test_a_benchmark_takes_names_too(index, tmp_path, capsys):
-    (tmp_path / "f").write_text("a text")
-    texts = [f"--{name}=f" for name in ("text", "calibration-text", "other-calibration-text")]
-    with pytest.raises(SystemExit) as stopped:
-        quality.main(["equal_bits", "--model=tiny", *texts, "--json=o"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "tiny is not here yet: run `kvq fetch tiny` (0 MB)\n"
 
 
 def test_a_part_of_a_model_is_not_taken_for_it(index, run):

@@ -113,7 +113,7 @@ def terminal():
 
 
 @pytest.mark.parametrize("turn", range(TIMES))
-@pytest.mark.parametrize("command", COMMANDS if TIMES > 1 else ["generate", "demo"])
+@pytest.mark.parametrize("command", COMMANDS if TIMES > 1 else ["generate"])
 def test_ctrl_c_ends_a_compiling_command_within_a_second(command, turn, terminal):
     arguments, message = COMMANDS[command]
     shell = terminal(*arguments)

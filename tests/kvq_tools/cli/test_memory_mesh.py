@@ -62,26 +62,6 @@ def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(
         )
 
 
-def test_a_batch_is_shared_out_where_that_is_faster(run_json, eight_billion: pathlib.Path):
-    one, two = (
-        run_json(
-            "memory",
-            eight_billion,
-            "--cache",
-            "xquant:bits=2",
-            "--context",
-            "128K",
-            "--batch",
-            "64",
-            "--mesh",
-            mesh,
-        )["caches"][0]["mesh"]
-        for mesh in ("auto", "tokens=8")
-    )
-    assert one["milliseconds"] <= two["milliseconds"]
-    assert one["devices"] == two["devices"] == 8
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

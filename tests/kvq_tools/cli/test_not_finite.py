@@ -25,19 +25,6 @@ COMMANDS = {
         "2",
     ),
     "eval": ("eval", "{model}", "--cache", CACHE, *TEXT),
-    "report": (
-        "report",
-        "{model}",
-        "--cache",
-        CACHE,
-        *TEXT,
-        "--contexts",
-        "none",
-        "--sample",
-        "8",
-        "--out",
-        "{out}",
-    ),
 }
 
 

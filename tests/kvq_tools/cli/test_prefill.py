@@ -95,7 +95,6 @@ def test_the_tokens_are_those_of_one_process(
         (("--chat",), "holds a text, not a chat: leave out --chat"),
         (("--prompt", ""), "the prompt is empty"),
         (("--mesh", "heads=2"), "--mesh is for one prompt: kvq prefill"),
-        (("--slots", 2), "--slots is for many prompts: kvq prefill"),
     ],
 )
 def test_what_does_not_fit_the_file_is_one_line(

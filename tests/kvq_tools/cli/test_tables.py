@@ -73,14 +73,6 @@ def test_the_check_sees_a_broken_number():
         assert_fits("x" * 61, 60, [])
 
 
-def test_a_table_that_fits_is_one_table(monkeypatch, capsys):
-    monkeypatch.setattr(tables, "terminal_width", lambda: None)
-    tables.print_table("title", COLUMNS[:6], [row[:6] for row in ROWS], numeric=COLUMNS[1:])
-    text = capsys.readouterr().out
-    assert text.count("┏") == 1
-    assert "top-1 agreement" in text, "a head is broken where there is room"
-
-
 def result():
     """Return a result of `kvq eval --json` with numbers as wide as they get."""
     positions = [{"first": 256 * i, "last": 256 * i + 255, "tokens": 12345} for i in range(8)]

@@ -18,7 +18,7 @@ from kvq_tools.cli import inputs, sampling_options, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
 from tests.kvq_models.checkpoints import PROMPT, tiny_config
-from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error, stop_before_weights
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 NEW = 12
 
@@ -120,16 +120,6 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
     assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", (
         "what is asked for is taken"
     )
-
-
-def test_out_is_checked_before_work(model, tmp_path, run, monkeypatch):
-    module = importlib.import_module("kvq_tools.cli.commands.report")
-    monkeypatch.setattr(module, "load_llama", stop_before_weights)
-    (tmp_path / "file").write_text("")
-    (tmp_path / "text").write_text("the cat sat on the mat " * 40)
-    words = ("report", model, "--text", tmp_path / "text", "--cache", "dense", "--out")
-    assert_one_line_error(run(*words, tmp_path / "file" / "below"), "cannot be written")
-    assert_one_line_error(run(*words, tmp_path / "new" / "below"), "weights were read")
 
 
 def test_memory_warns_beyond_the_positions_of_the_model(model, run):

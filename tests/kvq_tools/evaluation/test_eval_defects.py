@@ -152,13 +152,6 @@ def test_a_wrong_cache_is_caught(defect, single_steps):
     )
 
 
-def test_chunks_catch_it_too(scene):
-    sound, wrong = run(
-        scene, ["none", "RoPE off by one position"], mode="chunked", chunk=24
-    ).values()
-    assert wrong.mean_kl > 10 * sound.mean_kl, f"KL {wrong.mean_kl:.4f} beside {sound.mean_kl:.4f}"
-
-
 def test_steps_of_the_default_length_see_what_steps_of_whole_blocks_hide(scene, single_steps):
     """At the end of a block the ring still holds the rows that this defect loses inside it. Odd
     steps end everywhere in a block."""

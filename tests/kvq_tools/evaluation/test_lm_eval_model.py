@@ -197,9 +197,8 @@ def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the
     assert worst(together, alone[1:] + alone[:1]) > 0.1
 
 
-@pytest.mark.parametrize("context", ["decode", "prefill"])
-def test_long_contexts_lose_tokens_on_the_left(make, paragraphs, context):
-    lm = make(max_length=40, context=context)
+def test_long_contexts_lose_tokens_on_the_left(make, paragraphs):
+    lm = make(max_length=40)
     ids = lm.tok_encode(" ".join(paragraphs))[:120]
     found = lm._loglikelihood_tokens([(None, ids[:110], ids[110:])], disable_tqdm=True)
     assert worst(found, [exact(lm, ids[79:110], ids[110:])]) < 1e-3  # 40 inputs, and the last token
@@ -224,21 +223,6 @@ def test_a_prefilled_context_gives_a_method_its_prompt_statistics(make, paragrap
     assert worst(normed, [exact(lm, ids[:110], ids[110:])]) > 1e-3, (
         "the continuation did not read codes"
     )
-
-
-def test_requests_without_a_prompt_are_refused_if_the_cache_takes_statistics_from_it(make):
-    lm, plain = (
-        make(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false")
-    )
-    with pytest.raises(
-        ValueError, match="takes statistics from a prompt, and request 1 leaves none"
-    ):
-        lm._loglikelihood_tokens([(None, [1, 2, 3], [4]), (None, [1], [2, 3])], disable_tqdm=True)
-    with pytest.raises(ValueError, match="takes statistics from a prompt"):
-        lm.loglikelihood_rolling(instances(("It is a truth",)), disable_tqdm=True)
-    assert plain.loglikelihood_rolling(instances(("It is a truth",)), disable_tqdm=True)[0] < 0
-    with pytest.raises(ValueError, match="context='decode' gives it none"):
-        make(cache="innerq:bits=2", context="decode")
 
 
 def test_rolling_windows_predict_each_token_once(make, paragraphs):
@@ -320,30 +304,13 @@ def test_mistakes_are_named():
         lm._loglikelihood_tokens([(None, [1], [2] * 41)])
 
 
-def test_lm_eval_finds_the_model_by_name():
-    from lm_eval.api.registry import get_model
-
-    assert get_model("kvq") is lm_eval_model.KvqLM
+QUESTION = {"question": "How many are 3 and 4?", "answer": "3 + 4 = 7\n#### 7"}
 
 
-LOCAL = {
-    "gsm8k_cot": {"question": "How many are 3 and 4?", "answer": "3 + 4 = 7\n#### 7"},
-    "longbench_qasper": {
-        "question": "Who?",
-        "context": "It was Mr. Bennet.",
-        "answers": ["Mr. Bennet"],
-        "length": 4,
-    },
-}
-
-
-@pytest.mark.parametrize("task", LOCAL)
 def test_the_documented_group_runs_lm_evals_tasks_on_local_files(
-    task, shallow, offline, tmp_path, monkeypatch, capsys
+    shallow, offline, tmp_path, monkeypatch, capsys
 ):
-    if task.startswith("longbench"):
-        for package in ("jieba", "fuzzywuzzy", "rouge"):
-            pytest.importorskip(package, reason="needs lm_eval[longbench]")
+    task = "gsm8k_cot"
     from lm_eval import tasks as lm_eval_tasks
     from lm_eval.tasks._index import TaskIndex
 
@@ -354,7 +321,7 @@ def test_the_documented_group_runs_lm_evals_tasks_on_local_files(
     (file,) = re.findall(r"test: (\S+?)}", kept[1])
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "local.yaml").write_text("  - task: ".join(kept))
-    (tmp_path / file).write_text(json.dumps(LOCAL[task]) + "\n")
+    (tmp_path / file).write_text(json.dumps(QUESTION) + "\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     all_tasks, files = Path(lm_eval_tasks.__file__).parent, TaskIndex._iter_yaml_files
@@ -394,6 +361,6 @@ def test_the_documented_group_runs_lm_evals_tasks_on_local_files(
     (samples,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
     sample = json.loads(samples.read_text().splitlines()[0])
     prompt = sample["arguments"]["gen_args_0"]["arg_0"]
-    assert prompt.endswith(("\nQ: How many are 3 and 4?\nA:", "Question: Who?\n\nAnswer:"))
-    assert sample["target"] in ("7", str(["Mr. Bennet"]))
+    assert prompt.endswith("\nQ: How many are 3 and 4?\nA:")
+    assert sample["target"] == "7"
     assert sample["resps"][0][0], "nothing was generated"

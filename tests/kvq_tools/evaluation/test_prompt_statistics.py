@@ -13,7 +13,6 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache import update
 from kvq_models import prepare
-from kvq_models.inference import decoding
 from kvq_tools import evaluate, evaluate_caches
 from kvq_tools.evaluation import measure, run
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -125,13 +124,6 @@ def test_an_evaluation_by_default_has_the_statistics(case: MethodCase, llama, id
     )
 
 
-def test_measure_refuses_what_an_evaluation_refuses(llama, ids):
-    rows = jnp.asarray(ids[None])
-    with pytest.raises(ValueError, match="takes statistics from a prompt"):
-        measure(llama, SQUAT, rows, prompt=0)
-    assert measure(llama, KIVI, rows) == measure(llama, KIVI, rows, prompt=0)
-
-
 def test_all_caches_of_a_run_are_scored_on_the_same_tokens(llama, ids):
     sizes = {"window": 48, "stride": 20}
     alone = evaluate(llama, KIVI, ids, **sizes)
@@ -141,22 +133,3 @@ def test_all_caches_of_a_run_are_scored_on_the_same_tokens(llama, ids):
     assert beside.index.tolist() == innerq.index.tolist() == list(range(28, LENGTH))
     again = evaluate(llama, KIVI, ids, prompt=28, **sizes)
     np.testing.assert_array_equal(beside.nats, again.nats)
-
-
-def test_statistics_of_chunks_are_those_of_the_first_one(llama, ids):
-    """Changing later tokens changes no statistic, changing one of the first chunk does."""
-
-    def statistics(tokens):
-        cache = kvq.init_cache(INNERQ, llama.config, 1, LENGTH, "float32")
-        for at in range(0, LENGTH, 20):
-            _, cache = decoding.prefill(llama, cache, tokens[None, at : at + 20])
-        return np.asarray(cache.layers[0].stats[0])
-
-    later, first = ids.copy(), ids.copy()
-    later[20:], first[3] = later[20:][::-1], (first[3] + 1) % CONFIG.vocab_size
-    np.testing.assert_array_equal(statistics(ids), statistics(later))
-    assert (statistics(ids) != statistics(first)).any()
-    whole = kvq.init_cache(INNERQ, llama.config, 1, LENGTH, "float32")
-    whole = np.asarray(decoding.prefill(llama, whole, ids[None])[1].layers[0].stats[0])
-    assert (whole >= statistics(ids) * 0.999).all()
-    assert (whole > statistics(ids)).any(), "the whole text has no larger key than its first chunk"

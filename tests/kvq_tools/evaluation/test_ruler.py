@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import re
-import string
 
 import pytest
 
@@ -64,16 +63,6 @@ def test_all_variables_of_the_chain_have_the_value_and_no_others_do():
         )
 
 
-def test_the_chains_assignments_are_spread_over_the_text():
-    places = [
-        (match.start() - words.rindex("Memorize")) / (len(words) - words.rindex("Memorize"))
-        for sample in puzzles("vt", count=8)
-        for words in [prompt_text(sample)]
-        for match in list(re.finditer(r"^VAR \w{5} =", words, re.MULTILINE))
-    ]
-    assert min(places) < 0.2 < 0.7 < max(places)
-
-
 def numbered(words):
     """The words of the numbered lists of a prompt, for each list."""
     found = []
@@ -100,19 +89,6 @@ def test_the_common_words_are_the_most_frequent_of_the_list_and_stand_nowhere_el
             word for word, _ in collections.Counter(example).most_common(ruler.COMMON)
         }
         assert sorted(asked) != asked != sorted(asked, key=asked.index), "the list is shuffled"
-
-
-def test_words_that_are_not_common_are_repeated_before_a_length_is_refused(monkeypatch):
-    few = {
-        name: [f"{name}{letter}" for letter in string.ascii_lowercase] for name in ("word", "thing")
-    }
-    monkeypatch.setattr(ruler, "word_lists", lambda: few)
-    for sample in puzzles("cwe", lengths=(1600,)):
-        counts = collections.Counter(numbered(prompt_text(sample))[-1])
-        others = [count for word, count in counts.items() if word not in sample.answers]
-        assert 1 < max(others) < ruler.SHORT.common
-    with pytest.raises(ValueError, match="cwe has too few different words to fill 2400 tokens"):
-        puzzles("cwe", lengths=(2400,))
 
 
 def test_the_frequent_words_come_after_the_dots_and_before_all_others():

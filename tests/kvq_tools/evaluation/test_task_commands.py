@@ -66,18 +66,11 @@ BAD_REQUESTS = {
         ("passkey", "--lengths", "400"),
         "and the model was trained for 256 positions: take a shorter one",
     ),
-    "too short": (("passkey", "--lengths", "20"), "try fewer --max-new-tokens or --lengths "),
     "too few positions": (
         ("niah",),
         "and the model was trained for 256 positions, which include --max-new-tokens (now 128)",
     ),
-    "negative seed": (
-        ("passkey", "--lengths", "200", "--seed", "-1"),
-        "argument --seed: '-1' must be an integer from 0",
-    ),
-    "no length": (("passkey", "--lengths", "a"), "'a' must be an integer"),
     "no depth": (("passkey", "--depths", "0,2"), "between 0 and 1"),
-    "no number": (("passkey", "--depths", "x"), "not a list of numbers"),
     "data and lengths": (
         ("passkey", "--data", "{tmp}/empty", "--lengths", "9"),
         "--lengths is for generated samples",
@@ -86,18 +79,11 @@ BAD_REQUESTS = {
         ("niah", "--task", "multikey_1", "--max-new-tokens", "4"),
         "give one (--text FILE)",
     ),
-    "no task": (("niah", "--task", "multikey_9"), "invalid choice"),
-    "missing data": (("passkey", "--data", "{tmp}/none"), "none"),
     "empty data": (("passkey", "--data", "{tmp}/empty"), "has no samples"),
-    "unknown cache": (
-        ("passkey", "--data", "{tmp}/empty", "--cache", "kivo"),
-        "unknown cache method",
-    ),
     "answers exist": (
         ("passkey", "--data", "{tmp}/row", "--answers", "{tmp}/row"),
         "must be a new file",
     ),
-    "no chat template": (("passkey", "--data", "{tmp}/row", "--chat"), "no chat template"),
     "no room": (
         ("passkey", "--data", "{tmp}/row", "--max-new-tokens", "255"),
         "and the model was trained for 256 positions",

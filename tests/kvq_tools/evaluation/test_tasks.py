@@ -103,16 +103,6 @@ def test_prompts_of_needles_are_those_of_rulers_own_file():
     ), words
 
 
-def test_several_values_are_asked_for_in_the_plural_and_a_suffix_comes_last():
-    words = prompt_text(needles("multiquery", suffix=": ")[0])
-    assert words.startswith("Some special magic numbers are hidden within")
-    assert re.search(
-        r"What are all the special magic numbers for (\S+), (\S+), (\S+), and (\S+) mentioned",
-        words,
-    )
-    assert words.endswith("mentioned in the provided text are: ")
-
-
 def test_filler_is_as_long_as_fits():
     lengths = {n: list(range(10 + 7 * n)) for n in range(200)}
     for budget in (10, 16, 17, 500, 1403, 9999):

@@ -35,14 +35,6 @@ def test_a_dollar_in_the_name_of_a_cache_begins_no_formula(report):
             assert picture.light, picture.name
 
 
-def test_every_cache_stands_in_the_legend_of_its_point(report):
-    for draw in (quality.pareto_kl, quality.pareto_perplexity):
-        (legend,) = draw(report).draw(LIGHT).legends
-        assert [text.get_text() for text in legend.get_texts()] == [
-            label(n, c.name, c.bits_per_element) for n, c in enumerate(report.caches, 1)
-        ]
-
-
 def test_a_long_name_is_cut_and_keeps_its_number():
     assert label(3, "kivi:bits=2") == "3 kivi:bits=2"
     long = label(12, "k=polarquant:radius_bits=2+v=innerq:bits=2+cache:recent=96")

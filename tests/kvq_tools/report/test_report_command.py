@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 
 import pytest
 
-from kvq_tools.report import quality, times
+from kvq_tools.report import quality
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from tests.kvq_tools.report.small_report import (
@@ -15,42 +14,26 @@ from tests.kvq_tools.report.small_report import (
     CONTEXT,
     SAMPLE,
     STEPS,
-    TEXT,
     WINDOW,
     expect_error,
 )
 
 BAD = {
     "nothing asked": ((), "needs MODEL and --text and --cache, or --from"),
-    "no cache": (("embedded", "--text", "{text}"), "needs --cache, or --from"),
     "both": (("embedded", "--from", "{json}"), "leave out MODEL"),
     "settings of a report that is there": (
         ("--from", "{json}", "--window", "64"),
         "leave out --window",
     ),
-    "the same cache twice": (
-        ("embedded", "--text", "{text}", "--cache", "int4", "--cache", "int4"),
-        "--cache int4 is given twice",
-    ),
     "context beyond the model": (
         ("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "64,4096"),
         "4096 is beyond the 2048",
     ),
-    "context too short": (
-        ("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "4"),
-        f"no room for {times.STEPS + 1} steps",
-    ),
-    "context that is no number": (
-        ("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "a"),
-        "'a' must be an integer",
-    ),
-    "missing text": (("embedded", "--text", "{text}.none", "--cache", "int4"), "No such file"),
     "window beyond the model": (
         ("embedded", "--text", "{text}", "--cache", "int4", "--window", "4096"),
         "beyond the 2048 positions",
     ),
     "no json": (("--from", "{text}"), "is not JSON"),
-    "missing json": (("--from", "{json}.none"), "No such file"),
 }
 
 
@@ -60,24 +43,6 @@ def test_bad_input_is_one_line_and_nothing_is_written(case, made, tmp_path, run)
     filled = [a.format(text=made / "text.txt", json=made / "report.json") for a in arguments]
     expect_error(run("report", *filled, "--out", tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_out_that_is_a_file_is_refused_and_kept(made, tmp_path, run):
-    shutil.copy(made / "text.txt", tmp_path / "out")
-    expect_error(
-        run(
-            "report",
-            "embedded",
-            "--text",
-            made / "text.txt",
-            "--cache",
-            "int4",
-            "--out",
-            tmp_path / "out",
-        ),
-        "is a file",
-    )
-    assert (tmp_path / "out").read_text() == TEXT
 
 
 def test_without_matplotlib_one_line_says_what_to_install(made, tmp_path, run, monkeypatch):

@@ -88,17 +88,6 @@ def test_one_window_tells_nothing_apart(report):
     assert "b is not told apart from a" in told(report, smaller, failed)
 
 
-def test_two_sizes_that_one_digit_would_not_tell_apart_have_two(report):
-    said = told(report, cache(report, "a", 3.64, 0.02), cache(report, "b", 3.56, 0.03))
-    assert "At 3.64 bits take a" in said, said
-    assert "at 3.56 bits take b" in said, said
-
-
-def test_without_a_quantized_cache_there_is_nothing_to_choose(report):
-    caches = cache(report, "dense", 16.0, 0.0), cache(report, "kivi", 15.0, 0.0)
-    assert "nothing is to be chosen" in told(report, *caches)
-
-
 def test_the_committed_report_ranks_nothing_because_its_windows_differ(report):
     assert len({(c.sink, c.recent) for c in report.caches}) > 1
     assert verdict(report).startswith("No cache is named")

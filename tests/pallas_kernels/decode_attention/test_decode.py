@@ -23,6 +23,7 @@ from tests.pallas_kernels.harness import (
     attend,
     check_attention,
     check_unused_capacity,
+    each_lowering,
     lowered_attention,
     on_a_gpu,
     output,
@@ -32,7 +33,16 @@ from tests.pallas_kernels.harness import (
     structs,
     tuned,
 )
-from tests.pallas_kernels.kernel_cases import CODEBOOK, GROUPED, POLAR, RUNS, USUAL, each, named
+from tests.pallas_kernels.kernel_cases import (
+    CASES,
+    CODEBOOK,
+    GROUPED,
+    POLAR,
+    RUNS,
+    USUAL,
+    each,
+    named,
+)
 
 
 @each()
@@ -127,8 +137,10 @@ def test_rows_at_the_end_of_fp16s_range_are_read(format):
     check_large_rows(format, INTERPRETED)
 
 
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
-@each(usual=[id for id in USUAL if id not in (RUNS[1].id, RUNS[3].id)])
+@each_lowering(
+    list(CASES.values()),
+    [CASES[id] for id in USUAL if id not in (RUNS[1].id, RUNS[3].id)],
+)
 def test_every_kernel_lowers_for_cuda(case, arithmetic):
     text = lowered_attention(case, Launch(arithmetic))
     assert "triton" in text, "another route than Triton"

@@ -47,8 +47,8 @@ def random_parts(
     return parts, np.concatenate(scores, axis=2), np.concatenate(values, axis=2)
 
 
-@pytest.mark.parametrize("splits", [(1, 8), (1, 131), (3,)], ids=str)
-@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("splits", [(1, 8), (1, 131)], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
 def test_merged_splits_are_the_softmax_of_all_tokens(splits, group):
     check(splits, group, INTERPRETED)
 
@@ -113,7 +113,7 @@ def pieces_of(
     return Pieces(m, l, o, jnp.asarray(limits, jnp.int32), schedule)
 
 
-@pytest.mark.parametrize("programs", [1, 5, 90])
+@pytest.mark.parametrize("programs", [1, 90])
 @pytest.mark.parametrize("limits", [(64, 0, 33), (1, 640, 64)], ids=str)
 def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, programs):
     """One row has more pieces than a step of the loop takes, and another none. Places without a

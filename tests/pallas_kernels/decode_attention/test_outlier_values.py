@@ -19,7 +19,7 @@ from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import LN2
 from tests.exhaustive import some
 from tests.pallas_kernels.codebook_sides import random_slots
-from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu, row_errors
+from tests.pallas_kernels.harness import INTERPRETED, each_lowering, on_a_gpu, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS = 3
@@ -265,8 +265,7 @@ def structs(case: OutlierCase) -> list[jax.ShapeDtypeStruct]:
     return [*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays), limits]
 
 
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
-@each
+@each_lowering(CASES, CASES[:2])
 def test_the_kernel_lowers_for_cuda(case, arithmetic):
     text = lower_for_cuda(
         lambda *args: pieces_of(case, *args, tuning_for(case.group), Launch(arithmetic)),

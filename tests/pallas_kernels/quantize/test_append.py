@@ -17,7 +17,7 @@ from pallas_kernels.quantize.blocks import GroupedBlocks
 from pallas_kernels.quantize.kernel import PackedRows, quantize_rows
 from pallas_kernels.quantize.rounding import Job
 from tests.exhaustive import some
-from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu, structs
+from tests.pallas_kernels.harness import INTERPRETED, each_lowering, on_a_gpu, structs
 from tests.pallas_kernels.lowering import lower_for_cuda
 from tests.pallas_kernels.quantize.placement import misplaced_rows
 from tests.pallas_kernels.quantize.test_quantize import (
@@ -235,8 +235,7 @@ def test_a_new_token_is_one_row_on_a_gpu(arithmetic):
     check_windows(Launch(arithmetic))
 
 
-@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
-@pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
+@each_lowering(CASES, CASES[::3])
 def test_every_case_lowers_for_cuda(case, arithmetic):
     body, ring, first = (
         *structs(inputs_of(case)[:2]),

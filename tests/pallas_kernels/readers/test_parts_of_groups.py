@@ -44,7 +44,7 @@ def test_attention_of_every_length_equals_the_reference(tile):
     check_unused_capacity(CASE, lengths, tuned(2, tile))
 
 
-@pytest.mark.parametrize("tile", [32, 64, 128])
+@pytest.mark.parametrize("tile", [32, 128])
 def test_products_alone_equal_the_reference(tile):
     check_scores(CASE, 384, tuned(1, tile, 1))
     check_values(CASE, 384, tuned(1, tile, 1))

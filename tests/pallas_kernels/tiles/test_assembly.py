@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.exhaustive import some
 from tests.pallas_kernels.decode_attention import test_windows
 from tests.pallas_kernels.emulator import INSTRUCTIONS, Emulated
 from tests.pallas_kernels.harness import check_attention, check_scores, check_values, tuned
@@ -25,7 +26,6 @@ OTHERS = (*CODEBOOK[:3], *POLAR[:2], *RUNS[:4])
 
 @named(
     "innerq1_sym_h128_g4",
-    "innerq4_hybrid_h64_g4",
     "innerq8_asym_h128_g4",
     "kivi2_h64_g8_size64",
     "kivi4_h128_g7_size32",
@@ -43,7 +43,7 @@ def test_attention_over_other_formats_equals_the_reference(case):
 
 @pytest.mark.parametrize(
     "case",
-    [CASES["innerq1_sym_h128_g4"], CASES["kivi2_h64_g8_size64"], *TABLES[::2]],
+    [CASES["innerq1_sym_h128_g4"], CASES["kivi2_h64_g8_size64"], *TABLES[::3]],
     ids=lambda case: case.id,
 )
 def test_products_equal_the_reference(case):
@@ -98,11 +98,13 @@ CHECKED: dict[str, Callable[[], None]] = {
     "neg.f16x2": attention(CODEBOOK[0].id),
     **dict.fromkeys(("cos.approx.ftz.f32", "sin.approx.ftz.f32"), attention(POLAR[0].id)),
 }
+# one of each check: the others are seen by the same comparison
+SEEN = ("lop3.b32", "fma.rn.f16x2", "prmt.b32", "neg.f16x2", "cos.approx.ftz.f32")
 # constants, and the 0 of `table_lookup.in_registers`
 PLAIN = {"mov.b32", "mov.u32", "add.u32", "shr.u32"}
 
 
-@pytest.mark.parametrize("instruction", CHECKED)
+@pytest.mark.parametrize("instruction", some(CHECKED, SEEN))
 def test_an_instruction_that_computes_something_else_is_noticed(instruction, monkeypatch):
     """Negative control: the checks above depend on every instruction of a kernel."""
     right = INSTRUCTIONS[instruction]

@@ -16,9 +16,7 @@ from pallas_kernels.tiles.words import Bit, SingleWords, paired
 
 
 @pytest.mark.usefixtures("assembler")
-@pytest.mark.parametrize(
-    "positions", [(0, 1), (14, 15), (3, 8, 15), (4, 5, 6, 7), (12, 13, 14, 15)]
-)
+@pytest.mark.parametrize("positions", [(0, 1), (3, 8, 15), (12, 13, 14, 15)])
 def test_codes_become_entries_and_numbers(positions):
     """Look up every word, beside some other one in its register."""
     everything = np.arange(65536, dtype=np.uint32)
@@ -46,9 +44,7 @@ def test_codes_become_entries_and_numbers(positions):
 
 
 @pytest.mark.usefixtures("assembler")
-@pytest.mark.parametrize(
-    ("bits", "channels"), [(2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 256)]
-)
+@pytest.mark.parametrize(("bits", "channels"), [(2, 64), (3, 128), (4, 256)])
 def test_tables_are_looked_up_exactly_in_assembly(bits, channels):
     """Look up random words in every slot and chunk."""
     layout, rng = plane_layout(bits, channels, 32), np.random.default_rng(bits)

@@ -29,8 +29,9 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import Tree
+from laboratory.tests.cache_programs import SOUND, Programs
+from laboratory.tests.vocabulary import WORDS, layer_inputs
 from tests.kvq_jax import layer_runs
-from tests.kvq_jax.cache_programs import SOUND, Programs
 from tests.kvq_jax.cache_runs import DIMS, rows_of
 from tests.kvq_jax.layer_runs import (
     CAPACITY,
@@ -41,7 +42,6 @@ from tests.kvq_jax.layer_runs import (
     live,
     parameters_of,
 )
-from tests.kvq_jax.vocabulary import WORDS, layer_inputs
 
 BATCH = 8
 # relative error of an output if the codes of two functions differ, which one in 10^4 may

@@ -1,6 +1,6 @@
 """Kill each of the project's writers at random moments, many times, and look at what is there then.
 
-python -m tests.random_kills FOLDER KILLS
+python -m laboratory.tests.random_kills FOLDER KILLS
 
 A writer writes its two contents in turn, in a process of its own, until it is killed; the next
 process goes on with the content that was being written, as a user would. This process never starts

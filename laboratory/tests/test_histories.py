@@ -1,5 +1,5 @@
 """Random histories of caches: whatever was done to a row, it is what a fresh cache of its tokens is
-(tests/kvq_jax/cache_histories.py).
+(laboratory/tests/cache_histories.py).
 
 KVQ_HISTORIES=20 draws that many long histories for each row of the whole table; two short ones of a
 few run by default.
@@ -25,8 +25,8 @@ import kvq_jax as kvq
 from kvq_jax.attention import streaming
 from kvq_jax.cache import row_operations
 from kvq_jax.layer.regions import Regions
-from tests.kvq_jax.cache_histories import BATCH, Histories
-from tests.kvq_jax.cache_programs import SOUND, Programs, compiled
+from laboratory.tests.cache_histories import BATCH, Histories
+from laboratory.tests.cache_programs import SOUND, Programs, compiled
 from tests.kvq_jax.layer_runs import CAPACITY, STEP
 from tests.methods_table import METHOD_CASES, MethodCase
 
