@@ -31,15 +31,17 @@ def swapped(tensor: np.ndarray, heads: int) -> np.ndarray:
 @functools.cache
 def _names(architecture: str) -> gguf.TensorNameMap:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    return gguf.get_tensor_name_map(arch, 8)
+    return gguf.get_tensor_name_map(arch, 1)
 
 
 def gguf_name(name: str, architecture: str = "llama") -> str:
     """Return the name that the gguf library gives to a Hugging Face tensor. That of experts has no
     number."""
-    found = _names(architecture).get_name(name.replace(".*.", "."), (".weight", ".bias"))
-    assert found is not None, name
-    return found
+    layer = re.search(r"layers\.(\d+)", name)
+    first = re.sub(r"layers\.\d+", "layers.0", name).replace(".*.", ".")
+    known = _names(architecture).get_name(first, (".weight", ".bias"))
+    assert known is not None, name
+    return known if layer is None else known.replace("blk.0.", f"blk.{layer[1]}.")
 
 
 def family_fields(config: LlamaConfig, architecture: str) -> dict[str, Any]:
