@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import gguf
 import numpy as np
 
 from kvq_models.llama import hf_names
-from kvq_models.llama.gguf_metadata import TENSORS
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 
-_GGUF_NAMES = dict(TENSORS)
+SWAPPED = ("llama", "granite", "smollm3")  # architectures whose RoPE rotates neighbours
 TOKENS = ["<|end|>", *(chr(c) for c in range(33, 96)), *"Ġthe", "th", "the", "Ġthe", "12"]
 
 
@@ -25,11 +28,60 @@ def swapped(tensor: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def gguf_name(name: str) -> str:
-    parts = name.split(".")
-    if parts[1] != "layers":
-        return _GGUF_NAMES[name]
-    return _GGUF_NAMES[".".join([*parts[:2], "#", *parts[3:]])].replace("#", parts[2])
+@functools.cache
+def _names(architecture: str) -> gguf.TensorNameMap:
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(arch, 1)
+
+
+def gguf_name(name: str, architecture: str = "llama") -> str:
+    """Return the name that the gguf library gives to a Hugging Face tensor. That of experts has no
+    number."""
+    layer = re.search(r"layers\.(\d+)", name)
+    first = re.sub(r"layers\.\d+", "layers.0", name).replace(".*.", ".")
+    known = _names(architecture).get_name(first, (".weight", ".bias"))
+    assert known is not None, name
+    return known if layer is None else known.replace("blk.0.", f"blk.{layer[1]}.")
+
+
+def family_fields(config: LlamaConfig, architecture: str) -> dict[str, Any]:
+    """Return the fields that llama.cpp's converter adds for a family."""
+    fields: dict[str, Any] = {}
+    if architecture == "granite":
+        fields |= {
+            "attention.scale": config.attention_multiplier,
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+        }
+    if config.experts is not None:
+        fields |= {
+            "expert_count": config.experts.count,
+            "expert_used_count": config.experts.per_token,
+        }
+        if architecture == "qwen3moe":
+            fields["expert_feed_forward_length"] = config.experts.intermediate_size
+    return fields
+
+
+def _tensors(
+    llama: Llama, architecture: str, stacked_experts: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    config = llama.config
+    for weight in hf_names.weights(llama).values():
+        tensor = np.array(
+            np.swapaxes(weight.leaf, -1, -2) if weight.transpose else weight.leaf, np.float32
+        )
+        if architecture in SWAPPED and ".q_proj." in weight.name:
+            tensor = swapped(tensor, config.num_attention_heads)
+        if architecture in SWAPPED and ".k_proj." in weight.name:
+            tensor = swapped(tensor, config.num_key_value_heads)
+        name = gguf_name(weight.name, architecture)
+        if "*" not in weight.name or stacked_experts:
+            yield name, tensor
+            continue
+        for i, expert in enumerate(tensor):
+            yield re.sub("_exps", f".{i}", name), expert
 
 
 def write_gguf(
@@ -44,9 +96,10 @@ def write_gguf(
     general: dict[str, Any] | None = None,
     alignment: int | None = None,
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+    stacked_experts: bool = True,
 ) -> pathlib.Path:
     """Write a model. kind: of its matrices. Norms and biases are float32. fields, general: metadata
-    under the architecture's keys and under `general`, added or changed."""
+    under the architecture's keys and under `general`, added or changed (None: left out)."""
     config, writer = llama.config, gguf.GGUFWriter(path, architecture, endianess=endianess)
     if alignment is not None:
         writer.add_custom_alignment(alignment)
@@ -64,18 +117,15 @@ def write_gguf(
         "rope.freq_base": config.rope.theta,
         "vocab_size": config.vocab_size,
     }
+    sizes |= family_fields(config, architecture)
     for key, value in (sizes | (fields or {})).items():
-        _add(writer, f"{architecture}.{key}", value)
+        if value is not None:
+            _add(writer, f"{architecture}.{key}", value)
     for key, value in ({"bos_token_id": 1, "eos_token_id": 2} | (tokenizer or {})).items():
         _add(writer, f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}", value)
-    for weight in hf_names.weights(llama).values():
-        tensor = np.array(weight.leaf.T if weight.transpose else weight.leaf, np.float32)
-        if architecture == "llama" and ".q_proj." in weight.name:
-            tensor = swapped(tensor, config.num_attention_heads)
-        if architecture == "llama" and ".k_proj." in weight.name:
-            tensor = swapped(tensor, config.num_key_value_heads)
-        own = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else "F32"]
-        writer.add_tensor(gguf_name(weight.name), gguf.quantize(tensor, own), raw_dtype=own)
+    for name, tensor in _tensors(llama, architecture, stacked_experts):
+        stored = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quantize(tensor, stored), raw_dtype=stored)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     writer.write_header_to_file()

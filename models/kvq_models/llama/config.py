@@ -230,9 +230,9 @@ class LlamaConfig:
             unrotated_layers=unrotated_layers(hf),
             experts=experts_from_hf(hf),
             **{
-                name: required(hf, name, float)
+                name: optional(hf, name, float, 1.0)  # the default of GraniteConfig
                 for name in MULTIPLIERS
-                if name in family.fields and name in hf
+                if name in family.fields
             },
             rope=rope_from_hf(hf),
             bos_token_id=optional(hf, "bos_token_id", int, None),

@@ -12,6 +12,7 @@ from kvq_models.llama.config_fields import check_positive, optional, required
 # under the first name, published files have these.
 NAMES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 COUNTS = ("num_local_experts", "num_experts")
+MOST_EXPERTS = 1024  # twice llama.cpp's; weights are checked expert by expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,10 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "intermediate_size"):
             check_positive(f"experts.{name}", getattr(self, name))
+        if self.count > MOST_EXPERTS:
+            raise ValueError(
+                f"config field experts.count={self.count} must be at most {MOST_EXPERTS}"
+            )
         if self.per_token > self.count:
             raise ValueError(
                 f"config field num_experts_per_tok={self.per_token} must be at most the"

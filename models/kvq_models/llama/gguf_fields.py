@@ -1,7 +1,9 @@
 """The fields of a GGUF file: typed access, and the rule that no field that changes the computation
 is ignored.
 
-Every field of the architecture is read, harmless, neutral at its value, or refused by name.
+Every field of the architecture is read, harmless, neutral at its value, or refused by name. What a
+field is may depend on the architecture: only Granite reads its factors, and only there decides
+`rope.scaling.finetuned` whether there is RoPE at all.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 
 Fields = Mapping[str, Any]
 
-# Read by gguf_metadata.py and gguf_rope.py.
+# Read by gguf_metadata.py and gguf_rope.py, for every architecture.
 READ = frozenset(
     {
         "context_length",
@@ -40,6 +42,13 @@ READ = frozenset(
     }
 )
 
+# Read by gguf_families.py.
+READ_BY = {
+    "llama": frozenset({"expert_count", "expert_used_count"}),
+    "qwen3moe": frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+    "granite": frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+}
+
 # These change nothing here: notes on how the file was made, or on uses other than logits.
 HARMLESS = frozenset(
     {
@@ -55,6 +64,12 @@ HARMLESS = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (0, 1),  # softmax
     "expert_feed_forward_length": (0,),
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
@@ -76,6 +91,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
+NEUTRAL_BY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "granite": {"rope.scaling.finetuned": (True,)},
+    # OLMo 3's: its windowed layers have a RoPE of their own
+    "olmo2": {"attention.sliding_window": (0,)},
+}
 
 
 def check_all_known(fields: Fields, architecture: str, head_dim: int) -> None:
@@ -85,9 +105,10 @@ def check_all_known(fields: Fields, architecture: str, head_dim: int) -> None:
         if not field.startswith(f"{architecture}."):
             continue
         name = field.removeprefix(f"{architecture}.")
-        if name in READ or name in HARMLESS:
+        neutral = NEUTRAL_BY.get(architecture, {}).get(name)
+        if neutral is None and name in READ | READ_BY.get(architecture, frozenset()) | HARMLESS:
             continue
-        value, neutral = fields[field], NEUTRAL.get(name)
+        value, neutral = fields[field], neutral or NEUTRAL.get(name)
         if name == "attention.scale":
             neutral = (0, np.float32(1 / math.sqrt(head_dim)))
         if neutral is None:

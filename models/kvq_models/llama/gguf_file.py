@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq_models.llama import gguf_metadata, gguf_tokenizer
+from kvq_models.llama import gguf_metadata, gguf_names, gguf_tokenizer
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, dequantized
 from kvq_models.llama.gguf_rope import ROPE_FACTORS
@@ -38,16 +38,19 @@ class GgufFile:
                 f"{str(path)!r} has general.type={kind!r}; supported: model (a file with all"
                 " weights of a language model)"
             )
+        architecture = str(self.fields.get("general.architecture"))
         self._tensors: dict[str, GgufTensor] = {}
-        for part in parts:
-            for name, tensor in part.tensors.items():
-                name = gguf_metadata.hf_name(name) or name
+        for tensor in (tensor for part in parts for tensor in part.tensors.values()):
+            for name, named in gguf_names.named(tensor, architecture):
                 if name in self._tensors:
+                    other = self._tensors[name]
                     raise CheckpointError(
-                        f"tensor {tensor.name!r} is in both {self._tensors[name].file.name!r} and"
-                        f" {part.path.name!r}"
+                        f"tensor {tensor.name!r} is in both {other.file.name!r} and"
+                        f" {tensor.file.name!r}"
+                        if other.name == tensor.name
+                        else f"{tensor.file.name!r} holds both {other.name!r} and {tensor.name!r}"
                     )
-                self._tensors[name] = tensor
+                self._tensors[name] = named
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
@@ -69,8 +72,8 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """Return a tensor by its Hugging Face name, in Hugging Face's orientation and order of
         rows, in float32."""
-        tensor, heads = self._dequantized(name), gguf_metadata.has_swapped_rows(self.config, name)
-        return gguf_metadata.unswapped(tensor, heads) if heads else tensor
+        tensor, heads = self._dequantized(name), gguf_names.has_swapped_rows(self.config, name)
+        return gguf_names.unswapped(tensor, heads) if heads else tensor
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that returns parts of one tensor, which is read and dequantized as a

@@ -37,7 +37,8 @@ Buffer = mmap.mmap
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
     """The header of a tensor. `shape` is in numpy's order, `kind` the number of its type, and
-    `start` the position of its data in `buffer`."""
+    `start` the position of its data in `buffer`. A part of a larger tensor is the `part`-th of
+    several of its shape that lie one after the other from there."""
 
     file: Path
     buffer: Buffer
@@ -45,6 +46,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: int
     start: int
+    part: int = 0
 
 
 class GgufHeader:
@@ -211,9 +213,10 @@ def dequantized(tensor: GgufTensor) -> np.ndarray:
     if tensor.shape and tensor.shape[-1] % per_block:
         raise ValueError(f"its rows of {tensor.shape[-1]} are no whole blocks of {per_block}")
     length = count // per_block * size
-    if tensor.start + length > len(tensor.buffer):
-        raise ValueError(f"it ends at byte {tensor.start + length} of {len(tensor.buffer)}")
-    data = np.frombuffer(tensor.buffer, np.uint8, length, tensor.start)
+    start = tensor.start + tensor.part * length
+    if start + length > len(tensor.buffer):
+        raise ValueError(f"it ends at byte {start + length} of {len(tensor.buffer)}")
+    data = np.frombuffer(tensor.buffer, np.uint8, length, start)
     if kind == GGMLQuantizationType.F32:
         return data.view("<f4").astype(np.float32).reshape(tensor.shape)
     values = np.empty(count, np.float32)

@@ -28,11 +28,14 @@ PRE_TOKENIZERS = {
     "llama-bpe": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}",
 }
+PRE_TOKENIZERS["dbrx"] = PRE_TOKENIZERS["llama-bpe"]  # OLMo 2's; merges whole words, too
 # Other names under which llama.cpp splits text in the same way.
 ALIASES = {
     "gpt-2": ("phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"),
     "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     "qwen2": ("deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"),
+    "smollm": ("refact",),  # Granite's
+    "dbrx": ("smaug-bpe",),  # SmolLM3's
 }
 _SPLITS = {name: name for name in PRE_TOKENIZERS}
 _SPLITS |= {alias: name for name, aliases in ALIASES.items() for alias in aliases}

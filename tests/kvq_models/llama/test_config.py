@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.config import MULTIPLIERS, LlamaConfig
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.rope_config import RopeConfig
 from tests.kvq_models.checkpoints import LLAMA3, SIZES, YARN, YARN_ALL, tiny_config
@@ -260,3 +260,11 @@ def test_malformed_fields_are_named(fields, named):
 def test_missing_fields_are_named(name):
     with pytest.raises(ValueError, match=f"config field {name} is missing"):
         LlamaConfig.from_hf({key: value for key, value in LLAMA.items() if key != name})
+
+
+def test_factors_of_granite_that_config_json_leaves_out_are_one():
+    """Among them that of the scores, which is 1 / sqrt(head_dim) in every other family."""
+    fields = LLAMA | {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    config = LlamaConfig.from_hf(fields)
+    assert {getattr(config, name) for name in MULTIPLIERS} == {1.0}
+    assert LlamaConfig.from_hf(LLAMA).attention_multiplier is None

@@ -14,6 +14,7 @@ import pytest
 
 from kvq_models.llama import gguf_fields, gguf_header
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
+from kvq_models.llama.gguf_families import MODEL_TYPES
 from kvq_models.llama.gguf_header import GgufHeader
 from kvq_models.llama.gguf_tokenizer import ALIASES
 from kvq_models.llama.model import Llama
@@ -43,7 +44,8 @@ def refused(read: Any) -> str:
     return str(caught.value)
 
 
-def test_every_field_of_the_architecture_is_read_harmless_or_refused(write):
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_every_field_of_the_architecture_is_read_harmless_or_refused(architecture: str):
     """The names are those that the gguf library knows for language models."""
     names = {
         value.removeprefix("{arch}.")
@@ -51,15 +53,17 @@ def test_every_field_of_the_architecture_is_read_harmless_or_refused(write):
         for value in vars(group).values()
         if isinstance(value, str) and value.startswith("{arch}.")
     }
-    accepted = []
+    accepted = gguf_fields.READ | gguf_fields.HARMLESS
+    accepted |= gguf_fields.READ_BY.get(architecture, frozenset())
+    accepted -= gguf_fields.NEUTRAL_BY.get(architecture, {}).keys()
     for name in sorted(names):
-        if name in gguf_fields.READ | gguf_fields.HARMLESS:
-            gguf_fields.check_all_known({f"llama.{name}": 0.37}, "llama", 16)
-            accepted.append(name)
+        field = f"{architecture}.{name}"
+        if name in accepted:
+            gguf_fields.check_all_known({field: 0.37}, architecture, 16)
             continue
-        with pytest.raises(NotImplementedError, match=re.escape(f"llama.{name}=0.37")):
-            gguf_fields.check_all_known({f"llama.{name}": 0.37}, "llama", 16)
-    assert {"rope.scaling.factor", "attention.key_length"} <= set(accepted)
+        with pytest.raises(NotImplementedError, match=re.escape(f"{field}=0.37")):
+            gguf_fields.check_all_known({field: 0.37}, architecture, 16)
+    assert {"rope.scaling.factor", "attention.key_length"} <= accepted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,245 @@
+"""GGUF files of the families beside Llama load like the models they were made from: names of
+tensors, order of rows, factors, norms, layers without RoPE, experts in one tensor or in many."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from kvq_models.llama import gguf_header, gguf_names, hf_names
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama, abstract_llama, forward
+from kvq_models.llama.stored_tensor import CheckpointError
+from tests.kvq_models.checkpoints import (
+    random_llama,
+    random_tokens,
+    row_errors,
+    tiny_config,
+    torch_logits,
+)
+from tests.kvq_models.gguf_files import SWAPPED, gguf_name, write_gguf
+
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.5,
+}
+MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+QWEN3_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+ONE = {"num_hidden_layers": 1}
+MODELS = {
+    "granite": (
+        "granite",
+        tiny_config("granite", attention_bias=True, mlp_bias=True, **ONE | GRANITE),
+    ),
+    "smollm3": ("smollm3", tiny_config("smollm3", num_hidden_layers=4)),
+    "olmo2": ("olmo2", tiny_config("olmo2", **ONE)),
+    "qwen3moe": ("qwen3moe", tiny_config("qwen3_moe", **ONE | QWEN3_MOE)),
+    "mixtral": ("llama", tiny_config("mixtral", **ONE | MIXTRAL)),
+}
+MODELS_OF_HALVES = {
+    config.model_type: architecture not in SWAPPED for architecture, config in MODELS.values()
+}
+TOKENS = random_tokens((2, 12))
+_logits = jax.jit(forward)
+
+
+def written(name: str, tmp_path: pathlib.Path, **options: Any) -> tuple[Llama, pathlib.Path]:
+    architecture, config = MODELS[name]
+    source = random_llama(config)
+    return source, write_gguf(
+        source, tmp_path / f"{name}.gguf", architecture=architecture, **options
+    )
+
+
+def refusal(path: pathlib.Path) -> str:
+    with pytest.raises((CheckpointError, ValueError, NotImplementedError)) as caught:
+        load_llama(path, dtype="float32")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def compared(config: LlamaConfig) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.compare}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_what_its_source_does(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    source, path = written(name, tmp_path)
+    llama, _ = load_llama(path, dtype="float32")
+    assert compared(llama.config) == compared(MODELS[name][1])
+    wanted = _logits(source, TOKENS)
+    assert row_errors(_logits(llama, TOKENS), wanted).max() < 1e-5
+    monkeypatch.setattr(
+        gguf_names,
+        "has_swapped_rows",
+        lambda config, name: 4 * (".q_proj." in name and MODELS_OF_HALVES[config.model_type]),
+    )
+    wrong = _logits(load_llama(path, dtype="float32")[0], TOKENS)
+    assert row_errors(wrong, wanted).max() > 1e-3, "the other order of rows must be seen"
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("granite", "attention.scale", None),
+        ("granite", "embedding_scale", 0.0),
+        ("granite", "residual_scale", None),
+        ("granite", "logit_scale", 1 / 2.5),
+        ("qwen3moe", "expert_used_count", 2),
+        ("mixtral", "expert_used_count", 3),
+    ],
+)
+def test_a_changed_field_is_another_model(
+    name: str, field: str, value: float | None, tmp_path: pathlib.Path
+):
+    source, path = written(name, tmp_path, fields={field: value})
+    other = load_llama(path, dtype="float32")[0]
+    assert row_errors(_logits(other, TOKENS), _logits(source, TOKENS)).max() > 1e-3
+
+
+def test_granites_factors_of_zero_are_none(tmp_path: pathlib.Path):
+    zeros = {"attention.scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0}
+    config = read_config(written("granite", tmp_path, fields=zeros)[1])
+    assert config.attention_multiplier == config.head_dim**-0.5
+    assert (config.embedding_multiplier, config.residual_multiplier) == (1.0, 1.0)
+    without = written("granite", tmp_path, fields={"logit_scale": None})[1]
+    assert "GGUF field granite.logit_scale is missing" in refusal(without)
+
+
+def test_every_fourth_layer_of_smollm3_has_no_rope(tmp_path: pathlib.Path):
+    assert read_config(written("smollm3", tmp_path)[1]).unrotated_layers == (3,)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned=False"),
+        ("olmo2", {"attention.sliding_window": 16}, "olmo2.attention.sliding_window=16"),
+        ("qwen3moe", {"expert_weights_norm": False}, "qwen3moe.expert_weights_norm=False"),
+        ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale=2.5"),
+        ("qwen3moe", {"expert_count": 0}, "experts.count=0"),
+        ("qwen3moe", {"expert_count": 5}, "experts.5."),
+        ("qwen3moe", {"expert_count": 2**30}, "experts.count=1073741824 must be at most"),
+        ("mixtral", {"expert_count": 0}, "block_sparse_moe"),
+        ("mixtral", {"expert_gating_func": 2}, "llama.expert_gating_func=2"),
+        ("mixtral", {"expert_shared_count": 1}, "llama.expert_shared_count=1"),
+        ("smollm3", {"logit_scale": 8.0}, "smollm3.logit_scale=8.0"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_field(
+    name: str, fields: dict, message: str, tmp_path: pathlib.Path
+):
+    assert message in refusal(written(name, tmp_path, fields=fields)[1])
+
+
+def test_fields_at_neutral_values_change_nothing(tmp_path: pathlib.Path):
+    plain = read_config(written("qwen3moe", tmp_path)[1])
+    fields = {"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1}
+    assert read_config(written("qwen3moe", tmp_path, fields=fields)[1]) == plain
+    default = read_config(
+        written("qwen3moe", tmp_path, fields={"expert_feed_forward_length": None})[1]
+    )
+    assert default.experts is not None
+    assert default.experts.intermediate_size == plain.intermediate_size // 3 == 32
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+def test_experts_of_their_own_tensors_are_those_of_one_tensor(
+    name: str, kind: str, tmp_path: pathlib.Path
+):
+    stacked, config = open_checkpoint(written(name, tmp_path, kind=kind)[1]), MODELS[name][1]
+    (tmp_path / "each").mkdir()
+    each = open_checkpoint(written(name, tmp_path / "each", kind=kind, stacked_experts=False)[1])
+    assert stacked.tensors.keys() == each.tensors.keys()
+    experts = [name for name in stacked.tensors if ".experts." in name]
+    assert config.experts is not None
+    assert len(experts) == 3 * config.experts.count
+    for one in stacked.tensors:
+        assert np.array_equal(stacked.read(one), each.read(one)), one
+    assert not np.array_equal(stacked.read(experts[0]), stacked.read(experts[1]))
+
+
+def test_a_stacked_tensor_is_dequantized_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    _, path = written("mixtral", tmp_path, kind="Q8_0")
+    numbers, dequantized = [], gguf_header.dequantized
+
+    def counted(tensor: gguf_header.GgufTensor) -> np.ndarray:
+        values = dequantized(tensor)
+        if "_exps" in tensor.name:
+            numbers.append(values.size)
+        return values
+
+    monkeypatch.setattr("kvq_models.llama.gguf_file.dequantized", counted)
+    config = load_llama(path, dtype="float32")[0].config
+    assert config.experts is not None
+    per_matrix = config.hidden_size * config.intermediate_size
+    assert sum(numbers) == 3 * config.experts.count * per_matrix
+    assert max(numbers) == per_matrix
+
+
+def test_a_stacked_tensor_that_is_cut_off_or_no_stack_ends_in_one_line(tmp_path: pathlib.Path):
+    _, path = written("mixtral", tmp_path)
+    data, name = path.read_bytes(), b"blk.0.ffn_down_exps.weight"
+    at = data.index(name) + len(name) + 4
+    for count, message in ((2**40, "of at most 1024 experts"), (6, "experts.5.w2.weight")):
+        path.write_bytes(data[: at + 16] + count.to_bytes(8, "little") + data[at + 24 :])
+        assert message in refusal(path)
+    path.write_bytes(data[:-64])
+    assert str(path) in refusal(path)
+
+
+def test_norms_of_another_family_have_no_place(tmp_path: pathlib.Path):
+    """One module name stands for two norms: OLMo 2's of an output is no Llama's of an input."""
+    name = "model.layers.0.post_attention_layernorm.weight"
+    olmo2, llama = (gguf_name(name, architecture).encode() for architecture in ("olmo2", "llama"))
+    _, path = written("olmo2", tmp_path)
+    renamed = path.read_bytes().replace(
+        len(olmo2).to_bytes(8, "little") + olmo2, len(llama).to_bytes(8, "little") + llama
+    )
+    path.write_bytes(renamed)
+    assert "'blk.0.ffn_norm.weight', for which" in refusal(path)
+
+
+def test_logits_are_those_that_transformers_reads_from_the_file(tmp_path: pathlib.Path):
+    """transformers reads Qwen3-MoE's files, and takes the experts' width from its default."""
+    torch = pytest.importorskip("torch", reason="parity with transformers needs torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = tiny_config("qwen3_moe", **ONE | QWEN3_MOE | {"moe_intermediate_size": 768})
+    path = write_gguf(random_llama(config), tmp_path / "m.gguf", architecture="qwen3moe")
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path, gguf_file=path.name), dtype=torch.float32
+    ).eval()
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)
+    theirs.load_state_dict(read["tensors"])
+    wanted = torch_logits(theirs, np.asarray(TOKENS))
+    llama = load_llama(path, dtype="float32")[0]
+    assert row_errors(_logits(llama, TOKENS), wanted).max() < 1e-4
+    assert llama.config.experts is not None
+    fewer = dataclasses.replace(
+        llama.config, experts=dataclasses.replace(llama.config.experts, per_token=2)
+    )
+    control = hf_names.replace_weights(
+        abstract_llama(fewer), {p: w.leaf for p, w in hf_names.weights(llama).items()}
+    )
+    assert row_errors(_logits(control, TOKENS), wanted).max() > 1e-2
