@@ -216,6 +216,12 @@ class HfDirectory:
 
         return read
 
+    def is_zero_bias(self, name: str) -> bool:
+        """Return True for a bias of zeros beside a quantized weight. AutoGPTQ writes one for every
+        module, also if the model has no biases."""
+        weight = f"{name.removesuffix('.bias')}.weight"
+        return name.endswith(".bias") and weight in self._weights[1] and not self.read(name).any()
+
     def _quantized(self, name: str) -> QuantizedWeight | None:
         return self._weights[1].get(self.tensors[name].stored_as or name)
 

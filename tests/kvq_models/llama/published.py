@@ -5,11 +5,15 @@ weight that they stand for."""
 from __future__ import annotations
 
 import json
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from kvq_models.llama.quantized.stored_parts import Layout, StoredParts
+from kvq_models.llama.stored_tensor import StoredTensor
 
 Encoded = tuple[dict[str, np.ndarray], np.ndarray]
 GROUP = 32
@@ -50,7 +54,7 @@ def codes_of(
         high = np.abs(part).max(1) if symmetric else part.max(1)
         low = -high if symmetric else part.min(1)
         scales[:, g] = (high - low) / (2**bits - 1)
-        zeros[:, g] = np.clip(np.round(-low / scales[:, g]), 1, 2**bits - 1)
+        zeros[:, g] = np.clip(np.round(-low / scales[:, g]), 0, 2**bits - 1)
         if symmetric:
             zeros[:, g] = 2 ** (bits - 1)
         scaled = np.round(part / scales[:, g, None].astype(np.float32)) + zeros[:, g, None]
@@ -170,3 +174,15 @@ def nf4(weight: np.ndarray, *, nested: bool = False) -> Encoded:
     text = json.dumps(state).encode()
     stored["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(text, np.uint8)
     return stored, (NF4[codes] * absmax[:, None]).reshape(weight.shape)
+
+
+def read(layout: Layout, parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the weight that the library reads from a module's tensors."""
+    names = {np.int32: "I32", np.float16: "F16"}
+    headers = {
+        end: StoredTensor(pathlib.Path(), tensor.shape, names[tensor.dtype.type], end)
+        for end, tensor in parts.items()
+    }
+    stored = StoredParts("module", headers, lambda header: parts[header.stored_as or ""])
+    layout.shape(stored)
+    return layout.dequantized(stored)

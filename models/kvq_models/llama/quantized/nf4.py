@@ -73,13 +73,12 @@ class Nf4(Layout):
         parts.shape(self._state_name, ("U8",), rank=1)
         try:
             state = json.loads(parts.read(self._state_name).tobytes())
-            nested = "nested_blocksize" in state
             sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
-            if nested:
-                float(state["nested_offset"])
+            offset = state.get("nested_offset", None if "nested_blocksize" in state else 0.0)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            sizes = [None]
-        if any(type(size) is not int or size < 1 for size in sizes) or len(state["shape"]) != 2:
+            state, sizes, offset = {}, [], None
+        whole = all(type(size) is int and size > 0 for size in sizes)
+        if len(sizes) != 4 or not whole or not isinstance(offset, float | int):
             raise CheckpointError(
                 f"tensor {parts.module + '.' + self._state_name!r} does not state the weight's"
                 " shape and blocksize"

@@ -87,7 +87,7 @@ def _fp8(fields: Mapping[str, Any]) -> Layout:
 
 def _awq(fields: Mapping[str, Any]) -> Layout:
     _one_of(fields, "bits" if "bits" in fields else "w_bit", (4,))
-    for name in ("version", "format"):
+    for name in ("version", "format", "checkpoint_format"):
         _one_of(fields, name, ("gemm", "GEMM", None))
     _one_of(fields, "zero_point", (True, None))
     if fields.get("backend") == "llm-awq":
@@ -100,7 +100,8 @@ def _gptq(fields: Mapping[str, Any]) -> Layout:
     bits = _one_of(fields, "bits", (2, 4, 8))
     name = "checkpoint_format" if fields.get("checkpoint_format") else "format"
     form = _one_of(fields, name, ("gptq", "gptq_v2", "", None))
-    if any(not str(key).startswith("-:") for key in fields.get("dynamic") or {}):
+    _one_of(fields, "is_marlin_format", (False, None))
+    if any(not key.startswith("-:") for key in _strings(fields, "dynamic")):
         raise _setting(fields, "dynamic", "modules that are left out (keys with -:)")
     act_order = fields.get("desc_act") is True
     size = _group_size(fields, "group_size")
@@ -127,7 +128,7 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
         raise _setting(fields, "config_groups", "an object of groups")
     for group in groups.values():
         if group.get("weights") is not None:
-            targets = tuple(map(str, group.get("targets") or _EVERY_LINEAR))
+            targets = _strings(group, "targets") or _EVERY_LINEAR
             layouts.append((targets, _scheme(fields, group)))
     if not groups and fields.get("format") not in ("dense", None):
         raise _refusal(fields, "config_groups with the weights of its format")
@@ -137,6 +138,8 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> Quantization:
 def _scheme(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Layout:
     """Return the layout of a group of compressed-tensors' modules."""
     weights = group["weights"]
+    if not isinstance(weights, Mapping):
+        raise _setting(group, "weights", "an object")
     layout = group.get("format") or fields.get("format")
     if layout == "pack-quantized":
         _one_of(weights, "type", ("int", None))
@@ -163,8 +166,8 @@ def _scheme(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Layout:
 def _left_out(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the modules that the configuration leaves out, under the names of all dialects."""
     names = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules")
-    stated = [str(module) for name in names for module in fields.get(name) or ()]
-    dynamic = [f"re:{key.removeprefix('-:')}" for key in fields.get("dynamic") or {}]
+    stated = [module for name in names for module in _strings(fields, name)]
+    dynamic = [f"re:{key.removeprefix('-:')}" for key in _strings(fields, "dynamic")]
     for pattern in (*stated, *dynamic):
         if pattern.startswith("re:"):
             try:
@@ -175,6 +178,15 @@ def _left_out(fields: Mapping[str, Any]) -> tuple[str, ...]:
                     f" expression: {error}"
                 ) from error
     return (*stated, *dynamic)
+
+
+def _strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the strings of a list, the keys of an object, or one string alone."""
+    value = fields.get(name) or ()
+    value = (value,) if isinstance(value, str) else value
+    if not isinstance(value, list | tuple | dict) or not all(isinstance(v, str) for v in value):
+        raise _setting(fields, name, "a list of names")
+    return tuple(value)
 
 
 def _names(patterns: tuple[str, ...], module: str) -> bool:

@@ -86,7 +86,7 @@ class StoredParts:
 
 
 class Layout(abc.ABC):
-    """How a weight [out, in] lies in several tensors."""
+    """The tensors in which a weight [out, in] is stored."""
 
     @property
     @abc.abstractmethod
