@@ -33,7 +33,7 @@ from kvq_models.llama.hf_tokenizer import (
 )
 from kvq_models.llama.quantized.quantization_config import quantization_of
 from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
-from kvq_models.llama.quantized.raw_tensor import RAW_DTYPES, read_raw
+from kvq_models.llama.quantized.raw_tensors import RawTensors
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -153,7 +153,7 @@ class HfDirectory:
     @functools.cached_property
     def _weights(self) -> tuple[dict[str, StoredTensor], dict[str, QuantizedWeight]]:
         """Return (headers with one tensor for each weight, the quantized weights by name)."""
-        return gathered(self._headers[0], quantization_of(self.fields), self._read_stored)
+        return gathered(self._headers[0], quantization_of(self.fields), RawTensors())
 
     def _is_tied(self) -> bool:
         """Return True if config.json does not say whether the head is tied, and the files hold no
@@ -200,7 +200,22 @@ class HfDirectory:
         if (weight := self._quantized(name)) is not None:
             return weight.read()
         stored = self._float_tensor(name)
-        return self._read_stored(dataclasses.replace(stored, stored_as=stored.stored_as or name))
+        with _opened(stored.file) as tensors:
+            stored_name = stored.stored_as or name
+            tensor, header, count = (
+                tensors.get_tensor(stored_name),
+                tensors.metadata() or {},
+                len(tensors.keys()),
+            )
+        if SHA256 in header:
+            checksum = self._checksums[stored.file]
+            checksum.add(stored_name, tensor)
+            if len(checksum) == count:
+                try:
+                    checksum.check(repr(str(stored.file)), header, required=True)
+                except ValueError as error:
+                    raise CheckpointError(str(error)) from None
+        return tensor
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that reads only a part of one tensor. Damage of a part is not
@@ -234,25 +249,6 @@ class HfDirectory:
                 f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
             )
         return stored
-
-    def _read_stored(self, stored: StoredTensor) -> np.ndarray:
-        """Return a tensor as its file stores it, under the name that `stored_as` says."""
-        name = stored.stored_as or ""
-        with _opened(stored.file) as tensors:
-            header, count = tensors.metadata() or {}, len(tensors.keys())
-            if stored.dtype in RAW_DTYPES:
-                tensor = read_raw(stored.file, name, stored.dtype, stored.shape)
-            else:
-                tensor = tensors.get_tensor(name)
-        if SHA256 in header:
-            checksum = self._checksums[stored.file]
-            checksum.add(name, tensor)
-            if len(checksum) == count:
-                try:
-                    checksum.check(repr(str(stored.file)), header, required=True)
-                except ValueError as error:
-                    raise CheckpointError(str(error)) from None
-        return tensor
 
     def tokenizer(self) -> Any:
         """Return the directory's tokenizer, or None if it has none."""

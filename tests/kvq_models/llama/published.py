@@ -106,6 +106,7 @@ def packed(
     symmetric: bool = True,
     act_order: bool = False,
     size: int = GROUP,
+    packed_zeros: bool = True,
 ) -> Encoded:
     index = in_order(weight, size)
     if act_order:
@@ -117,7 +118,8 @@ def packed(
         "weight_shape": np.asarray(weight.shape, np.int64),
     }
     if not symmetric:
-        stored["weight_zero_point"] = words(zeros.T, bits).T
+        signed = (zeros - 2 ** (bits - 1)).astype(np.int8)  # as older files store it
+        stored["weight_zero_point"] = words(zeros.T, bits).T if packed_zeros else signed
     if act_order:
         stored["weight_g_idx"] = index.astype(np.int32)
     return stored, weight_of(codes, zeros, stored["weight_scale"], index)

@@ -90,6 +90,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], Encoded]]] = {
     ),
     "int4": (packed_group(), published.packed),
     "int4_zeros": (packed_group(symmetric=False), partial(published.packed, symmetric=False)),
+    "int4_old_zeros": (
+        packed_group(symmetric=False),
+        partial(published.packed, symmetric=False, packed_zeros=False),
+    ),
     "int4_act_order": (
         packed_group(actorder="group"),
         partial(published.packed, act_order=True),
