@@ -44,7 +44,7 @@ class RawTensors:
                     length = int.from_bytes(file.read(8), "little")
                     self._headers[stored.file] = (8 + length, json.loads(file.read(length)))
                 start, header = self._headers[stored.file]
-                file.seek(start + header[stored.stored_as]["data_offsets"][0])
+                file.seek(start + header[stored.stored_as or ""]["data_offsets"][0])
                 return np.fromfile(file, _DTYPES[stored.dtype], count).reshape(stored.shape)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
