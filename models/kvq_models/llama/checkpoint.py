@@ -34,7 +34,7 @@ from kvq_models.llama.gguf_rope import ROPE_FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.sharding import placement_of, weight_shardings
-from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
+from kvq_models.llama.stored_tensor import CheckpointError
 from kvq_models.named_models.names import located
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -115,7 +115,7 @@ def load_weights(
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     abstract = abstract_llama(config, dtype)
-    _check_tensors(hf_names.weights(abstract), checkpoint.tensors, tied=config.tie_word_embeddings)
+    _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
     return _read_weights(abstract, checkpoint, None if mesh is None else placement_of(mesh))
 
 
@@ -202,12 +202,17 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
 
 
 def _check_tensors(
-    expected: Mapping[str, hf_names.Weight], stored: Mapping[str, StoredTensor], *, tied: bool
+    expected: Mapping[str, hf_names.Weight], checkpoint: Checkpoint, *, tied: bool
 ) -> None:
+    stored = checkpoint.tensors
     shapes = {name: weight.hf_shape for weight in expected.values() for name in weight.stored_names}
     accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {ROPE_FACTORS}
     unmatched = [
-        name for name in stored if name not in accounted and not hf_names.IGNORED.fullmatch(name)
+        name
+        for name in stored
+        if name not in accounted
+        and not hf_names.IGNORED.fullmatch(name)
+        and not (isinstance(checkpoint, HfDirectory) and checkpoint.is_zero_bias(name))
     ]
     if unmatched:
         raise CheckpointError(

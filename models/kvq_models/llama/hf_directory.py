@@ -31,6 +31,9 @@ from kvq_models.llama.hf_tokenizer import (
     load_tokenizer,
     named_end,
 )
+from kvq_models.llama.quantized.quantization_config import quantization_of
+from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
+from kvq_models.llama.quantized.raw_tensors import RawTensors
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -100,7 +103,7 @@ class HfDirectory:
         lm_head.weight, and maps the others to it in the metadata. A head without an embedding in a
         tied model is the embedding, as in transformers.
         """
-        stored, shared = self._headers
+        (stored, _), shared = self._weights, self._headers[1]
         if HEAD_NAME in stored and self.config.tie_word_embeddings:
             shared = {EMBED_NAME: HEAD_NAME} | shared
         aliases = {
@@ -147,13 +150,18 @@ class HfDirectory:
             for name, tensor in stored.items()
         }, shared
 
+    @functools.cached_property
+    def _weights(self) -> tuple[dict[str, StoredTensor], dict[str, QuantizedWeight]]:
+        """Return (headers with one tensor for each weight, the quantized weights by name)."""
+        return gathered(self._headers[0], quantization_of(self.fields), RawTensors())
+
     def _is_tied(self) -> bool:
         """Return True if config.json does not say whether the head is tied, and the files hold no
         head: nothing else can be meant."""
         if self.fields.get("tie_word_embeddings") is not None:
             return False
         try:
-            stored, shared = self._headers
+            (stored, _), shared = self._weights, self._headers[1]
         except CheckpointError:  # no weights here: a configuration alone
             return False
         return EMBED_NAME in stored and HEAD_NAME not in {*stored, *shared}
@@ -183,17 +191,15 @@ class HfDirectory:
         raise CheckpointError(f"no *.safetensors in {str(directory)!r}")
 
     def read(self, name: str) -> np.ndarray:
-        """Return a host copy of one tensor. The file is opened for each tensor, because the pages
-        of an open mapping stay in memory.
+        """Return a host copy of one tensor, a quantized weight in float32. The file is opened for
+        each tensor, because the pages of an open mapping stay in memory.
 
         A file with a checksum (`save_llama` writes one) is verified with the last of its tensors.
         Raises CheckpointError if it is damaged.
         """
-        stored = self.tensors[name]
-        if stored.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(
-                f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
-            )
+        if (weight := self._quantized(name)) is not None:
+            return weight.read()
+        stored = self._float_tensor(name)
         with _opened(stored.file) as tensors:
             stored_name = stored.stored_as or name
             tensor, header, count = (
@@ -213,18 +219,36 @@ class HfDirectory:
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that reads only a part of one tensor. Damage of a part is not
-        detected."""
-        stored = self.tensors[name]
-        if stored.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(
-                f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
-            )
+        detected. A quantized weight is read as a whole."""
+        if (weight := self._quantized(name)) is not None:
+            whole = weight.read()
+            return lambda index: whole[index]
+        stored = self._float_tensor(name)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             with _opened(stored.file) as tensors:
                 return tensors.get_slice(stored.stored_as or name)[index]
 
         return read
+
+    def is_zero_bias(self, name: str) -> bool:
+        """Return True for a bias of zeros beside a quantized weight. AutoGPTQ writes one for every
+        module, also if the model has no biases."""
+        weight = f"{name.removesuffix('.bias')}.weight"
+        return name.endswith(".bias") and weight in self._weights[1] and not self.read(name).any()
+
+    def _quantized(self, name: str) -> QuantizedWeight | None:
+        return self._weights[1].get(self.tensors[name].stored_as or name)
+
+    def _float_tensor(self, name: str) -> StoredTensor:
+        """Return the header of a tensor of floats. Raise CheckpointError if it is of another
+        type."""
+        stored = self.tensors[name]
+        if stored.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
+            )
+        return stored
 
     def tokenizer(self) -> Any:
         """Return the directory's tokenizer, or None if it has none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvq_models.llama.quantized.quantization_config import quantization_of
+
 # Fields of relatives of Llama that turn up under its model_type, with the values that change
 # nothing. transformers ignores them, and then computes another model than the one that was trained.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -42,12 +44,7 @@ def refuse_unsupported(hf: Mapping[str, Any], known: Collection[str] = ()) -> No
     that the family is `known` to have are computed."""
     if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
         raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
-    quantization = hf.get("quantization_config") or hf.get("compression_config")
-    if quantization is not None:
-        raise NotImplementedError(
-            f"config field quantization_config has {_method(quantization)}, which is not"
-            " supported; supported: unquantized checkpoints, or a GGUF file of the model"
-        )
+    quantization_of(hf)
     if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise NotImplementedError(
             f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel"
@@ -60,11 +57,3 @@ def refuse_unsupported(hf: Mapping[str, Any], known: Collection[str] = ()) -> No
             raise NotImplementedError(
                 f"config field {name}={str(value)[:40]} is not supported; supported: {allowed}"
             )
-
-
-def _method(quantization: Any) -> str:
-    """Return the fields that name the method of a quantization_config."""
-    names = ("quant_method", "bits", "format", "load_in_4bit", "load_in_8bit")
-    fields = quantization if isinstance(quantization, Mapping) else {}
-    stated = [f"{name}={fields[name]!r}" for name in names if name in fields]
-    return ", ".join(stated) or "no quant_method"

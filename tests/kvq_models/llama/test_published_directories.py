@@ -180,8 +180,8 @@ def test_sampling_settings_that_cannot_be_used_are_named():
     ("field", "message"),
     [
         (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantization_config has quant_method='gptq', bits=4, which is not supported",
+            {"quantization_config": {"quant_method": "hqq", "bits": 4}},
+            "quantization_config has quant_method='hqq', bits='4', which is not supported",
         ),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack"}},

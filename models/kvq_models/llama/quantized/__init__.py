@@ -1,0 +1,2 @@
+"""Checkpoints as they are published quantized: one module per layout of tensors, all dequantized
+when a weight is read."""

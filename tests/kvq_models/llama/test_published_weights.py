@@ -1,0 +1,202 @@
+"""Checkpoints as they are published quantized: each layout loads as the floats that it stands
+for."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvq_models.llama import hf_names
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, save_llama
+from kvq_models.llama.model import forward
+from kvq_models.llama.quantized.gptq import Gptq
+from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
+from tests.kvq_models.llama import published
+from tests.kvq_models.llama.published import Encoded
+from tests.kvq_models.llama.published_cases import (
+    CASES,
+    GPTQ,
+    Q_PROJ,
+    of_q_proj,
+    packed_group,
+    publish,
+)
+from tests.kvq_models.llama.saved_checkpoint import change_tensors, refusal
+
+_logits = jax.jit(forward)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_published_checkpoint_loads_as_the_floats_it_stands_for(
+    case: str, floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    original = load_file(floats / "model.safetensors")
+    wanted = publish(floats, tmp_path, *CASES[case])
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.tensors) == set(wanted)
+    for name, tensor in wanted.items():
+        read = checkpoint.read(name)
+        np.testing.assert_array_equal(read, tensor, err_msg=name)
+        assert checkpoint.tensors[name].shape == tensor.shape
+        half = (slice(8), slice(1, 9))[: tensor.ndim]
+        np.testing.assert_array_equal(checkpoint.parts(name)(half), tensor[half], err_msg=name)
+        if name.endswith("_proj.weight"):  # close to what was encoded, and not the same
+            error = np.linalg.norm(tensor - original[name]) / np.linalg.norm(original[name])
+            assert 1e-3 < error < 0.2, name
+            assert read.dtype == np.float32
+
+
+@pytest.mark.parametrize("case", ["fp8_blocks", "int8_channel", "int4", "awq", "gptq", "nf4"])
+def test_logits_are_those_of_the_dequantized_checkpoint(
+    case: str, floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    wanted = publish(floats, tmp_path, *CASES[case])
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(wanted, plain / "model.safetensors")
+    (plain / "config.json").write_text((floats / "config.json").read_text())
+    tokens = random_tokens((1, 9))
+    got, same, other = (
+        np.asarray(_logits(load_llama(directory, dtype="float32")[0], tokens))
+        for directory in (tmp_path, plain, floats)
+    )
+    np.testing.assert_array_equal(got, same)
+    assert np.abs(got - other).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("case", "end", "change"),
+    [
+        ("gptq", "qzeros", lambda a: a + 1),
+        ("gptq", "qweight", lambda a: a ^ 0xF),
+        ("gptq_act_order", "g_idx", lambda a: a[::-1].copy()),
+        ("awq", "qzeros", lambda a: a ^ 0xF0),
+        ("int4_zeros", "weight_zero_point", lambda a: a ^ 1),
+        ("int8_zeros", "weight_zero_point", lambda a: a + np.int8(1)),
+        ("nf4", "weight", lambda a: (a >> 4) | (a << 4)),
+    ],
+)
+def test_a_changed_part_changes_the_weight(
+    case: str, end: str, change: Any, floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    name = f"{Q_PROJ}.weight"
+    wanted = publish(floats, tmp_path, *CASES[case], of_q_proj(end, change))[name]
+    assert not np.array_equal(open_checkpoint(tmp_path).read(name), wanted)
+
+
+def test_zeros_of_the_other_gptq_format_are_another_weight(
+    floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    quantization, encode = CASES["gptq"]
+    wanted = publish(floats, tmp_path, quantization | {"checkpoint_format": "gptq_v2"}, encode)
+    read = open_checkpoint(tmp_path).read(f"{Q_PROJ}.weight")
+    scales = load_file(tmp_path / "model.safetensors")[f"{Q_PROJ}.scales"].astype(np.float32)
+    shift = np.repeat(scales, published.GROUP, axis=0).T  # zeros are one too small
+    np.testing.assert_allclose(read - wanted[f"{Q_PROJ}.weight"], shift, rtol=1e-4)
+
+
+def test_a_gptq_zero_of_zero_borrows_from_its_neighbour():
+    """A zero of 0 is stored as -1 on the whole word."""
+    weight = np.abs(np.random.default_rng(0).standard_normal((16, 64))).astype(np.float32)
+    weight[::3] *= -1
+    parts, wanted = published.gptq(weight)
+    assert (parts["qzeros"].view(np.uint32) & 0xF == 0xF).any()
+    np.testing.assert_array_equal(published.read(Gptq(4, 32, False, True), parts), wanted)
+
+
+def test_groups_of_modules_have_layouts_of_their_own(floats: pathlib.Path, tmp_path: pathlib.Path):
+    quantization = packed_group()
+    int8 = {"targets": ["re:.*mlp.*"], "format": "int-quantized"}
+    int8["weights"] = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    quantization["config_groups"]["group_1"] = int8
+    quantization["format"] = "pack-quantized"
+    of_mlp = {(96, 64), (64, 96)}
+
+    def encode(weight: np.ndarray) -> Encoded:
+        return CASES["int8_channel" if weight.shape in of_mlp else "int4"][1](weight)
+
+    wanted = publish(floats, tmp_path, quantization, encode)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, tensor in wanted.items():
+        np.testing.assert_array_equal(checkpoint.read(name), tensor, err_msg=name)
+
+
+def test_a_tied_head_may_be_quantized(floats: pathlib.Path, tmp_path: pathlib.Path):
+    """A checkpoint that does not say if its head is tied has one if a quantized head is stored."""
+    wanted = publish(floats, tmp_path, *CASES["gptq"])
+    parts, head = published.gptq(wanted["lm_head.weight"])
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["lm_head.weight"]
+        tensors.update({f"lm_head.{end}": np.ascontiguousarray(a) for end, a in parts.items()})
+
+    change_tensors(tmp_path, change)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert not open_checkpoint(tmp_path).config.tie_word_embeddings
+    np.testing.assert_array_equal(open_checkpoint(tmp_path).read("lm_head.weight"), head)
+
+
+def test_experts_may_be_quantized_and_their_router_not(tmp_path: pathlib.Path):
+    fields = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = tiny_config("qwen3_moe", head_dim=16, norm_topk_prob=True, **fields)
+    original, plain = tmp_path / "original", tmp_path / "plain"
+    save_llama(random_llama(config), original)
+    plain.mkdir()
+    quantization = GPTQ | {"modules_to_not_convert": ["mlp.gate"]}
+    save_file(
+        publish(original, tmp_path, quantization, published.gptq), plain / "model.safetensors"
+    )
+    (plain / "config.json").write_text((original / "config.json").read_text())
+    got, wanted = (
+        hf_names.weights(load_llama(directory, dtype="bfloat16")[0])
+        for directory in (tmp_path, plain)
+    )
+    assert len(got) == len(wanted) > 10
+    for path, weight in wanted.items():
+        np.testing.assert_array_equal(got[path].leaf[...], weight.leaf[...], err_msg=path)
+
+
+def test_biases_of_zeros_beside_quantized_weights_are_ignored(
+    floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    """AutoGPTQ writes one for every module. One that is not zero is part of another model."""
+    name = "model.layers.1.mlp.up_proj.bias"
+    zeros = {name: np.zeros(96, np.float16)}
+    publish(floats, tmp_path, *CASES["gptq"], lambda tensors: tensors.update(zeros))
+    load_llama(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: zeros[name] + 1}))
+    assert f"the files hold tensor '{name}'" in refusal(tmp_path)
+
+
+def test_a_scheme_of_the_cache_alone_quantizes_no_weight(
+    floats: pathlib.Path, tmp_path: pathlib.Path
+):
+    of_cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    wanted = publish(
+        floats, tmp_path, quantization | {"kv_cache_scheme": of_cache}, lambda a: ({"weight": a}, a)
+    )
+    assert "model.layers.0.self_attn.k_scale" not in open_checkpoint(tmp_path).tensors
+    assert set(open_checkpoint(tmp_path).tensors) == set(wanted)
+
+
+def test_fp8_blocks_are_those_of_transformers(floats: pathlib.Path, tmp_path: pathlib.Path):
+    torch = pytest.importorskip("torch", reason="parity with transformers needs torch")
+    from safetensors.torch import load_file as load_torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    publish(floats, tmp_path, *CASES["fp8_blocks_powers"])
+    stored = load_torch(tmp_path / "model.safetensors")
+    codes, scales = (stored[f"{Q_PROJ}.{end}"] for end in ("weight", "weight_scale_inv"))
+    parts: dict[str, Any] = {"weight": codes, "weight_scale_inv": scales.to(torch.float32)}
+    wanted: Any = Fp8Dequantize(None).convert(parts)["weight"]
+    read = open_checkpoint(tmp_path).read(f"{Q_PROJ}.weight")
+    np.testing.assert_array_equal(read, wanted.numpy())
