@@ -34,8 +34,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     with _unfinished(path) as folder:
         content = folder / CONTENT
-        yield content
-        _sync(content)
+        try:
+            yield content
+            _sync(content)
+        except OSError as error:
+            if error.filename == str(content):
+                error.filename = str(path)  # the name that the caller knows
+            raise
         os.replace(content, path)
         _sync(path.parent)
 
