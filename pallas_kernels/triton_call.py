@@ -4,7 +4,7 @@ Kernels here are written in Pallas and compiled by Triton, the route that can lo
 multiply sub-byte codes on Ampere, Ada and Hopper. Triton's parameters are always passed, because
 they also select the route: the default changed between JAX 0.10 and 0.12.
 
-Kernels are traced without 64-bit types, whatever `jax_enable_x64` says: they hold none, and the
+Kernels are traced without 64-bit types, whatever jax_enable_x64 says: they hold none, and the
 Python integers of their loops and divisions would become int64.
 """
 

@@ -3,7 +3,7 @@ is ignored.
 
 Every field of the architecture is read, harmless, neutral at its value, or refused by name. What a
 field is may depend on the architecture: only Granite reads its factors, and only there decides
-`rope.scaling.finetuned` whether there is RoPE at all.
+rope.scaling.finetuned whether there is RoPE at all.
 """
 
 from __future__ import annotations
