@@ -1,8 +1,9 @@
 """Find damage in the memory of a live cache: sums of whatever does not change any more.
 
 A block of the body never changes once it is quantized, a row of a window not until a newer token
-takes its slot, and prompt statistics not after the first prompt. `seal` sums these parts of every
-sequence, and `verify` compares the sums with those of the cache as it is later.
+takes its slot, the number of intact codes not until a trim, and prompt statistics not after the
+first prompt, or once a block is quantized if they widen until then. `seal` sums these parts of
+every sequence, and `verify` compares the sums with those of the cache as it is later.
 
     sum(part) = sum_i word_i * (2654435761 * i | 1)    mod 2^32
 
@@ -104,23 +105,25 @@ def changes(cache: Cache, layer: int, before: Seal, now: Seal) -> list[Damage]:
 
 @dataclasses.dataclass(frozen=True)
 class _Covered:
-    """One array of a layer: its path, its field of LayerState, its description."""
+    """One array of a layer: its path, its field of LayerState, its description. widens: it grows
+    until a block is quantized."""
 
     path: str
     field: str
     spec: ArraySpec
+    widens: bool
 
     @property
     def axes(self) -> tuple[int, int | None]:
-        """Return the axes of sequences and of tokens, None for statistics."""
-        tokens = None if self.field == "stats" else self.spec.axis("tokens")
+        """Return the axes of sequences and of tokens, None if there are no tokens."""
+        tokens = None if self.field in ("stats", "intact") else self.spec.axis("tokens")
         return self.spec.axis("batch"), tokens
 
     def stays(self, regions: Regions, before: int, now: int) -> np.ndarray:
         """Return a mask of the parts that a sequence had at the length `before` and has at
         `now`."""
-        if self.field == "stats":
-            return np.array([before > 0])
+        if self.field in ("stats", "intact"):
+            return np.array([(regions.body(before) if self.widens else before) > 0])
         axis = self.spec["tokens"]
         index = np.arange(axis.size)
         if self.field == "body":
@@ -146,13 +149,16 @@ def _arrays(cache: Cache, layer: int) -> tuple[_Covered, ...]:
 @functools.lru_cache(maxsize=4096)
 def _covered(*described: Any) -> tuple[_Covered, ...]:
     *facts, layer = described
-    state = axes(*facts).layers[layer]
-    paths = jax.tree_util.tree_leaves_with_path(state)
-    arrays = (
-        _Covered(jax.tree_util.keystr(path), path[0].name, spec)
-        for path, spec in paths
-        if math.prod(spec.shape)
-    )
+    described = axes(*facts)
+    codecs = described.plans[layer].codecs
+
+    def covered(path: Any, spec: ArraySpec) -> _Covered:
+        field = path[0].name
+        widens = field == "stats" and codecs[path[1].idx].statistics.widens
+        return _Covered(jax.tree_util.keystr(path), field, spec, widens)
+
+    leaves = jax.tree_util.tree_leaves_with_path(described.layers[layer])
+    arrays = (covered(path, spec) for path, spec in leaves if math.prod(spec.shape))
     return tuple(one for one in arrays if one.field != "body" or one.spec.grows)
 
 
