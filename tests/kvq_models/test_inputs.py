@@ -20,7 +20,7 @@ from kvq_jax.cache.size import parameter_bytes
 from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama
 from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
-from kvq_models.llama.config import MOST_LAYERS
+from kvq_models.llama.layer_kinds import MOST_LAYERS
 from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 

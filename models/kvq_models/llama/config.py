@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
 from kvq_models.llama.experts_config import COUNTS, ExpertsConfig, experts_from_hf, experts_to_hf
 from kvq_models.llama.generation_defaults import GenerationDefaults
-from kvq_models.llama.layer_kinds import sliding_window, unrotated_layers
+from kvq_models.llama.layer_kinds import checked_layers, sliding_window, unrotated_layers
 from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
 from kvq_models.llama.unsupported_fields import refuse_unsupported
-
-MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
-
 
 MULTIPLIERS = (
     "embedding_multiplier",
@@ -146,11 +143,7 @@ class LlamaConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {name}={value!r} must be a positive integer")
-        if self.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(
-                f"config field num_hidden_layers={self.num_hidden_layers} must be at most"
-                f" {MOST_LAYERS}"
-            )
+        checked_layers(self.num_hidden_layers)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"config field num_key_value_heads={self.num_key_value_heads} must divide"

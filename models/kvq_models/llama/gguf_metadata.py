@@ -17,6 +17,7 @@ from kvq_models.llama.end_tokens import end_tokens
 from kvq_models.llama.gguf_families import MODEL_TYPES, family_fields
 from kvq_models.llama.gguf_fields import Fields, check_all_known, number, text, token, whole
 from kvq_models.llama.gguf_rope import ROPE_FACTORS, llama3_rope, rope_of
+from kvq_models.llama.layer_kinds import checked_layers
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 
@@ -55,7 +56,7 @@ def config_of(
     layers, context = "model.layers.0.", whole(fields, f"{architecture}.context_length")
     window, blocks = (
         whole(fields, f"{architecture}.attention.sliding_window", 0),
-        whole(fields, f"{architecture}.block_count"),
+        checked_layers(whole(fields, f"{architecture}.block_count")),
     )
     windowed = 0 < window < context
     config = LlamaConfig(

@@ -8,13 +8,23 @@ from typing import Any
 from kvq_jax.cache.known_attention import SUPPORTED_LAYERS
 from kvq_models.llama.config_fields import check_positive, optional, required
 
+MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
+
+
+def checked_layers(count: int) -> int:
+    """Return a number of layers. Raise ValueError for one beyond `MOST_LAYERS`, before a list of
+    them is made."""
+    if count > MOST_LAYERS:
+        raise ValueError(f"config field num_hidden_layers={count} must be at most {MOST_LAYERS}")
+    return count
+
 
 def unrotated_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the layers whose keys and queries are not rotated. transformers' `no_rope_layers` has
     a 1 for each layer that *is* rotated."""
     if hf["model_type"] != "smollm3":
         return ()
-    layers = required(hf, "num_hidden_layers", int)
+    layers = checked_layers(required(hf, "num_hidden_layers", int))
     rotated = optional(hf, "no_rope_layers", list, None)
     if rotated is None:
         interval = optional(hf, "no_rope_layer_interval", int, 4)
@@ -33,7 +43,7 @@ def sliding_window(
     """Return the sliding window and the layers that have it, or (None, ()) if no layer uses it or
     it spans the model's context."""
     layers, kinds = (
-        required(hf, "num_hidden_layers", int),
+        checked_layers(required(hf, "num_hidden_layers", int)),
         optional(hf, "layer_types", list, None),
     )
     unknown = sorted({str(kind) for kind in kinds or ()} - set(SUPPORTED_LAYERS))

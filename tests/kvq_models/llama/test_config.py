@@ -262,6 +262,12 @@ def test_missing_fields_are_named(name):
         LlamaConfig.from_hf({key: value for key, value in LLAMA.items() if key != name})
 
 
+@pytest.mark.parametrize("family", [MISTRAL | {"sliding_window": 8}, {"model_type": "smollm3"}])
+def test_layers_without_end_are_refused_before_they_are_listed(family: dict):
+    with pytest.raises(ValueError, match=r"num_hidden_layers=1099511627776 must be at most 1024"):
+        LlamaConfig.from_hf(LLAMA | family | {"num_hidden_layers": 2**40})
+
+
 def test_factors_of_granite_that_config_json_leaves_out_are_one():
     """Among them that of the scores, which is 1 / sqrt(head_dim) in every other family."""
     fields = LLAMA | {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}

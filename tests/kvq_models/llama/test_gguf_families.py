@@ -139,6 +139,12 @@ def test_every_fourth_layer_of_smollm3_has_no_rope(tmp_path: pathlib.Path):
         ("mixtral", {"expert_count": 0}, "block_sparse_moe"),
         ("mixtral", {"expert_gating_func": 2}, "llama.expert_gating_func=2"),
         ("mixtral", {"expert_shared_count": 1}, "llama.expert_shared_count=1"),
+        ("smollm3", {"block_count": 2**31}, "num_hidden_layers=2147483648 must be at most 1024"),
+        (
+            "mixtral",
+            {"block_count": 2**31, "attention.sliding_window": 8},
+            "num_hidden_layers=2147483648 must be at most 1024",
+        ),
         ("smollm3", {"logit_scale": 8.0}, "smollm3.logit_scale=8.0"),
     ],
 )
