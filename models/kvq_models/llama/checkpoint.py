@@ -27,7 +27,7 @@ from tqdm import tqdm
 from kvq_jax.files.checksum import write_tensors
 from kvq_jax.files.whole import link_others, replacing_directory
 from kvq_jax.placement.placement import AnyMesh, Placement
-from kvq_models.llama import hf_names
+from kvq_models.llama import generation_defaults, hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.gguf_rope import ROPE_FACTORS
@@ -126,8 +126,8 @@ def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files, which transformers'
-    AutoModelForCausalLM can load.
+    """Write config.json, model.safetensors, the tokenizer's files, and generation_config.json if
+    the model asks for sampling. transformers' AutoModelForCausalLM can load them.
 
     Args:
         llama: the model. Weights keep their dtype. Parameters of cache methods are not part of a
@@ -159,6 +159,9 @@ def save_checkpoint(
     with replacing_directory(directory) as unfinished:
         write_tensors(unfinished / "model.safetensors", tensors, {"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        if generation := generation_defaults.to_hf(llama.config.generation):
+            text = json.dumps(generation, indent=2) + "\n"
+            (unfinished / "generation_config.json").write_text(text)
         write_tokenizer(unfinished)
         if directory.exists():
             link_others(directory, unfinished)
@@ -187,8 +190,9 @@ def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     stored = [checkpoint.tensors.get(name) for name in pair]
     if not config.tie_word_embeddings or None in stored:
         return config
-    if len({tensor.stored_as or name for name, tensor in zip(pair, stored, strict=True)}) == 1:
-        return config  # two names of one tensor
+    names = {tensor.stored_as or name for name, tensor in zip(pair, stored, strict=True) if tensor}
+    if len(names) == 1:  # of one tensor
+        return config
     embed, head = map(checkpoint.read, pair)
     return (
         config

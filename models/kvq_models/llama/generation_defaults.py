@@ -77,6 +77,13 @@ def of_hf(fields: Fields) -> GenerationDefaults:
     return _in_range(fields, _TRANSFORMERS, ignored)
 
 
+def to_hf(defaults: GenerationDefaults) -> dict[str, Any]:
+    """Return the contents of a generation_config.json, or {} for greedy defaults."""
+    if defaults.temperature == 0:
+        return {}
+    return {"do_sample": True} | {name: getattr(defaults, name) for name in _RANGES}
+
+
 def of_gguf(fields: Fields) -> GenerationDefaults:
     """Return the defaults of a GGUF file's fields: general.sampling.temp and its neighbours. What
     is missing changes nothing."""
@@ -94,7 +101,7 @@ def of_gguf(fields: Fields) -> GenerationDefaults:
 def _in_range(
     fields: Fields, defaults: Mapping[str, float], ignored: tuple[str, ...]
 ) -> GenerationDefaults:
-    values = dict(defaults)
+    values: dict[str, Any] = dict(defaults)
     for name, in_range in _RANGES.items():
         value = fields.get(name)
         if value is None:

@@ -133,7 +133,7 @@ def added_tokens(directory: Path) -> dict[str, int]:
         listed = listed if isinstance(listed, list) else []
         entries = [(one.get("id"), one) for one in listed if isinstance(one, Mapping)]
     return {
-        str(entry["content"]): int(number)
+        str(entry["content"]): int(str(number))
         for number, entry in entries
         if isinstance(entry, Mapping) and "content" in entry and str(number).isdecimal()
     }

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvq_models.llama import gguf_fields, gguf_header
-from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
+from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
 from kvq_models.llama.gguf_families import MODEL_TYPES
 from kvq_models.llama.gguf_header import GgufHeader
 from kvq_models.llama.gguf_tokenizer import ALIASES
@@ -178,7 +178,10 @@ def test_sampling_that_the_file_asks_for_is_kept_as_data(llama: Llama, tmp_path:
     path = write_gguf(
         llama, tmp_path / "m.gguf", general={"sampling.temp": 0.6, "sampling.top_k": 20}
     )
-    generation = read_config(path).generation
+    loaded, _ = load_llama(path, dtype="float32")
+    generation = loaded.config.generation
+    save_llama(loaded, tmp_path / "saved")
+    assert read_config(tmp_path / "saved").generation == generation
     assert (round(generation.temperature, 3), generation.top_k, generation.top_p) == (0.6, 20, 1.0)
     assert read_config(write_gguf(llama, path)).generation.temperature == 0
 
@@ -252,15 +255,16 @@ def test_a_damaged_header_ends_in_one_line(change: Any, message: str, write):
 @pytest.mark.parametrize("alignment", [16, 64])
 def test_tensors_lie_where_the_file_says(alignment: int, llama: Llama, tmp_path: pathlib.Path):
     plain = open_checkpoint(write_gguf(llama, tmp_path / "m.gguf"))
-    aligned = open_checkpoint(write_gguf(llama, tmp_path / "a.gguf", alignment=alignment))
+    path = write_gguf(llama, tmp_path / "a.gguf", alignment=alignment)
+    aligned = open_checkpoint(path)
     for name in plain.tensors:
         assert np.array_equal(plain.read(name), aligned.read(name)), name
     stated = b"general.alignment" + struct.pack("<I", 4)
-    zero = aligned.path.read_bytes().replace(
+    zero = path.read_bytes().replace(
         stated + struct.pack("<I", alignment), stated + struct.pack("<I", 0)
     )
-    aligned.path.write_bytes(zero)
-    assert "general.alignment=0" in refused(lambda: open_checkpoint(aligned.path))
+    path.write_bytes(zero)
+    assert "general.alignment=0" in refused(lambda: open_checkpoint(path))
 
 
 def test_a_lora_adapter_is_named(llama: Llama, tmp_path: pathlib.Path):
