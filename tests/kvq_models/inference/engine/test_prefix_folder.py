@@ -101,6 +101,11 @@ def fifo(path: pathlib.Path) -> None:
     os.mkfifo(path)  # reading it waits until somebody writes
 
 
+def take_the_place_of_another(path: pathlib.Path) -> None:
+    before = path.parent.with_name("before") / path.name
+    path.write_bytes(next(others(before)).read_bytes())
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -116,7 +121,7 @@ def fifo(path: pathlib.Path) -> None:
         lambda path: rewrite(path, {}, starts="7"),
         lambda path: rewrite(path, {}, starts="[1]"),
         lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(next(others(path)).read_bytes()),
+        take_the_place_of_another,
     ],
 )
 def test_a_damaged_file_is_not_used(
@@ -125,6 +130,7 @@ def test_a_damaged_file_is_not_used(
     expected, _ = served(llama, folder)
     disk = PrefixFolder(folder, PLENTY)
     engine = engine_of(llama, PrefixStore(0, disk))
+    shutil.copytree(folder, folder.with_name("before"))
     for path in folder.iterdir():
         damage(path)
     with caplog.at_level(logging.WARNING, logger="kvq.prefixes"):
