@@ -149,15 +149,15 @@ def _arrays(cache: Cache, layer: int) -> tuple[_Covered, ...]:
 @functools.lru_cache(maxsize=4096)
 def _covered(*described: Any) -> tuple[_Covered, ...]:
     *facts, layer = described
-    described = axes(*facts)
-    codecs = described.plans[layer].codecs
+    layout = axes(*facts)
+    codecs = layout.plans[layer].codecs
 
     def covered(path: Any, spec: ArraySpec) -> _Covered:
         field = path[0].name
         widens = field == "stats" and codecs[path[1].idx].statistics.widens
         return _Covered(jax.tree_util.keystr(path), field, spec, widens)
 
-    leaves = jax.tree_util.tree_leaves_with_path(described.layers[layer])
+    leaves = jax.tree_util.tree_leaves_with_path(layout.layers[layer])
     arrays = (covered(path, spec) for path, spec in leaves if math.prod(spec.shape))
     return tuple(one for one in arrays if one.field != "body" or one.spec.grows)
 
