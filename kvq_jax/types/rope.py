@@ -61,7 +61,7 @@ def rotate(
         The rotated rows, [B, K, T, H] in the dtype of `rows`.
     """
     # Without the barrier, XLA computes a token's cosines again for each of its heads
-    # (docs/decisions/scales_and_precision.md).
+    # (docs/decisions/angles.md).
     cos_B1Th, sin_B1Th = (
         table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope))
     )
