@@ -241,14 +241,10 @@ class RunsKeys(RunsReader):
         pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
         partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
         capacity = stored[self._words].shape[2]
-        starts = jnp.minimum(
-            TILE * jnp.arange(-(-capacity // TILE), dtype=jnp.int32), capacity - TILE
-        )
-        starts = (
-            self.sink
-            + starts[:, None]
-            + RUN * TOGETHER * jnp.arange(self.parts, dtype=jnp.int32)[None]
-        )
+        counts = -(-capacity // TILE), self.parts
+        tiles, parts = (jnp.arange(count, dtype=jnp.int32) for count in counts)
+        starts = jnp.minimum(TILE * tiles, capacity - TILE)
+        starts = self.sink + starts[:, None] + RUN * TOGETHER * parts[None]
         tables = [
             sign * table
             for positions in (starts.reshape(-1), jnp.full(1, RUN))
