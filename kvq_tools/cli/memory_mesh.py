@@ -146,7 +146,7 @@ def share(
     cache = kvq.axes(spec, config, batch, context, dtype, placement)
     body = placement.shard_nbytes([layer.body for layer in cache.layers])
     windows = placement.shard_nbytes(
-        [(layer.sink, layer.ring, layer.stats) for layer in cache.layers]
+        [(layer.sink, layer.ring, layer.stats, layer.intact) for layer in cache.layers]
     ) + kvq.nbytes(cache.lengths)
     parameters = sum(parameter_bytes(cache))
     working = max((placement.shard_nbytes(one) for one in accumulators(cache)), default=0)
