@@ -98,7 +98,9 @@ def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids)
 def without_statistics(llama, spec, rows, prompt):
     """The same measurement with the statistics of sequences that never had a prompt."""
     jax.clear_caches()
-    with mock.patch.object(update, "_with_statistics", lambda plan, params, state, inputs, prefill: state):
+    with mock.patch.object(
+        update, "_with_statistics", lambda plan, params, state, inputs, prefill: state
+    ):
         found = measure(llama, spec, rows, prompt)
     jax.clear_caches()
     return found
