@@ -1,5 +1,5 @@
-"""A cache that takes statistics from a prompt predicts a text as well after a prompt of one token as
-after one of 64."""
+"""A cache that takes statistics from a prompt predicts a text as well after a prompt of one token
+as after one of 64."""
 
 from __future__ import annotations
 
