@@ -36,6 +36,7 @@ KERNEL_DOORS = {
     "kvq_jax/arrays/polar_array.py": (LAYOUT,),
     "kvq_jax/arrays/slot_array.py": (LAYOUT,),
     "kvq_jax/arrays/sparse_outliers.py": (LAYOUT,),
+    "kvq_jax/arrays/uniform.py": ("pallas_kernels.stored_scales",),
     "kvq_jax/attention/arithmetic.py": (OPTIONS, "pallas_kernels.self_test"),
     "kvq_jax/attention/dispatch.py": (OPTIONS, "cpu_kernels.library"),
     "kvq_jax/attention/fused.py": ("pallas_kernels",),

@@ -33,9 +33,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.quantize.blocks import Source
-from pallas_kernels.quantize.rounding import fold, saturation_limit, stored_scale
+from pallas_kernels.quantize.rounding import fold
 from pallas_kernels.quantize.words import CodeWriter, tokens_of_slot
 from pallas_kernels.quantize.writer import BlockWriter
+from pallas_kernels.stored_scales import saturation_limit, stored_scale
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 
 TURN = 2 * math.pi

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool
 
 from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.stored_scales import saturation_limit, stored_scale
 from pallas_kernels.tiles.arithmetic import multiply_add
 
 Scheme = Literal["asym", "sym", "hybrid"]
@@ -111,27 +111,6 @@ class Job:
         return multiply_add(
             a, *(jnp.broadcast_to(jnp.asarray(n, jnp.float32), a.shape) for n in (b, c)), asm=True
         )
-
-
-def saturation_limit(dtype: DTypeLike) -> float:
-    """Return the magnitude at which entries saturate, so that a group's range fits the stored dtype
-    even after its scale is rounded up.
-    """
-    known = jnp.finfo(dtype)
-    return float(known.max) / 2 * (1 - float(known.eps))
-
-
-def stored_scale(scale: Array, dtype: DTypeLike, steps: int) -> Array:
-    """Round a scale to the dtype in which it is stored, upwards below float16's normal numbers.
-
-    There a step down could cost a large part of a group's range, and a scale of 0 all of it. A
-    range of `steps` scales within half of the least number is 0.
-    """
-    if jnp.dtype(dtype) == jnp.float16:
-        normal, least = 2.0**-14, 2.0**-24
-        small = jnp.where(scale * steps < least / 2, 0.0, jnp.ceil(scale / least) * least)
-        scale = jnp.where(scale < normal, small, scale)
-    return scale.astype(dtype)
 
 
 def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:
