@@ -64,8 +64,6 @@ def model_sampling(config: LlamaConfig) -> Sampling:
     """Return the sampling that the checkpoint's generation_config.json (or GGUF file) asks for, as
     transformers applies it: greedy if it asks for none. Warn of what is not computed."""
     asked = config.generation
-    if asked is None:
-        return GREEDY
     if asked.unapplied:
         warn(f"the model asks for {', '.join(asked.unapplied)}, which kvq does not compute")
     return Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)

@@ -17,8 +17,6 @@ from kvq_models.inference.engine.budget import SLOTS, Budget
 from kvq_models.inference.engine.engine import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
-from kvq_models.inference.sampling import Sampling
-from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import engines, inputs, interruption, mesh, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
@@ -215,7 +213,7 @@ def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socke
         metrics,
         chat_template=template,
         limits=Limits(body=options.max_body),
-        defaults=_defaults(config),
+        defaults=sampling_options.model_sampling(config),
     )
     server = _described(options, name, size, placement, bound)
     app = create_app(
@@ -262,12 +260,6 @@ def _checked_keys(options: argparse.Namespace) -> list[str]:
                 " https://example.com"
             )
     return api_keys
-
-
-def _defaults(config: LlamaConfig) -> Sampling:
-    """Return the sampling that the checkpoint asks for, or greedy, as for other commands."""
-    asked = config.generation
-    return Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
 
 
 def _prefixes(options: argparse.Namespace, *, one_device: bool) -> PrefixStore | None:
