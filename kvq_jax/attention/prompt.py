@@ -3,7 +3,8 @@
     out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
 
 as `streaming.attend` does, but no matrix of scores exists, and a chunk of the body is dequantized
-once for all queries. Every codec is served: the kernel reads vectors.
+once for all queries. The kernel reads vectors, so every codec but those of cross-layer methods is
+served.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsB
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 
-def unserved(plan: LayerPlan, query_heads: int, dtype: DTypeLike) -> str | None:
-    """Return, in one line, why the kernel does not serve this layer, or None if it does."""
-    if plan.cross_layer:
-        return "the body holds differences from the layer below"
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"rows of {jnp.dtype(dtype).name}; the kernel takes {', '.join(DTYPES)}"
-    if plan.head_dim > MOST_CHANNELS or query_heads // plan.heads > MOST_GROUP:
-        return f"head dim {plan.head_dim}, or {query_heads // plan.heads} query heads for a KV head"
-    return None
+def serves(plan: LayerPlan, query_heads: int, dtype: DTypeLike) -> bool:
+    """Return True if the kernel serves this layer. The body of a cross-layer method holds
+    differences from the layer below, of which single layers have no vectors."""
+    return (
+        plan.cross_layer is None
+        and jnp.dtype(dtype).name in DTYPES
+        and plan.head_dim <= MOST_CHANNELS
+        and query_heads // plan.heads <= MOST_GROUP
+    )
 
 
 def attend(
@@ -43,7 +44,7 @@ def attend(
     """Attend as `streaming.attend` does. The arguments are the same, and the queries of a row of
     the batch see the same body: limits[b] is constant. XLA serves what the kernel does not."""
     batch, heads, tokens, head_dim = inputs.q_rot.shape
-    if unserved(plan, heads, windows.ring[0].dtype):
+    if not serves(plan, heads, windows.ring[0].dtype):
         return streaming.attend(plan, params, windows, body, inputs, limits)
     view = streaming.view_of(plan, params, windows, body, inputs, appended=False)
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads * tokens, head_dim)
