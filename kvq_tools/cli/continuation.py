@@ -1,8 +1,8 @@
 """Turn generated tokens into text as they come.
 
 A token may hold part of a character, and some tokenizers drop a space at the start of a text. So
-all tokens so far are decoded, including the prompt, and only text that later tokens cannot change
-is shown.
+the whole text is decoded with its prompt, and a text that grows shows only what later tokens cannot
+change.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvq_tools.cli.console import printable
-
-UNFINISHED = "\ufffd"  # a decoder's output for an incomplete character
+from kvq_tools.growing_text import GrowingText
 
 
 class Continuation:
@@ -22,12 +21,14 @@ class Continuation:
     """
 
     def __init__(self, tokenizer: Any, prompt: list[int], end_ids: tuple[int, ...] = ()):
-        self._tokenizer, self._prompt, self._end_ids, self._shown = tokenizer, prompt, end_ids, 0
+        self._tokenizer, self._prompt, self._end_ids = tokenizer, prompt, end_ids
         self._before = "" if tokenizer is None else self._decode(prompt)
+        self._growing = None if tokenizer is None else GrowingText(tokenizer, prompt)
+        self._pushed = 0  # tokens whose text was shown or waits
 
     def text(self, ids: list[int]) -> str:
         """Return the text of the tokens `ids` after the prompt."""
-        ids = ids[:-1] if ids and ids[-1] in self._end_ids else ids
+        ids = self._without_end(ids)
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         whole = self._decode([*self._prompt, *ids])
@@ -40,10 +41,16 @@ class Continuation:
     def push(self, ids: list[int], *, last: bool = False) -> str:
         """Return the new text that later tokens cannot change. `ids` are all tokens so far. An
         incomplete character waits for its end."""
-        text = self.text(ids)
-        stable = text if last else text.rstrip(UNFINISHED)
-        new, self._shown = stable[self._shown :], max(self._shown, len(stable))
-        return printable(new)
+        ids = self._without_end(ids)
+        tokens, self._pushed = ids[self._pushed :], max(self._pushed, len(ids))
+        if self._growing is None:
+            space = " " if tokens and len(tokens) < len(ids) else ""
+            return space + " ".join(map(str, tokens))
+        new = "".join(map(self._growing.add, tokens))
+        return printable(new + self._growing.rest() if last else new)
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids and ids[-1] in self._end_ids else ids
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from kvq_models.inference.engine.requests import Ended, Event, Likely, PromptRead, Request, Token
-from kvq_tools.serving.text import GrowingText, Stops
+from kvq_tools.growing_text import GrowingText
+from kvq_tools.serving.text import Stops
 
 Finish: TypeAlias = Literal["stop", "length", "failed", "cancelled"]
 

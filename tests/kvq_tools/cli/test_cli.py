@@ -27,7 +27,8 @@ from kvq_tools.cli import (
     text_input,
 )
 from kvq_tools.cli.console import printable
-from kvq_tools.cli.continuation import UNFINISHED, Continuation
+from kvq_tools.cli.continuation import Continuation
+from kvq_tools.growing_text import UNFINISHED
 from tests.kvq_models.checkpoints import PROMPT
 
 CACHE = "kivi:bits=2,recent=8,block=8"

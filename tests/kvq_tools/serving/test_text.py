@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kvq_models import EMBEDDED
 from kvq_models.llama.checkpoint import open_checkpoint
 from kvq_tools.cli.continuation import Continuation
-from kvq_tools.serving.text import GrowingText, Stops
+from kvq_tools.growing_text import GrowingText
+from kvq_tools.serving.text import Stops
 
 TOKENIZER = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
 

@@ -10,8 +10,9 @@ import pytest
 from kvq_models import EMBEDDED
 from kvq_models.inference.engine.requests import Request, Token
 from kvq_models.llama.checkpoint import open_checkpoint
+from kvq_tools.growing_text import GrowingText
 from kvq_tools.serving.answer import Answer, AnswerPiece
-from kvq_tools.serving.text import GrowingText, Stops, token_bytes, token_text
+from kvq_tools.serving.text import Stops, token_bytes, token_text
 
 TOKENIZER = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
 SPECIAL = TOKENIZER.convert_tokens_to_ids(TOKENIZER.all_special_tokens[0])
