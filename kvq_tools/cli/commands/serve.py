@@ -17,7 +17,7 @@ from kvq_models.inference.engine.budget import SLOTS, Budget
 from kvq_models.inference.engine.engine import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
-from kvq_tools.cli import engines, inputs, interruption, mesh, text_input
+from kvq_tools.cli import engines, inputs, interruption, mesh, sampling_options, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
 
