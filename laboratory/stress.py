@@ -36,8 +36,8 @@ leaves the scores alone to 1e-4 is far below the spread of those keys: an outlie
 head of H channels becomes one of 2H: channel c goes to 2c, and the odd channels are new, zero in q,
 v and W_o. With the same base, pair 2i of 2H channels turns as pair i of H did (theta^(-2 (2i) / 2H)
 = theta^(-2i / H)), and the new pairs lie between the old ones, at all frequencies. Scores are
-divided by sqrt(2H) instead of sqrt(H), hence W_q times sqrt(2). One new pair in eight gets the
-constant.
+divided by sqrt(2H) instead of sqrt(H), hence W_q times sqrt(2). Every new pair gets the constant,
+so that some turn within any group of tokens.
 
 What the bias can show follows: it hurts where the old channels share a scale or a norm with the new
 ones (groups over channels, whole tokens), and not where every channel has its own. A real model's
@@ -61,7 +61,6 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.rope import rope_for
 
-BIASED_PAIRS = 8  # one new pair in so many gets the constant
 LARGEST_BIAS = float(np.finfo(np.float32).max)
 FACTORS = (2.0**-126, 2.0**126)  # they and their inverses are normal numbers in float32
 
@@ -254,9 +253,9 @@ def _drawn(rng: np.random.Generator, heads: int, width: int, outliers: Outliers)
 
 
 def _constants(config: LlamaConfig, magnitude: float, seed: int) -> list[np.ndarray]:
-    """Draw [K, 2H] for each layer: both channels of every eighth new pair, with random signs."""
+    """Draw [K, 2H] for each layer: both channels of every new pair, with random signs."""
     rng, width = np.random.default_rng([seed, 2]), config.head_dim
-    pairs = np.arange(1, width, 2 * BIASED_PAIRS)  # new pairs are the odd ones
+    pairs = np.arange(1, width, 2)  # new pairs are the odd ones
     constants = np.zeros(
         (config.num_hidden_layers, config.num_key_value_heads, 2 * width), np.float32
     )

@@ -101,7 +101,11 @@ class BiasSubtracting(Wrapper):
     def facts(self) -> Facts:
         # No code depends on the bias, so none can be spoiled by it.
         return dataclasses.replace(
-            self.inner.facts, form="other", channel_group_bits=None, token_group=None
+            self.inner.facts,
+            form="other",
+            channel_group_bits=None,
+            mantissa_bits=None,
+            token_group=None,
         )
 
     @property

@@ -112,6 +112,8 @@ class Facts:
     code_layout: the layout of packed codes, or None if the body packs none in planes.
     channel_group_bits: bits of codes in groups of the model's own channels, or None. The channels
         of a group share a token's scale, so one with a large constant makes all of them coarse.
+    mantissa_bits: the mantissa bits of codes that are floats without a scale of a token, or None. A
+        constant c in a channel is rounded in steps of up to |c| / 2^mantissa_bits.
     token_group: the group of tokens of a channel or pair that share a range, or None. A constant in
         a pair that RoPE turns within the group widens the range.
     normalizes_channels: rows are divided by a norm of each channel before they are quantized.
@@ -133,6 +135,7 @@ class Facts:
     couples: frozenset[Literal["rows", "heads"]] = frozenset()
     code_layout: PlaneLayout | None = None
     channel_group_bits: int | None = None
+    mantissa_bits: int | None = None
     token_group: TokenGroup | None = None
     normalizes_channels: bool = False
     requantizes: Literal["exact", "drifts"] = "exact"

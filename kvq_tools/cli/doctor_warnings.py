@@ -44,7 +44,9 @@ def known_problems(
     return (
         problems
         + _padding_warnings(cache)
-        + (_bias_warnings(cache, biases) + _turning_warnings(config, cache, biases))
+        + _bias_warnings(cache, biases)
+        + _rounding_warnings(cache, biases)
+        + _turning_warnings(config, cache, biases)
     )
 
 
@@ -83,6 +85,22 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
                 " per-token key groups, which erases smaller channels; add subtract_bias=true, or"
                 f" use per-channel keys before RoPE (k=kivi:pre_rope=true) or skip_layers={layer}"
             )
+    return problems
+
+
+def _rounding_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
+    """Warn of large key biases that are stored as floats: their rounding is as large as they are,
+    while other channels keep their precision."""
+    problems = []
+    for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
+        mantissa, largest = plan.k.facts.mantissa_bits, float(np.abs(bias).max())
+        if mantissa is None or largest < LARGE_BIAS:
+            continue
+        problems.append(
+            f"layer {layer}: k_proj bias up to {largest:.3g} is stored as floats of {mantissa}"
+            f" mantissa bits, in steps of up to {largest / 2**mantissa:.3g}; add subtract_bias=true"
+            f" or skip_layers={layer}"
+        )
     return problems
 
 

@@ -50,6 +50,8 @@ CACHES = {  # what shares a scale among keys, and the cache
     "int4, keys before RoPE": ("a token, all heads", f"int4:pre_rope=true,{WINDOWS}"),
     "int4, groups of 32": ("32 channels of a token", f"int4:group_size=32,{WINDOWS}"),
     "nf4": ("a token, all heads", f"nf4:{WINDOWS}"),
+    "fp8": ("floats, with an exponent each", f"fp8:{WINDOWS}"),
+    "turboquant 4": ("the norm of a token", f"turboquant:bits=4,{WINDOWS}"),
     "innerq 4": ("32 channels of a token, normalized", f"innerq:bits=4,{WINDOWS}"),
     "innerq 2": ("32 channels of a token, normalized", f"innerq:bits=2,{WINDOWS}"),
     "kivi 4": ("32 tokens of a channel", f"kivi:bits=4,{WINDOWS}"),

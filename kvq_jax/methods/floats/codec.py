@@ -93,10 +93,12 @@ class FloatCodec(OneSideCodec):
 
     @property
     def facts(self) -> Facts:
+        element, scales_itself = self.format.element, self.format.scale == "none"
         return dataclasses.replace(
             super().facts,
             code_layout=self.format.layout,
-            channel_group_bits=None if self.format.scale == "none" else self.format.element.bits,
+            channel_group_bits=None if scales_itself else element.bits,
+            mantissa_bits=element.mantissa if scales_itself else None,
             couples=frozenset(["heads"] if self.sequence == "tensor" else []),
         )
 
