@@ -65,7 +65,7 @@ def _table(architecture: str) -> dict[str, str]:
         del names["blk.#.ffn_norm.weight"], names["blk.#.attn_norm.weight"]
         return names | OUTPUT_NORMS
     family = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}.get(architecture)
-    for gguf, (hf, _) in zip(_STACKED, EXPERTS.get(family or "", ()), strict=False):
+    for gguf, (hf, *_) in zip(_STACKED, EXPERTS.get(family or "", ()), strict=False):
         names |= {gguf: hf, gguf.replace("_exps.", ".*."): hf}
     return names
 
