@@ -30,7 +30,7 @@ from kvq_jax.placement.placement import AnyMesh, Placement
 from kvq_models.llama import fused_tensors, generation_defaults, hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
-from kvq_models.llama.gguf_rope import ROPE_FACTORS
+from kvq_models.llama.gguf_rope import FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.sharding import placement_of, weight_shardings
@@ -207,7 +207,7 @@ def _check_tensors(
 ) -> None:
     stored = checkpoint.tensors
     shapes = {name: weight.hf_shape for weight in expected.values() for name in weight.stored_names}
-    accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {ROPE_FACTORS}
+    accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {*FACTORS}
     unmatched = [
         name
         for name in stored

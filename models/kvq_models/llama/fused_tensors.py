@@ -15,7 +15,7 @@ in which the pairs of rotated channels come first. Scores are sums over channels
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import numpy as np
 
@@ -52,35 +52,38 @@ class Slice:
         return (*stored[:axis], length, *stored[axis + 1 :])
 
 
-def slices(config: LlamaConfig, fused: bool = True) -> dict[str, Slice]:
-    """Return the slices of a model by their names, layer by layer.
+def slices(config: LlamaConfig, stored: Container[str] | None = None) -> dict[str, Slice]:
+    """Return the slices of a model by their names.
 
-    fused: False for files that store projections apart (GGUF), and rows in Hugging Face's order.
+    stored: the names of a checkpoint's tensors. Those that it does not have, it stores apart.
     """
-    found = (
+    pieces = (
         piece
         for i in range(config.num_hidden_layers)
-        for piece in _of_layer(config, f"model.layers.{i}.", fused)
+        for piece in _of_layer(config, f"model.layers.{i}.")
     )
-    return {piece.name: piece for piece in found}
+    return {
+        piece.name: piece
+        for piece in pieces
+        if stored is None or piece.stored in stored or f"{piece.stored}.weight" in stored
+    }
 
 
-def _of_layer(config: LlamaConfig, layer: str, fused: bool) -> Iterator[Slice]:
+def _of_layer(config: LlamaConfig, layer: str) -> Iterator[Slice]:
     attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
     width_q = config.num_attention_heads * config.head_dim
     width_kv = config.num_key_value_heads * config.head_dim
     if config.model_type == "phi3":
         at = 0
         for name, width in (("q", width_q), ("k", width_kv), ("v", width_kv)):
-            stored = f"{attention}qkv_proj.weight" if fused else f"{attention}{name}_proj.weight"
-            part = slice(at, at + width) if fused else slice(None)
+            stored, part = f"{attention}qkv_proj.weight", slice(at, at + width)
             order = None if name == "v" else _order(config, width // config.head_dim)
             yield Slice(stored, f"{attention}{name}_proj.weight", 0, part, order)
             at += width
         inner, stored = config.intermediate_size, f"{mlp}gate_up_proj.weight"
         yield Slice(stored, f"{mlp}gate_proj.weight", 0, slice(inner))
         yield Slice(stored, f"{mlp}up_proj.weight", 0, slice(inner, 2 * inner))
-    if config.model_type == "gpt_oss" and fused:
+    if config.model_type == "gpt_oss":
         for end in ("", "_bias"):
             stored = f"{mlp}experts.gate_up_proj{end}"
             yield Slice(stored, f"{mlp}experts.gate_proj{end}", -1, slice(0, None, 2))

@@ -118,7 +118,7 @@ class HfDirectory:
     @functools.cached_property
     def _slices(self) -> dict[str, fused_tensors.Slice]:
         """Return the weights that are slices of the files' tensors, by name."""
-        return fused_tensors.slices(self.config)
+        return fused_tensors.slices(self.config, self._weights[0])
 
     @functools.cached_property
     def _headers(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
