@@ -1,11 +1,11 @@
 """The attention of one layer: everything that the scores and the softmax depend on beside queries,
 keys and values.
 
-    s_t = c tanh(scale q . k_t / c)                                 no soft cap: scale q . k_t
+    s_t = c tanh(scale q . k_t / c)
     out = sum_t exp(s_t) v_t / (exp(sink) + sum_t exp(s_t))         over p - window < t <= p
 
-for a query at position p. Sources: Child et al., Sparse Transformers (windows); Gemma Team, Gemma 2
-(soft cap); Xiao et al., StreamingLLM, and the gpt-oss model card (learned sinks).
+for a query at position p. Without a soft cap, s_t = scale q . k_t. Sources: Child et al., Sparse
+Transformers (windows); Gemma Team, Gemma 2 (soft cap); the gpt-oss model card (learned sinks).
 """
 
 from __future__ import annotations
@@ -53,12 +53,8 @@ class Attention:
             raise ValueError(f"attention sinks={self.sinks!r} must be True or False")
 
     def __str__(self) -> str:
-        default = Attention()
-        fields = (field.name for field in dataclasses.fields(self))
-        shown = [
-            f"{n}={getattr(self, n)}" for n in fields if getattr(self, n) != getattr(default, n)
-        ]
-        return ", ".join(shown) or "plain"
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return ", ".join(f"{name}={value}" for name, value in fields if value) or "plain"
 
     def factor(self, head_dim: int) -> float:
         """Return the scale, whatever it is."""
@@ -86,9 +82,12 @@ class Attention:
         return True if self.window is None else positions > queries - self.window
 
 
+PLAIN = Attention()
+
+
 def of_layer(layers: Sequence[Attention], layer: int) -> Attention:
     """Return the attention of one layer, plain if no layer says what its attention is."""
-    return layers[layer] if layers else Attention()
+    return layers[layer] if layers else PLAIN
 
 
 def to_json(layers: Sequence[Attention]) -> list[dict[str, Any]]:
