@@ -20,12 +20,12 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
-from kvq_jax.layer.attention import Attention
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
 from kvq_models.inference import layer_by_layer
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
-from kvq_models.llama.model import PLAIN, HiddenBTD, Llama
+from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import ropes_for
 
 QUERY_CHUNK = 256  # queries whose scores exist at a time
@@ -73,8 +73,8 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
         shape = [size if i in (0, axis) else 1 for i, size in enumerate(array.shape)]
         return jnp.take_along_axis(array, index.reshape(shape), axis=axis, mode="clip")
 
-    filled = jax.tree.map(fill, dataclasses.replace(inputs, rope=None))
-    return dataclasses.replace(filled, valid=inputs.valid, rope=inputs.rope)
+    filled = jax.tree.map(fill, dataclasses.replace(inputs, rope=None, sinks=None))
+    return dataclasses.replace(filled, valid=inputs.valid, rope=inputs.rope, sinks=inputs.sinks)
 
 
 @functools.partial(jax.jit, static_argnames="attention")

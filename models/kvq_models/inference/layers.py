@@ -50,9 +50,9 @@ def _on_gpu(step: Step) -> bool:
 
 
 def _first_row(inputs: LayerInputs) -> LayerInputs:
-    """Return the inputs of the first row. The rotation has no rows."""
-    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None))
-    return dataclasses.replace(rows, rope=inputs.rope)
+    """Return the inputs of the first row. The rotation and the sinks have no rows."""
+    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None, sinks=None))
+    return dataclasses.replace(rows, rope=inputs.rope, sinks=inputs.sinks)
 
 
 def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:

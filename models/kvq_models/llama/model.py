@@ -39,7 +39,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.layer.attention import Attention, of_layer
+from kvq_jax.layer.attention import PLAIN, Attention, of_layer
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
 from kvq_jax.types.rope import Rope, rotate, without_rotation
@@ -49,7 +49,6 @@ from kvq_models.llama.rope import Ropes, ropes_for
 from kvq_models.llama.whole_heads import of_whole_heads
 
 INITIAL_STDDEV = 0.02
-PLAIN = Attention()
 
 HiddenBTD = Float[Array, "B T D"]
 
@@ -229,6 +228,7 @@ class Layer(nnx.Module):
             valid=valid_BT,
             rope=rope,
             residual=hidden_BTD,
+            sinks=self.sink_logits(),
         )
 
     def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: Float[Array, "#B N T H"]) -> HiddenBTD:
