@@ -33,9 +33,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.types.array_types import PositionsBT, ValidBT
-from kvq_jax.types.rope import Rope
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, layer_forward, merge_heads
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import Ropes, ropes_for
 
 TOPS = (1, 2, 4, 8)  # how many predictions Table B.2 allows
 
@@ -124,7 +123,7 @@ def layer_magnitudes(
     """
     count, length = rows.shape
     positions_BT = jnp.arange(length, dtype=jnp.int32)[None]
-    valid_BT, rope = jnp.ones((1, length), bool), rope_for(llama.config, length)
+    valid_BT, rope = jnp.ones((1, length), bool), ropes_for(llama.config, length)
     hidden = [llama.embed_tokens(jnp.asarray(row[None], jnp.int32)) for row in rows]
     for index, (layer, basis) in enumerate(zip(llama.layers, bases, strict=True)):
         sums = []
@@ -155,7 +154,7 @@ def _layer(
     basis: tuple[Array, Array],
     positions_BT: PositionsBT,
     valid_BT: ValidBT,
-    rope: Rope,
+    rope: Ropes,
 ) -> tuple[HiddenBTD, list[Array]]:
     """Return the layer's output and the sums over tokens of the magnitudes that `Magnitudes`
     names."""

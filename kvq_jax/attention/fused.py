@@ -144,12 +144,20 @@ def _queries(
     vectors = plan.k.facts.form != "other" and plan.v.facts.form == "vectors"
     if _leave_at_once(plan) or not vectors or plan.joint or state.ring[0].dtype.name not in DTYPES:
         return None
-    rotation, positions = None, inputs.positions[:, 0]
+    rotation, positions, q = None, inputs.positions[:, 0], inputs.q_rot
     if plan.k.facts.form == "before_rope":
-        rope = required_rope(inputs.rope)
+        q, rope = _one_factor(q, required_rope(inputs.rope))
         rotation = rope.inverse_frequencies, rope.attention_factor
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
-    return WindowQueries(_by_kv_head(plan, inputs.q_rot), tokens, limits[:, 0], rotation)
+    return WindowQueries(_by_kv_head(plan, q), tokens, limits[:, 0], rotation)
+
+
+def _one_factor(q: Float[Array, "... H"], rope: Rope) -> tuple[Float[Array, "... H"], Rope]:
+    """Return queries and a rotation of keys with one attention factor, as kernels take it. A factor
+    for each pair (partial rotation) is moved to the queries: q . a R k = (a q) . R k."""
+    if not rope.attention_factor.ndim:
+        return q, rope
+    return rope.scaled(q), dataclasses.replace(rope, attention_factor=jnp.ones((), jnp.float32))
 
 
 def _add_body(
@@ -183,6 +191,8 @@ def _body_arguments(
 ) -> BodyArguments:
     """Return the queries, the readers of keys and values with their arrays, and the limits, as
     kernels take them."""
+    if plan.k.facts.form == "before_rope":
+        rows, rope = _one_factor(rows, required_rope(rope))
     keys, values = (
         reader_and_arrays(codec, side_params, arrays, rope, plan.regions)
         for codec, side_params, arrays in zip(plan.codecs, params, body, strict=True)

@@ -47,6 +47,16 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     return PartialAttention(m, a.l * of_a + b.l * of_b, a.o * of_a + b.o * of_b)
 
 
+def with_sinks(part: PartialAttention, sinks: Float[Array, "#B K R 1"]) -> PartialAttention:
+    """Add to each query row a token without a value, whose logit is sinks[b, k, r].
+
+    finish(with_sinks(part, sinks)) = finish(part) * sigmoid(lse - sinks),   lse = m + log l
+    """
+    m = jnp.maximum(part.m, sinks)
+    shrink = jnp.exp(part.m - m)
+    return PartialAttention(m, part.l * shrink + jnp.exp(sinks - m), part.o * shrink)
+
+
 def across(part: PartialAttention, axis: str) -> PartialAttention:
     """Return the attention over the tokens of all shards along a mesh axis, the same on each of
     them. Exact up to rounding.

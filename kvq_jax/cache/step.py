@@ -154,13 +154,15 @@ def append_and_attend(
     x: Float[Array, "B T D"] | None = None,
     residual: Float[Array, "B T D"] | None = None,
     rope: Rope | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[QueryBNTH, Step]:
     """Add the new tokens' keys and values to the next layer's cache and return their attention.
 
         out[b, n, t] = softmax(q[b, n, t] . K / sqrt(H)) V
 
-    over the cached tokens and the new ones up to t. Query head n reads KV head n // (N // K). The
-    attention is exact over the sink, the recent window and the other tokens of a prompt. Over the
+    over the cached tokens and the new ones up to t, with the window, scale, soft cap and sinks of
+    the layer's `Attention`, if it has any. Query head n reads KV head n // (N // K). The attention
+    is exact over the sink, the recent window and the other tokens of a prompt. Over the
     body it is the attention over the dequantized keys and values. Sums are accumulated in fp32.
 
     Args:
@@ -175,6 +177,7 @@ def append_and_attend(
         residual: [B, T, D], the residual stream from which x was normalized, for some forms of
             XQuant-CL.
         rope: the model's rotation, for methods that read q_pre and k_pre, XQuant and subtract_bias.
+        sinks: [N], the learned logits of a layer whose attention has sinks.
 
     Returns:
         (out, step): the attention and the step for the next layer. `out` is [B, N, T, H] in the
@@ -182,11 +185,14 @@ def append_and_attend(
 
     Raises:
         ValueError: in one line, if a shape does not fit the cache, the method needs an array that
-            is missing (the message names it), the step has gone through all layers, or a named
-            implementation cannot run.
+            is missing (the message names it), sinks are missing or the layer has none, the step has
+            gone through all layers, or a named implementation cannot run.
     """
-    _check_shapes(step, q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual)
-    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
+    _check_shapes(
+        step, q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks
+    )
+    positions, valid = step.positions, step.valid
+    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual, sinks)
     return through_layer(step, inputs)
 
 
@@ -195,7 +201,15 @@ def _check_shapes(step: Step, **arrays: Array | None) -> None:
     queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
     rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
     hidden = (batch, tokens, dims.hidden_size)
-    wanted = {"q": queries, "k": rows, "v": rows, "x": hidden, "residual": hidden}
+    heads = (dims.num_attention_heads,)
+    wanted: dict[str, tuple[int, ...]] = {
+        "q": queries,
+        "k": rows,
+        "v": rows,
+        "x": hidden,
+        "residual": hidden,
+        "sinks": heads,
+    }
     for name, array in arrays.items():
         shape = wanted[name.removesuffix("_pre")]
         if array is not None and array.shape != shape:
@@ -222,6 +236,13 @@ def through_layer(
         )
     plan, state = cache.plans[step.layer], cache.layers[step.layer]
     layer_parameters = step.parameters[step.layer]
+    if plan.attention.sinks != (inputs.sinks is not None):
+        have = "has sinks" if plan.attention.sinks else "has no sinks"
+        raise ValueError(
+            f"the attention of layer {step.layer} {have}, and sinks are"
+            f" {'missing' if plan.attention.sinks else 'given'}: pass [N] logits for layers that"
+            " have them"
+        )
     # The choice depends on the device, so it is made here and not inside `_layer_step`, whose trace
     # equal layers share.
     parts = 1 if cache.placement is None else cache.placement.size("heads")

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from kvq_jax.codecs.codec import Codec
 from kvq_jax.codecs.facts import CrossLayer
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, LengthsB, Tree
 from kvq_jax.types.pytree import describe, pytree
@@ -48,14 +49,15 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """Static description of one layer's cache: resolved codecs and region sizes. `heads` is K,
-    `head_dim` is H."""
+    """Static description of one layer: resolved codecs, region sizes and its attention. `heads` is
+    K, `head_dim` is H."""
 
     k: Codec
     v: Codec
     regions: Regions
     heads: int
     head_dim: int
+    attention: Attention = PLAIN
 
     @property
     def joint(self) -> bool:

@@ -4,9 +4,10 @@
     y_{i+H/2} = a * (x_{i+H/2} * cos(p w_i) + x_i * sin(p w_i))
 
 with p the token's position, w the inverse frequencies [H/2] and a the attention factor (1 except
-for yarn). Angles are exact to 2^-24 turn at every position up to 2^24. Sines and products are fp32,
-and the result has the dtype of the rows. Source: Su et al., RoFormer, section 3.4.2, in the pairing
-of Hugging Face's Llama.
+for yarn and longrope), one for all pairs or one for each. A pair that does not rotate has w = 0 and
+a = 1 (partial rotation). Angles are exact to 2^-24 turn at every position up to 2^24. Sines and
+products are fp32, and the result has the dtype of the rows. Source: Su et al., RoFormer, section
+3.4.2, in the pairing of Hugging Face's Llama.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ class Rope:
 
     Attributes:
         inverse_frequencies: [H/2] fp32, in radians per token.
-        attention_factor: [] fp32, which scales the rotated rows.
+        attention_factor: [] or [H/2] fp32, which scales the rotated rows, or each of their pairs.
     """
 
     inverse_frequencies: Float[Array, " half"]
-    attention_factor: Float[Array, ""]
+    attention_factor: Float[Array, "#*half"]
+
+    def scaled(self, rows: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        """Return rows times the attention factor of their channels' pairs."""
+        factor = self.attention_factor
+        return _times(rows, jnp.tile(factor, 2) if factor.ndim else factor)
 
 
 def without_rotation(rope: Rope) -> Rope:
@@ -81,4 +87,9 @@ def cosines_and_sines(
     (pallas_kernels/angles.py).
     """
     cos, sin = cos_and_sin(positions, rope.inverse_frequencies)
-    return cos * rope.attention_factor, sin * rope.attention_factor
+    return _times(cos, rope.attention_factor), _times(sin, rope.attention_factor)
+
+
+def _times(rows: Float[Array, "... C"], factor: Float[Array, "..."]) -> Float[Array, "... C"]:
+    """Return rows times one factor, or one for each entry of the last axis."""
+    return rows * (jnp.expand_dims(factor, range(rows.ndim - 1)) if factor.ndim else factor)

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
         started, size, tokens, lost = time.monotonic(), None, 0, 0
         if pending:
             need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
-            size = engines.size_of(options, config, _capacity(need, config))
+            size = engines.size_of(options, config, inputs.round_up(need, CAPACITY_STEP))
             if need > size.capacity:
                 raise UserError(
                     f"the longest prompt and its new tokens are {need} tokens, and the capacity is"
@@ -296,12 +296,6 @@ def _write(out: BinaryIO, item: PromptLine, ids: list[int], reason: str, text: s
         "new_tokens": len(ids),
     }
     json_lines.append(out, answer)
-
-
-def _capacity(need: int, config: LlamaConfig) -> int:
-    longest = config.sliding_window
-    rounded = inputs.round_up(need, CAPACITY_STEP)
-    return rounded if longest is None else max(need, min(rounded, longest))
 
 
 def _in_words(done: dict[str, Any], cache: str) -> str:

@@ -73,9 +73,8 @@ def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
 def _sliding_window(config: LlamaConfig, hf: dict[str, Any]) -> str:
     if config.sliding_window is not None:
         return (
-            f"{config.sliding_window} in {len(config.windowed_layers)} layers, and not computed:"
-            f" sequences of up to {config.sliding_window} tokens are served, of the"
-            f" {config.max_position_embeddings} positions"
+            f"{config.sliding_window} tokens in {len(config.windowed_layers)} of"
+            f" {config.num_hidden_layers} layers"
         )
     window = hf.get("sliding_window")
     return (

@@ -321,10 +321,8 @@ def output_directory(path: str, *, empty: bool = False) -> Path:
 
 
 def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
-    """Warn if a model gets more tokens than it was trained for. Raises UserError if they exceed its
-    sliding window. `name` says whose tokens these are."""
-    with input_errors():
-        config.check_window(tokens)
+    """Warn if a model gets more tokens than it was trained for. `name` says whose tokens these
+    are."""
     if tokens > config.max_position_embeddings:
         warn(
             f"{name}{tokens} tokens go beyond the {config.max_position_embeddings} positions that"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from typing import Any
 
 import jax
@@ -185,9 +184,7 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
         )
     inputs.warn_beyond(need, config)
     if options.capacity is None:
-        return min(inputs.round_up(need, CAPACITY_STEP), config.sliding_window or sys.maxsize)
-    with input_errors():
-        config.check_window(options.capacity)
+        return inputs.round_up(need, CAPACITY_STEP)
     return options.capacity
 
 

@@ -11,20 +11,22 @@ Neither uses a cache's windows, ageing or attention: a bug in these cannot hide 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
 from kvq_models.inference import layer_by_layer
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 
 QUERY_CHUNK = 256  # queries whose scores exist at a time
 
@@ -41,7 +43,7 @@ def hidden_states(
     index = jnp.arange(length, dtype=jnp.int32)
     positions = jnp.broadcast_to(index[None], (batch, length))
     valid = index[None] < lengths[:, None]
-    rope = rope_for(llama.config, length)
+    rope = ropes_for(llama.config, length)
     parameters = ((),) * len(llama.layers) if fake is None else parameters_for(llama, fake)
     hidden, carry = layer_by_layer.embed(llama, tokens), ()
     for number, (layer, layer_parameters) in enumerate(zip(llama.layers, parameters, strict=True)):
@@ -51,7 +53,10 @@ def hidden_states(
             keys, values, carry = kvq.roundtrip_layer(
                 fake, _last_repeated(inputs, lengths), layer_parameters, number, carry
             )
-        hidden = finish_layer(layer, hidden, causal_attention(inputs.q_rot, keys, values))
+        attended = causal_attention(
+            inputs.q_rot, keys, values, layer.attention, layer.sink_logits()
+        )
+        hidden = finish_layer(layer, hidden, attended)
     return hidden
 
 
@@ -68,37 +73,45 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
         shape = [size if i in (0, axis) else 1 for i, size in enumerate(array.shape)]
         return jnp.take_along_axis(array, index.reshape(shape), axis=axis, mode="clip")
 
-    filled = jax.tree.map(fill, dataclasses.replace(inputs, rope=None))
-    return dataclasses.replace(filled, valid=inputs.valid, rope=inputs.rope)
+    filled = jax.tree.map(fill, dataclasses.replace(inputs, rope=None, sinks=None))
+    return dataclasses.replace(filled, valid=inputs.valid, rope=inputs.rope, sinks=inputs.sinks)
 
 
-@jax.jit
-def causal_attention(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over tokens up to and including the query's, with an fp32
-    softmax, QUERY_CHUNK queries at a time.
+@functools.partial(jax.jit, static_argnames="attention")
+def causal_attention(
+    q: QueryBNTH,
+    k: RowsBKTH,
+    v: RowsBKTH,
+    attention: Attention = PLAIN,
+    sinks: Float[Array, " N"] | None = None,
+) -> QueryBNTH:
+    """Return softmax(q k^T / sqrt(H)) v over the tokens up to and including the query's that
+    `attention` lets it see, with an fp32 softmax, QUERY_CHUNK queries at a time.
 
-    Query head n reads KV head n // G. The result has the dtype of v.
+    Queries are those of the last tokens, if there are fewer than keys. Query head n reads KV head
+    n // G. The result has the dtype of v.
     """
     batch, heads, length, head_dim = q.shape
-    size = min(length, QUERY_CHUNK)
+    size, before = min(length, QUERY_CHUNK), k.shape[2] - length
     chunks = -(-length // size)
     q_BKGTH = q.astype(k.dtype).reshape(batch, k.shape[1], -1, length, head_dim)
     q_BKGTH = jnp.pad(q_BKGTH, ((0, 0), (0, 0), (0, 0), (0, chunks * size - length), (0, 0)))
+    tokens = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
 
     def one(i: Array) -> Array:
         at = i * size
         some = lax.dynamic_slice_in_dim(q_BKGTH, at, size, axis=3)
-        scores = (
-            jnp.einsum("bkgth,bksh->bkgts", some, k, preferred_element_type=jnp.float32)
-            * head_dim**-0.5
+        scores = attention.scaled(
+            jnp.einsum("bkgth,bksh->bkgts", some, k, preferred_element_type=jnp.float32), head_dim
         )
-        seen = (
-            jnp.arange(length, dtype=jnp.int32)[None]
-            <= at + jnp.arange(size, dtype=jnp.int32)[:, None]
-        )
-        weights = jax.nn.softmax(
-            jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1
-        ).astype(v.dtype)
+        now = before + at + jnp.arange(size, dtype=jnp.int32)[:, None]
+        seen = (tokens <= now) & attention.reaches(now, tokens)
+        scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
+        if sinks is not None:
+            logits = sinks.astype(jnp.float32).reshape(k.shape[1], -1, 1, 1)
+            logits = jnp.broadcast_to(logits, (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, logits], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : tokens.size].astype(v.dtype)
         return jnp.einsum("bkgts,bksh->bkgth", weights, v)
 
     out = jnp.moveaxis(

@@ -26,7 +26,7 @@ from kvq_models.inference.layer_by_layer import embed, head
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import causal_attention
 from kvq_tools.evaluation.settings import STEP
@@ -51,7 +51,7 @@ class Sensitivity:
         self.llama, self.prompt, self.step = llama, prompt, step
         self.tokens = jnp.asarray(windows, jnp.int32)
         batch, length = self.tokens.shape
-        self.rope = rope_for(llama.config, length)
+        self.rope = ropes_for(llama.config, length)
         self.positions, self.valid = (
             jnp.arange(length, dtype=jnp.int32)[None].repeat(batch, 0),
             jnp.ones((batch, length), bool),
@@ -65,9 +65,7 @@ class Sensitivity:
             self.hidden.append(hidden)
             inputs = attention_inputs(layer, hidden, self.positions, self.valid, self.rope)
             self.prompts.append((inputs.k_rot[:, :, :prompt], inputs.v[:, :, :prompt]))
-            hidden = finish_layer(
-                layer, hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v)
-            )
+            hidden = finish_layer(layer, hidden, _exact(layer, inputs))
         self.exact = head(llama, hidden[:, prompt:-1])
 
     def kl(self, llama: Llama, spec: CacheSpec, layer: int) -> float:
@@ -81,11 +79,8 @@ class Sensitivity:
         for above in range(layer + 1, len(self.llama.layers)):
             layer_above = self.llama.layers[above]
             inputs = attention_inputs(layer_above, hidden, positions, valid, self.rope)
-            hidden = finish_layer(
-                layer_above,
-                hidden,
-                _after_a_prompt(inputs.q_rot, inputs.k_rot, inputs.v, *self.prompts[above]),
-            )
+            attended = _exact(layer_above, inputs, self.prompts[above])
+            hidden = finish_layer(layer_above, hidden, attended)
         return float(
             _mean_kl(head(self.llama, hidden[:, :-1]), self.exact, self.tokens[:, prompt + 1 :])
         )
@@ -121,30 +116,17 @@ def one_side(spec: CacheSpec, side: str, windows: CacheSpec) -> CacheSpec:
     return dataclasses.replace(windows, **changed)
 
 
-@jax.jit
-def _after_a_prompt(
-    q: QueryBNTH,
-    k: RowsBKTH,
-    v: RowsBKTH,
-    prompt_k: Float[Array, "B K P H"],
-    prompt_v: Float[Array, "B K P H"],
+def _exact(
+    layer: Layer, inputs: LayerInputs, prompt: tuple[RowsBKTH, RowsBKTH] | None = None
 ) -> QueryBNTH:
-    """Return the exact attention of new tokens to a prompt and to each other."""
-    batch, heads, new, head_dim = q.shape
-    keys, values = jnp.concatenate([prompt_k, k], axis=2), jnp.concatenate([prompt_v, v], axis=2)
-    q_BKGTH = q.reshape(batch, k.shape[1], -1, new, head_dim)
-    scores = (
-        jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, keys, preferred_element_type=jnp.float32)
-        * head_dim**-0.5
-    )
-    seen = (
-        jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
-        <= prompt_k.shape[2] + jnp.arange(new, dtype=jnp.int32)[:, None]
-    )
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(
-        values.dtype
-    )
-    return jnp.einsum("bkgts,bksh->bkgth", weights, values).reshape(q.shape)
+    """Return the exact attention of new tokens to the keys and values of a prompt, if there is one,
+    and to each other."""
+    keys, values = inputs.k_rot, inputs.v
+    if prompt is not None:
+        keys, values = (
+            jnp.concatenate(rows, axis=2) for rows in zip(prompt, (keys, values), strict=True)
+        )
+    return causal_attention(inputs.q_rot, keys, values, layer.attention, layer.sink_logits())
 
 
 @jax.jit

@@ -27,7 +27,7 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.types.array_types import LayerInputs, RowsBKTH
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import Llama
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.forward import causal_attention
 from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, PackedMatrix
 
@@ -42,13 +42,16 @@ def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ..
     positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
     valid = jnp.ones_like(positions, bool)
     rope, hidden, collected = (
-        rope_for(llama.config, tokens.size),
+        ropes_for(llama.config, tokens.size),
         llama.embed_tokens(tokens[None]),
         [],
     )
     for layer in llama.layers:
         inputs = layer.attention_inputs(hidden, positions, valid, rope)
-        hidden = layer.finish(hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v))
+        attended = causal_attention(
+            inputs.q_rot, inputs.k_rot, inputs.v, layer.attention, layer.sink_logits()
+        )
+        hidden = layer.finish(hidden, attended)
         collected.append(inputs)
     return tuple(collected)
 

@@ -33,10 +33,9 @@ from jaxtyping import Array, Float, Int
 import kvq_jax as kvq
 from kvq_jax.methods.squat import subspace
 from kvq_jax.types.array_types import PositionsBT, ValidBT
-from kvq_jax.types.rope import Rope
 from kvq_models import Llama, Sampling, generate, load_llama
 from kvq_models.llama.model import HiddenBTD, Layer, causal_attention
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import Ropes, ropes_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 RANKS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
@@ -65,7 +64,7 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerI
     """Return queries, keys and values of one sequence at every layer, from the exact forward
     pass."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    valid, rope = positions >= 0, rope_for(llama.config, len(tokens))
+    valid, rope = positions >= 0, ropes_for(llama.config, len(tokens))
     hidden = llama.embed_tokens(jnp.asarray(tokens, jnp.int32)[None])
     found = []
     for layer in llama.layers:
@@ -76,7 +75,7 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerI
 
 @jax.jit
 def _layer(
-    layer: Layer, hidden: HiddenBTD, positions: PositionsBT, valid: ValidBT, rope: Rope
+    layer: Layer, hidden: HiddenBTD, positions: PositionsBT, valid: ValidBT, rope: Ropes
 ) -> tuple[kvq.LayerInputs, HiddenBTD]:
     """Return what attention sees in a layer, and the layer's output."""
     inputs = layer.attention_inputs(hidden, positions, valid, rope)

@@ -7,6 +7,7 @@ weight is random.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -147,6 +148,63 @@ CASES = {
         "olmo2", {"num_attention_heads": 8, "attention_bias": True}, spelling="rope_type"
     ),
 }
+WINDOW = 8
+ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 13.0],
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.75,
+}
+GEMMA = {"sliding_window": WINDOW, "head_dim": 24, "query_pre_attn_scalar": 40}
+# families and features whose layers have windows of WINDOW tokens, or partial RoPE
+CASES |= {
+    "mistral_window": CheckpointCase("mistral", {"sliding_window": WINDOW}),
+    "qwen2_window": CheckpointCase(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "mixtral_window": CheckpointCase(
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+    "gemma2": CheckpointCase(
+        "gemma2",
+        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+        spelling="rope_type",
+    ),
+    "gemma3": CheckpointCase("gemma3_text", GEMMA | {"sliding_window_pattern": 2}, ROPES),
+    "olmo3": CheckpointCase(
+        "olmo3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {
+            "full_attention": YARN | {"rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "phi3": CheckpointCase("phi3", {"tie_word_embeddings": True}, spelling="type"),
+    "phi3_partial": CheckpointCase(
+        "phi3", {"original_max_position_embeddings": 16, "sliding_window": WINDOW}, LONGROPE
+    ),
+    "gpt_oss": CheckpointCase(
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "head_dim": 32,
+            "swiglu_limit": 1.0,
+        },
+        YARN | {"truncate": False},
+    ),
+}
 
 
 def build_checkpoint(
@@ -157,10 +215,13 @@ def build_checkpoint(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    rope = case.rope if "full_attention" in case.rope else {"rope_theta": 1e4} | case.rope
     config = AutoConfig.for_model(
-        case.model_type, **(SIZES | case.fields), rope_parameters={"rope_theta": 1e4} | case.rope
+        case.model_type, **(SIZES | case.fields), rope_parameters=copy.deepcopy(rope)
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

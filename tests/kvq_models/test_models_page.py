@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
-from kvq_models.llama.config import _FAMILIES
+from kvq_models.llama.families import FAMILIES
 from tests.kvq_models.checkpoints import CASES
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
@@ -13,5 +13,5 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
 def test_the_page_names_every_family_and_each_is_compared_with_transformers():
     named = set(re.findall(r"\(`(\w+)`\)", PAGE.read_text()))
-    assert named == set(_FAMILIES)
-    assert {case.model_type for case in CASES.values()} == set(_FAMILIES)
+    assert named == set(FAMILIES)
+    assert {case.model_type for case in CASES.values()} == set(FAMILIES)

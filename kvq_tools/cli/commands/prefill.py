@@ -79,9 +79,7 @@ def run(options: argparse.Namespace) -> None:
             f"--out {options.out!r} cannot be written:"
             f" {'it is a folder' if out.is_dir() else 'its folder does not exist'}"
         )
-    capacity = options.capacity or min(
-        len(prompt) + ROOM, config.sliding_window or len(prompt) + ROOM
-    )
+    capacity = options.capacity or len(prompt) + ROOM
     if capacity < len(prompt):
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.codecs.codec import Side, side_rows
 from kvq_jax.types.array_types import PositionsBT, RowsBKTH, ValidBT
-from kvq_jax.types.rope import Rope, rotate
+from kvq_jax.types.rope import rotate
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, causal_attention
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import Ropes, ropes_for
 
 LOSS_CHUNK = 256  # tokens whose logits exist at a time
 
@@ -45,7 +45,7 @@ class _Scene(NamedTuple):
 
     positions: PositionsBT
     valid: ValidBT
-    rope: Rope
+    rope: Ropes
 
 
 def perturbed_layer(
@@ -56,7 +56,14 @@ def perturbed_layer(
     inputs = layer.attention_inputs(hidden_BTD, scene.positions, scene.valid, scene.rope)
     k_BKTH, v_BKTH = side_rows(inputs, "k", pre_rope=True), inputs.v
     k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, layer.rope(scene.rope))
-    attention_BNTH = causal_attention(inputs.q_rot, k_rot_BKTH, v_BKTH + dv_BKTH, scene.valid)
+    attention_BNTH = causal_attention(
+        inputs.q_rot,
+        k_rot_BKTH,
+        v_BKTH + dv_BKTH,
+        scene.valid,
+        layer.attention,
+        layer.sink_logits(),
+    )
     return layer.finish(hidden_BTD, attention_BNTH), (k_BKTH, v_BKTH)
 
 
@@ -137,7 +144,7 @@ def record(
     scene = _Scene(
         jnp.arange(length, dtype=jnp.int32)[None],
         jnp.ones((1, length), bool),
-        rope_for(llama.config, length),
+        ropes_for(llama.config, length),
     )
     hidden_BTD = llama.embed_tokens(tokens_BT[:, :-1])
     zeros_BKTH = jnp.zeros(

@@ -35,7 +35,7 @@ from kvq_models.calibration.store import Identity, Store
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights, layer_weights
 from kvq_models.llama.model import Layer, Llama
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 
 
 def calibrate(
@@ -81,7 +81,7 @@ def calibrate(
     )
     windows = text_samples.draw(token_ids, samples, length, seed)
     needed = needs(spec, llama.config)
-    rope = rope_for(llama.config, length)
+    ropes = ropes_for(llama.config, length)
     tensors: dict[str, np.ndarray] = {}
     with Store(Path(work), identity, dims_of(llama.config)) as store:
         for index in progress(range(len(store.losses), samples), "running samples"):
@@ -90,7 +90,7 @@ def calibrate(
         for name in progress(list(needed), "fitting"):
             need = needed[name]
             layer = llama.layers[need.layer]
-            bias, turn = subtracted_bias(need.codec, layer), layer.rope(rope)
+            bias, turn = subtracted_bias(need.codec, layer), layer.rope(ropes)
             tensors |= {
                 f"{name}.{parameter}": array
                 for parameter, array in _fitted(store, need, spec.sink, turn, bias).items()
@@ -176,12 +176,15 @@ def _rows(
         if bias is not None:
             row = row.astype(jnp.float32) - bias[None]
         if rotates:
-            row, gradient = (
-                _rotated(row, rope),
-                _rotated(gradient, rope) / jnp.square(rope.attention_factor),
-            )
+            # R g / a, of rows that `rotate` multiplies by a
+            row, gradient = _rotated(row, rope), _rotated(gradient, _inverted(rope))
         rows[index], gradients[index] = row[sink:].astype(jnp.float32), gradient[sink:]
     return rows.reshape(-1, heads, head_dim), gradients.reshape(-1, heads, head_dim)
+
+
+def _inverted(rope: Rope) -> Rope:
+    """Return the rotation with 1 / a for its attention factor a."""
+    return dataclasses.replace(rope, attention_factor=1 / rope.attention_factor)
 
 
 @jax.jit

@@ -36,7 +36,7 @@ from kvq_models.calibration.progress import Progress
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, layer_forward
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 
 PROJECTIONS = (  # of a layer, by the paths of their leaves
     *(f"{name}_proj.kernel" for name in "qkvo"),
@@ -205,7 +205,7 @@ def _forward(layer: Layer, hidden: HiddenBTD) -> HiddenBTD:
         hidden,
         jnp.arange(length, dtype=jnp.int32)[None],
         jnp.ones((1, length), bool),
-        rope_for(layer.config, length),
+        ropes_for(layer.config, length),
     )
 
 

@@ -22,7 +22,7 @@ from kvq_models.inference.checked_input import check_dims
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 
 embed = jax.jit(Llama.embed_tokens)
 head = jax.jit(Llama.logits)
@@ -55,7 +55,7 @@ def prefill_together(
                 f"a cache holds {int(cache.lengths.max())} tokens; prompts that are shared go into"
                 " empty caches"
             )
-    llama, rope = llamas[0], rope_for(llamas[0].config, caches[0].capacity)
+    llama, rope = llamas[0], ropes_for(llamas[0].config, caches[0].capacity)
     steps = [
         begin(
             cache,
@@ -88,7 +88,7 @@ def decode(
     Returns (the last layer's output [B, T, D], a mask of the stored tokens [B, T], the cache). The
     output at a token that was not stored is unspecified.
     """
-    rope = rope_for(llama.config, cache.capacity)
+    rope = ropes_for(llama.config, cache.capacity)
     step = begin(
         cache, tokens.shape[1], lengths, prefill=False, parameters=parameters_for(llama, cache.spec)
     )

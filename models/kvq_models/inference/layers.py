@@ -15,7 +15,7 @@ from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import Step, finish, through_layer
 from kvq_jax.types.array_types import LayerInputs
 from kvq_models.llama.model import HiddenBTD, Layer, Llama
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 from kvq_models.llama.sharding import embedded
 
 FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
@@ -24,7 +24,7 @@ FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
 def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
     """Run all layers over the tokens of a step."""
     rope, split, placement = (
-        rope_for(llama.config, step.cache.capacity),
+        ropes_for(llama.config, step.cache.capacity),
         residual_split(step.cache),
         step.cache.placement,
     )
@@ -50,9 +50,9 @@ def _on_gpu(step: Step) -> bool:
 
 
 def _first_row(inputs: LayerInputs) -> LayerInputs:
-    """Return the inputs of the first row. The rotation has no rows."""
-    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None))
-    return dataclasses.replace(rows, rope=inputs.rope)
+    """Return the inputs of the first row. The rotation and the sinks have no rows."""
+    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None, sinks=None))
+    return dataclasses.replace(rows, rope=inputs.rope, sinks=inputs.sinks)
 
 
 def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:

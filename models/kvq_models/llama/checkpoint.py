@@ -27,10 +27,10 @@ from tqdm import tqdm
 from kvq_jax.files.checksum import write_tensors
 from kvq_jax.files.whole import link_others, replacing_directory
 from kvq_jax.placement.placement import AnyMesh, Placement
-from kvq_models.llama import generation_defaults, hf_names
+from kvq_models.llama import fused_tensors, generation_defaults, hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
-from kvq_models.llama.gguf_rope import ROPE_FACTORS
+from kvq_models.llama.gguf_rope import FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.sharding import placement_of, weight_shardings
@@ -156,6 +156,7 @@ def save_checkpoint(
         leaf = np.asarray(jnp.swapaxes(weight.leaf, -1, -2) if weight.transpose else weight.leaf)
         parts = leaf if "*" in weight.name else (leaf,)
         tensors |= dict(zip(weight.stored_names, parts, strict=True))
+    tensors = fused_tensors.joined(llama.config, tensors)
     with replacing_directory(directory) as unfinished:
         write_tensors(unfinished / "model.safetensors", tensors, {"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -206,7 +207,7 @@ def _check_tensors(
 ) -> None:
     stored = checkpoint.tensors
     shapes = {name: weight.hf_shape for weight in expected.values() for name in weight.stored_names}
-    accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {ROPE_FACTORS}
+    accounted = shapes.keys() | ({hf_names.HEAD_NAME} if tied else set()) | {*FACTORS}
     unmatched = [
         name
         for name in stored

@@ -1,7 +1,7 @@
 """The model's configuration: one frozen value with Hugging Face's names, read from and written to
 config.json.
 
-`LlamaConfig.from_hf` reads a config.json of the families in `_FAMILIES`, and names the field if
+`LlamaConfig.from_hf` reads a config.json of the families in families.py, and names the field if
 this model would compute it wrongly. `LlamaConfig.to_hf` writes a file that old and new versions of
 transformers can read.
 """
@@ -9,67 +9,35 @@ transformers can read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvq_jax.layer.attention import Attention
 from kvq_models.llama.config_fields import check_positive, optional, required, token_ids
-from kvq_models.llama.experts_config import COUNTS, ExpertsConfig, experts_from_hf, experts_to_hf
-from kvq_models.llama.generation_defaults import GenerationDefaults
-from kvq_models.llama.layer_kinds import checked_layers, sliding_window, unrotated_layers
-from kvq_models.llama.rope_config import RopeConfig, rope_from_hf, rope_to_hf
-from kvq_models.llama.unsupported_fields import refuse_unsupported
-
-MULTIPLIERS = (
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "logits_scaling",
+from kvq_models.llama.experts_config import ExpertsConfig, experts_from_hf, experts_to_hf
+from kvq_models.llama.families import (
+    FAMILIES,
+    MULTIPLIERS,
+    Activation,
+    Family,
+    check_model_type,
+    family_of,
 )
-
-
-class _Family(NamedTuple):
-    """Properties that a model_type implies and config.json does not state."""
-
-    architecture: str
-    qkv_bias: bool | None = None  # None: config.json's attention_bias decides
-    o_bias: bool | None = None
-    mlp_bias: bool | None = None  # None: config.json's mlp_bias decides
-    qk_norm: bool = False
-    joint_qk_norm: bool = False
-    norms_inputs: bool = True
-    norms_outputs: bool = False
-    head_dim: int | None = None  # if config.json has none; None: hidden_size // num_attention_heads
-    sliding_window: int | None = None  # if config.json has none
-    fields: tuple[str, ...] = ()  # of config.json that other families must not have
-
-
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM"),
-    "mistral": _Family("MistralForCausalLM", False, False, False, sliding_window=4096),
-    "qwen2": _Family("Qwen2ForCausalLM", True, False, False, sliding_window=4096),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096
-    ),
-    "qwen3_moe": _Family(
-        "Qwen3MoeForCausalLM",
-        mlp_bias=False,
-        qk_norm=True,
-        head_dim=128,
-        sliding_window=4096,
-        fields=COUNTS,
-    ),
-    "mixtral": _Family("MixtralForCausalLM", False, False, False, fields=COUNTS),
-    "granite": _Family("GraniteForCausalLM", fields=MULTIPLIERS),
-    "smollm3": _Family("SmolLM3ForCausalLM", fields=("no_rope_layers", "no_rope_layer_interval")),
-    "olmo2": _Family(
-        "Olmo2ForCausalLM",
-        mlp_bias=False,
-        qk_norm=True,
-        joint_qk_norm=True,
-        norms_inputs=False,
-        norms_outputs=True,
-    ),
-}
+from kvq_models.llama.generation_defaults import GenerationDefaults
+from kvq_models.llama.layer_kinds import (
+    WINDOWED_THROUGHOUT,
+    checked_layers,
+    sliding_window,
+    unrotated_layers,
+)
+from kvq_models.llama.rope_config import (
+    RopeConfig,
+    check_factors,
+    rope_from_hf,
+    rope_to_hf,
+)
+from kvq_models.llama.unsupported_fields import ACTIVATIONS, refuse_unsupported
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,18 +47,24 @@ class LlamaConfig:
 
     Fields have Hugging Face's names. In addition:
         sliding_window: number of tokens that each token of the `windowed_layers` attends to, itself
-            included, or None if all layers attend to all. The window is not computed: it changes
-            nothing up to so many tokens, and longer sequences are refused (`check_window`).
+            included, or None if all layers attend to all.
         qkv_bias, o_bias, mlp_bias: biases of the projections.
+        activation: of the MLP's gate: silu, or GELU's tanh approximation (Gemma).
         qk_norm: RMSNorm of each head's queries and keys (Qwen3).
         joint_qk_norm: that norm is taken over all heads together (OLMo 2).
         norms_inputs: RMSNorm of what attention and the MLP read.
-        norms_outputs: RMSNorm of what they add to the residual stream (OLMo 2).
+        norms_outputs: RMSNorm of what they add to the residual stream (OLMo 2, Gemma).
+        unit_offset_norms: norms multiply by 1 + weight (Gemma).
         unrotated_layers: the layers without RoPE (SmolLM3).
-        embedding_multiplier, residual_multiplier: factors of the embedding, and of what a layer
-            adds to the residual stream (Granite).
-        attention_multiplier: the factor of the scores, or None for 1 / sqrt(head_dim) (Granite).
+        embedding_multiplier, residual_multiplier: factors of the embedding (Granite, Gemma), and of
+            what a layer adds to the residual stream (Granite).
+        attention_multiplier: the factor of the scores, or None for 1 / sqrt(head_dim) (Granite,
+            Gemma).
         logits_scaling: logits are divided by it (Granite).
+        attention_soft_cap, logits_soft_cap: c tanh(x / c) of scores x and of logits x (Gemma 2).
+        attention_sinks: the softmax of a head has one more logit, which is learned and which no
+            value belongs to (gpt-oss).
+        local_rope: the RoPE of windowed layers, or None if it is that of all (Gemma 3, OLMo 3).
         experts: a mixture of experts in place of every MLP (Mixtral, Qwen3-MoE).
         eos_token_ids: all tokens at which generation stops.
         generation: the sampling that the checkpoint asks for, if the caller does not say.
@@ -116,17 +90,23 @@ class LlamaConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    activation: Activation = "silu"
     qk_norm: bool = False
     joint_qk_norm: bool = False
     norms_inputs: bool = True
     norms_outputs: bool = False
+    unit_offset_norms: bool = False
     unrotated_layers: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    attention_sinks: bool = False
     experts: ExpertsConfig | None = None
     rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -134,11 +114,7 @@ class LlamaConfig:
     dtype: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.model_type not in _FAMILIES:
-            raise NotImplementedError(
-                f"config field model_type={self.model_type!r} is not supported; supported:"
-                f" {', '.join(_FAMILIES)}"
-            )
+        check_model_type(self.model_type)
         for name in _SIZES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -156,30 +132,33 @@ class LlamaConfig:
             )
         if self.rope.rope_type == "dynamic" and self.head_dim == 2:
             raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
+        check_factors(self.rope, self.head_dim)
         check_positive("rms_norm_eps", self.rms_norm_eps)
-        for name in MULTIPLIERS:
+        for name in (*MULTIPLIERS, "attention_soft_cap", "logits_soft_cap"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"config field sliding_window={self.sliding_window} must be positive")
 
-    @property
-    def positions(self) -> int:
-        """Return the length up to which a sequence is computed as in training:
-        max_position_embeddings, or a shorter sliding window."""
-        return min(
-            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
+    @functools.cached_property
+    def attention(self) -> tuple[Attention, ...]:
+        """Return the attention of each layer, or () if all are plain. Queries carry the factor of
+        the scores."""
+        if not (self.windowed_layers or self.attention_soft_cap or self.attention_sinks):
+            return ()
+        return tuple(
+            Attention(
+                window=self.sliding_window if i in self.windowed_layers else None,
+                soft_cap=self.attention_soft_cap,
+                sinks=self.attention_sinks,
+            )
+            for i in range(self.num_hidden_layers)
         )
 
-    def check_window(self, tokens: int) -> None:
-        """Raise ValueError if a sequence of so many tokens exceeds the sliding window, which is not
-        computed."""
-        if self.sliding_window is not None and tokens > self.sliding_window:
-            raise ValueError(
-                f"{tokens} tokens are beyond the sliding window of {self.sliding_window} that"
-                " layers of this model attend to, which is not computed: sequences of up to"
-                f" {self.sliding_window} tokens are served"
-            )
+    @property
+    def positions(self) -> int:
+        """Return the length up to which a sequence is computed as in training."""
+        return self.max_position_embeddings
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
@@ -189,9 +168,10 @@ class LlamaConfig:
         model_type, architecture, RoPE type, activation, quantization or kind of layer that this
         model does not compute.
         """
-        family = _family(hf)
-        refuse_unsupported(hf, family.fields)
-        window, windowed = sliding_window(hf, family.sliding_window)
+        family = family_of(hf)
+        refuse_unsupported(hf, family)
+        window, windowed = sliding_window(hf, family)
+        rope, local_rope = rope_from_hf(hf, family)
         heads = required(hf, "num_attention_heads", int)
         hidden = required(hf, "hidden_size", int)
         attention_bias = optional(hf, "attention_bias", bool, False)
@@ -208,7 +188,7 @@ class LlamaConfig:
             sliding_window=window,
             windowed_layers=windowed,
             rms_norm_eps=required(hf, "rms_norm_eps", float),
-            tie_word_embeddings=optional(hf, "tie_word_embeddings", bool, False),
+            tie_word_embeddings=optional(hf, "tie_word_embeddings", bool, family.tied),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias if family.o_bias is None else family.o_bias,
             mlp_bias=(
@@ -216,18 +196,18 @@ class LlamaConfig:
                 if family.mlp_bias is None
                 else family.mlp_bias
             ),
+            activation=family.activation,
             qk_norm=family.qk_norm,
             joint_qk_norm=family.joint_qk_norm,
             norms_inputs=family.norms_inputs,
             norms_outputs=family.norms_outputs,
+            unit_offset_norms=family.unit_offset_norms,
             unrotated_layers=unrotated_layers(hf),
+            attention_sinks=family.attention_sinks,
             experts=experts_from_hf(hf),
-            **{
-                name: optional(hf, name, float, 1.0)  # the default of GraniteConfig
-                for name in MULTIPLIERS
-                if name in family.fields
-            },
-            rope=rope_from_hf(hf),
+            **_factors(hf, family),
+            rope=rope,
+            local_rope=local_rope,
             bos_token_id=optional(hf, "bos_token_id", int, None),
             eos_token_ids=token_ids(hf, "eos_token_id"),
             pad_token_id=optional(hf, "pad_token_id", int, None),
@@ -241,10 +221,10 @@ class LlamaConfig:
         with biases, a Llama with QK-norm).
         """
         hf = {
-            "architectures": [_FAMILIES[self.model_type].architecture],
+            "architectures": [FAMILIES[self.model_type].architecture],
             "model_type": self.model_type,
             **{name: getattr(self, name) for name in _SIZES},
-            "hidden_act": "silu",
+            _ACTIVATION[self.activation]: ACTIVATIONS[self.activation][0],
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": self.qkv_bias,
@@ -272,15 +252,31 @@ class LlamaConfig:
         return hf
 
     def _family_to_hf(self) -> dict[str, Any]:
-        family = _FAMILIES[self.model_type].fields
-        values = {name: getattr(self, name) for name in MULTIPLIERS if name in family}
+        family = FAMILIES[self.model_type].fields
+        values: dict[str, Any] = {
+            name: getattr(self, name) for name in MULTIPLIERS if name in family
+        }
         if "no_rope_layers" in family:
             layers = range(self.num_hidden_layers)
             values["no_rope_layers"] = [int(i not in self.unrotated_layers) for i in layers]
-        return {name: value for name, value in values.items() if value is not None}
+        values = {name: value for name, value in values.items() if value is not None}
+        if "query_pre_attn_scalar" in family:
+            scale = self.attention_multiplier
+            values |= {
+                "query_pre_attn_scalar": self.head_dim if scale is None else round(scale**-2),
+                "attn_logit_softcapping": self.attention_soft_cap,
+                "final_logit_softcapping": self.logits_soft_cap,
+            }
+        if "rope_local_base_freq" in family and self.local_rope is not None:
+            values["rope_local_base_freq"] = self.local_rope.theta
+        if "partial_rotary_factor" in family:
+            values["partial_rotary_factor"] = self.rope.partial_rotary_factor
+            values["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
+        return values
 
     def _window_to_hf(self) -> dict[str, Any]:
-        if self.sliding_window is None or self.model_type in ("mistral", "mixtral"):
+        stated = FAMILIES[self.model_type].full_layer_step is not None
+        if self.model_type in WINDOWED_THROUGHOUT or (self.sliding_window is None and not stated):
             return {"sliding_window": self.sliding_window}
         kinds = [
             "sliding_attention" if i in self.windowed_layers else "full_attention"
@@ -293,6 +289,8 @@ class LlamaConfig:
         }
 
 
+# config.json's field of an activation, by its name here
+_ACTIVATION = {"silu": "hidden_act", "gelu_tanh": "hidden_activation"}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -309,22 +307,32 @@ def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else ids[0] if ids else None
 
 
-def _family(hf: Mapping[str, Any]) -> _Family:
-    model_type = required(hf, "model_type", str)
-    if model_type not in _FAMILIES:
-        raise NotImplementedError(
-            f"config field model_type={model_type!r} is not supported; supported:"
-            f" {', '.join(_FAMILIES)}"
+def _factors(hf: Mapping[str, Any], family: Family) -> dict[str, float | None]:
+    """Return the family's factors of embedding, scores, logits and residual stream, and its soft
+    caps."""
+    factors: dict[str, float | None] = {
+        name: optional(hf, name, float, 1.0)  # the default of GraniteConfig
+        for name in MULTIPLIERS
+        if name in family.fields
+    }
+    if family.scales_embedding:
+        factors["embedding_multiplier"] = required(hf, "hidden_size", int) ** 0.5
+    if "query_pre_attn_scalar" in family.fields:
+        scalar = optional(hf, "query_pre_attn_scalar", float, 256.0)
+        check_positive("query_pre_attn_scalar", scalar)
+        plain = scalar == optional(hf, "head_dim", int, family.head_dim)
+        caps = (50.0, 30.0) if hf["model_type"] == "gemma2" else (None, None)
+        names = ("attn_logit_softcapping", "final_logit_softcapping")
+        attention, logits = (
+            optional(hf, name, float, None) if name in hf else cap
+            for name, cap in zip(names, caps, strict=True)
         )
-    family = _FAMILIES[model_type]
-    architectures = hf.get("architectures") or [family.architecture]
-    base = family.architecture.replace("ForCausalLM", "Model")  # saved without its head
-    if architectures not in ([family.architecture], [base]):
-        raise NotImplementedError(
-            f"config field {architectures=} is not supported for {model_type=}; supported:"
-            f" {family.architecture}"
-        )
-    return family
+        factors |= {
+            "attention_multiplier": None if plain else scalar**-0.5,
+            "attention_soft_cap": attention,
+            "logits_soft_cap": logits,
+        }
+    return factors
 
 
 def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
@@ -335,7 +343,7 @@ def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
     return required(hf, "num_key_value_heads", int)
 
 
-def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -> int:
+def _head_dim(hf: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
     explicit = optional(hf, "head_dim", int, family.head_dim)
     if explicit is not None:
         return explicit

@@ -1,8 +1,11 @@
-"""A mixture of experts in place of the MLP (Mixtral, Qwen3-MoE).
+"""A mixture of experts in place of the MLP (Mixtral, Qwen3-MoE, gpt-oss).
 
     p    = softmax(y Wr), fp32
     w    = the largest `per_token` entries of p, divided by their sum if `normalized`
     out  = sum_e w_e (silu(y Wg_e) * (y Wu_e)) Wd_e
+
+With `swiglu_limit` c and `swiglu_alpha` a (gpt-oss), each product has a bias, and the inner
+activation of gate g and u is (clip(u, -c, c) + 1) * g' sigmoid(a g'), g' = min(g, c).
 
 Many tokens are sorted by expert, so that each expert's tokens are one product with its weights
 (`jax.lax.ragged_dot`). Few tokens take their experts' weights instead: a step reads the chosen
@@ -25,7 +28,8 @@ INITIAL_STDDEV = 0.02
 
 
 class Experts(nnx.Module):
-    """The router [D, E] and the experts' projections, gate and up [E, D, I], down [E, I, D]."""
+    """The router [D, E] and the experts' projections, gate and up [E, D, I], down [E, I, D], each
+    with a bias [E, ...] or None."""
 
     def __init__(self, config: ExpertsConfig, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         def random(*shape: int) -> nnx.Param:
@@ -37,6 +41,10 @@ class Experts(nnx.Module):
         self.gate = random(count, width, inner)
         self.up = random(count, width, inner)
         self.down = random(count, inner, width)
+        biases = {"router": (count,), "gate": (count, inner), "up": (count, inner)}
+        for name, shape in (biases | {"down": (count, width)}).items():
+            bias = nnx.Param(jnp.zeros(shape, dtype)) if config.biased else None
+            setattr(self, f"{name}_bias", bias)
 
     def __call__(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         rows = y_BTD.reshape(-1, y_BTD.shape[-1])
@@ -48,7 +56,10 @@ class Experts(nnx.Module):
 
     def _route(self, rows: Float[Array, "n D"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
         """Return the experts of each token and their weights."""
-        logits = (rows @ self.router[...]).astype(jnp.float32)
+        logits = rows @ self.router[...]
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...][None]
+        logits = logits.astype(jnp.float32)
         weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), self.config.per_token)
         if self.config.normalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -58,8 +69,9 @@ class Experts(nnx.Module):
         self, rows: Float[Array, "n D"], chosen: Int[Array, "n k"]
     ) -> Float[Array, "n k D"]:
         gate, up, down = (kernel[...][chosen] for kernel in (self.gate, self.up, self.down))
-        inner = jax.nn.silu(jnp.einsum("nd,nkdi->nki", rows, gate))
-        return jnp.einsum("nki,nkid->nkd", inner * jnp.einsum("nd,nkdi->nki", rows, up), down)
+        products = (jnp.einsum("nd,nkdi->nki", rows, kernel) for kernel in (gate, up))
+        inner = self._inner(*products, chosen)
+        return self._biased(jnp.einsum("nki,nkid->nkd", inner, down), self.down_bias, chosen)
 
     def _by_expert(
         self, rows: Float[Array, "n D"], chosen: Int[Array, "n k"]
@@ -67,8 +79,32 @@ class Experts(nnx.Module):
         flat = chosen.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         counts = jnp.bincount(flat, length=self.config.count).astype(jnp.int32)
-        sorted_rows = rows[order // self.config.per_token]
-        inner = jax.nn.silu(lax.ragged_dot(sorted_rows, self.gate[...], counts))
-        inner = inner * lax.ragged_dot(sorted_rows, self.up[...], counts)
+        sorted_rows, expert = rows[order // self.config.per_token], flat[order]
+        products = (lax.ragged_dot(sorted_rows, k[...], counts) for k in (self.gate, self.up))
+        inner = self._inner(*products, expert)
         computed = lax.ragged_dot(inner, self.down[...], counts)
+        computed = self._biased(computed, self.down_bias, expert)
         return computed[jnp.argsort(order)].reshape(*chosen.shape, rows.shape[1])
+
+    def _inner(
+        self,
+        gate: Float[Array, "*tokens I"],
+        up: Float[Array, "*tokens I"],
+        expert: Int[Array, "*tokens"],
+    ) -> Float[Array, "*tokens I"]:
+        """Return the inner activation of tokens at their experts."""
+        gate, up = (
+            self._biased(gate, self.gate_bias, expert),
+            self._biased(up, self.up_bias, expert),
+        )
+        limit = self.config.swiglu_limit
+        if limit is None:
+            return jax.nn.silu(gate) * up
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.config.swiglu_alpha * gate)
+
+    @staticmethod
+    def _biased(
+        rows: Float[Array, "*tokens E"], bias: nnx.Param | None, expert: Int[Array, "*tokens"]
+    ) -> Float[Array, "*tokens E"]:
+        return rows if bias is None else rows + bias[...][expert]

@@ -10,7 +10,11 @@ from kvq_models.llama.config_fields import check_positive, optional, required
 
 # config.json's name of the number of experts, by model_type. transformers writes both families
 # under the first name, published files have these.
-NAMES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+NAMES = {
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+    "gpt_oss": "num_local_experts",
+}
 COUNTS = ("num_local_experts", "num_experts")
 MOST_EXPERTS = 1024  # twice llama.cpp's; weights are checked expert by expert
 
@@ -23,16 +27,25 @@ class ExpertsConfig:
     per_token: how many of them compute each token.
     intermediate_size: of each expert.
     normalized: the weights of a token's experts are divided by their sum.
+    biased: the router and the experts' projections have biases (gpt-oss).
+    swiglu_limit, swiglu_alpha: the inner activation is (u + 1) g sigmoid(alpha g), with the gate g
+        at most the limit, and u within it (gpt-oss). None: silu(g) u.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     normalized: bool = True
+    biased: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "intermediate_size"):
             check_positive(f"experts.{name}", getattr(self, name))
+        for name in ("swiglu_limit", "swiglu_alpha"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.count > MOST_EXPERTS:
             raise ValueError(
                 f"config field experts.count={self.count} must be at most {MOST_EXPERTS}"
@@ -52,7 +65,14 @@ def experts_from_hf(hf: Mapping[str, Any]) -> ExpertsConfig | None:
     model_type = hf["model_type"]
     if model_type not in NAMES:
         return None
-    if model_type == "mixtral":
+    activation: dict[str, Any] = {}
+    if model_type == "gpt_oss":
+        activation = {
+            "biased": True,
+            "swiglu_limit": optional(hf, "swiglu_limit", float, 7.0),
+            "swiglu_alpha": optional(hf, "swiglu_alpha", float, 1.702),
+        }
+    if model_type in ("mixtral", "gpt_oss"):
         size, normalized = required(hf, "intermediate_size", int), True
     else:
         size = required(hf, "moe_intermediate_size", int)
@@ -72,7 +92,7 @@ def experts_from_hf(hf: Mapping[str, Any]) -> ExpertsConfig | None:
         named = " and ".join(f"{name}={hf.get(name)}" for name in COUNTS)
         raise ValueError(f"config fields {named}: one number of experts is needed")
     per_token = required(hf, "num_experts_per_tok", int)
-    return ExpertsConfig(counts.pop(), per_token, size, normalized)
+    return ExpertsConfig(counts.pop(), per_token, size, normalized, **activation)
 
 
 def experts_to_hf(experts: ExpertsConfig | None, model_type: str) -> dict[str, Any]:
@@ -82,6 +102,8 @@ def experts_to_hf(experts: ExpertsConfig | None, model_type: str) -> dict[str, A
     fields: dict[str, Any] = {"num_experts_per_tok": experts.per_token}
     if model_type in NAMES:
         fields[NAMES[model_type]] = experts.count
+    if experts.biased:
+        fields |= {"swiglu_limit": experts.swiglu_limit, "swiglu_alpha": experts.swiglu_alpha}
     if model_type == "qwen3_moe":
         fields |= {
             "moe_intermediate_size": experts.intermediate_size,

@@ -43,10 +43,17 @@ READ = frozenset(
 )
 
 # Read by gguf_families.py.
+_PATTERN = ("attention.sliding_window_pattern", "rope.freq_base_swa")
 READ_BY = {
     "llama": frozenset({"expert_count", "expert_used_count"}),
     "qwen3moe": frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
     "granite": frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+    "olmo2": frozenset({"attention.sliding_window_pattern"}),
+    "gemma2": frozenset({"attn_logit_softcapping", "final_logit_softcapping", *_PATTERN}),
+    "gemma3": frozenset({"attn_logit_softcapping", "final_logit_softcapping", *_PATTERN}),
+    "gpt-oss": frozenset(
+        {"expert_count", "expert_used_count", "expert_feed_forward_length", *_PATTERN}
+    ),
 }
 
 # These change nothing here: notes on how the file was made, or on uses other than logits.
@@ -93,8 +100,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 NEUTRAL_BY: dict[str, dict[str, tuple[Any, ...]]] = {
     "granite": {"rope.scaling.finetuned": (True,)},
-    # OLMo 3's: its windowed layers have a RoPE of their own
-    "olmo2": {"attention.sliding_window": (0,)},
 }
 
 

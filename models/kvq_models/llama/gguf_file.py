@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from kvq_models.llama import gguf_metadata, gguf_names, gguf_tokenizer
+from kvq_models.llama import fused_tensors, gguf_metadata, gguf_names, gguf_tokenizer
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, dequantized
-from kvq_models.llama.gguf_rope import ROPE_FACTORS
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 
@@ -55,7 +54,7 @@ class GgufFile:
     @functools.cached_property
     def config(self) -> LlamaConfig:
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        return gguf_metadata.config_of(self.fields, shapes, lambda: self._dequantized(ROPE_FACTORS))
+        return gguf_metadata.config_of(self.fields, shapes, self._dequantized)
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -64,16 +63,23 @@ class GgufFile:
         from gguf import GGMLQuantizationType  # imported late: only GGUF files need it
 
         with self._errors("holds a tensor that cannot be read"):
-            return {
-                name: StoredTensor(t.file, t.shape, GGMLQuantizationType(t.kind).name)
+            headers = {
+                name: StoredTensor(t.file, _hf_shape(name, t), GGMLQuantizationType(t.kind).name)
                 for name, t in self._tensors.items()
             }
+        return fused_tensors.apart(headers, self._slices)
+
+    @functools.cached_property
+    def _slices(self) -> dict[str, fused_tensors.Slice]:
+        """Return the weights that are slices of the file's tensors, by name."""
+        return fused_tensors.slices(self.config, self._tensors)
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor by its Hugging Face name, in Hugging Face's orientation and order of
         rows, in float32."""
-        tensor, heads = self._dequantized(name), gguf_names.has_swapped_rows(self.config, name)
-        return gguf_names.unswapped(tensor, heads) if heads else tensor
+        if (piece := self._slices.get(name)) is not None:
+            return piece.of(self._dequantized(piece.stored))
+        return gguf_names.in_hf_form(self.config, name, self._dequantized(name))
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that returns parts of one tensor, which is read and dequantized as a
@@ -116,6 +122,11 @@ class GgufFile:
             raise
         except Exception as error:
             raise CheckpointError(f"{str(self.path)!r} {task}: {first_line(error)}") from error
+
+
+def _hf_shape(name: str, tensor: GgufTensor) -> tuple[int, ...]:
+    shape = tensor.shape
+    return (shape[0], *shape[:0:-1]) if gguf_names.is_transposed(name) else shape
 
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)

@@ -14,21 +14,21 @@ import numpy as np
 from kvq_models.llama import generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.end_tokens import end_tokens
-from kvq_models.llama.gguf_families import MODEL_TYPES, family_fields
+from kvq_models.llama.gguf_families import MODEL_TYPES, family_fields, windows
 from kvq_models.llama.gguf_fields import Fields, check_all_known, number, text, token, whole
-from kvq_models.llama.gguf_rope import ROPE_FACTORS, llama3_rope, rope_of
+from kvq_models.llama.gguf_rope import ROPE_FACTORS, llama3_rope, ropes_of
 from kvq_models.llama.layer_kinds import checked_layers
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 
 
 def config_of(
-    fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factors: Callable[[], np.ndarray]
+    fields: Fields, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
 ) -> LlamaConfig:
     """Return the model's configuration, from the file's metadata.
 
-    shapes: of the tensors, by Hugging Face name. rope_factors: reads the tensor of frequency
-    factors, if there is one. Raises ValueError for a missing or malformed field, and
+    shapes: of the tensors, by Hugging Face name. read: reads a tensor of frequency factors, if
+    there is one. Raises ValueError for a missing or malformed field, and
     NotImplementedError for a feature that this model does not compute. Both name the field.
     """
     architecture = text(fields, "general.architecture")
@@ -47,20 +47,19 @@ def config_of(
         )
     head_dim = whole(fields, f"{architecture}.attention.key_length", hidden // heads)
     check_all_known(fields, architecture, head_dim)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    partial = architecture == "phi3"
+    for key in ("attention.value_length", "rope.dimension_count")[: 1 if partial else 2]:
         if (other := whole(fields, f"{architecture}.{key}", head_dim)) != head_dim:
             raise NotImplementedError(
                 f"GGUF field {architecture}.{key}={other} is not supported; supported: the head dim"
                 f" {head_dim}"
             )
     layers, context = "model.layers.0.", whole(fields, f"{architecture}.context_length")
-    window, blocks = (
-        whole(fields, f"{architecture}.attention.sliding_window", 0),
-        checked_layers(whole(fields, f"{architecture}.block_count")),
-    )
-    windowed = 0 < window < context
+    blocks = checked_layers(whole(fields, f"{architecture}.block_count"))
+    window, windowed = windows(fields, architecture, blocks, context)
+    rope, local_rope = ropes_of(fields, architecture, head_dim, shapes, read)
     config = LlamaConfig(
-        **family_fields(fields, architecture, head_dim),
+        **family_fields(fields, architecture, head_dim, hidden // heads),
         vocab_size=shapes.get(
             "model.embed_tokens.weight", (whole(fields, f"{architecture}.vocab_size", 0),)
         )[0],
@@ -71,14 +70,15 @@ def config_of(
         num_key_value_heads=whole(fields, f"{architecture}.attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position_embeddings=context,
-        sliding_window=window if windowed else None,
-        windowed_layers=tuple(range(blocks)) if windowed else (),
+        sliding_window=window,
+        windowed_layers=windowed,
         rms_norm_eps=number(fields, f"{architecture}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="lm_head.weight" not in shapes,
         qkv_bias=f"{layers}self_attn.q_proj.bias" in shapes,
         o_bias=f"{layers}self_attn.o_proj.bias" in shapes,
         mlp_bias=f"{layers}mlp.gate_proj.bias" in shapes,
-        rope=rope_of(fields, architecture),
+        rope=rope,
+        local_rope=local_rope if windowed else None,
         bos_token_id=token(fields, "bos"),
         eos_token_ids=end_tokens(
             (token(fields, name) for name in ("eos", "eot", "eom")), _control_tokens(fields)
@@ -86,7 +86,7 @@ def config_of(
         pad_token_id=token(fields, "padding"),
         generation=generation_defaults.of_gguf(fields),
     )
-    factors = rope_factors() if ROPE_FACTORS in shapes else None
+    factors = read(ROPE_FACTORS) if ROPE_FACTORS in shapes else None
     return (
         config
         if factors is None
@@ -95,8 +95,8 @@ def config_of(
 
 
 def _control_tokens(fields: Fields) -> dict[str, int]:
-    """Return the ids of the vocabulary's control tokens and of those that its user defined. A
-    broken vocabulary has none, which the tokenizer will name."""
+    """Return the ids of the vocabulary's control tokens and of those that its user defined, except
+    Gemma's </s>, which is HTML. A broken vocabulary has none, which the tokenizer will name."""
     tokens = fields.get("tokenizer.ggml.tokens")
     kinds = fields.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list) or not isinstance(kinds, list):
@@ -104,5 +104,5 @@ def _control_tokens(fields: Fields) -> dict[str, int]:
     return {
         one: i
         for i, (one, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind in (CONTROL, USER_DEFINED)
+        if kind == CONTROL or (kind == USER_DEFINED and one != "</s>")
     }

@@ -49,6 +49,29 @@ OUTPUT_NORMS = {
     "blk.#.post_attention_norm.weight": "model.layers.#.post_attention_layernorm.weight",
     "blk.#.post_ffw_norm.weight": "model.layers.#.post_feedforward_layernorm.weight",
 }
+# Names that an architecture uses for other tensors than Llama's, or not at all (None).
+_CHANGED: dict[str, dict[str, str | None]] = {
+    "olmo2": {"blk.#.attn_norm.weight": None, "blk.#.ffn_norm.weight": None} | OUTPUT_NORMS,
+    "gemma2": OUTPUT_NORMS
+    | {"blk.#.ffn_norm.weight": "model.layers.#.pre_feedforward_layernorm.weight"},
+    "phi3": {
+        "blk.#.attn_qkv.weight": "model.layers.#.self_attn.qkv_proj.weight",
+        "blk.#.ffn_up.weight": "model.layers.#.mlp.gate_up_proj.weight",
+    },
+    "gpt-oss": {
+        "blk.#.ffn_norm.weight": None,
+        "blk.#.post_attention_norm.weight": "model.layers.#.post_attention_layernorm.weight",
+        "blk.#.attn_sinks.weight": "model.layers.#.self_attn.sinks",
+        "blk.#.ffn_gate_inp.weight": "model.layers.#.mlp.router.weight",
+        "blk.#.ffn_gate_inp.bias": "model.layers.#.mlp.router.bias",
+    }
+    | {
+        f"blk.#.ffn_{name}_exps.{kind}": f"model.layers.#.mlp.experts.{name}_proj{end}"
+        for name in ("gate", "up", "down")
+        for kind, end in (("weight", ""), ("bias", "_bias"))
+    },
+}
+_CHANGED["gemma3"] = _CHANGED["gemma2"]
 # In the order of hf_names.EXPERTS.
 _STACKED = tuple(
     f"blk.#.ffn_{name}.weight" for name in ("gate_inp", "gate_exps", "up_exps", "down_exps")
@@ -60,12 +83,10 @@ _SWAPPED = ("llama", "mixtral", "granite", "smollm3")  # model types; the others
 def _table(architecture: str) -> dict[str, str]:
     """Return the Hugging Face names of an architecture's tensors. Files of before April 2024 hold
     each expert as a tensor of its own."""
-    names = {gguf: hf for hf, gguf in TENSORS}
-    if architecture == "olmo2":
-        del names["blk.#.ffn_norm.weight"], names["blk.#.attn_norm.weight"]
-        return names | OUTPUT_NORMS
+    changed = {gguf: hf for hf, gguf in TENSORS} | _CHANGED.get(architecture, {})
+    names = {gguf: hf for gguf, hf in changed.items() if hf is not None}
     family = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}.get(architecture)
-    for gguf, (hf, _) in zip(_STACKED, EXPERTS.get(family or "", ()), strict=False):
+    for gguf, (hf, *_) in zip(_STACKED, EXPERTS.get(family or "", ()), strict=False):
         names |= {gguf: hf, gguf.replace("_exps.", ".*."): hf}
     return names
 
@@ -108,6 +129,21 @@ def has_swapped_rows(config: LlamaConfig, hf_tensor: str) -> int:
     if ".self_attn.q_proj." in hf_tensor:
         return config.num_attention_heads
     return config.num_key_value_heads if ".self_attn.k_proj." in hf_tensor else 0
+
+
+def in_hf_form(config: LlamaConfig, name: str, tensor: np.ndarray) -> np.ndarray:
+    """Return a tensor in Hugging Face's orientation, order of rows and offset of norms."""
+    if heads := has_swapped_rows(config, name):
+        return unswapped(tensor, heads)
+    if config.unit_offset_norms and name.endswith("norm.weight"):
+        return tensor - np.float32(1)  # llama.cpp multiplies by 1 + weight as it is stored
+    return np.swapaxes(tensor, -1, -2) if is_transposed(name) else tensor
+
+
+def is_transposed(name: str) -> bool:
+    """Return True for a matrix of all experts that Hugging Face stores as [experts, in, out], and
+    GGUF like any other."""
+    return ".experts." in name and name.endswith("_proj")
 
 
 def unswapped(tensor: np.ndarray, heads: int) -> np.ndarray:

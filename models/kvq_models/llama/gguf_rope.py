@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -13,10 +14,41 @@ from kvq_models.llama.rope import rope_for
 from kvq_models.llama.rope_config import RopeConfig
 
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)  # tensors of the configuration
 
 
-def rope_of(fields: Fields, architecture: str) -> RopeConfig:
-    """Return the RoPE of a file's fields.
+def ropes_of(
+    fields: Fields,
+    architecture: str,
+    head_dim: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the RoPE of a file's fields, and the one of windowed layers if they have their own.
+
+    shapes, read: of the file's tensors by name. Phi-3's factors are tensors.
+    """
+    rope = rope_of(fields, architecture, SHORT_FACTORS in shapes)
+    if architecture == "phi3":
+        rotated = whole(fields, f"{architecture}.rope.dimension_count", head_dim)
+        rope = dataclasses.replace(rope, partial_rotary_factor=rotated / head_dim)
+        if rope.rope_type == "longrope":
+            short, long = (
+                tuple(float(str(factor)) for factor in read(name))
+                for name in (SHORT_FACTORS, LONG_FACTORS)
+            )
+            rope = dataclasses.replace(rope, short_factor=short, long_factor=long)
+    # as in llama.cpp: scaling is of full layers alone
+    local = {"gemma3": 1e4, "olmo2": rope.theta}.get(architecture)
+    if local is None:
+        return rope, None
+    theta = number(fields, f"{architecture}.rope.freq_base_swa", local)
+    return rope, RopeConfig(theta=theta)
+
+
+def rope_of(fields: Fields, architecture: str, longrope: bool) -> RopeConfig:
+    """Return the RoPE of a file's fields, without longrope's factors.
 
     As in llama.cpp, a factor without a type is linear, rope.scale_linear is its older name, and a
     factor of 0 or none is 1. Raises NotImplementedError for another type, and for an attention
@@ -32,6 +64,19 @@ def rope_of(fields: Fields, architecture: str) -> RopeConfig:
     older = number(fields, f"{architecture}.rope.scale_linear", 0)
     factor = number(fields, f"{scaling}.factor", older) or 1.0
     attention_factor = number(fields, f"{scaling}.attn_factor", 1)
+    original = whole(
+        fields,
+        f"{scaling}.original_context_length",
+        whole(fields, f"{architecture}.context_length"),
+    )
+    if longrope:
+        return RopeConfig(
+            rope_type="longrope",
+            theta=theta,
+            factor=whole(fields, f"{architecture}.context_length") / max(original, 1),
+            original_max_position_embeddings=original,
+            attention_factor=attention_factor,
+        )
     if kind != "yarn" and attention_factor != 1:
         raise NotImplementedError(
             f"GGUF field {scaling}.attn_factor={attention_factor:g} is not supported with"
@@ -45,11 +90,9 @@ def rope_of(fields: Fields, architecture: str) -> RopeConfig:
         rope_type="yarn",
         theta=theta,
         factor=factor,
-        original_max_position_embeddings=whole(
-            fields,
-            f"{scaling}.original_context_length",
-            whole(fields, f"{architecture}.context_length"),
-        ),
+        original_max_position_embeddings=original,
+        # gpt-oss was trained with bounds between channels, which no field says
+        truncate=architecture != "gpt-oss",
         # llama.cpp multiplies YaRN's own factor by it
         attention_factor=(
             None

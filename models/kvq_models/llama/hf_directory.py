@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.files.checksum import SHA256, Checksum
-from kvq_models.llama import generation_defaults
+from kvq_models.llama import fused_tensors, generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.config_fields import token_ids
 from kvq_models.llama.end_tokens import end_tokens
@@ -104,6 +104,7 @@ class HfDirectory:
         tied model is the embedding, as in transformers.
         """
         (stored, _), shared = self._weights, self._headers[1]
+        stored = fused_tensors.apart(stored, self._slices)
         if HEAD_NAME in stored and self.config.tie_word_embeddings:
             shared = {EMBED_NAME: HEAD_NAME} | shared
         aliases = {
@@ -113,6 +114,11 @@ class HfDirectory:
             name: dataclasses.replace(stored[kept], stored_as=stored[kept].stored_as or kept)
             for name, kept in aliases.items()
         }
+
+    @functools.cached_property
+    def _slices(self) -> dict[str, fused_tensors.Slice]:
+        """Return the weights that are slices of the files' tensors, by name."""
+        return fused_tensors.slices(self.config, self._weights[0])
 
     @functools.cached_property
     def _headers(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -198,7 +204,7 @@ class HfDirectory:
         Raises CheckpointError if it is damaged.
         """
         if (weight := self._quantized(name)) is not None:
-            return weight.read()
+            return self._slice(name, weight.read())
         stored = self._float_tensor(name)
         with _opened(stored.file) as tensors:
             stored_name = stored.stored_as or name
@@ -215,13 +221,13 @@ class HfDirectory:
                     checksum.check(repr(str(stored.file)), header, required=True)
                 except ValueError as error:
                     raise CheckpointError(str(error)) from None
-        return tensor
+        return self._slice(name, tensor)
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that reads only a part of one tensor. Damage of a part is not
-        detected. A quantized weight is read as a whole."""
-        if (weight := self._quantized(name)) is not None:
-            whole = weight.read()
+        detected. A quantized weight, and a slice of a tensor, are read as a whole."""
+        if self._quantized(name) is not None or name in self._slices:
+            whole = self.read(name)
             return lambda index: whole[index]
         stored = self._float_tensor(name)
 
@@ -230,6 +236,10 @@ class HfDirectory:
                 return tensors.get_slice(stored.stored_as or name)[index]
 
         return read
+
+    def _slice(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        """Return the weight of this name, which may be a slice of the file's tensor."""
+        return self._slices[name].of(tensor) if name in self._slices else tensor
 
     def is_zero_bias(self, name: str) -> bool:
         """Return True for a bias of zeros beside a quantized weight. AutoGPTQ writes one for every

@@ -37,6 +37,7 @@ TABLE = (
     ("model.layers.#.self_attn.k_norm.weight", "layers.#.k_norm.scale", KEEP),
     ("model.layers.#.self_attn.o_proj.weight", "layers.#.o_proj.kernel", TRANSPOSE),
     ("model.layers.#.self_attn.o_proj.bias", "layers.#.o_proj.bias", KEEP),
+    ("model.layers.#.self_attn.sinks", "layers.#.sinks", KEEP),
     ("model.layers.#.post_attention_layernorm.weight", "layers.#.mlp_norm.scale", KEEP),
     ("model.layers.#.mlp.gate_proj.weight", "layers.#.mlp.gate_proj.kernel", TRANSPOSE),
     ("model.layers.#.mlp.gate_proj.bias", "layers.#.mlp.gate_proj.bias", KEEP),
@@ -50,16 +51,26 @@ TABLE = (
 # The same names stand for other norms in families that norm what is added to the residual stream.
 EXPERTS = {
     "mixtral": (
-        ("model.layers.#.block_sparse_moe.gate.weight", "layers.#.mlp.router"),
-        ("model.layers.#.block_sparse_moe.experts.*.w1.weight", "layers.#.mlp.gate"),
-        ("model.layers.#.block_sparse_moe.experts.*.w3.weight", "layers.#.mlp.up"),
-        ("model.layers.#.block_sparse_moe.experts.*.w2.weight", "layers.#.mlp.down"),
+        ("model.layers.#.block_sparse_moe.gate.weight", "layers.#.mlp.router", TRANSPOSE),
+        ("model.layers.#.block_sparse_moe.experts.*.w1.weight", "layers.#.mlp.gate", TRANSPOSE),
+        ("model.layers.#.block_sparse_moe.experts.*.w3.weight", "layers.#.mlp.up", TRANSPOSE),
+        ("model.layers.#.block_sparse_moe.experts.*.w2.weight", "layers.#.mlp.down", TRANSPOSE),
     ),
     "qwen3_moe": (
-        ("model.layers.#.mlp.gate.weight", "layers.#.mlp.router"),
-        ("model.layers.#.mlp.experts.*.gate_proj.weight", "layers.#.mlp.gate"),
-        ("model.layers.#.mlp.experts.*.up_proj.weight", "layers.#.mlp.up"),
-        ("model.layers.#.mlp.experts.*.down_proj.weight", "layers.#.mlp.down"),
+        ("model.layers.#.mlp.gate.weight", "layers.#.mlp.router", TRANSPOSE),
+        ("model.layers.#.mlp.experts.*.gate_proj.weight", "layers.#.mlp.gate", TRANSPOSE),
+        ("model.layers.#.mlp.experts.*.up_proj.weight", "layers.#.mlp.up", TRANSPOSE),
+        ("model.layers.#.mlp.experts.*.down_proj.weight", "layers.#.mlp.down", TRANSPOSE),
+    ),
+    "gpt_oss": (  # gate_proj and up_proj are slices of its gate_up_proj (fused_tensors.py)
+        ("model.layers.#.mlp.router.weight", "layers.#.mlp.router", TRANSPOSE),
+        ("model.layers.#.mlp.router.bias", "layers.#.mlp.router_bias", KEEP),
+        ("model.layers.#.mlp.experts.gate_proj", "layers.#.mlp.gate", KEEP),
+        ("model.layers.#.mlp.experts.gate_proj_bias", "layers.#.mlp.gate_bias", KEEP),
+        ("model.layers.#.mlp.experts.up_proj", "layers.#.mlp.up", KEEP),
+        ("model.layers.#.mlp.experts.up_proj_bias", "layers.#.mlp.up_bias", KEEP),
+        ("model.layers.#.mlp.experts.down_proj", "layers.#.mlp.down", KEEP),
+        ("model.layers.#.mlp.experts.down_proj_bias", "layers.#.mlp.down_bias", KEEP),
     ),
 }
 WITH_OUTPUT_NORMS = {
@@ -122,7 +133,7 @@ def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
     layer = re.search(r"\d+", path)
     by_path = _BY_PATH_WITH_OUTPUT_NORMS if config.norms_outputs else _BY_PATH
     if config.experts is not None:
-        by_path = by_path | {p: (n, TRANSPOSE) for n, p in EXPERTS[config.model_type]}
+        by_path = by_path | {p: (n, t) for n, p, t in EXPERTS[config.model_type]}
     name, transpose = by_path[re.sub(r"\d+", "#", path)]
     spec = ArraySpec(weight_axes(path, config), leaf.dtype.name)
     return Weight(name.replace("#", layer.group()) if layer else name, transpose, leaf, spec)

@@ -7,6 +7,9 @@ from typing import Any
 
 from kvq_jax.cache.known_attention import SUPPORTED_LAYERS
 from kvq_models.llama.config_fields import check_positive, optional, required
+from kvq_models.llama.families import Family
+
+WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3")  # a window is of all layers
 
 MOST_LAYERS = 1024  # eight times the largest Llama; plans and weights are made layer by layer
 
@@ -37,32 +40,50 @@ def unrotated_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i, rotates in enumerate(rotated) if not rotates)
 
 
-def sliding_window(
-    hf: Mapping[str, Any], default: int | None
-) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window and the layers that have it, or (None, ()) if no layer uses it or
-    it spans the model's context."""
-    layers, kinds = (
-        checked_layers(required(hf, "num_hidden_layers", int)),
-        optional(hf, "layer_types", list, None),
+def sliding_window(hf: Mapping[str, Any], family: Family) -> tuple[int | None, tuple[int, ...]]:
+    """Return the sliding window and the layers that have it.
+
+    Returns (None, ()) if no layer uses it, or if it spans the model's context and windowed layers
+    have no RoPE of their own.
+    """
+    layers = checked_layers(required(hf, "num_hidden_layers", int))
+    window = (
+        optional(hf, "sliding_window", int, None)
+        if "sliding_window" in hf
+        else family.sliding_window
     )
+    windowed = _windowed_layers(hf, family, layers, window is not None)
+    if windowed and window is None:
+        raise ValueError(
+            "config field sliding_window is missing, and layer_types names layers that have one"
+        )
+    spans = window is None or window >= required(hf, "max_position_embeddings", int)
+    inactive = not windowed or (spans and family.local_rope_theta is None)
+    return (None, ()) if inactive else (window, windowed)
+
+
+def _windowed_layers(
+    hf: Mapping[str, Any], family: Family, layers: int, has_window: bool
+) -> tuple[int, ...]:
+    kinds = optional(hf, "layer_types", list, None)
     unknown = sorted({str(kind) for kind in kinds or ()} - set(SUPPORTED_LAYERS))
     if unknown:
         raise NotImplementedError(
             f"config field layer_types contains {', '.join(unknown)}; supported:"
             f" {', '.join(SUPPORTED_LAYERS)}"
         )
-    window = optional(hf, "sliding_window", int, None) if "sliding_window" in hf else default
-    windowed = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
-    if hf["model_type"] in ("mistral", "mixtral"):
-        windowed = tuple(range(layers)) if window is not None else windowed
-    elif kinds is None and optional(hf, "use_sliding_window", bool, False):
-        windowed = tuple(range(optional(hf, "max_window_layers", int, 28), layers))
-    if windowed and window is None:
-        raise ValueError(
-            "config field sliding_window is missing, and layer_types names layers that have one"
-        )
-    inactive = (
-        not windowed or window is None or window >= required(hf, "max_position_embeddings", int)
-    )
-    return (None, ()) if inactive else (window, windowed)
+    if hf["model_type"] in WINDOWED_THROUGHOUT and has_window:
+        return tuple(range(layers))
+    if kinds is not None:
+        if len(kinds) != layers and family.full_layer_step is not None:
+            raise ValueError(
+                f"config field layer_types has {len(kinds)} entries for {layers} layers"
+            )
+        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if family.full_layer_step is not None:
+        step = optional(hf, "sliding_window_pattern", int, family.full_layer_step)
+        check_positive("sliding_window_pattern", step)
+        return tuple(i for i in range(layers) if (i + 1) % step)
+    if optional(hf, "use_sliding_window", bool, False):
+        return tuple(range(optional(hf, "max_window_layers", int, 28), layers))
+    return ()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvq_jax.cache.cache import plans_for
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.bias_subtracting import check_bias
-from kvq_jax.types.array_types import LayerWeights
+from kvq_jax.types.array_types import ArraySpec, LayerWeights
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.model import Layer, abstract_llama
+from kvq_models.llama.model import Layer, RMSNorm, abstract_llama
 
 
 def layer_weights(layer: Layer) -> LayerWeights | None:
@@ -26,10 +28,20 @@ def layer_weights(layer: Layer) -> LayerWeights | None:
         v_kernel=v.kernel.get_value(),
         k_bias=None if k.bias is None else k.bias.get_value(),
         v_bias=None if v.bias is None else v.bias.get_value(),
-        k_norm=None if norm is None else norm.scale.get_value(),
-        input_norm=layer.input_norm.scale.get_value(),
+        k_norm=None if norm is None else _factor(norm),
+        input_norm=_factor(layer.input_norm),
         norm_eps=jnp.asarray(layer.input_norm.eps, jnp.float32),
     )
+
+
+def _factor(norm: RMSNorm) -> Any:
+    """Return the factor of each channel, or its description in an abstract model."""
+    scale = norm.scale.get_value()
+    if not norm.unit_offset or isinstance(scale, jax.Array):
+        return norm.factor()
+    if isinstance(scale, ArraySpec):
+        return dataclasses.replace(scale, dtype="float32")
+    return jax.ShapeDtypeStruct(scale.shape, jnp.float32)
 
 
 def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:

@@ -8,10 +8,14 @@ without a cache.
     h_{l+1} = h' + (silu(y Wg) * (y Wu)) Wd,   y = norm_2(h')
     logits  = norm(h_L) head
 
-    OLMo 2: norm_1 and norm_2 of what is added to h, not of x and y; RMSNorm of q, k over all heads
-    Mixtral, Qwen3-MoE: a mixture of experts in place of the MLP (experts.py)
-    SmolLM3: no rope in some layers
+    OLMo 2, 3: norm_1 and norm_2 of what is added to h, not of x and y; RMSNorm of q, k over all
+        heads
+    Gemma 2, 3: norms of x and y and of what is added to h, with 1 + weight; gelu for silu; a factor
+        of h_0 and of the scores; soft caps of scores and logits (2); RMSNorm of q, k per head (3)
+    Mixtral, Qwen3-MoE, gpt-oss: a mixture of experts in place of the MLP (experts.py)
+    SmolLM3: no rope in some layers; Gemma 3, OLMo 3: a rope of their own in windowed layers
     Granite: factors of h_0, of both sums that are added to h, of the scores and of the logits
+    Windows, soft caps and sinks of attention: kvq_jax/layer/attention.py
 
 A layer stops before attention and continues after it (`attention_inputs`, `finish`). The caller
 computes attention, exactly or through a quantized cache. Modules are JAX pytrees with the config as
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,12 +39,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvq_jax.layer.attention import PLAIN, Attention, of_layer
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
 from kvq_jax.types.rope import Rope, rotate, without_rotation
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.experts import Experts
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import Ropes, ropes_for
 from kvq_models.llama.whole_heads import of_whole_heads
 
 INITIAL_STDDEV = 0.02
@@ -48,19 +54,25 @@ HiddenBTD = Float[Array, "B T D"]
 
 
 class RMSNorm(nnx.Module):
-    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis, computed in fp32. The result has
-    the dtype of x."""
+    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis, with 1 + scale for scale if
+    `unit_offset`, computed in fp32. The result has the dtype of x."""
 
-    def __init__(self, width: int, *, eps: float, dtype: DTypeLike):
+    def __init__(self, width: int, *, eps: float, unit_offset: bool = False, dtype: DTypeLike):
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones(width, dtype))
+        self.unit_offset = unit_offset
+        self.scale = nnx.Param((jnp.zeros if unit_offset else jnp.ones)(width, dtype))
+
+    def factor(self) -> Float[Array, " C"]:
+        """Return the factor of each channel."""
+        scale = self.scale[...]
+        return scale.astype(jnp.float32) + 1 if self.unit_offset else scale
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         wide = x.astype(jnp.float32)
         normalized = wide * jax.lax.rsqrt(
             jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps
         )
-        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        scale = jnp.expand_dims(self.factor().astype(jnp.float32), range(x.ndim - 1))
         return (normalized * scale).astype(x.dtype)
 
 
@@ -86,29 +98,45 @@ class Linear(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """(silu(y Wg) * (y Wu)) Wd, Shazeer's SwiGLU."""
+    """(silu(y Wg) * (y Wu)) Wd, Shazeer's SwiGLU, or its GeGLU with gelu for silu."""
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.activation = config.activation
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, **options)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, **options)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, **options)
 
     def __call__(self, y_BTD: HiddenBTD) -> HiddenBTD:
-        return self.down_proj(jax.nn.silu(self.gate_proj(y_BTD)) * self.up_proj(y_BTD))
+        # gelu is the tanh approximation
+        activated = jax.nn.silu if self.activation == "silu" else jax.nn.gelu
+        return self.down_proj(activated(self.gate_proj(y_BTD)) * self.up_proj(y_BTD))
 
 
 class Layer(nnx.Module):
-    """One decoder layer without its attention. `rotated` is False in a layer without RoPE."""
+    """One decoder layer without its attention.
+
+    rotated: False in a layer without RoPE. attention: of the layer.
+    """
 
     def __init__(
-        self, config: LlamaConfig, *, rotated: bool = True, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        config: LlamaConfig,
+        *,
+        rotated: bool = True,
+        attention: Attention = PLAIN,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
     ):
         width_q = config.num_attention_heads * config.head_dim
         width_kv = config.num_key_value_heads * config.head_dim
-        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        norm = _norm(config, dtype)
         self.config = config
         self.rotated = rotated
+        self.attention = attention
+        self.sinks = (
+            nnx.Param(jnp.zeros(config.num_attention_heads, dtype)) if attention.sinks else None
+        )
         self.input_norm = norm(config.hidden_size) if config.norms_inputs else None
         self.attention_output_norm = norm(config.hidden_size) if config.norms_outputs else None
         self.q_proj = Linear(
@@ -134,9 +162,14 @@ class Layer(nnx.Module):
             else Experts(config.experts, config.hidden_size, dtype=dtype, rngs=rngs)
         )
 
-    def rope(self, rope: Rope) -> Rope:
-        """Return the layer's rotation, from the model's."""
+    def rope(self, ropes: Ropes) -> Rope:
+        """Return the layer's rotation, of those of the model."""
+        rope = ropes.full if self.attention.window is None else ropes.windowed
         return rope if self.rotated else without_rotation(rope)
+
+    def sink_logits(self) -> Float[Array, " N"] | None:
+        """Return the learned logit of each head, or None in a layer without."""
+        return None if self.sinks is None else self.sinks[...]
 
     def queries(self, x_BTD: HiddenBTD) -> QueryBNTH:
         """Return the queries before RoPE, from the normalized input."""
@@ -170,7 +203,7 @@ class Layer(nnx.Module):
         hidden_BTD: HiddenBTD,
         positions_BT: PositionsBT,
         valid_BT: ValidBT,
-        rope: Rope,
+        ropes: Ropes,
         placement: Placement | None = None,
     ) -> LayerInputs:
         """Return everything that attention and a cache method may need of T tokens. `x` is the
@@ -178,7 +211,7 @@ class Layer(nnx.Module):
 
         placement (static): of the cache; each shard gets the heads that it holds.
         """
-        rope = self.rope(rope)
+        rope = self.rope(ropes)
         x_BTD = normalized(self.input_norm, hidden_BTD)
         q_BTC, k_BTC, v_BTC = of_whole_heads(
             [project(x_BTD) for project in (self.q_proj, self.k_proj, self.v_proj)], placement
@@ -195,6 +228,7 @@ class Layer(nnx.Module):
             valid=valid_BT,
             rope=rope,
             residual=hidden_BTD,
+            sinks=self.sink_logits(),
         )
 
     def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: Float[Array, "#B N T H"]) -> HiddenBTD:
@@ -232,11 +266,17 @@ class Llama(nnx.Module):
         )
         self.layers = nnx.List(
             [
-                Layer(config, rotated=i not in config.unrotated_layers, dtype=dtype, rngs=rngs)
+                Layer(
+                    config,
+                    rotated=i not in config.unrotated_layers,
+                    attention=of_layer(config.attention, i),
+                    dtype=dtype,
+                    rngs=rngs,
+                )
                 for i in range(config.num_hidden_layers)
             ]
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = _norm(config, dtype)(config.hidden_size)
         tied = config.tie_word_embeddings
         self.head = (
             None
@@ -251,6 +291,10 @@ class Llama(nnx.Module):
         """Return rows of the embedding. A token id outside the vocabulary gives NaN rather than
         another token's row."""
         rows_BTD = self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
+        return self.scaled(rows_BTD)
+
+    def scaled(self, rows_BTD: HiddenBTD) -> HiddenBTD:
+        """Return the first layer's input from rows of the embedding."""
         return _times(self.config.embedding_multiplier, rows_BTD)
 
     def logits(self, hidden_BTD: HiddenBTD) -> Float[Array, "B T V"]:
@@ -262,7 +306,9 @@ class Llama(nnx.Module):
             else ("btd,dv->btv", self.head.kernel[...])
         )
         logits_BTV = jnp.einsum(equation, x_BTD, matrix, preferred_element_type=jnp.float32)
-        return _times(1 / self.config.logits_scaling, logits_BTV)
+        logits_BTV = _times(1 / self.config.logits_scaling, logits_BTV)
+        cap = self.config.logits_soft_cap
+        return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
 
 def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama:
@@ -280,8 +326,14 @@ class _OneKey(nnx.Rngs):
 
 
 def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return factor * x, and x itself if the factor is 1, as in all families but Granite."""
+    """Return factor * x, and x itself if the factor is 1, as in most families."""
     return x if factor == 1 else x * factor
+
+
+def _norm(config: LlamaConfig, dtype: DTypeLike) -> Callable[[int], RMSNorm]:
+    return functools.partial(
+        RMSNorm, eps=config.rms_norm_eps, unit_offset=config.unit_offset_norms, dtype=dtype
+    )
 
 
 def split_heads(rows_BTC: Float[Array, "B T C"], heads: int) -> Float[Array, "B heads T H"]:
@@ -295,10 +347,15 @@ def merge_heads(rows_BNTH: QueryBNTH) -> Float[Array, "B T C"]:
 
 
 def causal_attention(
-    q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH, valid_BT: ValidBT
+    q_BNTH: QueryBNTH,
+    k_BKTH: RowsBKTH,
+    v_BKTH: RowsBKTH,
+    valid_BT: ValidBT,
+    attention: Attention = PLAIN,
+    sinks_N: Float[Array, " N"] | None = None,
 ) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over earlier valid tokens. Exact, with an fp32 softmax. The
-    result has the dtype of v.
+    """Return softmax(q k^T / sqrt(H)) v over the earlier valid tokens that `attention` lets a query
+    see. Exact, with an fp32 softmax. The result has the dtype of v.
 
     Query head n reads KV head n // G: the G query heads of one KV head are rows of one product, and
     K, V are never repeated. A query with no valid key averages over padding, which is finite and
@@ -307,25 +364,31 @@ def causal_attention(
     batch, heads, length, head_dim = q_BNTH.shape
     groups = heads // k_BKTH.shape[1]
     q_BKGTH = q_BNTH.reshape(batch, -1, groups, length, head_dim)
-    scores_BKGTS = (
-        jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k_BKTH, preferred_element_type=jnp.float32)
-        * head_dim**-0.5
+    scores_BKGTS = attention.scaled(
+        jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k_BKTH, preferred_element_type=jnp.float32),
+        head_dim,
     )
-    causal_TS = jnp.tril(jnp.ones((length, length), bool))
-    visible_BTS = causal_TS[None] & valid_BT[:, None, :]
+    query_T1, key_1S = jnp.arange(length)[:, None], jnp.arange(length)[None]
+    seen_TS = (key_1S <= query_T1) & attention.reaches(query_T1, key_1S)
+    visible_BTS = seen_TS[None] & valid_BT[:, None, :]
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BKTH.dtype)
+    if sinks_N is not None:
+        sinks_KG11 = sinks_N.astype(jnp.float32).reshape(-1, groups, 1, 1)
+        sinks_BKGT1 = jnp.broadcast_to(sinks_KG11, (*scores_BKGTS.shape[:-1], 1))
+        scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)[..., :length].astype(v_BKTH.dtype)
     return jnp.einsum("bkgts,bksh->bkgth", weights_BKGTS, v_BKTH).reshape(q_BNTH.shape)
 
 
 def layer_forward(
-    layer: Layer, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope
+    layer: Layer, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, ropes: Ropes
 ) -> HiddenBTD:
     """Run one layer with exact causal attention."""
-    inputs = layer.attention_inputs(hidden_BTD, positions_BT, valid_BT, rope)
-    return layer.finish(
-        hidden_BTD, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid_BT)
+    inputs = layer.attention_inputs(hidden_BTD, positions_BT, valid_BT, ropes)
+    attended_BNTH = causal_attention(
+        inputs.q_rot, inputs.k_rot, inputs.v, valid_BT, layer.attention, layer.sink_logits()
     )
+    return layer.finish(hidden_BTD, attended_BNTH)
 
 
 def forward(
@@ -347,9 +410,9 @@ def forward(
     positions_BT = jnp.broadcast_to(
         jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape
     )
-    rope = rope_for(llama.config, capacity=tokens_BT.shape[1])
+    ropes = ropes_for(llama.config, capacity=tokens_BT.shape[1])
     step = jax.checkpoint(layer_forward) if remat else layer_forward
     hidden_BTD = llama.embed_tokens(tokens_BT)
     for layer in llama.layers:
-        hidden_BTD = step(layer, hidden_BTD, positions_BT, valid_BT, rope)
+        hidden_BTD = step(layer, hidden_BTD, positions_BT, valid_BT, ropes)
     return llama.logits(hidden_BTD)

@@ -1,6 +1,6 @@
-"""Rotary frequencies of a model, for the five RoPE types of Hugging Face's Llama family.
+"""Rotary frequencies of a model, for six RoPE types of Hugging Face's families.
 
-    w_i = theta^(-2 i / H),  i = 0 .. H/2 - 1,  then rescaled by type:
+    w_i = theta^(-2 i / R),  i = 0 .. R/2 - 1,  then rescaled by type:
 
     default   w
     linear    w / factor
@@ -10,57 +10,86 @@
               a linear blend in between
     yarn      w / factor for channels past the slow bound, w before the fast bound, a linear blend
               in between; and an attention factor
+    longrope  w / long_factor_i if capacity > P0, else w / short_factor_i; and an attention factor
+
+R = H, or partial_rotary_factor * H: the other pairs of a head do not rotate, w = 0 (Phi-4-mini).
+Pairs are (i, i + H/2), so weights of queries and keys are loaded with their channels in that order
+(fused_tensors.py).
 
 Sources: Su et al., RoFormer, 3.4.2; position interpolation, Chen et al. 2023 (linear); "NTK-aware"
-scaling (dynamic); Llama 3.1 (llama3); Peng et al., YaRN, 3.2-3.4 (yarn). Computed in float32 step
-by step as transformers does, so that both rotate by the same angles.
+scaling (dynamic); Llama 3.1 (llama3); Peng et al., YaRN, 3.2-3.4 (yarn); Ding et
+al., LongRoPE (longrope). Computed in float32 step by step as transformers does, so that both rotate
+by the same angles.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.types.rope import Rope
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.rope_config import RopeConfig
+from kvq_models.llama.rope_config import RopeConfig, rotary_dim
 
 Frequencies = np.ndarray  # [H/2] float32, radians per token
 
 
+class Ropes(NamedTuple):
+    """The rotations of a model's layers: of those with full attention, and of windowed ones."""
+
+    full: Rope
+    windowed: Rope
+
+
+def ropes_for(config: LlamaConfig, capacity: int) -> Ropes:
+    """Return the rotations of `config` for sequences of up to `capacity` tokens."""
+    full = rope_for(config, capacity)
+    local = config.local_rope
+    return Ropes(full, full if local is None else _rope(config, local, capacity))
+
+
 def rope_for(config: LlamaConfig, capacity: int) -> Rope:
-    """Return the rotation of `config` for sequences of up to `capacity` tokens.
+    """Return the rotation of the layers with full attention, for sequences of up to `capacity`
+    tokens.
 
-    Only `dynamic` depends on the capacity: its base is frozen at the longest length, because cached
-    keys keep the rotation they were written with. For capacity <= max_position_embeddings it equals
-    transformers' at every length. Raises ValueError for a capacity beyond the model's sliding
-    window: every code path that runs layers calls this first.
+    Only `dynamic` and `longrope` depend on the capacity: they are frozen at the longest length,
+    because cached keys keep the rotation they were written with. For capacity <=
+    max_position_embeddings, `dynamic` equals transformers' at every length, and for capacity <=
+    original_max_position_embeddings, so does `longrope`.
     """
-    config.check_window(capacity)
-    frequencies = _inverse_frequencies(config, capacity)
-    return Rope(
-        inverse_frequencies=jnp.asarray(frequencies),
-        attention_factor=jnp.asarray(_attention_factor(config.rope), jnp.float32),
-    )
+    return _rope(config, config.rope, capacity)
 
 
-def _inverse_frequencies(config: LlamaConfig, capacity: int) -> Frequencies:
-    rope, dim = config.rope, config.head_dim
+def _rope(config: LlamaConfig, rope: RopeConfig, capacity: int) -> Rope:
+    rotated = rotary_dim(rope, config.head_dim)
+    frequencies = _inverse_frequencies(rope, rotated, capacity, config.max_position_embeddings)
+    factor = np.asarray(_attention_factor(rope), np.float32)
+    if still := (config.head_dim - rotated) // 2:
+        frequencies = np.pad(frequencies, (0, still))
+        factor = np.pad(np.broadcast_to(factor, (rotated // 2,)), (0, still), constant_values=1)
+    return Rope(inverse_frequencies=jnp.asarray(frequencies), attention_factor=jnp.asarray(factor))
+
+
+def _inverse_frequencies(rope: RopeConfig, dim: int, capacity: int, positions: int) -> Frequencies:
     match rope.rope_type:
         case "default":
             return _default(rope.theta, dim)
         case "linear":
             return _default(rope.theta, dim) / np.float32(rope.factor)
         case "dynamic":
-            return _default(
-                _dynamic_theta(rope, dim, capacity, config.max_position_embeddings), dim
-            )
+            return _default(_dynamic_theta(rope, dim, capacity, positions), dim)
         case "llama3":
             return _llama3(_default(rope.theta, dim), rope)
         case "yarn":
             return _yarn(_default(rope.theta, dim), rope, dim)
+        case "longrope":
+            is_long = capacity > rope.original_max_position_embeddings
+            factors = np.asarray(rope.long_factor if is_long else rope.short_factor, np.float32)
+            exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+            return np.float32(1) / (factors * np.float32(rope.theta) ** exponents)
         case other:
             raise AssertionError(f"RopeConfig admits no rope_type={other!r}")
 
@@ -109,12 +138,15 @@ def _yarn(plain: Frequencies, rope: RopeConfig, dim: int) -> Frequencies:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cosines and sines. Its square scales the scores. It is 1 except for
-    yarn."""
-    if rope.rope_type != "yarn":
+    """Return the factor of cosines and sines. Its square scales the scores. It is 1 except for yarn
+    and longrope."""
+    if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        original = math.log(rope.original_max_position_embeddings)
+        return math.sqrt(1 + math.log(rope.factor) / original) if rope.factor > 1 else 1.0
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)

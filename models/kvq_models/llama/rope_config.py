@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_models.llama.config_fields import LIMIT, check_positive, optional, required
+from kvq_models.llama.config_fields import LIMIT, check_positive, optional, required, typed
+from kvq_models.llama.families import Family
 
 _ROPE_FIELDS = {
     "default": (),
@@ -24,9 +25,17 @@ _ROPE_FIELDS = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
 }
 
 
+_KINDS = ("full_attention", "sliding_attention")
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
 
@@ -51,6 +60,9 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -72,6 +84,14 @@ class RopeConfig:
         ):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(
+                f"config field partial_rotary_factor={self.partial_rotary_factor} must be above 0"
+                " and at most 1"
+            )
+        for name in ("short_factor", "long_factor"):
+            for value in getattr(self, name):
+                check_positive(name, value)
         for name in ("mscale", "mscale_all_dim"):
             if getattr(self, name):  # 0 means none
                 check_positive(name, getattr(self, name))
@@ -88,26 +108,79 @@ class RopeConfig:
             )
 
 
-def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
-    """Read either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key
-    is `rope_type` or `type`."""
+def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
+    """Return the number of channels of a head that rotate."""
+    return int(head_dim * rope.partial_rotary_factor) // 2 * 2
+
+
+def check_factors(rope: RopeConfig, head_dim: int) -> None:
+    """Raise ValueError if no channel rotates, or if longrope has another number of factors than
+    pairs of channels that do."""
+    pairs = rotary_dim(rope, head_dim) // 2
+    if not pairs:
+        raise ValueError(
+            f"config field partial_rotary_factor={rope.partial_rotary_factor} leaves no pair of the"
+            f" {head_dim} channels to rotate"
+        )
+    for name in ("short_factor", "long_factor"):
+        count = len(getattr(rope, name))
+        if rope.rope_type == "longrope" and count != pairs:
+            raise ValueError(f"config field {name} has {count} entries for {pairs} pairs")
+
+
+def rope_from_hf(hf: Mapping[str, Any], family: Family) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the RoPE of a config.json, and the one of windowed layers if they have their own.
+
+    Reads `rope_parameters`, of the model or of each kind of layer, or `rope_theta` with an optional
+    `rope_scaling` whose type key is `rope_type` or `type`.
+    """
     section = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     fields = hf.get(section) or {}
     if not isinstance(fields, Mapping):
         raise ValueError(f"config field {section}={fields!r} must be an object")
+    local = family.local_rope_theta
+    kinds = [fields.get(kind) for kind in _KINDS]
+    if local is None or not any(isinstance(kind, Mapping) for kind in kinds):
+        rope = _rope(hf, fields, family.rope_theta, section)
+        if local is None:
+            return rope, None
+        # the older spelling: scaling is of full layers alone
+        if "rope_local_base_freq" not in family.fields:
+            local = optional(hf, "rope_theta", float, local)
+        return rope, RopeConfig(theta=optional(hf, "rope_local_base_freq", float, local))
+    for kind, value in zip(_KINDS, kinds, strict=True):
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"config field {section}.{kind}={str(value)[:40]} must be an object")
+    full, windowed = (kind or {} for kind in kinds)
+    return (
+        _rope(hf, full, family.rope_theta, f"{section}.{_KINDS[0]}"),
+        _rope({**hf, "rope_theta": None}, windowed, local, f"{section}.{_KINDS[1]}"),
+    )
+
+
+def _rope(
+    hf: Mapping[str, Any], fields: Mapping[str, Any], theta: float, section: str
+) -> RopeConfig:
+    """Return the RoPE of one object of fields."""
     if any(isinstance(value, Mapping) for value in fields.values()):
         raise NotImplementedError(
             f"config field {section} differs between layer types; supported: one RoPE for all"
             " layers"
         )
-    if (partial_rotary_factor := fields.get("partial_rotary_factor") or 1.0) != 1.0:
+    stated = optional(fields, "partial_rotary_factor", float, None)
+    partial = optional(hf, "partial_rotary_factor", float, 1.0) if stated is None else stated
+    if partial != 1 and hf["model_type"] != "phi3":
         raise NotImplementedError(
-            f"config field {section}.{partial_rotary_factor=} is not supported; supported: 1.0"
+            f"config field {section}.partial_rotary_factor={partial} is not supported; supported:"
+            " 1.0"
         )
     rope_type = fields.get("rope_type", fields.get("type", "default"))
+    if hf["model_type"] == "phi3" and rope_type in ("su", "yarn"):  # as older files name it
+        rope_type = "longrope"
     rope: dict[str, Any] = {
         "rope_type": rope_type,
-        "theta": optional(fields, "rope_theta", float, optional(hf, "rope_theta", float, 1e4)),
+        "theta": optional(fields, "rope_theta", float, optional(hf, "rope_theta", float, theta)),
+        "partial_rotary_factor": partial,
     }
     if rope_type in ("linear", "dynamic", "llama3"):
         rope |= {"factor": required(fields, "factor", float)}
@@ -118,6 +191,11 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
         }
     if rope_type == "yarn":
         rope |= _yarn_fields(hf, fields)
+    if rope_type == "longrope":
+        rope |= _extended(hf, fields)
+        for name in ("short_factor", "long_factor"):
+            values = required(fields, name, list)
+            rope[name] = tuple(typed(name, value, float) for value in values)
     return RopeConfig(**rope)
 
 
@@ -138,15 +216,20 @@ def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) ->
     return original
 
 
-def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return YaRN's fields. A missing `factor` is the ratio of the two context lengths."""
+def _extended(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that YaRN and LongRoPE share. A missing `factor` is the ratio of the two
+    context lengths."""
     original = _original_max_positions(hf, fields)
+    ratio = required(hf, "max_position_embeddings", int) / original
     return {
         "original_max_position_embeddings": original,
-        "factor": optional(
-            fields, "factor", float, required(hf, "max_position_embeddings", int) / original
-        ),
+        "factor": optional(fields, "factor", float, ratio),
         "attention_factor": optional(fields, "attention_factor", float, None),
+    }
+
+
+def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    return _extended(hf, fields) | {
         "beta_fast": optional(fields, "beta_fast", float, 32.0),
         "beta_slow": optional(fields, "beta_slow", float, 1.0),
         "mscale": optional(fields, "mscale", float, None),
@@ -162,5 +245,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
         return None
     fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.rope_type]}
     return {"rope_type": rope.rope_type} | {
-        name: value for name, value in fields.items() if value is not None
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in fields.items()
+        if value is not None
     }

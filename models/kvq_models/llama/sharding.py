@@ -147,7 +147,7 @@ def embedded(llama: Llama, tokens: Int[Array, "B T"], placement: Placement | Non
         check_vma=False,
     )
     inside = (tokens >= 0) & (tokens < llama.config.vocab_size)
-    return jnp.where(inside[..., None], looked_up(llama.embed[...], tokens), jnp.nan)
+    return llama.scaled(jnp.where(inside[..., None], looked_up(llama.embed[...], tokens), jnp.nan))
 
 
 def mesh_of_weights(llama: Llama) -> Mesh | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from kvq_models.llama.families import Family
 from kvq_models.llama.quantized.quantization_config import quantization_of
+
+# config.json's names of an activation, the first as this project writes it
+ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 # Fields of relatives of Llama that turn up under its model_type, with the values that change
 # nothing. transformers ignores them, and then computes another model than the one that was trained.
@@ -39,13 +43,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(hf: Mapping[str, Any], known: Collection[str] = ()) -> None:
+def refuse_unsupported(hf: Mapping[str, Any], family: Family) -> None:
     """Raise NotImplementedError, by name, for a field that this model would compute wrongly. Fields
-    that the family is `known` to have are computed."""
-    if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
-        raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
+    that only this family has are computed."""
+    activation, known = ACTIVATIONS[family.activation], family.fields
+    for name in ("hidden_act", "hidden_activation"):
+        if (value := hf.get(name)) is not None and value not in activation:
+            raise NotImplementedError(
+                f"config field {name}={str(value)[:40]!r} is not supported; supported:"
+                f" {activation[0]}"
+            )
     quantization_of(hf)
-    if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
+    partial_rotary_factor = hf.get("partial_rotary_factor") or 1.0
+    if partial_rotary_factor != 1.0 and "partial_rotary_factor" not in known:
         raise NotImplementedError(
             f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel"
             " rotates)"

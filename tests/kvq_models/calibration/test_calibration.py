@@ -19,7 +19,7 @@ from kvq_models.calibration import activations, fit, samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.needs import needs
 from kvq_models.llama.model import causal_attention
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import rope_for, ropes_for
 from tests.exhaustive import some
 from tests.kvq_models.calibration_runs import KEYS_ONLY, LENGTH, SPEC, TEXT, model, run
 from tests.kvq_models.checkpoints import YARN, random_llama, random_tokens, row_errors, tiny_config
@@ -47,7 +47,7 @@ def exact(
     positions, valid, rope = (
         jnp.arange(length)[None],
         jnp.ones((1, length), bool),
-        rope_for(llama.config, length),
+        ropes_for(llama.config, length),
     )
     hidden, rows = llama.embed_tokens(tokens[:, :-1]), {}
     for index, layer in enumerate(llama.layers):

@@ -16,7 +16,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import decode_step, forward, prefill, prepare, score
 from kvq_models.llama.model import layer_forward
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
@@ -68,7 +68,7 @@ def exact_inputs(name: str) -> tuple[kvq.LayerInputs, ...]:
     llama = model(name)
     tokens = random_tokens((2, LENGTH))
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape)
-    valid, rope = jnp.ones(tokens.shape, bool), rope_for(llama.config, LENGTH)
+    valid, rope = jnp.ones(tokens.shape, bool), ropes_for(llama.config, LENGTH)
     hidden, found = llama.embed_tokens(tokens), []
     for layer in llama.layers:
         found.append(layer.attention_inputs(hidden, positions, valid, rope))

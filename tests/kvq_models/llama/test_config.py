@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from kvq_models.llama.config import MULTIPLIERS, LlamaConfig
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.families import MULTIPLIERS
 from kvq_models.llama.rope_config import RopeConfig
 from tests.kvq_models.checkpoints import LLAMA3, SIZES, YARN, YARN_ALL, tiny_config
 
@@ -140,22 +140,15 @@ def test_inactive_options_pass(fields):
         ),
     ],
 )
-def test_a_model_with_a_sliding_window_serves_sequences_up_to_its_length(fields, window, layers):
+def test_windows_are_the_attention_of_their_layers(fields, window, layers):
     config = LlamaConfig.from_hf(fields)
-    assert (config.sliding_window, config.windowed_layers, config.positions) == (
-        window,
-        layers,
-        window,
-    )
+    assert (config.sliding_window, config.windowed_layers) == (window, layers)
+    assert config.positions == fields["max_position_embeddings"]
+    windows = [window if i in layers else None for i in range(2)]
+    assert [attention.window for attention in config.attention] == windows
     assert LlamaConfig.from_hf(config.to_hf()) == config, (
         "what is saved has the same window in the same layers"
     )
-    rope_for(config, window)
-    with pytest.raises(
-        ValueError, match=f"{window + 1} tokens are beyond the sliding window of {window}"
-    ) as refusal:
-        rope_for(config, window + 1)  # which every way through the layers asks for
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +159,10 @@ def test_a_model_with_a_sliding_window_serves_sequences_up_to_its_length(fields,
             LLAMA | {"architectures": ["LlamaForSequenceClassification"]},
             "architectures=.*LlamaForSequenceClassification",
         ),
-        (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
+        (
+            LLAMA | {"rope_scaling": {"type": "proportional", "factor": 2.0}},
+            "rope_type='proportional'",
+        ),
         (
             LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "rope_parameters",

@@ -171,17 +171,16 @@ def test_what_would_be_computed_wrongly_is_refused_by_field(
     )
 
 
-@pytest.mark.parametrize(("window", "positions"), [(16, 16), (0, 64)])
-def test_a_sliding_window_bounds_the_sequences_that_are_served(
-    window: int, positions: int, tmp_path: pathlib.Path
-):
+@pytest.mark.parametrize("window", [16, 0])
+def test_a_sliding_window_is_of_all_layers(window: int, tmp_path: pathlib.Path):
     file = write_gguf(
         random_llama(tiny_config()),
         tmp_path / "m.gguf",
         fields={"attention.sliding_window": window},
     )
     config = read_config(file)
-    assert (config.positions, config.sliding_window) == (positions, 16 if window == 16 else None)
+    assert (config.positions, config.sliding_window) == (64, window or None)
+    assert config.windowed_layers == ((0, 1) if window else ())
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: pathlib.Path):

@@ -12,7 +12,7 @@ import pytest
 
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import Layer, Llama, abstract_llama, causal_attention, forward
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
 QWEN3 = tiny_config("qwen3", attention_bias=True)
@@ -158,7 +158,7 @@ def test_layer_inputs_rebuild_keys_and_values_from_x():
     attention reads."""
     llama = random_llama(QWEN3)
     layer: Layer = llama.layers[0]
-    rope = rope_for(llama.config, capacity=8)
+    rope = ropes_for(llama.config, capacity=8)
     positions = jnp.asarray([[0, 1, 2], [4, 5, 6]])
     inputs = jax.jit(Layer.attention_inputs)(
         layer, llama.embed_tokens(random_tokens((2, 3))), positions, jnp.ones((2, 3), bool), rope

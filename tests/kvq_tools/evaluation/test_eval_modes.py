@@ -14,7 +14,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import decode_step, forward, prefill
 from kvq_models.llama.model import causal_attention as whole_attention
-from kvq_models.llama.rope import rope_for
+from kvq_models.llama.rope import ropes_for
 from kvq_tools import evaluate, evaluate_caches
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import QUERY_CHUNK, causal_attention
@@ -116,7 +116,7 @@ def test_fake_is_one_forward_pass_over_round_tripped_keys_and_values(scene):
     @jax.jit
     def one(row):
         positions, valid = jnp.arange(row.size)[None], jnp.ones((1, row.size), bool)
-        rope = rope_for(llama.config, WINDOW)
+        rope = ropes_for(llama.config, WINDOW)
         hidden, carry = llama.embed_tokens(row[None]), ()
         for number, layer in enumerate(llama.layers):
             inputs = layer.attention_inputs(hidden, positions, valid, rope)

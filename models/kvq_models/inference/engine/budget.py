@@ -44,7 +44,7 @@ def plan(
 
     With `memory` (in bytes), choose as many slots as fit, at most 64, or for given slots the
     largest capacity that fits, a multiple of 64. Raises ValueError, in one line, if the arguments
-    do not fit the memory, or the model cannot serve sequences of the capacity.
+    do not fit the memory.
     """
 
     def total(slots: int, capacity: int) -> int:
@@ -53,8 +53,6 @@ def plan(
     def fits(slots: int, capacity: int) -> bool:
         return memory is None or total(slots, capacity) <= memory
 
-    if capacity is not None:
-        config.check_window(capacity)
     longest = capacity or config.positions
     if memory is None:
         chosen = slots or SLOTS, longest

@@ -1,0 +1,144 @@
+"""Tensors that a family stores in one piece or in another order, and this model apart: slices of
+them under names of their own.
+
+    Phi-3      qkv_proj = [q_proj; k_proj; v_proj], gate_up_proj = [gate_proj; up_proj]
+    gpt-oss    columns of gate_up_proj are gate and up in turns; all experts are one tensor
+
+Heads that rotate in part (Phi-4-mini) store the R rotated channels first. RoPE pairs are
+(i, i + H/2) here, so the rows of their q_proj and k_proj are put in the order
+
+    0 .. R/2, R .. (R + H)/2, R/2 .. R, (R + H)/2 .. H
+
+in which the pairs of rotated channels come first. Scores are sums over channels, in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterator, Mapping
+
+import numpy as np
+
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.rope_config import rotary_dim
+from kvq_models.llama.stored_tensor import StoredTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A part of a stored tensor along one axis, and the order of its rows if that differs."""
+
+    stored: str
+    name: str
+    axis: int
+    part: slice
+    order: tuple[int, ...] | None = None
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the part of the stored tensor."""
+        part = tensor[(slice(None),) * (self.axis % tensor.ndim) + (self.part,)]
+        return part if self.order is None else part[np.asarray(self.order)]
+
+    def put(self, tensor: np.ndarray, part: np.ndarray) -> None:
+        """Write the part into the stored tensor."""
+        if self.order is not None:
+            part = part[np.argsort(self.order)]
+        tensor[(slice(None),) * (self.axis % tensor.ndim) + (self.part,)] = part
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part from that of the stored tensor."""
+        axis = self.axis % len(stored)
+        length = len(range(stored[axis])[self.part])
+        return (*stored[:axis], length, *stored[axis + 1 :])
+
+
+def slices(config: LlamaConfig, stored: Container[str] | None = None) -> dict[str, Slice]:
+    """Return the slices of a model by their names.
+
+    stored: the names of a checkpoint's tensors. Those that it does not have, it stores apart.
+    """
+    pieces = (
+        piece
+        for i in range(config.num_hidden_layers)
+        for piece in _of_layer(config, f"model.layers.{i}.")
+    )
+    return {
+        piece.name: piece
+        for piece in pieces
+        if stored is None or piece.stored in stored or f"{piece.stored}.weight" in stored
+    }
+
+
+def _of_layer(config: LlamaConfig, layer: str) -> Iterator[Slice]:
+    attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+    width_q = config.num_attention_heads * config.head_dim
+    width_kv = config.num_key_value_heads * config.head_dim
+    if config.model_type == "phi3":
+        at = 0
+        for name, width in (("q", width_q), ("k", width_kv), ("v", width_kv)):
+            stored, part = f"{attention}qkv_proj.weight", slice(at, at + width)
+            order = None if name == "v" else _order(config, width // config.head_dim)
+            yield Slice(stored, f"{attention}{name}_proj.weight", 0, part, order)
+            at += width
+        inner, stored = config.intermediate_size, f"{mlp}gate_up_proj.weight"
+        yield Slice(stored, f"{mlp}gate_proj.weight", 0, slice(inner))
+        yield Slice(stored, f"{mlp}up_proj.weight", 0, slice(inner, 2 * inner))
+    if config.model_type == "gpt_oss":
+        for end in ("", "_bias"):
+            stored = f"{mlp}experts.gate_up_proj{end}"
+            yield Slice(stored, f"{mlp}experts.gate_proj{end}", -1, slice(0, None, 2))
+            yield Slice(stored, f"{mlp}experts.up_proj{end}", -1, slice(1, None, 2))
+
+
+def _order(config: LlamaConfig, heads: int) -> tuple[int, ...] | None:
+    """Return the order of the rows of a projection, or None if every channel rotates."""
+    rotated, channels = rotary_dim(config.rope, config.head_dim), config.head_dim
+    if rotated == channels:
+        return None
+    half, still = rotated // 2, (channels - rotated) // 2
+    order = [
+        *range(half),
+        *range(rotated, rotated + still),
+        *range(half, rotated),
+        *range(rotated + still, channels),
+    ]
+    return tuple(head * channels + channel for head in range(heads) for channel in order)
+
+
+def apart(
+    stored: Mapping[str, StoredTensor], pieces: Mapping[str, Slice]
+) -> dict[str, StoredTensor]:
+    """Return headers with the slices in place of the tensors that hold them. A tensor that is not
+    there has no slices."""
+    headers = dict(stored)
+    for piece in pieces.values():
+        headers.pop(piece.stored, None)
+        headers.pop(f"{piece.stored}.weight", None)
+    for name, piece in pieces.items():
+        # a quantized weight is gathered under a name that ends in .weight
+        for whole in (piece.stored, f"{piece.stored}.weight"):
+            if (tensor := stored.get(whole)) is not None:
+                shape = piece.shape(tensor.shape)
+                named = tensor.stored_as or whole
+                headers[name] = dataclasses.replace(tensor, shape=shape, stored_as=named)
+    return headers
+
+
+def joined(config: LlamaConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return tensors by name as the family stores them."""
+    pieces, stored = slices(config), dict[str, np.ndarray]()
+    sizes: dict[str, int] = {}
+    for piece in pieces.values():
+        part = tensors[piece.name]
+        sizes[piece.stored] = sizes.get(piece.stored, 0) + part.shape[piece.axis]
+    for name, tensor in tensors.items():
+        piece = pieces.get(name)
+        if piece is None:
+            stored[name] = tensor
+            continue
+        if piece.stored not in stored:
+            shape = list(tensor.shape)
+            shape[piece.axis] = sizes[piece.stored]
+            stored[piece.stored] = np.empty(shape, tensor.dtype)
+        piece.put(stored[piece.stored], tensor)
+    return stored
