@@ -1,5 +1,5 @@
 """Read GGUF files: metadata, tokenizer and tensors, in one file or in the parts of a split one. A
-tensor is dequantized when it is read.
+tensor is dequantized, or packed, when it is read.
 
 Files are memory-mapped: the host holds one tensor at a time in float32. Values are exactly the
 file's: a 4-bit matrix loads as the numbers that its blocks encode.
@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from kvq_models.llama import gguf_metadata, gguf_names, gguf_tokenizer
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, dequantized
+from kvq_models.llama.gguf_blocks import KINDS, packed_matrix
+from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, blocks_of, dequantized
 from kvq_models.llama.gguf_rope import ROPE_FACTORS
+from kvq_models.llama.packed_weights import PackedMatrix
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 
@@ -74,6 +77,20 @@ class GgufFile:
         rows, in float32."""
         tensor, heads = self._dequantized(name), gguf_names.has_swapped_rows(self.config, name)
         return gguf_names.unswapped(tensor, heads) if heads else tensor
+
+    def packs(self, name: str) -> bool:
+        """Return True if a tensor can be read packed: a matrix of blocks that
+        `gguf_blocks.KINDS` knows."""
+        stored = self.tensors.get(name)
+        return stored is not None and stored.dtype in KINDS and len(stored.shape) == 2
+
+    def packed(self, name: str, dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
+        """Return a tensor that `packs`, by its Hugging Face name, as a matrix [in, out] whose
+        values are the file's, and True if all of it is finite."""
+        tensor, heads = self._tensors[name], gguf_names.has_swapped_rows(self.config, name)
+        order = gguf_names.unswapped(np.arange(tensor.shape[0]), heads) if heads else None
+        with self._errors(f"holds tensor {tensor.name!r}, which cannot be read"):
+            return packed_matrix(blocks_of(tensor), self.tensors[name].dtype, order, dtype)
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that returns parts of one tensor, which is read and dequantized as a
