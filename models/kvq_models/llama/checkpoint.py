@@ -142,8 +142,8 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
     the model asks for sampling. transformers' AutoModelForCausalLM can load them.
 
     Args:
-        llama: the model. Weights keep their dtype, and packed ones are dequantized. Parameters of cache methods are not part of a
-            checkpoint and are not written.
+        llama: the model. Weights keep their dtype, and packed ones are dequantized. Parameters of
+            cache methods are not part of a checkpoint and are not written.
         directory: appears with all its files at once or not at all. If it exists, it is replaced at
             once, and its other files are kept.
         tokenizer: a transformers tokenizer, or None to write no tokenizer.

@@ -9,7 +9,7 @@ Source: the blocks of GGUF files (gguf_blocks.py), which both hold exactly.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,29 @@ from kvq_jax.types.pytree import pytree
 TILE = 2048  # outputs that XLA dequantizes at a time
 
 
+class _Weight:
+    """The side of a weight that looks like an array."""
+
+    ndim = 2
+    shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the weight itself for `...`, with which flax reads a Param."""
+        if index is not ...:
+            raise TypeError(
+                "a packed weight has no entries to index: take kvq_models.llama.packed_weights.dense"
+                " of it"
+            )
+        return self
+
+
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedMatrix:
+class PackedMatrix(_Weight):
     """A matrix [I, O] of codes, whose scales and minima are shared by groups of inputs:
 
         w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]
@@ -62,16 +82,8 @@ class PackedMatrix:
         return 4 if self.codes.dtype == jnp.uint32 else 8
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
         return self.codes.shape[1] * (8 if self.bits == 4 else 1), self.outputs
-
-    @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
-    def size(self) -> int:
-        return self.shape[0] * self.shape[1]
 
     @property
     def dtype(self) -> np.dtype:
@@ -103,7 +115,7 @@ class PackedMatrix:
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PackedTable:
+class PackedTable(_Weight):
     """A table [V, D], such as an embedding: the transpose of `matrix` [D, V].
 
     `table.T` is the matrix, so that x @ table.T are logits.
@@ -112,16 +124,8 @@ class PackedTable:
     matrix: PackedMatrix
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
         return self.matrix.shape[1], self.matrix.shape[0]
-
-    @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
-    def size(self) -> int:
-        return self.matrix.size
 
     @property
     def dtype(self) -> np.dtype:
