@@ -22,6 +22,8 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = pathlib.Path("cpu_kernels/csrc")
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
+CALLS = "tasks", "split", "store", "prompt_call", "prompt_ffi", "weights_call", "weights_ffi"
+KERNELS = "attention", "weights"
 # Kernels are compiled once for each kind of processor, and the choice is made at run time
 # (csrc/processors.cc).
 PROCESSORS = {
@@ -99,20 +101,20 @@ class BuildKernels(build_ext):
 
             processors = PROCESSORS if platform.machine().lower() in ("x86_64", "amd64") else {}
             kernels = {
-                name: threads.submit(compiled, f"attention_{name}", *flags)
+                name: [threads.submit(compiled, f"{kind}_{name}", *flags) for kind in KERNELS]
                 for name, flags in processors.items()
             }
-            objects, defined = [compiled("attention_baseline")], []
-            for name, kernel in kernels.items():
+            objects, defined = [compiled(f"{kind}_baseline") for kind in KERNELS], list[str]()
+            for name, parts in kernels.items():
                 try:
-                    objects.append(kernel.result())
+                    objects += [part.result() for part in parts]
                 except subprocess.CalledProcessError as error:  # an old compiler
                     self.warn(f"no kernel for {name}: {error.stderr[:2000]}")
                 else:
                     defined.append(f"-DKVQ_{name.upper()}")
             objects += [
                 compiled("processors", *defined),
-                *map(compiled, ("tasks", "split", "store", "prompt_call", "prompt_ffi")),
+                *map(compiled, CALLS),
                 compiled("ffi", f'-DKVQ_SOURCES="{digest()}"'),
             ]
             target.parent.mkdir(parents=True, exist_ok=True)

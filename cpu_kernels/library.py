@@ -16,8 +16,9 @@ import jax
 
 DECODE_ATTENTION = "kvq_decode_attention"
 EXACT_ATTENTION = "kvq_exact_attention"
+PACKED_PRODUCT = "kvq_packed_product"
 STORE_BLOCKS = "kvq_store_blocks"
-TARGETS = DECODE_ATTENTION, EXACT_ATTENTION, STORE_BLOCKS
+TARGETS = DECODE_ATTENTION, EXACT_ATTENTION, PACKED_PRODUCT, STORE_BLOCKS
 _FOLDER = pathlib.Path(__file__).parent
 _REMEDY = (
     "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"

@@ -3,6 +3,7 @@
 
 #include "body.h"
 #include "prompt.h"
+#include "weights.h"
 
 namespace kvq {
 
@@ -14,9 +15,14 @@ void attend_rows_baseline(const PromptRows&);
 void attend_rows_avx2(const PromptRows&);
 void attend_rows_avx512(const PromptRows&);
 
+void multiply_panels_baseline(const PanelProduct&);
+void multiply_panels_avx2(const PanelProduct&);
+void multiply_panels_avx512(const PanelProduct&);
+
 struct Kernels {
   AttendSpan attend_span;
   AttendRows attend_rows;
+  MultiplyPanels multiply_panels;
   const char* name;
 };
 

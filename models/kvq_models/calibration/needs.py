@@ -20,6 +20,7 @@ from kvq_jax.types.array_types import ArraySpec, ModelDims
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
+from kvq_models.llama.packed_weights import dense
 
 
 class Need(NamedTuple):
@@ -66,7 +67,7 @@ def partial_fingerprint(llama: Llama) -> str:
     weights = {weight.name: weight for weight in hf_names.weights(llama).values()}
 
     def read(name: str) -> np.ndarray:
-        whole = fetched(weights[name].leaf)
+        whole = fetched(dense(weights[name].leaf))
         return whole.T if weights[name].transpose else whole
 
     return partial_fingerprint_of(llama.config, read)

@@ -33,6 +33,8 @@ from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.gguf_rope import FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
+from kvq_models.llama.packed_loading import Weights, packing, read_packed
+from kvq_models.llama.packed_weights import Weight, dense
 from kvq_models.llama.sharding import placement_of, weight_shardings
 from kvq_models.llama.stored_tensor import CheckpointError
 from kvq_models.named_models.names import located
@@ -79,6 +81,7 @@ def load_llama(
     *,
     dtype: DTypeLike = "bfloat16",
     mesh: AnyMesh | Placement | None = None,
+    weights: Weights | None = None,
 ) -> tuple[Llama, Any]:
     """Load a checkpoint as (llama, tokenizer). The tokenizer is None if the checkpoint has none.
 
@@ -86,10 +89,13 @@ def load_llama(
         path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a
             name: "embedded" for the model that ships with kvq, or "smollm2" after `kvq fetch
             smollm2`.
-        dtype: float32, bfloat16 or float16. Weights are cast one tensor at a time. GGUF weights are
-            dequantized first.
+        dtype: float32, bfloat16 or float16, of activations and of weights that are not packed.
+            Weights are cast one tensor at a time. GGUF weights are dequantized first.
         mesh: the devices that share the weights (sharding.py). Each process reads only the parts
             that its devices hold, so checksums of files are not verified.
+        weights: "packed" keeps the matrices of a GGUF file in the file's own bits
+            (packed_weights.py). "dense" makes arrays of dtype of all. None packs what can be packed
+            if the model is on one CPU and the native kernels are there.
 
     A tied checkpoint that also stores a head keeps the head if it differs from the embedding, as in
     transformers.
@@ -99,11 +105,16 @@ def load_llama(
     NotImplementedError for fields of the configuration.
     """
     checkpoint = open_checkpoint(path_or_hub_id)
-    return load_weights(checkpoint, dtype=dtype, mesh=mesh), checkpoint.tokenizer()
+    llama = load_weights(checkpoint, dtype=dtype, mesh=mesh, weights=weights)
+    return llama, checkpoint.tokenizer()
 
 
 def load_weights(
-    checkpoint: Checkpoint, *, dtype: DTypeLike, mesh: AnyMesh | Placement | None = None
+    checkpoint: Checkpoint,
+    *,
+    dtype: DTypeLike,
+    mesh: AnyMesh | Placement | None = None,
+    weights: Weights | None = None,
 ) -> Llama:
     """Return the model of an open checkpoint with its weights as `dtype`, on a mesh if one is
     given. Raises as `load_llama` does."""
@@ -112,11 +123,12 @@ def load_weights(
             f"dtype={jnp.dtype(dtype).name!r} is not supported; supported:"
             f" {', '.join(MODEL_DTYPES)}"
         )
+    packs = packing(checkpoint, weights, on_mesh=mesh is not None)
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
-    return _read_weights(abstract, checkpoint, None if mesh is None else placement_of(mesh))
+    return _read_weights(abstract, checkpoint, None if mesh is None else placement_of(mesh), packs)
 
 
 def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
@@ -130,8 +142,8 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
     the model asks for sampling. transformers' AutoModelForCausalLM can load them.
 
     Args:
-        llama: the model. Weights keep their dtype. Parameters of cache methods are not part of a
-            checkpoint and are not written.
+        llama: the model. Weights keep their dtype, and packed ones are dequantized. Parameters of
+            cache methods are not part of a checkpoint and are not written.
         directory: appears with all its files at once or not at all. If it exists, it is replaced at
             once, and its other files are kept.
         tokenizer: a transformers tokenizer, or None to write no tokenizer.
@@ -153,7 +165,8 @@ def save_checkpoint(
     fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
     tensors: dict[str, np.ndarray] = {}
     for weight in hf_names.weights(llama).values():
-        leaf = np.asarray(jnp.swapaxes(weight.leaf, -1, -2) if weight.transpose else weight.leaf)
+        whole = dense(weight.leaf)
+        leaf = np.asarray(jnp.swapaxes(whole, -1, -2) if weight.transpose else whole)
         parts = leaf if "*" in weight.name else (leaf,)
         tensors |= dict(zip(weight.stored_names, parts, strict=True))
     tensors = fused_tensors.joined(llama.config, tensors)
@@ -243,17 +256,24 @@ def _some(names: list[str]) -> str:
     return f"tensor {names[0]!r}{more}"
 
 
-def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement | None) -> Llama:
+def _read_weights(
+    abstract: Llama,
+    checkpoint: Checkpoint,
+    placement: Placement | None,
+    packs: Callable[[hf_names.Weight], bool],
+) -> Llama:
     """Fill the abstract model tensor by tensor."""
     shardings = {} if placement is None else weight_shardings(abstract, placement)
-    values: dict[str, jax.Array] = {}
+    values: dict[str, Weight] = {}
     # read at the end, so that the host does not wait for each tensor
-    finite: dict[str, jax.Array] = {}
+    finite: dict[str, jax.Array | bool] = {}
     expected = hf_names.weights(abstract).items()
     for path, weight in tqdm(
         expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None
     ):
-        if placement is None:
+        if packs(weight):
+            placed = read_packed(checkpoint, weight)
+        elif placement is None:
             tensor = _whole(checkpoint, weight)
             placed = _placed(tensor, transpose=weight.transpose, dtype=weight.leaf.dtype)
         else:

@@ -1,5 +1,5 @@
 """Read GGUF files: metadata, tokenizer and tensors, in one file or in the parts of a split one. A
-tensor is dequantized when it is read.
+tensor is dequantized, or packed, when it is read.
 
 Files are memory-mapped: the host holds one tensor at a time in float32. Values are exactly the
 file's: a 4-bit matrix loads as the numbers that its blocks encode.
@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from kvq_models.llama import fused_tensors, gguf_metadata, gguf_names, gguf_tokenizer
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, dequantized
+from kvq_models.llama.gguf_blocks import KINDS, packed_matrix
+from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, blocks_of, dequantized
+from kvq_models.llama.packed_weights import PackedMatrix
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 
@@ -80,6 +83,26 @@ class GgufFile:
         if (piece := self._slices.get(name)) is not None:
             return piece.of(self._dequantized(piece.stored))
         return gguf_names.in_hf_form(self.config, name, self._dequantized(name))
+
+    def packs(self, name: str) -> bool:
+        """Return True if a tensor can be read packed: a matrix, or rows of one, of blocks that
+        `gguf_blocks.KINDS` knows."""
+        stored, piece = self.tensors.get(name), self._slices.get(name)
+        rows = piece is None or piece.axis == 0
+        return rows and stored is not None and stored.dtype in KINDS and len(stored.shape) == 2
+
+    def packed(self, name: str, dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
+        """Return a tensor that `packs`, by its Hugging Face name, as a matrix [in, out] whose
+        values are the file's, and True if all of it is finite."""
+        piece, heads = self._slices.get(name), gguf_names.has_swapped_rows(self.config, name)
+        tensor = self._tensors[name if piece is None else piece.stored]
+        rows, order = np.arange(tensor.shape[0]), None
+        if piece is not None:
+            order = piece.of(rows)
+        elif heads:
+            order = gguf_names.unswapped(rows, heads)
+        with self._errors(f"holds tensor {tensor.name!r}, which cannot be read"):
+            return packed_matrix(blocks_of(tensor), self.tensors[name].dtype, order, dtype)
 
     def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """Return a function that returns parts of one tensor, which is read and dequantized as a

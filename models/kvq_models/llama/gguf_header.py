@@ -199,16 +199,14 @@ class _Fields(Mapping[str, Any]):
 _BLOCKS = 4096  # dequantized at a time: what stays in a processor's cache
 
 
-def dequantized(tensor: GgufTensor) -> np.ndarray:
-    """Return a tensor [...] as float32: exactly the numbers that its blocks encode.
+def blocks_of(tensor: GgufTensor) -> np.ndarray:
+    """Return the bytes of a tensor's blocks, [..., blocks of a row, bytes].
 
-    Raises ValueError for a tensor that ends beyond its file, or whose type is unknown, and
-    NotImplementedError for a type that the gguf library cannot dequantize.
+    Raises ValueError for a tensor that ends beyond its file, or whose type is unknown.
     """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    kind = GGMLQuantizationType(tensor.kind)
-    per_block, size = GGML_QUANT_SIZES[kind]
+    per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     count = math.prod(tensor.shape)
     if tensor.shape and tensor.shape[-1] % per_block:
         raise ValueError(f"its rows of {tensor.shape[-1]} are no whole blocks of {per_block}")
@@ -217,6 +215,21 @@ def dequantized(tensor: GgufTensor) -> np.ndarray:
     if start + length > len(tensor.buffer):
         raise ValueError(f"it ends at byte {start + length} of {len(tensor.buffer)}")
     data = np.frombuffer(tensor.buffer, np.uint8, length, start)
+    return data.reshape(*tensor.shape[:-1], -1, size)
+
+
+def dequantized(tensor: GgufTensor) -> np.ndarray:
+    """Return a tensor [...] as float32: exactly the numbers that its blocks encode.
+
+    Raises as `blocks_of` does, and NotImplementedError for a type that the gguf library cannot
+    dequantize.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    kind, blocks = GGMLQuantizationType(tensor.kind), blocks_of(tensor)
+    per_block, size = GGML_QUANT_SIZES[kind]
+    count, data = math.prod(tensor.shape), blocks.reshape(-1)
+    length = len(data)
     if kind == GGMLQuantizationType.F32:
         return data.view("<f4").astype(np.float32).reshape(tensor.shape)
     values = np.empty(count, np.float32)

@@ -18,6 +18,7 @@ import jax
 from kvq_jax.types.array_types import ArraySpec
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
+from kvq_models.llama.packed_weights import is_packed
 from kvq_models.llama.weight_axes import weight_axes
 
 KEEP, TRANSPOSE = False, True
@@ -94,7 +95,7 @@ class Weight:
 
     name: str
     transpose: bool
-    leaf: Any  # jax.Array, or jax.ShapeDtypeStruct in an abstract model
+    leaf: Any  # jax.Array, a packed weight, or jax.ShapeDtypeStruct in an abstract model
     spec: ArraySpec
 
     @property
@@ -125,7 +126,7 @@ def describe(llama: Llama) -> Llama:
 def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
     """Return the same tree with other values at the paths of `weights(llama)`."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: values.get(path_name(path), leaf), llama
+        lambda path, leaf: values.get(path_name(path), leaf), llama, is_leaf=is_packed
     )
 
 
@@ -140,7 +141,7 @@ def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
 
 
 def _leaves(llama: Llama) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(llama):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(llama, is_leaf=is_packed):
         name = path_name(path)
         if not name.startswith("cache_parameters"):
             yield name, leaf

@@ -14,6 +14,7 @@ from kvq_jax.codecs.bias_subtracting import check_bias
 from kvq_jax.types.array_types import ArraySpec, LayerWeights
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Layer, RMSNorm, abstract_llama
+from kvq_models.llama.packed_weights import dense
 
 
 def layer_weights(layer: Layer) -> LayerWeights | None:
@@ -24,8 +25,8 @@ def layer_weights(layer: Layer) -> LayerWeights | None:
         return None
     k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
     return LayerWeights(
-        k_kernel=k.kernel.get_value(),
-        v_kernel=v.kernel.get_value(),
+        k_kernel=dense(k.kernel.get_value()),
+        v_kernel=dense(v.kernel.get_value()),
         k_bias=None if k.bias is None else k.bias.get_value(),
         v_bias=None if v.bias is None else v.bias.get_value(),
         k_norm=None if norm is None else _factor(norm),

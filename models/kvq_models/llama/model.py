@@ -20,8 +20,8 @@ without a cache.
 A layer stops before attention and continues after it (`attention_inputs`, `finish`). The caller
 computes attention, exactly or through a quantized cache. Modules are JAX pytrees with the config as
 static metadata, so plain `jax.jit`, `jax.grad` and `jax.tree.map` work on them. Weights are stored
-[in, out] in the model's dtype and activations have that dtype. Norms, rotations, softmax and logits
-are fp32.
+[in, out] in the model's dtype, or packed (packed_weights.py), and activations have that dtype.
+Norms, rotations, softmax and logits are fp32.
 
 Source: Touvron et al., LLaMA; Ainslie et al., GQA; names after Hugging Face's checkpoints.
 """
@@ -45,6 +45,7 @@ from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsB
 from kvq_jax.types.rope import Rope, rotate, without_rotation
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.experts import Experts
+from kvq_models.llama.packed_weights import logits_of, rows_of
 from kvq_models.llama.rope import Ropes, ropes_for
 from kvq_models.llama.whole_heads import of_whole_heads
 
@@ -290,8 +291,7 @@ class Llama(nnx.Module):
     def embed_tokens(self, tokens_BT: Int[Array, "B T"]) -> HiddenBTD:
         """Return rows of the embedding. A token id outside the vocabulary gives NaN rather than
         another token's row."""
-        rows_BTD = self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
-        return self.scaled(rows_BTD)
+        return self.scaled(rows_of(self.embed[...], tokens_BT))
 
     def scaled(self, rows_BTD: HiddenBTD) -> HiddenBTD:
         """Return the first layer's input from rows of the embedding."""
@@ -300,12 +300,8 @@ class Llama(nnx.Module):
     def logits(self, hidden_BTD: HiddenBTD) -> Float[Array, "B T V"]:
         """Return the fp32 logits of the last layer's output."""
         x_BTD = self.norm(hidden_BTD)
-        equation, matrix = (
-            ("btd,vd->btv", self.embed[...])
-            if self.head is None
-            else ("btd,dv->btv", self.head.kernel[...])
-        )
-        logits_BTV = jnp.einsum(equation, x_BTD, matrix, preferred_element_type=jnp.float32)
+        matrix = self.embed[...] if self.head is None else self.head.kernel[...]
+        logits_BTV = logits_of(x_BTD, matrix, tied=self.head is None)
         logits_BTV = _times(1 / self.config.logits_scaling, logits_BTV)
         cap = self.config.logits_soft_cap
         return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)

@@ -24,6 +24,7 @@ from kvq_jax.placement.placement import AnyMesh, Placement
 from kvq_jax.types.array_types import ArraySpec
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_models.llama.packed_weights import is_packed
 from kvq_models.llama.weight_axes import split_by
 
 SPLIT = ("heads", "kv_heads", "mlp", "vocab")  # axes along which weights are split
@@ -94,6 +95,8 @@ def shard_llama(llama: Llama, mesh: AnyMesh | Placement) -> Llama:
         mesh: a mesh, or a placement that says which of its axes split rows, heads and tokens.
     """
     placement = placement_of(mesh)
+    if any(is_packed(weight.leaf) for weight in hf_names.weights(llama).values()):
+        raise ValueError("packed weights are for one device: load the model with weights='dense'")
     shardings = weight_shardings(llama, placement)
     weights = hf_names.weights(llama).items()
     moved = hf_names.replace_weights(

@@ -1,0 +1,191 @@
+// Products of packed weights with rows of activations, for the processor that the translation unit
+// is compiled for.
+//
+// Codes become floats in registers and meet a tile of tokens there. Scales and minima are applied
+// once for each group of inputs, to sums. Inputs are added in the same order whatever the tile, so
+// a row's result does not depend on the rows beside it.
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+#include "weights.h"
+
+namespace {
+
+using kvq::kPanelOutputs;
+using kvq::PackedMatrix;
+using kvq::PanelProduct;
+using kvq::TokenBlock;
+
+constexpr int kChains = 2;  // sums of a group, for the latency of additions
+constexpr int64_t kAhead = 2048;  // bytes that are fetched before they are needed
+
+inline Floats load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  __m128i x;
+  std::memcpy(&x, p, sizeof x);
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, Floats);
+#endif
+}
+
+// Entry `at` and the following ones of scales or minima, of group g of all groups of a panel.
+inline Floats scales_at(const kvq::Scales& scales, int64_t panel, int64_t groups, int64_t g,
+                        int64_t group, int64_t lane) {
+  const int64_t at = (panel * groups + g) * kPanelOutputs + lane;
+  if (!scales.coarse) return load_halves(static_cast<const uint16_t*>(scales.fine) + at, false);
+  const int64_t inputs = groups * group;
+  const int64_t coarse = panel * (inputs / kvq::kCoarse) + g * group / kvq::kCoarse;
+  return load_bytes(static_cast<const int8_t*>(scales.fine) + at) *
+         load_halves(scales.coarse + coarse * kPanelOutputs + lane, false);
+}
+
+// Codes of 4 bits.
+struct Nibbles {
+#if defined(__AVX512F__)
+  const Floats levels;
+  explicit Nibbles(float centre)
+      : levels(Floats{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - centre) {}
+  // The look-up sees the lowest 4 bits alone.
+  KVQ_INLINE Floats decoded(Uints word) const {
+    return (Floats)_mm512_permutexvar_ps((__m512i)word, (__m512)levels);
+  }
+#else
+  float centre;
+  explicit Nibbles(float centre) : centre(centre) {}
+  KVQ_INLINE Floats decoded(Uints word) const { return to_float(word & 15) - centre; }
+#endif
+
+  // Call use(input, chain, codes) for each input of a group.
+  template <int kGroup, int V, class Use>
+  KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
+    const uint32_t* words =
+        static_cast<const uint32_t*>(codes) + group * (kvq::kWordInputs / 8) * kPanelOutputs;
+    for (int w = 0; w < kvq::kWordInputs / 8; w++, words += kPanelOutputs) {
+      Uints packed[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) std::memcpy(&packed[v], words + v * kLanes, sizeof packed[v]);
+      __builtin_prefetch(words + kAhead / 4);
+      __builtin_prefetch(words + kAhead / 4 + 16);
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) {
+        Floats entries[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) entries[v] = decoded(packed[v] >> (4 * j));
+        use(j % 2 * 16 + 4 * w + j / 2, j % kChains, entries);
+      }
+    }
+  }
+};
+
+// Codes of 8 bits.
+struct SignedBytes {
+  explicit SignedBytes(float) {}
+
+  template <int kGroup, int V, class Use>
+  KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
+    const int8_t* bytes = static_cast<const int8_t*>(codes) + group * kGroup * kPanelOutputs;
+    for (int i = 0; i < kGroup; i += 4, bytes += 4 * kPanelOutputs) {
+      __builtin_prefetch(bytes + kAhead);
+      __builtin_prefetch(bytes + kAhead + 64);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
+        Floats entries[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) entries[v] = load_bytes(bytes + j * kPanelOutputs + v * kLanes);
+        use(i + j, j % kChains, entries);
+      }
+    }
+  }
+};
+
+// y[t, lane ..] for T rows of a block of S, and V vectors of outputs from `lane` of a panel on.
+template <class Codes, int kGroup, int T, int S, int V>
+KVQ_INLINE void multiply_lanes(const PackedMatrix& weights, int64_t panel, int64_t lane,
+                               const TokenBlock& block, int64_t first) {
+  const int64_t groups = weights.inputs / kGroup;
+  const Codes decoder(weights.centre);
+  const int64_t per_input = kPanelOutputs * weights.bits / 8;  // bytes of a panel
+  const char* codes = static_cast<const char*>(weights.codes) +
+                      panel * weights.inputs * per_input + lane * (weights.bits == 4 ? 4 : 1);
+  Floats total[T][V] = {};
+  for (int64_t g = 0; g < groups; g++) {
+    Floats part[kChains][T][V] = {};
+    const float* x = block.x + g * kGroup * S + first;
+    decoder.template for_group<kGroup, V>(
+        codes, g, [&](int input, int chain, const Floats* entries) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+          for (int t = 0; t < T; t++) {
+            const Floats value = splat(x[input * S + t]);
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) part[chain][t][v] += value * entries[v];
+          }
+        });
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      const int64_t at = lane + v * kLanes;
+      const Floats scale = scales_at(weights.scales, panel, groups, g, kGroup, at);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) total[t][v] += scale * (part[0][t][v] + part[1][t][v]);
+      if (!weights.mins.fine) continue;
+      const Floats least = scales_at(weights.mins, panel, groups, g, kGroup, at);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) total[t][v] += least * splat(block.sums[g * S + first + t]);
+    }
+  }
+  for (int t = 0; t < T && first + t < block.count; t++)
+    for (int v = 0; v < V; v++) {
+      const int64_t output = panel * kPanelOutputs + lane + v * kLanes;
+      const int64_t room = weights.outputs - output;
+      if (room > 0)
+        std::memcpy(block.y + (first + t) * weights.outputs + output, &total[t][v],
+                    sizeof(float) * size_t(std::min<int64_t>(room, kLanes)));
+    }
+}
+
+template <class Codes, int kGroup, int T, int S, int V>
+inline void multiply_block(const PackedMatrix& weights, int64_t panel, const TokenBlock& block) {
+  for (int64_t first = 0; first < std::min<int64_t>(S, block.count); first += T)
+    for (int64_t lane = 0; lane < kPanelOutputs; lane += V * kLanes)
+      multiply_lanes<Codes, kGroup, T, S, V>(weights, panel, lane, block, first);
+}
+
+// Tiles that fit the registers: 32 of AVX-512, 16 of the others.
+template <class Codes, int kGroup>
+inline void multiply_codes(const PanelProduct& product) {
+  constexpr bool kWide = kLanes == 16;
+  constexpr int kAll = kWide ? 2 : 4;
+  for (int64_t panel = product.first_panel; panel < product.last_panel; panel++)
+    for (int64_t b = product.first_block; b < product.last_block; b++) {
+      const PackedMatrix& weights = *product.weights;
+      const TokenBlock& block = product.blocks[b];
+      switch (block.width) {
+        case 1:
+          multiply_block<Codes, kGroup, 1, 1, kAll>(weights, panel, block);
+          break;
+        case 2:
+          multiply_block<Codes, kGroup, 2, 2, 2>(weights, panel, block);
+          break;
+        case 4:
+          multiply_block<Codes, kGroup, 4, 4, kWide ? 2 : 1>(weights, panel, block);
+          break;
+        default:
+          multiply_block<Codes, kGroup, kWide ? 8 : 4, 8, 1>(weights, panel, block);
+      }
+    }
+}
+
+inline void multiply_packed(const PanelProduct& product) {
+  if (product.weights->bits == 4) multiply_codes<Nibbles, 32>(product);
+  else if (product.weights->group == 32) multiply_codes<SignedBytes, 32>(product);
+  else multiply_codes<SignedBytes, 16>(product);
+}
+
+}  // namespace

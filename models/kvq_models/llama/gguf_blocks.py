@@ -1,0 +1,155 @@
+"""The blocks of GGUF's tensors as packed matrices, without dequantizing them: every value is the
+same, bit for bit.
+
+                codes                scales                      minima
+    Q4_0        4 bits, centre 8     float16 for 32 inputs       none
+    Q4_1        4 bits               float16 for 32              float16 for 32
+    Q4_K        4 bits               6 bits for 32 x float16     6 bits for 32 x float16
+    Q5_0, Q8_0  8 bits               float16 for 32              none
+    Q5_1        8 bits               float16 for 32              float16 for 32
+    Q5_K        8 bits               6 bits for 32 x float16     6 bits for 32 x float16
+    Q6_K        8 bits               int8 for 16 x float16       none
+
+The coarse float16 factors of K blocks are for 256 inputs. 5- and 6-bit codes take 8 bits here.
+Source: ggml's block structures, as the gguf library reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Int, Shaped, UInt8
+
+from kvq_models.llama.packed_weights import PackedMatrix, panels_of
+
+Blocks = UInt8[np.ndarray, "O n bytes"]
+_EXPONENT = np.uint16(0x7C00)  # of float16, all ones in a number that is not finite
+_LOW = np.uint32(0x0F0F0F0F)  # the low 4 bits of each byte of a word
+
+
+class _Entries(NamedTuple):
+    """The arrays of a `PackedMatrix` by output."""
+
+    codes: Shaped[np.ndarray, "O _"]
+    scales: Shaped[np.ndarray, "O _"]
+    coarse_scales: Shaped[np.ndarray, "O _"] | None = None
+    mins: Shaped[np.ndarray, "O _"] | None = None
+    coarse_mins: Shaped[np.ndarray, "O _"] | None = None
+
+
+def packed_matrix(
+    blocks: Blocks, kind: str, order: Int[np.ndarray, "O"] | None, dtype: DTypeLike
+) -> tuple[PackedMatrix, bool]:
+    """Return the matrix [I, O] of a tensor's rows [O, I], on the default device, and True if all
+    of it is finite.
+
+    Args:
+        blocks: the bytes of the tensor's blocks, by row.
+        kind: the name of its type, one of KINDS.
+        order: the row of the tensor that is output o, or None if they are in order.
+        dtype: of the values.
+    """
+    blocks = blocks if order is None else blocks[order]
+    entries = KINDS[kind](blocks)
+    factors = (rows for rows in entries if rows is not None and rows.dtype == np.float16)
+    finite = all(bool(np.all(rows.view(np.uint16) & _EXPONENT != _EXPONENT)) for rows in factors)
+    matrix = PackedMatrix(
+        *(None if rows is None else jnp.asarray(panels_of(rows)) for rows in entries),
+        outputs=len(blocks),
+        centre=8 if kind == "Q4_0" else 0,
+        value_dtype=jnp.dtype(dtype).name,
+    )
+    return matrix, finite
+
+
+def _rows(entries: Shaped[np.ndarray, "O ..."]) -> Shaped[np.ndarray, "O _"]:
+    return entries.reshape(len(entries), -1)
+
+
+def _halves(blocks: Blocks, at: int) -> Shaped[np.ndarray, "O n"]:
+    return _rows(blocks[..., at : at + 2].view("<f2"))
+
+
+def _words(blocks: Blocks) -> Shaped[np.ndarray, "O n words"]:
+    return blocks.view("<u4")
+
+
+def _q4_0(blocks: Blocks) -> _Entries:
+    return _Entries(_rows(_words(blocks[..., 2:])), _halves(blocks, 0))
+
+
+def _q4_1(blocks: Blocks) -> _Entries:
+    return _Entries(_rows(_words(blocks[..., 4:])), _halves(blocks, 0), mins=_halves(blocks, 2))
+
+
+def _five_bits(low: Blocks, high: Blocks) -> Shaped[np.ndarray, "O n 32"]:
+    """Return the codes of blocks of 32 from the low 4 bits of all and the fifth bits of all."""
+    fifth = np.unpackbits(high, axis=-1, bitorder="little") << np.uint8(4)
+    return (np.concatenate([low & 15, low >> 4], axis=-1) | fifth).view(np.int8)
+
+
+def _q5_0(blocks: Blocks) -> _Entries:
+    codes = _five_bits(blocks[..., 6:], blocks[..., 2:6]) - np.int8(16)
+    return _Entries(_rows(codes), _halves(blocks, 0))
+
+
+def _q5_1(blocks: Blocks) -> _Entries:
+    codes = _five_bits(blocks[..., 8:], blocks[..., 4:8])
+    return _Entries(_rows(codes), _halves(blocks, 0), mins=_halves(blocks, 2))
+
+
+def _q8_0(blocks: Blocks) -> _Entries:
+    return _Entries(_rows(blocks[..., 2:].view(np.int8)), _halves(blocks, 0))
+
+
+def _k_scales(blocks: Blocks) -> tuple[Shaped[np.ndarray, "O _"], ...]:
+    """Return scales, coarse scales, minima and coarse minima of Q4_K and Q5_K, whose minima are
+    subtracted in the file."""
+    first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=-1)
+    mins = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=-1)
+    by_group = (_rows(entries.view(np.int8)) for entries in (scales, mins))
+    return next(by_group), _halves(blocks, 0), next(by_group), -_halves(blocks, 2)
+
+
+def _q4_k(blocks: Blocks) -> _Entries:
+    pairs = _words(blocks[..., 16:]).reshape(*blocks.shape[:2], 4, 2, 4)  # two groups of 32 each
+    left, right = pairs[..., 0, :], pairs[..., 1, :]
+    lower = (left & _LOW) | ((right & _LOW) << np.uint32(4))
+    upper = ((left >> np.uint32(4)) & _LOW) | (right & ~_LOW)
+    return _Entries(_rows(np.stack([lower, upper], axis=-2)), *_k_scales(blocks))
+
+
+def _q5_k(blocks: Blocks) -> _Entries:
+    low = blocks[..., 48:].reshape(*blocks.shape[:2], 4, 1, 32)
+    fours = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*blocks.shape[:2], 8, 32)
+    bits = np.arange(8, dtype=np.uint8)[:, None]
+    fifth = (blocks[..., None, 16:48] >> bits) & 1
+    codes = (fours | (fifth << np.uint8(4))).view(np.int8)
+    return _Entries(_rows(codes), *_k_scales(blocks))
+
+
+def _q6_k(blocks: Blocks) -> _Entries:
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64)
+    fours = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*blocks.shape[:2], 2, 4, 32)
+    bits = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    twos = (blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3
+    codes = (fours | (twos << np.uint8(4))).view(np.int8) - np.int8(32)
+    scales = _rows(blocks[..., 192:208].view(np.int8))
+    return _Entries(_rows(codes), scales, _halves(blocks, 208))
+
+
+KINDS: dict[str, Callable[[Blocks], _Entries]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "Q8_0": _q8_0,
+}

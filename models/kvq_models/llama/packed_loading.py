@@ -1,0 +1,74 @@
+"""Choose which weights of a checkpoint stay packed, and read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias, get_args
+
+import jax
+
+from cpu_kernels.library import unavailable
+from kvq_models.llama import hf_names
+from kvq_models.llama.gguf_file import GgufFile
+from kvq_models.llama.hf_directory import HfDirectory
+from kvq_models.llama.model import Llama
+from kvq_models.llama.packed_weights import PackedMatrix, PackedTable, dense, is_packed
+
+Weights: TypeAlias = Literal["packed", "dense"]
+
+
+def packing(
+    checkpoint: HfDirectory | GgufFile, weights: Weights | None, *, on_mesh: bool
+) -> Callable[[hf_names.Weight], bool]:
+    """Return a function that tells the weights that stay packed: the layers' projections, the
+    embedding and the head, if the file stores blocks that can be read packed.
+
+    Args:
+        checkpoint: the open checkpoint.
+        weights: "packed", "dense", or None for packed ones on one CPU with native kernels.
+        on_mesh: True if the weights go to a mesh of devices.
+
+    Raises ValueError, in one line, if packed weights are asked for and cannot be had.
+    """
+    if weights is not None and weights not in get_args(Weights):
+        raise ValueError(f"{weights=} must be 'packed' or 'dense'")
+    if weights == "packed" and on_mesh:
+        raise ValueError("weights='packed' is for one device: give 'dense' on a mesh")
+    by_default = jax.default_backend() == "cpu" and not on_mesh and unavailable() is None
+    if weights == "dense" or not (weights or by_default):
+        return lambda _: False
+
+    def packs(weight: hf_names.Weight) -> bool:
+        matrix = weight.transpose or weight.name == hf_names.EMBED_NAME
+        return matrix and isinstance(checkpoint, GgufFile) and checkpoint.packs(weight.name)
+
+    if weights == "packed" and not (
+        isinstance(checkpoint, GgufFile) and any(map(checkpoint.packs, checkpoint.tensors))
+    ):
+        raise ValueError(
+            "weights='packed' is for GGUF files with blocks of 4 to 8 bits, and this checkpoint has"
+            " none: give 'dense'"
+        )
+    return packs
+
+
+def read_packed(
+    checkpoint: HfDirectory | GgufFile, weight: hf_names.Weight
+) -> tuple[PackedMatrix | PackedTable, bool]:
+    """Return a weight that stays packed, and True if all of it is finite."""
+    assert isinstance(checkpoint, GgufFile), "packing() chooses only weights of such files"
+    matrix, finite = checkpoint.packed(weight.name, weight.leaf.dtype)
+    return matrix if weight.transpose else PackedTable(matrix), finite
+
+
+def dense_llama(llama: Llama) -> Llama:
+    """Return a model whose weights are all arrays, for what needs gradients or every value."""
+    packed = {p: w.leaf for p, w in hf_names.weights(llama).items() if is_packed(w.leaf)}
+    if not packed:
+        return llama
+    return hf_names.replace_weights(llama, {path: dense(leaf) for path, leaf in packed.items()})
+
+
+def packed_kinds(checkpoint: HfDirectory | GgufFile, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the types of the blocks of tensors that stay packed, as the file calls them."""
+    return tuple(sorted({checkpoint.tensors[name].dtype for name in names}))

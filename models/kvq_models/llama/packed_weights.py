@@ -1,0 +1,254 @@
+"""Weights that stay packed: a matrix of codes of 4 or 8 bits, and a table of rows made of one.
+
+A model's weight is an array or one of these. The model multiplies by `x @ weight`, looks rows up by
+`rows_of`, and does not ask which it has. `dense` returns the array for everything else.
+
+Source: the blocks of GGUF files (gguf_blocks.py), which both hold exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, Shaped
+
+from cpu_kernels.library import unavailable
+from cpu_kernels.packed_product import PANEL, packed_product
+from kvq_jax.types.pytree import pytree
+
+TILE = 2048  # outputs that XLA dequantizes at a time
+
+
+class _Weight:
+    """The side of a weight that looks like an array."""
+
+    ndim = 2
+    shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the weight itself for `...`, with which flax reads a Param."""
+        if index is not ...:
+            raise TypeError(
+                "a packed weight has no entries to index: take kvq_models.llama.packed_weights.dense"
+                " of it"
+            )
+        return self
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class PackedMatrix(_Weight):
+    """A matrix [I, O] of codes, whose scales and minima are shared by groups of inputs:
+
+        w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]
+
+    in fp32. Output o lies in lane o % 32 of panel o // 32. Everything behind the last output is 0.
+
+        codes          int8 [P, I, 32]; or of 4 bits, eight in a word, uint32 [P, I / 8, 32]: bits
+                       8 b + 4 h of word 4 r + w are those of input 32 r + 16 h + 4 w + b
+        scales         float16 [P, I / group, 32], or int8 factors of coarse_scales
+        coarse_scales  float16 [P, I / 256, 32], or None
+        mins           as scales, or None for 0
+        coarse_mins    as coarse_scales, or None
+        outputs        O; P = ceil(O / 32)
+        centre         the code that stands for 0; 0 for 8 bits
+        value_dtype    of `dequantized` and `rows`
+
+    x @ w is a native kernel on a CPU. Elsewhere XLA dequantizes tiles. Products are exact up to the
+    order of fp32 sums. There is no gradient.
+    """
+
+    codes: Shaped[Array, "P _ 32"]
+    scales: Shaped[Array, "P groups 32"]
+    coarse_scales: Float[Array, "P _ 32"] | None = None
+    mins: Shaped[Array, "P groups 32"] | None = None
+    coarse_mins: Float[Array, "P _ 32"] | None = None
+    outputs: int = dataclasses.field(default=0, metadata={"static": True})
+    centre: int = dataclasses.field(default=0, metadata={"static": True})
+    value_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.codes.dtype == jnp.uint32 else 8
+
+    @property
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
+        return self.codes.shape[1] * (8 if self.bits == 4 else 1), self.outputs
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(self.value_dtype)
+
+    @property
+    def sharding(self) -> Any:
+        return None if isinstance(self.codes, Tracer) else self.codes.sharding
+
+    def __rmatmul__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        return self.product(x).astype(x.dtype)
+
+    def product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """Return x @ w in fp32."""
+        rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        return _product(rows, self).reshape(*x.shape[:-1], self.outputs)
+
+    def dequantized(self) -> Float[Array, "I O"]:
+        values = jnp.swapaxes(_values(self), 0, 1)  # [I, P, 32]
+        return values.reshape(values.shape[0], -1)[:, : self.outputs].astype(self.dtype)
+
+    def columns(self, outputs: Int[Array, "..."]) -> Float[Array, "... I"]:
+        """Return columns of w. Outputs must be in range."""
+        flat = outputs.reshape(-1)
+        chosen = jax.tree.map(lambda array: array[flat // PANEL, :, flat % PANEL][..., None], self)
+        values = _values(chosen)[..., 0].astype(self.dtype)
+        return values.reshape(*outputs.shape, -1)
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class PackedTable(_Weight):
+    """A table [V, D], such as an embedding: the transpose of `matrix` [D, V].
+
+    `table.T` is the matrix, so that x @ table.T are logits.
+    """
+
+    matrix: PackedMatrix
+
+    @property
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
+        return self.matrix.shape[1], self.matrix.shape[0]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.matrix.dtype
+
+    @property
+    def sharding(self) -> Any:
+        return self.matrix.sharding
+
+    @property
+    def T(self) -> PackedMatrix:
+        return self.matrix
+
+    def rows(self, indices: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Return rows, and NaN for indices that are out of range."""
+        inside = (indices >= 0) & (indices < self.shape[0])
+        rows = self.matrix.columns(jnp.where(inside, indices, 0))
+        return jnp.where(inside[..., None], rows, jnp.nan)
+
+    def dequantized(self) -> Float[Array, "V D"]:
+        return self.matrix.dequantized().T
+
+
+Packed: TypeAlias = PackedMatrix | PackedTable
+Weight: TypeAlias = Array | Packed
+
+
+def is_packed(weight: Any) -> bool:
+    return isinstance(weight, PackedMatrix | PackedTable)
+
+
+def dense(weight: Any) -> Array:
+    """Return a weight as an array. An array is returned as it is."""
+    return weight.dequantized() if is_packed(weight) else weight
+
+
+def rows_of(table: Any, indices: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """Return rows of a table, and NaN for indices that are out of range."""
+    if isinstance(table, PackedTable):
+        return table.rows(indices)
+    return table.at[indices].get(mode="fill", wrap_negative_indices=False)
+
+
+def logits_of(x: Float[Array, "B T D"], weight: Any, *, tied: bool) -> Float[Array, "B T V"]:
+    """Return x @ weight, fp32, of a head [D, V], or of a tied embedding [V, D]."""
+    if is_packed(weight):
+        return (weight.T if tied else weight).product(x)
+    equation = "btd,vd->btv" if tied else "btd,dv->btv"
+    return jnp.einsum(equation, x, weight, preferred_element_type=jnp.float32)
+
+
+def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
+    """Return the values by panel, fp32. Every product of a code and a scale is exact."""
+    if w.bits == 4:
+        panels, words, lanes = w.codes.shape
+        packed = w.codes.reshape(panels, words // 4, 1, 4, 1, lanes)
+        half, byte = jnp.arange(2, dtype=jnp.uint32), jnp.arange(4, dtype=jnp.uint32)
+        shifts = 4 * half[:, None] + 8 * byte
+        codes = (packed >> shifts[None, None, :, None, :, None]) & 15
+        codes = codes.reshape(panels, 8 * words, lanes).astype(jnp.int32) - w.centre
+    else:
+        codes = w.codes
+    values = codes.astype(jnp.float32)
+    by_group = values.reshape(values.shape[0], w.scales.shape[1], -1, values.shape[-1])
+    scaled = by_group * _fine(w.scales, w.coarse_scales)[:, :, None]
+    if w.mins is not None:
+        scaled = scaled + _fine(w.mins, w.coarse_mins)[:, :, None]
+    return scaled.reshape(values.shape)
+
+
+def _fine(
+    factors: Shaped[Array, "P groups lanes"], coarse: Float[Array, "P _ lanes"] | None
+) -> Float[Array, "P groups lanes"]:
+    wide = factors.astype(jnp.float32)
+    if coarse is None:
+        return wide
+    each = wide.reshape(wide.shape[0], coarse.shape[1], -1, wide.shape[2])
+    return (each * coarse.astype(jnp.float32)[:, :, None]).reshape(wide.shape)
+
+
+@jax.custom_jvp
+def _product(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
+    if unavailable() is not None:
+        return _by_tiles(x, w)
+    return lax.platform_dependent(x, w, cpu=_native, default=_by_tiles)
+
+
+@_product.defjvp
+def _refused(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "packed weights have no gradient: load the model with weights='dense'"
+    )
+
+
+def _native(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
+    arrays = w.codes, w.scales, w.coarse_scales, w.mins, w.coarse_mins
+    return packed_product(x, *arrays, outputs=w.outputs, centre=w.centre)
+
+
+def _by_tiles(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
+    """Multiply by some panels at a time, so that the dequantized matrix never exists as a whole."""
+    panels = w.codes.shape[0]
+    tiles = next(n for n in range(-(-panels * PANEL // TILE), panels + 1) if panels % n == 0)
+
+    def by_tile(tile: PackedMatrix) -> Float[Array, "T outputs"]:
+        return jnp.einsum("ti,pio->tpo", x, _values(tile)).reshape(len(x), -1)
+
+    if tiles == 1:
+        return by_tile(w)[:, : w.outputs]
+    split = jax.tree.map(lambda array: array.reshape(tiles, -1, *array.shape[1:]), w)
+    products = jnp.swapaxes(lax.map(by_tile, split), 0, 1)  # [T, tiles, outputs of a tile]
+    return products.reshape(len(x), -1)[:, : w.outputs]
+
+
+def panels_of(rows: Shaped[np.ndarray, "O n"]) -> Shaped[np.ndarray, "P n 32"]:
+    """Return the entries of outputs by panel, with zeros behind the last output."""
+    outputs, entries = rows.shape
+    panels = -(-outputs // PANEL)
+    result = np.zeros if outputs % PANEL else np.empty
+    by_panel = result((panels, entries, PANEL), rows.dtype)
+    whole = outputs // PANEL
+    split = rows[: whole * PANEL].reshape(whole, PANEL, entries)
+    by_panel[:whole] = split.transpose(0, 2, 1)
+    if outputs % PANEL:
+        by_panel[whole, :, : outputs % PANEL] = rows[whole * PANEL :].T
+    return by_panel

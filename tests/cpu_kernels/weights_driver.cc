@@ -1,0 +1,137 @@
+// Runs products with packed weights without XLA, for sanitizers: every array is a heap block of
+// exactly its size. Every kernel must agree with a plain loop, and neither the number of threads nor
+// the other rows may change a bit.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "processors.h"
+#include "weights_call.h"
+
+using namespace kvq;
+
+static uint32_t state = 1;
+static uint32_t random_bits() { return (state = state * 1664525u + 1013904223u) >> 8; }
+static float random_float() { return float(random_bits()) / (1 << 23) - 1; }
+
+// Float16 numbers from 1 to 2 and from -2 to -1, and their values.
+static uint16_t random_half() { return uint16_t((random_bits() & 0x83FF) | 0x3C00); }
+static double value_of(uint16_t half) {
+  return (half & 0x8000 ? -1 : 1) * (1 + double(half & 0x3FF) / 1024);
+}
+
+struct MatrixShape {
+  int64_t bits, group, inputs, outputs, tokens;
+  bool coarse, mins;
+};
+
+struct RandomScales {
+  std::vector<uint16_t> halves, coarse;
+  std::vector<int8_t> bytes;
+
+  RandomScales(const MatrixShape& s, int64_t panels)
+      : halves(s.coarse ? 0 : panels * s.inputs / s.group * 32),
+        coarse(s.coarse ? panels * s.inputs / kCoarse * 32 : 0),
+        bytes(s.coarse ? panels * s.inputs / s.group * 32 : 0) {
+    for (auto& x : halves) x = random_half();
+    for (auto& x : coarse) x = random_half();
+    for (auto& x : bytes) x = int8_t(random_bits() % 128 - 64);
+  }
+  Scales scales() const {
+    if (coarse.empty()) return {halves.data(), nullptr};
+    return {bytes.data(), coarse.data()};
+  }
+  double at(const MatrixShape& s, int64_t i, int64_t o) const {
+    const int64_t groups = s.inputs / s.group;
+    const int64_t fine = (o / 32 * groups + i / s.group) * 32 + o % 32;
+    if (coarse.empty()) return value_of(halves[fine]);
+    return bytes[fine] * value_of(coarse[(o / 32 * (s.inputs / kCoarse) + i / kCoarse) * 32 + o % 32]);
+  }
+};
+
+static std::vector<float> run(PackedCall call, MultiplyPanels kernel, int64_t helpers) {
+  std::vector<float> y(call.tokens * call.weights.outputs, NAN);
+  call.y = y.data();
+  std::vector<std::thread> threads;
+  multiply(call, kernel, helpers,
+           [&](std::function<void()> work) { threads.emplace_back(std::move(work)); });
+  for (auto& thread : threads) thread.join();
+  return y;
+}
+
+static bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && !std::memcmp(a.data(), b.data(), 4 * a.size());
+}
+
+static double code_of(const MatrixShape& s, const std::vector<uint8_t>& codes, int64_t i, int64_t o) {
+  const int64_t panel = o / 32 * s.inputs, lane = o % 32;
+  if (s.bits == 8) return int8_t(codes[(panel + i) * 32 + lane]);
+  const int64_t half = i % 32 / 16, word = i / 32 * 4 + i % 16 / 4;
+  const uint8_t byte = codes[((panel / 8 + word) * 32 + lane) * 4 + i % 4];
+  return half ? byte >> 4 : byte & 15;
+}
+
+static int check(const MatrixShape& s) {
+  const int64_t panels = (s.outputs + 31) / 32;
+  std::vector<uint8_t> codes(panels * 32 * s.inputs * s.bits / 8);
+  for (auto& code : codes) code = uint8_t(random_bits());
+  const RandomScales scales(s, panels), mins(s, panels);
+  std::vector<float> x(s.tokens * s.inputs);
+  for (float& value : x) value = random_float();
+  PackedCall call{};
+  call.weights = {s.bits,
+                  s.group,
+                  s.inputs,
+                  s.outputs,
+                  s.bits == 4 && !s.mins ? 8.0f : 0.0f,
+                  codes.data(),
+                  scales.scales(),
+                  s.mins ? mins.scales() : Scales{}};
+  call.x = x.data(), call.tokens = s.tokens;
+  const auto one = run(call, multiply_panels_baseline, 0);
+  const auto best = run(call, best_kernels().multiply_panels, 0);
+  bool equal = same(one, run(call, multiply_panels_baseline, 3)) &&
+               same(best, run(call, best_kernels().multiply_panels, 2));
+  for (int64_t t = 0; t < s.tokens; t++) {
+    PackedCall alone = call;
+    alone.x += t * s.inputs, alone.tokens = 1;
+    const auto y = run(alone, best_kernels().multiply_panels, 0);
+    equal &= !std::memcmp(y.data(), best.data() + t * s.outputs, 4 * y.size());
+  }
+  double difference = 0, between = 0, size = 0;
+  for (int64_t t = 0; t < s.tokens; t++)
+    for (int64_t o = 0; o < s.outputs; o++) {
+      double want = 0;
+      for (int64_t i = 0; i < s.inputs; i++) {
+        const double w = (code_of(s, codes, i, o) - call.weights.centre) * scales.at(s, i, o) +
+                         (s.mins ? mins.at(s, i, o) : 0);
+        want += x[t * s.inputs + i] * w;
+      }
+      difference += std::pow(one[t * s.outputs + o] - want, 2);
+      between += std::pow(best[t * s.outputs + o] - want, 2);
+      size += want * want;
+    }
+  if (equal && size > 0 && difference <= 1e-11 * size && between <= 1e-11 * size) return 0;
+  std::printf("%d bits, %d x %d, %d tokens: %s, differences %g and %g of %g\n", int(s.bits),
+              int(s.inputs), int(s.outputs), int(s.tokens), equal ? "bits agree" : "bits differ",
+              difference, between, size);
+  return 1;
+}
+
+int main() {
+  int failures = 0, checked = 0;
+  for (int64_t bits : {4, 8})
+    for (int64_t group : {16, 32})
+      for (bool coarse : {false, true})
+        for (bool mins : {false, true})
+          for (int64_t outputs : {1, 40, 96})
+            for (int64_t tokens : {1, 2, 3, 8, 13}) {
+              if (bits == 4 && group == 16) continue;
+              failures += check({bits, group, coarse ? 512 : 160, outputs, tokens, coarse, mins});
+              checked++;
+            }
+  std::printf("%d products, kernel %s, %d failures\n", checked, best_kernels().name, failures);
+  return failures != 0;
+}
