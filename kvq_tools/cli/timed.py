@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
@@ -130,21 +131,28 @@ def compile_generation(
     drafts: int = 0,
 ) -> None:
     """Compile the programs that `generation.start` and `generation.advance` run for these prompts,
-    padded as by `checked_tokens`. Nothing is consumed."""
+    padded as by `checked_tokens`. Nothing is consumed.
+
+    On one device both are compiled at once: XLA compiles the loop on one thread for most of its
+    time, and holds no lock of Python's.
+    """
 
     def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         return generation.start(llama, cache, tokens, lengths, settings)
 
     if cache.placement is not None:
         tokens, lengths = jax.device_put((tokens, lengths), cache.placement.everywhere)
-    program = decoding.prefill_program.lower(
+    prefill = decoding.prefill_program.lower(
         llama, cache, tokens, lengths, False, settings.implementation
-    ).compile()
-    state = jax.eval_shape(start, llama, cache, tokens, lengths)
-    if cache.placement is not None:
-        logits, filled = program.output_shardings
-        state = _placed(state, [*jax.tree.leaves(filled), logits], cache.placement)
-    compile_steps(llama, state, settings, history, drafts)
+    )
+    with ThreadPoolExecutor(1) as beside:
+        compiled = beside.submit(prefill.compile)
+        state = jax.eval_shape(start, llama, cache, tokens, lengths)
+        if cache.placement is not None:
+            logits, filled = compiled.result().output_shardings
+            state = _placed(state, [*jax.tree.leaves(filled), logits], cache.placement)
+        compile_steps(llama, state, settings, history, drafts)
+        compiled.result()
 
 
 def _placed(state: GenerationState, first: list[Sharding], placement: Placement) -> GenerationState:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_models.llama.gguf_metadata import CONTROL, USER_DEFINED
+from kvq_models.llama.lazy_tokenizer import LazyTokenizer
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -91,21 +92,28 @@ def core_of(fields: Fields) -> Any:
 
 def tokenizer_of(fields: Fields, core: Any) -> Any:
     """Return a transformers.PreTrainedTokenizerFast with a copy of `core_of(fields)`, the file's
-    special tokens and its chat template."""
-    # its import warns that PyTorch is missing
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
-
+    special tokens and its chat template. It may come behind a `LazyTokenizer`."""
     tokens = _strings(fields, "tokens")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {f"{name}_token": _named(fields, stated, tokens) for name, stated in names.items()}
+    special = {name: token for name, token in special.items() if token is not None}
     template = fields.get("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        chat_template=template if isinstance(template, str) else None,
-        clean_up_tokenization_spaces=False,
-        **{name: token for name, token in special.items() if token is not None},
-    )
+
+    def whole() -> Any:
+        # its import warns that PyTorch is missing
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=core,
+            chat_template=template if isinstance(template, str) else None,
+            clean_up_tokenization_spaces=False,
+            **special,
+        )
+
+    known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    # transformers adds a named token that is not special in the file, which changes its texts
+    return LazyTokenizer(core, whole) if known.issuperset(special.values()) else whole()
 
 
 def _check_all_known(fields: Fields) -> None:
