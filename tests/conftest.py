@@ -4,6 +4,7 @@ same examples each time."""
 from __future__ import annotations
 
 import os
+import pathlib
 import shutil
 
 import hypothesis
@@ -51,6 +52,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run slow tests over all their cases, not over one of each kind",
     )
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Leave the tests that compile for GPUs unread if none of them would run: their imports take
+    seconds, in every worker."""
+    unwanted = "not aot" in config.getoption("markexpr") and collection_path.name == "aot"
+    return True if unwanted else None
 
 
 def pytest_report_header() -> str:
