@@ -9,7 +9,6 @@ a difference of shares      gap_interval    the same, of gains and of losses on 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,10 +19,9 @@ from kvq_tools.evaluation.intervals import (
     NONE,
     Estimate,
     Interval,
-    equal,
+    kl_interval,
     mean_interval,
     paired_ratio,
-    t_quantile,
 )
 
 __all__ = [
@@ -35,26 +33,6 @@ __all__ = [
     "paired_ratio",
     "share_interval",
 ]
-
-
-def kl_interval(windows: Sequence[float]) -> Interval:
-    """Return the interval of the mean of positive, skewed values.
-
-        m + v / 2 +- t sqrt(v / n + v^2 / (2 (n - 1))),   m, v the mean and variance of the logs,
-
-    whose exponentials bound the arithmetic mean if the values are log-normal (Olsson, Confidence
-    intervals for the mean of a log-normal distribution, Journal of Statistics Education 13, 2005,
-    the modified Cox method). The t interval of the logs alone would bound their geometric mean,
-    which is smaller than the mean that pages print. Values that are not all positive, as a KL of
-    rounding noise, have the interval of `mean_interval`.
-    """
-    if len(windows) < 2 or min(windows) <= 0 or equal(windows):
-        return mean_interval(windows)
-    logs = np.log(windows)
-    variance, n = float(logs.var(ddof=1)), len(windows)
-    centre = float(logs.mean()) + variance / 2
-    half = t_quantile(n) * math.sqrt(variance / n + variance**2 / (2 * (n - 1)))
-    return Interval(math.exp(centre - half), math.exp(centre + half))
 
 
 def share_interval(scores: Sequence[float], confidence: float = CONFIDENCE) -> Interval:

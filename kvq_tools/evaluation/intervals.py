@@ -55,6 +55,26 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean - half, mean + half) if math.isfinite(half) else NONE
 
 
+def kl_interval(windows: Sequence[float]) -> Interval:
+    """Return the interval of the mean of positive, skewed values.
+
+        m + v / 2 +- t sqrt(v / n + v^2 / (2 (n - 1))),   m, v the mean and variance of the logs,
+
+    whose exponentials bound the arithmetic mean if the values are log-normal (Olsson, Confidence
+    intervals for the mean of a log-normal distribution, Journal of Statistics Education 13, 2005,
+    the modified Cox method). The t interval of the logs alone would bound their geometric mean,
+    which is smaller than the mean that pages print. Values that are not all positive, as a KL of
+    rounding noise, have the interval of `mean_interval`.
+    """
+    if len(windows) < 2 or min(windows) <= 0 or equal(windows):
+        return mean_interval(windows)
+    logs = np.log(windows)
+    variance, n = float(logs.var(ddof=1)), len(windows)
+    centre = float(logs.mean()) + variance / 2
+    half = t_quantile(n) * math.sqrt(variance / n + variance**2 / (2 * (n - 1)))
+    return Interval(math.exp(centre - half), math.exp(centre + half))
+
+
 def paired_ratio(windows: Sequence[float], others: Sequence[float]) -> Estimate:
     """Return the geometric mean of windows[i] / others[i] with its paired t interval.
 
@@ -71,6 +91,22 @@ def paired_ratio(windows: Sequence[float], others: Sequence[float]) -> Estimate:
     logs = np.log(windows) - np.log(others)
     low, high = mean_interval(logs.tolist())
     return Estimate(math.exp(logs.mean()), Interval(math.exp(low), math.exp(high)))
+
+
+def widened(interval: Interval, error: float) -> Interval:
+    """Return the interval of a positive number with an independent error of its log added: half
+    the width of the log's interval becomes sqrt(half^2 + error^2)."""
+    if not (error and interval.low > 0):
+        return interval
+    low, high = np.log(interval)
+    half = math.hypot((high - low) / 2, error)
+    return Interval(*np.exp([(low + high) / 2 - half, (low + high) / 2 + half]).tolist())
+
+
+def rounding_of_mean(rounding: float, windows: int) -> float:
+    """Return half of the 95 % interval of a mean's log if rounding moves the log of each of its
+    windows by `rounding`."""
+    return rounding * t_quantile(windows) / math.sqrt(windows) if windows > 1 else 0.0
 
 
 def equal(values: Sequence[float]) -> bool:

@@ -8,17 +8,18 @@ from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
 from kvq_models.calibration.progress import Progress
-from kvq_models.llama.model import Llama
+from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.results import Evaluation, Quality
 from kvq_tools.evaluation.settings import (
     BATCH,
+    STEP,
     Choices,
     Mode,
     Settings,
@@ -26,7 +27,14 @@ from kvq_tools.evaluation.settings import (
     default_prompt,
     prompt_for,
 )
-from kvq_tools.evaluation.through import Reference, Through, WindowBatch, prefill_prompts, slices
+from kvq_tools.evaluation.through import (
+    Reference,
+    Through,
+    WindowBatch,
+    prefill_prompts,
+    read_only,
+    slices,
+)
 from kvq_tools.evaluation.windows import windows
 
 # a model that is prepared for the cache (`kvq_models.prepare`), and the cache
@@ -118,18 +126,34 @@ def evaluate_caches(
 
 
 class RowQuality(NamedTuple):
-    """Means over the scored tokens of each row, and the share of outliers without a slot.
+    """The scored tokens of each row, and the share of outliers without a slot.
 
-    tokens: scored tokens per row. nats, kl, agreement: [R], as in `Quality`, float64. dropped: over
+    token_nats, token_kl, agrees: [R, n], of each scored token, as in `Evaluation`. dropped: over
     all rows' caches at the end, the share of the outliers of each side ("k", "v") that have no
     slot, or {} if a cache stores no outliers or is not run (`fake`).
     """
 
-    tokens: int
-    nats: Float[np.ndarray, "R"]
-    kl: Float[np.ndarray, "R"]
-    agreement: Float[np.ndarray, "R"]
+    token_nats: Float[np.ndarray, "R n"]
+    token_kl: Float[np.ndarray, "R n"]
+    agrees: Bool[np.ndarray, "R n"]
     dropped: dict[str, float]
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of scored tokens of a row."""
+        return self.token_kl.shape[1]
+
+    @property
+    def nats(self) -> Float[np.ndarray, "R"]:
+        return self.token_nats.mean(axis=1, dtype=np.float64)
+
+    @property
+    def kl(self) -> Float[np.ndarray, "R"]:
+        return self.token_kl.mean(axis=1, dtype=np.float64)
+
+    @property
+    def agreement(self) -> Float[np.ndarray, "R"]:
+        return self.agrees.mean(axis=1, dtype=np.float64)
 
 
 def measure_rows(
@@ -137,22 +161,29 @@ def measure_rows(
     rows: Int[Array, "R T"],
     *,
     prompt: int | None = None,
+    scored: int | None = None,
     mode: Mode = "decode",
     batch: int = BATCH,
+    step: int = STEP,
     progress: Progress[Any] | None = None,
+    kept: dict[int, HiddenBTD] | None = None,
 ) -> tuple[RowQuality, ...]:
     """Score rows of tokens through each cache, row by row. All caches are compared with one
     full-precision model.
 
     Args:
-        candidates, mode, batch, progress: as for `evaluate_caches`.
+        candidates, mode, batch, step, progress: as for `evaluate_caches`.
         rows: [R, T] token ids.
         prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled.
             The default is 0, or at most PROMPT and half of a row if a cache takes statistics from a
             prompt (a key norm, a query subspace).
+        scored: the last tokens of a row, which alone are scored (default: all after the prompt and
+            the first token that follows it). Logits of the others are not computed.
+        kept: the full-precision model's last outputs by batch, which are computed if they are
+            missing and left there for further calls with the same rows and batches.
 
-    Raises ValueError if the rows do not fit the vocabulary, the prompt leaves fewer than two
-    tokens, or a cache with such statistics gets no prompt.
+    Raises ValueError if the rows do not fit the vocabulary, the prompt leaves fewer than two tokens
+    or fewer than are scored, or a cache with such statistics gets no prompt.
     """
     tokens = np.asarray(rows, np.int32)
     count, length = tokens.shape
@@ -169,8 +200,11 @@ def measure_rows(
     prompt = prompt or 0
     if not 0 <= prompt <= length - 2:
         raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
+    if scored is not None and not 1 <= scored <= length - prompt - 1:
+        raise ValueError(f"{scored=} must be between 1 and {length - prompt - 1}")
+    first = prompt + 1 if scored is None else length - scored
     prefilled = prompt if mode == "decode" else 0
-    settings = Settings(length, length, mode, batch, prompt=prefilled)
+    settings = Settings(length, length, mode, batch, prompt=prefilled, step=step)
     outliers: list[dict[str, kvq.OutlierTotals]] = [{} for _ in candidates]
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
@@ -184,24 +218,22 @@ def measure_rows(
                     totals_by_side[side] = totals_by_side.get(side, kvq.OutlierTotals()) + totals
 
     _, compared = _run(
-        candidates, tokens, np.full(count, length, np.int32), settings, progress, count_outliers
+        candidates,
+        tokens,
+        np.full(count, length, np.int32),
+        settings,
+        progress,
+        count_outliers,
+        first=first,
+        kept=kept,
     )
-    scored = length - prompt - 1
-    qualities = []
-    for terms, totals_by_side in zip(compared, outliers, strict=True):
-        nats, kl, agreement = (
-            term[:, prompt + 1 :].mean(axis=1, dtype=np.float64) for term in terms
+    return tuple(
+        RowQuality(
+            *(term[:, first:] for term in terms),
+            {side: totals.share_dropped for side, totals in totals_by_side.items()},
         )
-        qualities.append(
-            RowQuality(
-                scored,
-                nats,
-                kl,
-                agreement,
-                {side: totals.share_dropped for side, totals in totals_by_side.items()},
-            )
-        )
-    return tuple(qualities)
+        for terms, totals_by_side in zip(compared, outliers, strict=True)
+    )
 
 
 def measure(
@@ -227,12 +259,15 @@ def _run(
     progress: Progress[Any] | None,
     at_end: Callable[[Sequence[Through], int], None] | None = None,
     placement: Placement | None = None,
+    first: int = 0,
+    kept: dict[int, HiddenBTD] | None = None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
     """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R,
     T].
 
     Entry [r, t] is about token t of row r, predicted from the tokens before it. Entries without a
-    prediction (the first, the prompt's, padding) are unspecified. `at_end` is called after each
+    prediction (the first, the prompt's, padding) are unspecified, and entries before token `first`
+    may be. `at_end` is called after each
     batch with its caches and the number of its rows that are not repetitions.
     """
     count, width = rows.shape
@@ -250,13 +285,18 @@ def _run(
         here = np.arange(number * size, (number + 1) * size)
         if part is parts[0]:
             batch = _batch(rows, lengths, here, padded)
-            reference = Reference(candidates[0][0], batch)
+            reference = Reference(candidates[0][0], batch, (kept or {}).get(number))
+            if kept is not None:
+                kept[number] = reference.hidden
             through = [
                 Through(llama, spec, settings, batch, placement)
                 for (llama, _), spec in zip(candidates, specs, strict=True)
             ]
         assert reference is not None, "the first slice made it"
         predicted = slice(part.first + 1, part.stop + 1)
+        if predicted.stop <= first and settings.mode == "decode":
+            read_only(through, part)
+            continue
         logits, exact[here, predicted] = reference(part)
         scored = (
             prefill_prompts(through, part, logits)

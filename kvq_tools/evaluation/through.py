@@ -74,11 +74,14 @@ class WindowBatch(NamedTuple):
 
 
 class Reference:
-    """The full-precision model on a batch: (logits, -log p of the following tokens) of a slice."""
+    """The full-precision model on a batch: (logits, -log p of the following tokens) of a slice.
+    hidden: its last outputs, if they are known."""
 
-    def __init__(self, llama: Llama, batch: WindowBatch):
+    def __init__(self, llama: Llama, batch: WindowBatch, hidden: HiddenBTD | None = None):
         self.llama, self.batch = llama, batch
-        self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths)
+        if hidden is None:
+            hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths)
+        self.hidden = hidden
 
     def __call__(self, part: Slice) -> tuple[Float[Array, "B t V"], Float[Array, "B t"]]:
         return _exact(self.llama, _rows(self.hidden, part), self.batch.following(part))
@@ -124,23 +127,50 @@ class Through:
         now, exact, following = (
             jax.lax.dynamic_slice_in_dim(array, at, self.step, axis=1) for array in arrays
         )
-        lengths = jnp.full(now.shape[:1], self.step)
-        hidden, stored, self.cache = layer_by_layer.decode(self.llama, self.cache, now, lengths)
+        hidden, stored = self._step(now)
         return _decoded(self.llama, hidden, stored, exact, following)
+
+    def _step(self, now: Int[Array, "B t"]) -> tuple[HiddenBTD, ValidBT]:
+        """Decode one step's tokens. Return the last layer's output and a mask of stored tokens."""
+        lengths = jnp.full(now.shape[:1], now.shape[1])
+        hidden, stored, self.cache = layer_by_layer.decode(self.llama, self.cache, now, lengths)
+        return hidden, stored
+
+    def read(self, part: Slice) -> None:
+        """Decode a slice without its logits."""
+        now = self.batch.inputs(part)
+        for at in range(0, now.shape[1], self.step):
+            self._step(now[:, at : at + self.step])
+
+
+def read_only(through: Sequence[Through], part: Slice) -> None:
+    """Read a slice in mode `decode` through all caches without scoring it."""
+    if part.prompt:
+        prefill(through, part)
+    else:
+        for one in through:
+            one.read(part)
+
+
+def prefill(through: Sequence[Through], part: Slice) -> Float[Array, "B V"]:
+    """Prefill the prompts of a batch into all caches with one shared forward pass. Return the
+    logits after them."""
+    logits, caches = layer_by_layer.prefill_together(
+        [one.llama for one in through],
+        [one.cache for one in through],
+        through[0].batch.inputs(part),
+    )
+    for one, cache in zip(through, caches, strict=True):
+        one.cache = cache
+    return logits
 
 
 def prefill_prompts(
     through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]
 ) -> tuple[Terms, ...]:
-    """Prefill the prompts of a batch into all caches with one shared forward pass, and return the
-    terms of each."""
-    batch = through[0].batch
-    logits, caches = layer_by_layer.prefill_together(
-        [one.llama for one in through], [one.cache for one in through], batch.inputs(part)
-    )
-    for one, cache in zip(through, caches, strict=True):
-        one.cache = cache
-    return (_compared(logits[:, None], exact, batch.following(part)),) * len(through)
+    """Prefill the prompts of a batch and return the terms of each cache."""
+    terms = _compared(prefill(through, part)[:, None], exact, through[0].batch.following(part))
+    return (terms,) * len(through)
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:

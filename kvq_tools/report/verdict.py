@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvq_tools.evaluation.intervals import Interval, paired_ratio
+from kvq_tools.evaluation.intervals import Interval, paired_ratio, rounding_of_mean, widened
 
 LEAST_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
 BF16_BITS = 16
@@ -31,7 +31,8 @@ class WindowSizes(NamedTuple):
 
 class Choice(NamedTuple):
     """A cache to choose from. numbers: what the sentence says of it. window_kl: the means of the
-    windows of a text, the same windows for every choice."""
+    windows of a text, the same windows for every choice. rounding: by how much a window's log KL
+    moves in other batches, or 0 if that was not measured."""
 
     name: str
     bits: float
@@ -39,6 +40,7 @@ class Choice(NamedTuple):
     numbers: str
     windows: WindowSizes
     window_kl: tuple[float | None, ...]
+    rounding: float = 0.0
 
     @property
     def changes_predictions(self) -> bool:
@@ -46,7 +48,9 @@ class Choice(NamedTuple):
 
     def over(self, other: Choice) -> Interval:
         """Return the interval of this KL over another cache's; (nan, nan) if it has none."""
-        return paired_ratio(_numbers(self.window_kl), _numbers(other.window_kl)).interval
+        ratio = paired_ratio(_numbers(self.window_kl), _numbers(other.window_kl))
+        noise = rounding_of_mean(math.hypot(self.rounding, other.rounding), len(self.window_kl))
+        return widened(ratio.interval, noise)
 
 
 class Comparison(NamedTuple):

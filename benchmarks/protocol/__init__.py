@@ -1,0 +1,1 @@
+"""The protocol of docs/evaluation.md over all methods."""

@@ -1,0 +1,212 @@
+"""Measure the rows of a plan. Each is in the file as soon as it is measured, so a run that is
+stopped loses at most the rows that were being measured together."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+import kvq_jax as kvq
+from benchmarks.protocol.page import cells
+from benchmarks.protocol.plan import Plan, Wanted
+from benchmarks.protocol.report import ProtocolReport, Row, Text, headline
+from benchmarks.quality.model_names import shown
+from benchmarks.report_file import COMMIT, header
+from kvq_jax.files.whole import delete_directory
+from kvq_models import Llama, load_llama, prepare, resolved
+from kvq_models.calibration.fit import calibrate
+from kvq_models.calibration.needs import needs, partial_fingerprint
+from kvq_models.llama.model import HiddenBTD
+from kvq_tools.evaluation.protocol import (
+    ScoredText,
+    Sizes,
+    cut,
+    exact_share,
+    measure,
+    tokenized,
+)
+
+TOGETHER = {"prompt": 8, "decoded": 1}  # caches that share the pass over a prompt
+
+
+class Bench:
+    """The model, the windows, and the report so far. Raises ValueError if the file's rows are of
+    another model, other texts or other sizes."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.llama, self.tokenizer = load_llama(plan.model, dtype="float32")
+        self.texts = [self._tokens(*text) for text in plan.texts]
+        self.report = self._begun()
+        self.work = plan.json.with_name(f"{plan.json.stem}.calibration")
+        self.hidden: dict[int, dict[int, HiddenBTD]] = {}  # of full precision, by context
+
+    def _tokens(self, domain: str, name: str, contents: str) -> tuple[str, ScoredText]:
+        return name, tokenized(self.tokenizer, domain, contents)
+
+    def _begun(self) -> ProtocolReport:
+        plan, texts = self.plan, tuple(_described(*text) for text in self.texts)
+        calibration = (
+            None if plan.calibration is None else _described(*self._tokens(*plan.calibration))
+        )
+        report = ProtocolReport(
+            title=f"{shown(plan.model)} by the protocol",
+            **header(plan.command),
+            model=shown(plan.model),
+            fingerprint=partial_fingerprint(self.llama),
+            texts=texts,
+            calibration_text=calibration,
+            scored=plan.scored,
+            windows=plan.windows,
+            planned=0,
+        )
+        if not plan.json.exists():
+            return report
+        before = ProtocolReport.read(plan.json)
+        same = (
+            "fingerprint",
+            "texts",
+            "calibration_text",
+            "scored",
+            "windows",
+            "jax_version",
+            "device",
+        )
+        if different := [name for name in same if getattr(before, name) != getattr(report, name)]:
+            raise ValueError(
+                f"{plan.json} holds rows of another run ({', '.join(different)}): give another"
+                " --json, or delete it to begin anew"
+            )
+        return dataclasses.replace(report, rows=before.rows)
+
+    def run(self, rows: Sequence[Wanted], hours: float | None = None) -> None:
+        """Measure the rows that the file lacks, and write it after each group. After `hours` no
+        further group is begun."""
+        started, measured = time.monotonic(), {row.key for row in self.report.rows}
+        every = measured | set(rows)
+        self.report = dataclasses.replace(self.report, planned=len(every))
+        missing = [row for row in rows if row not in measured]
+        print(f"{len(rows)} rows, {len(missing)} to measure", file=sys.stderr, flush=True)
+        for group in _groups(missing):
+            if hours is not None and time.monotonic() - started > 3600 * hours:
+                print(f"stopped after {hours:g} hours", file=sys.stderr, flush=True)
+                return
+            self._add(self.measured(group))
+        if self.work.exists() and not self.report.partial:
+            delete_directory(self.work)
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        self.report = dataclasses.replace(self.report, rows=(*self.report.rows, *rows))
+        self.report.write(self.plan.json)
+        for row in rows:
+            kl = self.report.kl(row)
+            print(
+                f"{row.context:6d} {row.reading:8s} {row.spec:60s} KL {kl.value:.5f}"
+                f" {row.seconds:7.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def measured(self, group: Sequence[Wanted]) -> list[Row]:
+        """Measure rows of one length and reading together."""
+        context, reading = group[0].context, group[0].reading
+        sizes = self.plan.sizes(context)
+        specs = [self.plan.spec(wanted) for wanted in group]
+        prepared = [self._prepared(spec) for spec in specs]
+        candidates = [(llama, spec) for llama, spec, _ in prepared]
+        started = time.process_time()
+        measured = measure(
+            candidates,
+            self._windows(sizes),
+            headline(
+                [_described(*text) for text in self.texts],
+                self.report.calibration_text,
+                sizes.windows,
+            ),
+            sizes,
+            reading,
+            self.hidden.setdefault(context, {}),
+        )
+        seconds = (time.process_time() - started) / len(group)
+        jax.clear_caches()  # programs of other caches are not needed again
+        return [
+            Row(
+                wanted.cache,
+                str(spec),
+                wanted.own_windows,
+                context,
+                reading,
+                exact_share(spec, sizes),
+                kvq.size(spec, self.llama.config, 1, sizes.width).resident,
+                calibrated,
+                numbers,
+                round(seconds, 1),
+                COMMIT,
+            )
+            for wanted, (_, spec, calibrated), numbers in zip(
+                group, prepared, measured, strict=True
+            )
+        ]
+
+    def _windows(self, sizes: Sizes) -> np.ndarray:
+        bos = self.tokenizer.bos_token_id
+        return np.concatenate([cut(text, sizes, bos) for _, text in self.texts])
+
+    def _prepared(self, spec: kvq.CacheSpec) -> tuple[Llama, kvq.CacheSpec, bool]:
+        """Return the model with the cache's parameters, the cache as calibration decides it, and
+        whether it was calibrated."""
+        if not needs(spec, self.llama.config):
+            return prepare(self.llama, spec), spec, False
+        if self.plan.calibration is None:
+            raise ValueError(f"{spec} learns from a text: give --calibration-text")
+        name, text = self._tokens(*self.plan.calibration)
+        print(f"{spec}: calibrating on {name}", file=sys.stderr, flush=True)
+        calibration = calibrate(
+            self.llama,
+            text.ids,
+            spec,
+            samples=self.plan.samples,
+            length=self.plan.length,
+            work=self.work,
+            text=name,
+        )
+        return prepare(self.llama, spec, calibration), resolved(spec, calibration), True
+
+
+def recompute(plan: Plan, report: ProtocolReport, rows: int) -> tuple[list[str], bool]:
+    """Measure the cheapest rows of a report again. Return a line for each and whether all printed
+    digits are the same. Rows that move say how far, beside the rounding that the report has for
+    them."""
+    bench = Bench(plan)
+    lines, equal = [], True
+    for row in sorted(report.rows, key=lambda row: row.seconds)[:rows]:
+        (again,) = bench.measured([Wanted(*row.key)])
+        before, now = cells(report, row), cells(report, again)
+        moved = report.kl(again).value / report.kl(row).value - 1
+        equal &= before == now
+        told = (
+            "the same digits"
+            if before == now
+            else f"KL moved by {moved:+.2%}, rounding {row.measured.rounding:.2%}"
+        )
+        lines.append(f"{row.spec} at {row.context}, {row.reading}: {told}")
+    return lines, equal
+
+
+def _groups(rows: Sequence[Wanted]) -> list[list[Wanted]]:
+    groups = []
+    for (_, reading), alike in itertools.groupby(rows, lambda row: (row.context, row.reading)):
+        chosen = list(alike)
+        size = TOGETHER[reading]
+        groups += [chosen[at : at + size] for at in range(0, len(chosen), size)]
+    return groups
+
+
+def _described(name: str, text: ScoredText) -> Text:
+    return Text(text.domain, name, text.sha256, len(text.ids))

@@ -1,0 +1,59 @@
+"""The caches of the protocol, in the order in which they are measured.
+
+A run that is stopped has the first ones, so the ten of the README come first.
+"""
+
+from __future__ import annotations
+
+README = (
+    "kivi:bits=2",
+    "kivi:bits=4",
+    "turboquant:bits=3",
+    "xquant:bits=4",
+    "int4",
+    "squat_pre:bits=2,rank=60",
+    "innerq:bits=2",
+    "waterfill:bits=2.5",
+    "kvquant:bits=3",
+    "xquant_cl:bits=2",
+)
+# "polarquant" quantizes keys alone
+OTHERS = (
+    "turboquant:bits=4",
+    "turboquant:bits=2",
+    "waterfill:bits=3",
+    "waterfill:bits=2",
+    "waterfill:bits=4",
+    "waterfill:bits=1.5",
+    "kvquant:bits=2",
+    "kvquant:bits=4",
+    "kivi:bits=3",
+    "kivi:bits=2,group_size=64",
+    "xquant:bits=3",
+    "xquant:bits=2",
+    "squat:bits=2",
+    "innerq:bits=2,mode=sym",
+    "innerq:bits=1",
+    "k=polarquant+v=kivi:bits=4",
+    "gear:outliers=0",
+    "zipcache",
+    "nf4",
+    "nvfp4",
+    "mxfp4",
+    "nf3",
+    "int3",
+)
+CACHES = (*README, *OTHERS)
+LONGEST = CACHES[:5]  # of 8K tokens
+OWN_WINDOWS = tuple(
+    cache for cache in README if cache.partition(":")[0] not in ("int4", "waterfill")
+)  # whose papers have windows of their own: the registry's defaults
+EXACT = "dense"  # its KL is rounding, its perplexity the model's
+
+
+def of_context(context: int) -> tuple[str, ...]:
+    """Return the caches that are measured at this length: fewer the longer it is, as rows of 4K
+    cost twice and rows of 8K five times as much as rows of 2K."""
+    if context > 4096:
+        return LONGEST
+    return README if context > 2048 else CACHES

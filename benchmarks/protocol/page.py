@@ -1,0 +1,142 @@
+"""The page of a protocol report: a table for each length and reading, and a verdict below it."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+
+import kvq_jax as kvq
+from benchmarks.markdown import bracket, head, table, with_interval
+from benchmarks.protocol.report import CONTEXT, ProtocolReport, Row
+from kvq_jax.cache.size import COMPARED_BATCHES
+from kvq_tools.evaluation.protocol import DECODED_FROM, MOST_EXACT, RECENT, SINK, WORDS, choice
+from kvq_tools.report.verdict import LEAST_KL, sentence
+
+
+def page(report: ProtocolReport, file: pathlib.Path) -> str:
+    """Render the page."""
+    parts = head(report, file, *_said(report))
+    by_table = itertools.groupby(
+        sorted(report.rows, key=lambda row: (row.context, row.reading != "prompt")),
+        lambda row: (row.context, row.reading),
+    )
+    for (context, reading), rows in by_table:
+        chosen = sorted(rows, key=lambda row: (row.own_windows, row.sizes_8b()[0].resident))
+        parts += [f"## {context} tokens, {WORDS[reading]}", _table(report, chosen)]
+        equal = [row for row in chosen if not row.own_windows]
+        parts.append(verdict(report, equal))
+    decoded = _decoded_over_prompt(report)
+    if decoded:
+        parts += [
+            "## What decoding adds",
+            "KL of the same tokens when everything is decoded, over the KL after an exact prompt.",
+            table(("cache", "context", "ratio"), decoded),
+        ]
+    return "\n\n".join(parts)
+
+
+def verdict(report: ProtocolReport, rows: list[Row]) -> str:
+    """Return the sentence of `kvq report` for caches with equal windows."""
+    return sentence(
+        [
+            choice(
+                f"`{row.cache}`",
+                kvq.parse(row.spec),
+                row.sizes_8b()[0].resident_bits,
+                row.measured,
+                report.headline,
+                row.exact_share,
+            )
+            for row in rows
+        ]
+    )
+
+
+def _said(report: ProtocolReport) -> list[str]:
+    texts = ", ".join(f"{text.name} ({text.domain})" for text in report.texts)
+    said = [
+        f"Model: {report.model}, float32. {report.windows} windows each of {texts}; the last"
+        f" {report.scored} tokens of a window are scored, the same in both readings.",
+        f"The first {SINK} and the newest {RECENT} tokens are exact in every row but those with the"
+        " paper's windows; `exact` is the mean share of exact tokens among those that a scored one"
+        f" reads, with ! above {MOST_EXACT:.0%}.",
+        f"`decoded` prefills {DECODED_FROM} tokens and decodes all others.",
+        "KL in nats per token: mean with a 95 % interval (t, of the logs of windows, widened by the"
+        " rounding that other batches and steps show), median, 99.9th percentile, all over the"
+        " windows outside the calibration's domain.",
+        f"Bits and GiB are resident, for an 8B model at {CONTEXT // 1024}K tokens.",
+    ]
+    if report.calibration_text:
+        said.append(
+            f"Rows marked * learned from {report.calibration_text.name}"
+            f" ({report.calibration_text.domain})."
+        )
+    if report.partial:
+        said.append(f"**Partial: {len(report.rows)} of {report.planned} rows.**")
+    commits = sorted({row.commit for row in report.rows})
+    said.append(f"Code: {', '.join(commits)}.")
+    return said
+
+
+def _table(report: ProtocolReport, rows: list[Row]) -> str:
+    domains = report.domains
+    columns = (
+        "cache",
+        "bits",
+        *(f"GiB, batch {batch}" for batch in COMPARED_BATCHES),
+        f"MiB, {report.model}",
+        "exact",
+        "KL",
+        "median",
+        "99.9 %",
+        *(f"KL, {domain}" for domain in domains),
+        "same top token",
+        "perplexity",
+        "rounding",
+        "seconds",
+    )
+    return table(columns, [(*cells(report, row), f"{row.seconds:.0f}") for row in rows])
+
+
+def cells(report: ProtocolReport, row: Row) -> tuple[str, ...]:
+    """Return the printed cells of a row, without its time."""
+    measured, sizes, outside = row.measured, row.sizes_8b(), report.headline
+    perplexity = measured.perplexity(outside)
+    return (
+        f"`{row.cache}`{'*' if row.calibrated else ''}{_own(row)}",
+        f"{sizes[0].resident_bits:.2f}",
+        *(f"{size.resident / 2**30:.2f}" for size in sizes),
+        f"{row.model_bytes / 2**20:.1f}",
+        f"{row.exact_share:.1%}{'!' if row.exact_share > MOST_EXACT and _lossy(row) else ''}",
+        with_interval(*report.kl(row), "#.3g"),
+        f"{measured.median:#.2g}",
+        f"{measured.p999:#.2g}",
+        *(with_interval(*measured.kl(windows), "#.2g") for windows in report.domains.values()),
+        f"{measured.agreement(outside):.1%}",
+        f"{perplexity.value:.2f}{bracket(perplexity.interval, '.2f')}",
+        f"{measured.rounding:.1%}" if _lossy(row) else "",
+    )
+
+
+def _own(row: Row) -> str:
+    if not row.own_windows:
+        return ""
+    spec = kvq.parse(row.spec)
+    return f" with its paper's windows ({spec.sink} + {spec.recent}, blocks of {spec.block})"
+
+
+def _lossy(row: Row) -> bool:
+    return min(row.measured.window_kl) > LEAST_KL
+
+
+def _decoded_over_prompt(report: ProtocolReport) -> list[tuple[str, ...]]:
+    lines = []
+    for row in report.rows:
+        if row.reading == "decoded":
+            try:
+                prompt = report.row(row.cache, row.context, "prompt")
+            except ValueError:
+                continue
+            ratio = row.measured.over(prompt.measured, report.headline)
+            lines.append((f"`{row.cache}`", f"{row.context}", with_interval(*ratio, ".2f")))
+    return lines

@@ -1,0 +1,145 @@
+"""Plan a run of the protocol from its command: texts, sizes, and rows in their order."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+from typing import NamedTuple
+
+import kvq_jax as kvq
+from benchmarks.protocol import caches
+from benchmarks.quality.model_names import shown
+from kvq_models.llama.checkpoint import read_config
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.evaluation.protocol import READINGS, Reading, Sizes, code_text, passage, windowed
+
+DOMAINS = "encyclopedia", "novel", "code"
+SHIPPED = {"code": code_text, "passage": passage}
+
+
+class Wanted(NamedTuple):
+    """One row to measure."""
+
+    cache: str
+    own_windows: bool
+    context: int
+    reading: Reading
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run as its command asks for it. texts: (domain, file's name, contents)."""
+
+    model: str
+    config: LlamaConfig
+    texts: tuple[tuple[str, str, str], ...]
+    calibration: tuple[str, str, str] | None
+    contexts: tuple[int, ...]
+    readings: tuple[Reading, ...]
+    scored: int
+    windows: int
+    caches: tuple[str, ...] | None
+    samples: int
+    length: int
+    json: pathlib.Path
+    command: tuple[str, ...]
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Plan:
+        """Read the texts and the model's configuration. Raises ValueError for what does not fit."""
+        config = read_config(options.model)
+        texts = [_text(words, options.dry_run) for words in options.text]
+        if not any(domain == "code" for domain, *_ in texts) and not any(
+            domain == "passage" for domain, *_ in texts
+        ):
+            texts.append(_text("code", options.dry_run))
+        return cls(
+            options.model,
+            config,
+            tuple(texts),
+            _text(options.calibration_text, options.dry_run) if options.calibration_text else None,
+            tuple(options.contexts),
+            tuple(reading for reading in READINGS if reading in options.readings),
+            options.scored,
+            options.windows,
+            tuple(options.caches) if options.caches else None,
+            options.samples,
+            options.length,
+            options.json,
+            tuple(_words(options)),
+        )
+
+    def sizes(self, context: int) -> Sizes:
+        return Sizes(context, self.scored, self.windows)
+
+    def spec(self, wanted: Wanted) -> kvq.CacheSpec:
+        """Return the cache of a row, with its windows."""
+        if wanted.own_windows:
+            return kvq.parse(wanted.cache)
+        return windowed(wanted.cache, self.config, self.sizes(wanted.context))
+
+
+def planned(plan: Plan) -> list[Wanted]:
+    """Return all rows, the shorter lengths and the cheaper reading first."""
+    rows = [
+        Wanted(cache, own_windows, context, reading)
+        for context in plan.contexts
+        for reading in plan.readings
+        for cache, own_windows in _caches_of(plan, context, reading)
+    ]
+    for context in plan.contexts:
+        if plan.sizes(context).width > plan.config.positions:
+            raise ValueError(
+                f"windows of {plan.sizes(context).width} tokens are beyond the"
+                f" {plan.config.positions} positions of {shown(plan.model)}: give shorter"
+                " --contexts"
+            )
+    return rows
+
+
+def _caches_of(plan: Plan, context: int, reading: Reading) -> list[tuple[str, bool]]:
+    """Return (cache, own windows) pairs. `dense` is read once, since its readings are equal, and
+    papers' windows stand beside the protocol's after a prompt, as the papers measure."""
+    if plan.caches is not None:
+        return [(cache, False) for cache in plan.caches]
+    exact = [(caches.EXACT, False)] if reading == "prompt" else []
+    own = [(cache, True) for cache in caches.OWN_WINDOWS] if reading == "prompt" else []
+    return exact + [(cache, False) for cache in caches.of_context(context)] + own
+
+
+def _text(words: str, names_alone: bool) -> tuple[str, str, str]:
+    """Return (domain, name, contents) of DOMAIN=FILE, or of a domain that needs no file. A dry run
+    reads nothing."""
+    domain, equals, file = words.partition("=")
+    if not equals:
+        if domain not in SHIPPED:
+            raise ValueError(
+                f"{words!r} is not a text: write DOMAIN=FILE, or {' or '.join(SHIPPED)}"
+            )
+        name = "Python's standard library" if domain == "code" else "passage.txt"
+        return domain, name, "" if names_alone else SHIPPED[domain]()
+    path = pathlib.Path(file)
+    return domain, path.name, "" if names_alone else path.read_text(encoding="utf-8")
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """Return the command's words. Files have their names, without a machine's folders."""
+
+    def named(text: str) -> str:
+        domain, equals, file = text.partition("=")
+        return f"{domain}{equals}{pathlib.Path(file).name if equals else ''}"
+
+    words = ["benchmarks.protocol", pathlib.Path(options.model).name]
+    words += [f"--text {named(text)}" for text in options.text]
+    if options.calibration_text:
+        words.append(f"--calibration-text {named(options.calibration_text)}")
+    words.append(f"--contexts {' '.join(map(str, options.contexts))}")
+    if tuple(options.readings) != READINGS:
+        words.append(f"--readings {' '.join(options.readings)}")
+    if options.caches:
+        words.append(f"--caches {' '.join(options.caches)}")
+    words += [f"--{name} {getattr(options, name)}" for name in ("scored", "windows")]
+    if options.calibration_text:
+        words += [f"--{name} {getattr(options, name)}" for name in ("samples", "length")]
+    return [*words, f"--json {options.json.name}"]

@@ -1,0 +1,126 @@
+"""The report of the protocol: its rows, and the texts and sizes that they were measured with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import kvq_jax as kvq
+from benchmarks import llama_8b
+from benchmarks.report_file import Report
+from kvq_jax.cache.size import COMPARED_BATCHES
+from kvq_tools.evaluation.intervals import Estimate
+from kvq_tools.evaluation.protocol import Measured, Sizes
+
+CONTEXT = 32768  # tokens of the 8B model's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text: its domain, its file's name, its contents' hash and its tokens."""
+
+    domain: str
+    name: str
+    sha256: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One cache at one length in one reading.
+
+    Args:
+        cache: the method as the list names it.
+        spec: the cache as it was measured.
+        own_windows: True if the windows are the paper's, not the protocol's.
+        exact_share: mean share of exact tokens among those that a scored one reads.
+        model_bytes: resident bytes for the model measured, one sequence, bfloat16.
+        calibrated: True if the method learned from the calibration text.
+        seconds: processor seconds of all threads.
+        commit: the state of the code that measured it.
+    """
+
+    cache: str
+    spec: str
+    own_windows: bool
+    context: int
+    reading: str
+    exact_share: float
+    model_bytes: int
+    calibrated: bool
+    measured: Measured
+    seconds: float
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, bool, int, str]:
+        return self.cache, self.own_windows, self.context, self.reading
+
+    def sizes_8b(self) -> tuple[kvq.Size, ...]:
+        """Return the sizes for an 8B model at 32K tokens, for each of COMPARED_BATCHES."""
+        return _sizes_8b(self.spec)
+
+
+@functools.cache
+def _sizes_8b(spec: str) -> tuple[kvq.Size, ...]:
+    config = llama_8b.llama_config()
+    return tuple(kvq.size(spec, config, batch, CONTEXT) for batch in COMPARED_BATCHES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProtocolReport(Report):
+    """Rows so far. planned: how many there will be. calibration: the domain that calibration
+    learns from; the headline is over the windows of all others."""
+
+    model: str
+    fingerprint: str
+    texts: tuple[Text, ...]
+    calibration_text: Text | None
+    scored: int
+    windows: int
+    planned: int
+    rows: tuple[Row, ...] = ()
+
+    def sizes(self, context: int) -> Sizes:
+        return Sizes(context, self.scored, self.windows)
+
+    @property
+    def domains(self) -> Mapping[str, Sequence[int]]:
+        """Return the windows of each domain."""
+        return {
+            text.domain: range(i * self.windows, (i + 1) * self.windows)
+            for i, text in enumerate(self.texts)
+        }
+
+    @property
+    def headline(self) -> list[int]:
+        """Return the windows outside the calibration text's domain."""
+        return headline(self.texts, self.calibration_text, self.windows)
+
+    @property
+    def partial(self) -> bool:
+        return len(self.rows) < self.planned
+
+    def row(self, cache: str, context: int, reading: str, own_windows: bool = False) -> Row:
+        """Return one row. Raises ValueError if it was not measured."""
+        key = (cache, own_windows, context, reading)
+        for row in self.rows:
+            if row.key == key:
+                return row
+        raise ValueError(f"{self.title} has no row {key}")
+
+    def kl(self, row: Row) -> Estimate:
+        return row.measured.kl(self.headline)
+
+
+def headline(texts: Sequence[Text], calibration: Text | None, windows: int) -> list[int]:
+    """Return the windows of the texts of other domains than the calibration's, or all if there are
+    no others."""
+    outside = [
+        i * windows + window
+        for i, text in enumerate(texts)
+        if calibration is None or text.domain != calibration.domain
+        for window in range(windows)
+    ]
+    return outside or list(range(len(texts) * windows))
