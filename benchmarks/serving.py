@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     timed = args.cache if args.timed is None else args.timed
     if not set(timed) <= set(args.cache):
         parser.error(f"--timed names caches of --cache, which are {', '.join(args.cache)}")
-    plain, _ = load_llama(args.model, dtype="float32")
+    plain, _ = load_llama(args.model, dtype="float32", weights="dense")
     requests = requests_of(args.requests, args.prompt, args.new, plain.config.vocab_size)
     rows = []
     for cache in timed if args.slots else ():

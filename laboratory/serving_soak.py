@@ -91,7 +91,7 @@ class ServingSoak:
     def __init__(self, model: str, cache: str):
         self.compiled = 0
         jax.monitoring.register_event_duration_secs_listener(self._count)
-        llama, _ = load_llama(model, dtype="float32")
+        llama, _ = load_llama(model, dtype="float32", weights="dense")
         self.engine = Engine(
             prepare(llama, cache), cache, slots=SLOTS, capacity=CAPACITY, queue_limit=QUEUE
         )

@@ -118,7 +118,7 @@ class Soak:
     """The caches of a run, each with its model, and how a round goes through one of them."""
 
     def __init__(self, model: str, specs: Sequence[str]):
-        llama, _ = load_llama(model, dtype="float32")
+        llama, _ = load_llama(model, dtype="float32", weights="dense")
         self.specs = tuple(str(kvq.parse(spec)) for spec in specs)
         self.llamas = [prepare(llama, spec) for spec in self.specs]
         self.caches = [self.new(i) for i in range(len(specs))]

@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
     import transformers
 
-    llama, tokenizer = load_llama(args.model, dtype="float32")
+    llama, tokenizer = load_llama(args.model, dtype="float32", weights="dense")
     ids = np.asarray(tokenizer.encode(args.text.read_text(encoding="utf-8")), np.int32)
     rows: list[GenerationRow] = []
     with tempfile.TemporaryDirectory() as directory:

@@ -103,7 +103,7 @@ class Bench:
         options: argparse.Namespace,
         variants: Mapping[str, Callable[[Llama], Llama]] | None = None,
     ):
-        plain, self.tokenizer = load_llama(options.model, dtype="float32")
+        plain, self.tokenizer = load_llama(options.model, dtype="float32", weights="dense")
         self.models: dict[str, Llama] = {PLAIN: plain}
         self.variants = variants or {}
         self.name = f"{shown(options.model)}, {_heads(plain)}"

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -59,8 +59,13 @@ def fingerprint(tree: Tree) -> str:
     Args:
         tree: a tree of arrays, such as a model's weights or the method parameters.
     """
+    return fingerprint_of(jax.tree.leaves(tree))
+
+
+def fingerprint_of(leaves: Iterable[Any]) -> str:
+    """Return the `fingerprint` of a tree with these leaves, of which one exists at a time."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
+    for leaf in leaves:
         array = fetched(leaf)
         digest.update(f"{array.dtype.name}{np.shape(leaf)}".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)

@@ -101,7 +101,12 @@ def loaded(
         if longest is None or longest > below
     ]
     with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
+        llama, _ = load_llama(
+            options.model,
+            dtype=inputs.model_dtype(options),
+            mesh=placement,
+            weights=options.weights,
+        )
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
         engine = Engine(

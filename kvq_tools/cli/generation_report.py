@@ -63,8 +63,9 @@ def report(
     }
 
 
-def footer(facts: dict[str, Any], cache: str) -> str:
-    """Return the facts as one line. `cache` is the cache as the user typed it."""
+def footer(facts: dict[str, Any], cache: str, weights: str) -> str:
+    """Return the facts as one line. `cache` is the cache as the user typed it, `weights` how they
+    are stored."""
     live, outliers = facts["prompt_tokens"] + facts["new_tokens"], facts["outliers"]
     sparse = (
         f"{outliers['exact']} outliers in full precision, {outliers['without_slot']} more had no"
@@ -85,7 +86,7 @@ def footer(facts: dict[str, Any], cache: str) -> str:
         f" {facts['bits_per_element']:.2f} bits per element; {facts['quantized_tokens']} of {live}"
         f" tokens quantized; {sparse}{_prompt(facts)} + {facts['new_tokens']} new tokens{drafted}"
         f"{_END[facts['finish']]}; {_sampled(facts['sampling'])}; weights"
-        f" {facts['dtype']}, full-precision rows {facts['rows_dtype']}; prefill"
+        f" {weights}, full-precision rows {facts['rows_dtype']}; prefill"
         f" {facts['prefill_seconds']:.3f} s, decode {facts['decode_seconds']:.3f} s,"
         f" {facts['tokens_per_second']:.1f} tokens/s (compilation,"
         f" {facts['compile_seconds']:.1f} s, not counted); implementation"

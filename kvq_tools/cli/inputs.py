@@ -100,6 +100,19 @@ def add_dtype(
         choices=DTYPES,
         help=f"dtype of weights, activations and full-precision rows (default: {default}){beside}",
     )
+    add_weights(parser)
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add --weights, which `load_llama` takes."""
+    parser.add_argument(
+        "--weights",
+        choices=("packed", "dense"),
+        help=(
+            "keep the matrices of a GGUF file in the file's own bits, or dequantize them to --dtype"
+            " (default: packed on a CPU with native kernels, else dense)"
+        ),
+    )
 
 
 def model_dtype(options: argparse.Namespace) -> str:

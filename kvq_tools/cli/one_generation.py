@@ -19,6 +19,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
+from kvq_models.llama.packed_loading import fingerprint, holds_packed, in_words
 from kvq_tools.cli import (
     device_memory,
     generation_report,
@@ -70,7 +71,10 @@ def run(options: argparse.Namespace) -> None:
     request = _checked(options)
     with loading(options.model), input_errors():
         llama, _ = load_llama(
-            options.model, dtype=inputs.model_dtype(options), mesh=request.placement
+            options.model,
+            dtype=inputs.model_dtype(options),
+            mesh=request.placement,
+            weights=options.weights,
         )
     llama, cache, logits = _cache(options, request, llama)
     unread = len(request.prompt) - request.known
@@ -99,6 +103,7 @@ def run(options: argparse.Namespace) -> None:
     ) | {
         "model": options.model,
         "dtype": inputs.model_dtype(options),
+        "weights": "packed" if holds_packed(llama) else "dense",
         "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
         "calibration": options.calibration,
         "saved_tokens": request.known,
@@ -111,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
         print_json("generate", facts | {"text": text, "prompt_ids": request.prompt, "tokens": ids})
     else:
         print(continuation.push(ids, last=True))
-        print_line(generation_report.footer(facts, request.cache.text))
+        print_line(generation_report.footer(facts, request.cache.text, in_words(llama)))
     check_finite([] if finite else [request.cache.text])
 
 
@@ -194,7 +199,7 @@ def _cache(
     """Return (the model with the parameters that the cache needs, the cache, and the logits after
     the prompt if the cache holds all of it)."""
     saved = request.saved
-    model_fingerprint = "" if saved is None else kvq.fingerprint(llama)
+    model_fingerprint = "" if saved is None else fingerprint(llama)
     with input_errors():
         llama = prepare(llama, request.cache.spec, options.calibration, progress=bar)
         if saved is None:

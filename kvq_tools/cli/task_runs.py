@@ -232,7 +232,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         samples = task_run.samples(prompts, config)
         check_samples(samples, config)
     with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype, weights=options.weights)
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     for text, spec in caches:

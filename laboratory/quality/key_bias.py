@@ -201,7 +201,7 @@ def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -
 
 def run(options: argparse.Namespace) -> BiasReport:
     """ValueError if the model cannot have a key bias, or the text is too short."""
-    llama, tokenizer = load_llama(options.model, dtype="float32")
+    llama, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
     text = options.text.read_text(encoding="utf-8")
     scored, calibration = (
         np.asarray(tokenizer(found, verbose=False).input_ids, np.int32)

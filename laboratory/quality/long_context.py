@@ -134,7 +134,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self.llama, tokenizer = load_llama(options.model, dtype="float32")
+        self.llama, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
         self.prompts = TaskPrompts(
             tokenizer, functools.partial(encode, tokenizer, chat=True) if options.chat else None
         )

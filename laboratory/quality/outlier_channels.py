@@ -153,7 +153,7 @@ def channels_of(
 
 def run(options: argparse.Namespace) -> OutlierChannelsReport:
     """Measure every text. ValueError if one is too short."""
-    llama, tokenizer = load_llama(options.model, dtype="float32")
+    llama, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
     parts = [
         [
             outlier_channels.decompose(np.asarray(p.kernel[...]))

@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     of each repeat."""
     if min(*options.drafts, options.new, options.repeats) < 1:
         raise ValueError("--drafts, --new and --repeats are at least 1")
-    plain, tokenizer = load_llama(options.model, dtype="float32")
+    plain, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
     llama, rows = prepare(plain, options.cache), []
     prompts = {
         text: prompt_of(tokenizer, prompt, message) for text, (prompt, message) in TEXTS.items()

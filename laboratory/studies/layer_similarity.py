@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises ValueError if the text is too short or a group does not divide the model's widths.
     """
-    llama, tokenizer = load_llama(options.model, dtype="float32")
+    llama, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
     windows = first_tokens(tokenizer, options.text, options.windows * options.tokens).reshape(
         options.windows, options.tokens
     )

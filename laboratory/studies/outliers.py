@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.text is None:
         layers, tokens, rates = weights_alone(options.model, config), 0, None
     else:
-        llama, tokenizer = load_llama(options.model, dtype=options.dtype)
+        llama, tokenizer = load_llama(options.model, dtype=options.dtype, weights="dense")
         windows = windows_of(tokenizer, options.text, config)
         layers, tokens = on_a_text(llama, windows), int(windows.size)
         rates = accuracy(layers)

@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises ValueError if a text is too short or a rank exceeds head_dim.
     """
     prompt, total = options.prompt, options.prompt + options.response
-    llama, tokenizer = load_llama(options.model, dtype="float32")
+    llama, tokenizer = load_llama(options.model, dtype="float32", weights="dense")
     ids, other_ids = (
         np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
         for f in (options.text, options.other_text)

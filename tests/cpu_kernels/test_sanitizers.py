@@ -39,10 +39,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
     if probe.returncode or subprocess.run([folder / "probe"], check=False).returncode:
         pytest.skip("this compiler's sanitizers do not work here")
     avx2 = platform.machine().lower() in ("x86_64", "amd64")
-    parts: dict[str, list[str]] = {"split": [], "prompt_call": [], "tasks": []}
-    parts |= {"processors": ["-DKVQ_AVX2"] if avx2 else [], "attention_baseline": []}
-    if avx2:
-        parts["attention_avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    parts: dict[str, list[str]] = {
+        name: [] for name in ("split", "prompt_call", "weights_call", "tasks")
+    }
+    parts |= {"processors": ["-DKVQ_AVX2"] if avx2 else []}
+    for kind in ("attention", "weights"):
+        parts[f"{kind}_baseline"] = []
+        if avx2:
+            parts[f"{kind}_avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     objects = [str(folder / f"{name}.o") for name in parts]
     for (name, flags), output in zip(parts.items(), objects, strict=True):
         subprocess.run(
@@ -82,3 +86,11 @@ def test_no_prompt_is_read_outside_its_arrays_and_all_kernels_agree(
     done = subprocess.run([build("prompt_driver")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
     assert done.stdout.splitlines()[-1].startswith("120 prompts")
+
+
+def test_no_weights_are_read_outside_their_arrays_and_all_kernels_agree(
+    build: Callable[[str], pathlib.Path],
+):
+    done = subprocess.run([build("weights_driver")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert done.stdout.splitlines()[-1].startswith("180 products")

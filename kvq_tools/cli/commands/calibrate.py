@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     work = Path(f"{out}.work" if options.work is None else options.work)
     ids, length = _checked(options, out)
     with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype, weights="dense")
     started = time.perf_counter()
     with (
         interruption.advised(f"the same command continues from {str(work)!r}"),

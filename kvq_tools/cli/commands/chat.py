@@ -89,7 +89,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     settings, tokenizer, capacity, placement = _checked(options)
     with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
+        llama, _ = load_llama(
+            options.model,
+            dtype=inputs.model_dtype(options),
+            mesh=placement,
+            weights=options.weights,
+        )
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
     new_cache = functools.partial(

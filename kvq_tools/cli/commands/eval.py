@@ -100,7 +100,9 @@ def run(options: argparse.Namespace) -> None:
         options.dtype,
     )
     with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype, mesh=placement)
+        llama, _ = load_llama(
+            options.model, dtype=options.dtype, mesh=placement, weights=options.weights
+        )
         models = [
             (prepare(llama, spec, file), spec)
             for (_, spec), file in zip(options.cache, files, strict=True)

@@ -326,7 +326,7 @@ def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
         work = Path(options.work) if options.work else kept.folder(options.model)
         work.mkdir(parents=True, exist_ok=True)
     with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype="float32")
+        llama, _ = load_llama(options.model, dtype="float32", weights="dense")
     with (
         interruption.advised(f"the same command continues from {str(work)!r}"),
         input_errors(),

@@ -13,6 +13,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.packed_loading import fingerprint
 from kvq_tools.cli import device_memory, handover, inputs
 from kvq_tools.cli.console import (
     UserError,
@@ -88,8 +89,10 @@ def run(options: argparse.Namespace) -> None:
     with input_errors():
         decoding.implementations(layout, options.implementation)
     with loading(options.model), input_errors():
-        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
-    model_fingerprint = kvq.fingerprint(llama)
+        llama, _ = load_llama(
+            options.model, dtype=inputs.model_dtype(options), weights=options.weights
+        )
+    model_fingerprint = fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
         cache = device_memory.new_cache(

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         check_request(config, ids, options.bits, options.sparse, options.samples, length)
     with loading(options.model), input_errors():
         source = checkpoint.open_checkpoint(options.model)
-        llama = checkpoint.load_weights(source, dtype="float32")
+        llama = checkpoint.load_weights(source, dtype="float32", weights="dense")
     started = time.perf_counter()
     with input_errors():
         quantized, count = quantize_weights(

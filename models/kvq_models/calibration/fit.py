@@ -35,6 +35,7 @@ from kvq_models.calibration.store import Identity, Store
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights, layer_weights
 from kvq_models.llama.model import Layer, Llama
+from kvq_models.llama.packed_loading import dense_llama
 from kvq_models.llama.rope import ropes_for
 
 
@@ -75,6 +76,7 @@ def calibrate(
     """
     spec, progress = parse(spec), progress or (lambda items, _: items)
     check_request(spec, llama.config, token_ids, samples, length)
+    llama = dense_llama(llama)
     dtype = llama.embed[...].dtype.name
     identity = Identity(
         partial_fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype

@@ -36,6 +36,7 @@ from kvq_models.calibration.progress import Progress
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, layer_forward
+from kvq_models.llama.packed_loading import dense_llama
 from kvq_models.llama.rope import ropes_for
 
 PROJECTIONS = (  # of a layer, by the paths of their leaves
@@ -104,6 +105,7 @@ def quantize_weights(
     """
     progress = progress or (lambda items, _: items)
     check_request(llama.config, token_ids, bits, sparse, samples, length)
+    llama = dense_llama(llama)
     windows = text_samples.draw(token_ids, samples, length, seed)
     inputs: list[list[np.ndarray]] = []  # of every layer, by sample
     cotangents: list[HiddenBTD] = []

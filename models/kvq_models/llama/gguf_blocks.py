@@ -26,7 +26,7 @@ from jaxtyping import Int, Shaped, UInt8
 
 from kvq_models.llama.packed_weights import PackedMatrix, panels_of
 
-Blocks = UInt8[np.ndarray, "O n bytes"]
+Blocks = UInt8[np.ndarray, "O n _"]
 _EXPONENT = np.uint16(0x7C00)  # of float16, all ones in a number that is not finite
 _LOW = np.uint32(0x0F0F0F0F)  # the low 4 bits of each byte of a word
 

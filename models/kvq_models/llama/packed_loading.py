@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
 import jax
 
 from cpu_kernels.library import unavailable
+from kvq_jax.cache.accounting import nbytes
+from kvq_jax.cache.serialization import fingerprint_of
 from kvq_models.llama import hf_names
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.hf_directory import HfDirectory
@@ -61,14 +63,31 @@ def read_packed(
     return matrix if weight.transpose else PackedTable(matrix), finite
 
 
+def holds_packed(llama: Llama) -> bool:
+    return any(map(is_packed, jax.tree.leaves(llama, is_leaf=is_packed)))
+
+
 def dense_llama(llama: Llama) -> Llama:
     """Return a model whose weights are all arrays, for what needs gradients or every value."""
-    packed = {p: w.leaf for p, w in hf_names.weights(llama).items() if is_packed(w.leaf)}
-    if not packed:
+    if not holds_packed(llama):
         return llama
-    return hf_names.replace_weights(llama, {path: dense(leaf) for path, leaf in packed.items()})
+    return jax.tree.map(dense, llama, is_leaf=is_packed)
 
 
-def packed_kinds(checkpoint: HfDirectory | GgufFile, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the types of the blocks of tensors that stay packed, as the file calls them."""
-    return tuple(sorted({checkpoint.tensors[name].dtype for name in names}))
+def fingerprint(llama: Llama) -> str:
+    """Return `kvq_jax.fingerprint` of the model with its weights as arrays, which is the same
+    whether they are packed or not."""
+    return fingerprint_of(map(dense, jax.tree.leaves(llama, is_leaf=is_packed)))
+
+
+def in_words(llama: Llama) -> str:
+    """Return how the weights are stored, and what that does to their values."""
+    leaves = jax.tree.leaves(llama, is_leaf=is_packed)
+    size = sum(nbytes(leaf) for leaf in leaves if is_packed(leaf))
+    if not size:
+        return llama.config.dtype
+    bits = sorted({leaf.bits for leaf in leaves if is_packed(leaf)})
+    return (
+        f"packed ({' and '.join(map(str, bits))} bits, {size / 1e6:.0f} MB, exactly the file's"
+        f" values), activations {llama.config.dtype}"
+    )

@@ -9,7 +9,7 @@ Source: the blocks of GGUF files (gguf_blocks.py), which both hold exactly.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,10 @@ from cpu_kernels.library import unavailable
 from cpu_kernels.packed_product import PANEL, packed_product
 from kvq_jax.types.pytree import pytree
 
+# of an input's bits in its word, [1, 1, half, 1, byte, 1]
+_SHIFTS = (4 * np.arange(2)[:, None] + 8 * np.arange(4)).astype(np.uint32)[
+    None, None, :, None, :, None
+]
 TILE = 2048  # outputs that XLA dequantizes at a time
 
 
@@ -35,12 +39,12 @@ class _Weight:
     def size(self) -> int:
         return self.shape[0] * self.shape[1]
 
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self, index: Any) -> Any:
         """Return the weight itself for `...`, with which flax reads a Param."""
         if index is not ...:
             raise TypeError(
-                "a packed weight has no entries to index: take kvq_models.llama.packed_weights.dense"
-                " of it"
+                "a packed weight has no entries to index: make it an array by"
+                " kvq_models.llama.packed_weights.dense"
             )
         return self
 
@@ -139,6 +143,10 @@ class PackedTable(_Weight):
     def T(self) -> PackedMatrix:
         return self.matrix
 
+    @property
+    def bits(self) -> int:
+        return self.matrix.bits
+
     def rows(self, indices: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Return rows, and NaN for indices that are out of range."""
         inside = (indices >= 0) & (indices < self.shape[0])
@@ -182,9 +190,7 @@ def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
     if w.bits == 4:
         panels, words, lanes = w.codes.shape
         packed = w.codes.reshape(panels, words // 4, 1, 4, 1, lanes)
-        half, byte = jnp.arange(2, dtype=jnp.uint32), jnp.arange(4, dtype=jnp.uint32)
-        shifts = 4 * half[:, None] + 8 * byte
-        codes = (packed >> shifts[None, None, :, None, :, None]) & 15
+        codes = (packed >> jnp.asarray(_SHIFTS)) & 15
         codes = codes.reshape(panels, 8 * words, lanes).astype(jnp.int32) - w.centre
     else:
         codes = w.codes

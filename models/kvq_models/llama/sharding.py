@@ -95,7 +95,7 @@ def shard_llama(llama: Llama, mesh: AnyMesh | Placement) -> Llama:
         mesh: a mesh, or a placement that says which of its axes split rows, heads and tokens.
     """
     placement = placement_of(mesh)
-    if any(is_packed(weight.leaf) for weight in hf_names.weights(llama).values()):
+    if any(map(is_packed, jax.tree.leaves(llama, is_leaf=is_packed))):
         raise ValueError("packed weights are for one device: load the model with weights='dense'")
     shardings = weight_shardings(llama, placement)
     weights = hf_names.weights(llama).items()

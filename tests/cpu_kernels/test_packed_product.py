@@ -1,0 +1,111 @@
+"""The C++ product with packed weights: the definition, the rows beside a row, and arrays that do
+not fit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cpu_kernels import library
+from cpu_kernels.packed_product import packed_product
+
+if reason := library.unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+
+def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mins: bool):
+    """Return (codes, scales, coarse scales, minima, coarse minima), and the matrix [I, O]."""
+    rng, panels = np.random.default_rng(0), -(-outputs // 32)
+    values = rng.integers(0, 16, (panels, inputs, 32)) if bits == 4 else None
+    values = rng.integers(-128, 128, (panels, inputs, 32)) if values is None else values
+    codes: np.ndarray = values.astype(np.int8)
+    if bits == 4:  # [P, runs, half, word, byte, lane] to the bits of words
+        parts = values.reshape(panels, -1, 2, 4, 4, 32).astype(np.uint32)
+        shifts = 4 * np.arange(2)[:, None, None, None] + 8 * np.arange(4)[:, None]
+        codes = np.sum(parts << shifts.astype(np.uint32), axis=(2, 4), dtype=np.uint32)
+        codes = codes.reshape(panels, -1, 32)
+
+    def factors():
+        if not coarse:
+            fine = rng.normal(size=(panels, inputs // group, 32)).astype(np.float16)
+            return fine, None, fine.astype(float)
+        fine = rng.integers(-64, 64, (panels, inputs // group, 32)).astype(np.int8)
+        outer = rng.normal(size=(panels, inputs // 256, 32)).astype(np.float16)
+        return fine, outer, fine * np.repeat(outer.astype(float), 256 // group, axis=1)
+
+    *stored, scale = factors()
+    *least, minimum = factors() if mins else (None, None, 0.0 * scale)
+    whole = values * np.repeat(scale, group, axis=1) + np.repeat(minimum, group, axis=1)
+    arrays = tuple(
+        None if array is None else jnp.asarray(array) for array in (codes, *stored, *least)
+    )
+    return arrays, whole.transpose(1, 0, 2).reshape(inputs, -1)[:, :outputs]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "coarse", "mins"),
+    [
+        (4, 32, False, False),
+        (4, 32, False, True),
+        (4, 32, True, True),
+        (8, 32, False, False),
+        (8, 32, True, True),
+        (8, 16, True, False),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 19])
+def test_a_product_is_as_defined_and_a_row_has_the_same_bits_alone(
+    bits: int, group: int, coarse: bool, mins: bool, tokens: int
+):
+    arrays, w = matrix(bits, group, 512 if coarse else 96, 72, coarse=coarse, mins=mins)
+    x = np.random.default_rng(1).normal(size=(tokens, len(w))).astype(np.float32)
+    y = product(x, arrays, 72)
+    want = x.astype(float) @ w
+    assert np.linalg.norm(y - want) < 1e-6 * np.linalg.norm(want)
+    less = want - x[:, 3:4].astype(float) * w[3]
+    assert np.linalg.norm(y - less) > 1e-3 * np.linalg.norm(want), "an input left out passes"
+    for t in range(tokens):
+        alone = product(x[t : t + 1], arrays, 72)
+        np.testing.assert_array_equal(alone[0], y[t])
+
+
+def product(x: np.ndarray, arrays, outputs: int) -> np.ndarray:
+    return np.asarray(packed_product(jnp.asarray(x), *arrays, outputs=outputs, centre=0))
+
+
+def test_nan_in_a_row_stays_in_its_row():
+    arrays, w = matrix(4, 32, 64, 40, coarse=False, mins=True)
+    x = np.ones((9, len(w)), np.float32)
+    x[4, 7] = np.nan
+    y = product(x, arrays, 40)
+    assert np.isnan(y[4]).all()
+    assert np.isfinite(np.delete(y, 4, axis=0)).all()
+
+
+def test_a_mapped_product_is_the_product_of_each():
+    arrays, w = matrix(8, 32, 64, 32, coarse=False, mins=False)
+    x = np.random.default_rng(2).normal(size=(3, 2, len(w))).astype(np.float32)
+    mapped = jax.vmap(lambda rows: packed_product(rows, *arrays, outputs=32, centre=0))(
+        jnp.asarray(x)
+    )
+    flat = product(x.reshape(6, -1), arrays, 32)
+    np.testing.assert_array_equal(mapped.reshape(6, -1), flat)
+
+
+@pytest.mark.parametrize(
+    ("change", "outputs", "message"),
+    [
+        ({}, 40, "codes must be"),
+        ({0: np.zeros((1, 64, 32), np.int16)}, 32, "codes must be u32 or s8"),
+        ({1: np.zeros((1, 3, 32), np.float16)}, 32, "scales and minima must be"),
+        ({1: np.zeros((1, 2, 32), np.int8)}, 32, "coarse scales must be"),
+        ({3: np.zeros((1, 2, 32), np.float32)}, 32, "must be float16 or int8"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_an_error_of_xla(change: dict, outputs: int, message: str):
+    arrays, w = matrix(8, 32, 64, 32, coarse=False, mins=False)
+    changed = [jnp.asarray(change[i]) if i in change else array for i, array in enumerate(arrays)]
+    with pytest.raises(Exception, match=message):
+        product(np.ones((1, 64), np.float32), changed, outputs)
