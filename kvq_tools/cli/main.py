@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from kvq_tools.cli import interruption
+from kvq_tools.cli import declared_options, early_checks, interruption
 from kvq_tools.cli.console import (
     FULL,
     CheckedOutput,
@@ -113,8 +113,9 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands. Only `command` gets its arguments."""
+def build_parser(command: str | None = None, *, declared: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of all commands. Only `command` gets its arguments: from its module, or, if
+    `declared`, from the file of options, which imports nothing and parses no types."""
     parser = _Parser(
         prog="kvq",
         description=DESCRIPTION,
@@ -132,8 +133,12 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         if name == command:
-            module = importlib.import_module(f"kvq_tools.cli.commands.{name.replace('-', '_')}")
-            module.configure(subparser)
+            if declared:
+                declared_options.configure(subparser, name)
+            else:
+                module = importlib.import_module(f"kvq_tools.cli.commands.{name.replace('-', '_')}")
+                module.configure(subparser)
+                subparser.set_defaults(run=module.run)
             if name not in PASSED_ON:
                 subparser.add_argument(
                     "--json", action="store_true", help="print one JSON object instead of text"
@@ -144,7 +149,6 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
                     action="store_true",
                     help="do not save compiled programs for the next run",
                 )
-            subparser.set_defaults(run=module.run)
     return parser
 
 
@@ -182,6 +186,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError(
             f"kvq has no command {command!r}.{hint(command, COMMANDS)} `kvq --help` lists all"
         )
+    if command in COMMANDS and command not in PASSED_ON:
+        early_checks.check(build_parser(command, declared=True).parse_args(arguments))
     parser = build_parser(command)
     if command not in PASSED_ON:
         return parser.parse_args(arguments)

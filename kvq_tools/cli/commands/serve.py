@@ -141,12 +141,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help=(
             "look for flipped bits in the caches, in a hundredth of the time, and compute again "
             "what they damaged (default: yes; no with --mesh)"
         ),
     )
+    parser.set_defaults(verify=True)  # argparse would add a default that it is given to the help
     mesh.add(parser)
     inputs.add_implementation(parser)
     inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")

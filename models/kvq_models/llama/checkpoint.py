@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,51 +29,18 @@ from kvq_jax.files.whole import link_others, replacing_directory
 from kvq_jax.placement.placement import AnyMesh, Placement
 from kvq_models.llama import fused_tensors, generation_defaults, hf_names
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.gguf_rope import FACTORS
-from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
+from kvq_models.llama.hf_directory import HfDirectory
 from kvq_models.llama.model import Llama, abstract_llama
+from kvq_models.llama.open_checkpoint import Checkpoint as Checkpoint
+from kvq_models.llama.open_checkpoint import open_checkpoint as open_checkpoint
+from kvq_models.llama.open_checkpoint import read_config as read_config
 from kvq_models.llama.packed_loading import Weights, packing, read_packed
 from kvq_models.llama.packed_weights import Weight, dense
 from kvq_models.llama.sharding import placement_of, weight_shardings
 from kvq_models.llama.stored_tensor import CheckpointError
-from kvq_models.named_models.names import located
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
-
-
-# The files of a model: `config`, `fields` (the configuration as the file writes it), `tensors`
-# (headers by their Hugging Face names), `read(name)` (a tensor in Hugging Face's orientation) and
-# `tokenizer()`. Everything is read on demand.
-Checkpoint: TypeAlias = HfDirectory | GgufFile
-
-
-def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") -> Checkpoint:
-    """Open a GGUF file, a local directory, a named model, or the local snapshot of a Hub
-    checkpoint, of which only `part` is fetched.
-
-    Raises, in one line, CheckpointError if there is no checkpoint, and FileNotFoundError for a
-    named model that is not on this machine yet.
-    """
-    path_or_hub_id = located(path_or_hub_id)
-    path = Path(path_or_hub_id)
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise CheckpointError(
-                f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf"
-                " file"
-            )
-        stamp = path.stat()
-        return _gguf_file(path, stamp.st_mtime_ns, stamp.st_size)
-    return HfDirectory(local_directory(path_or_hub_id, part))
-
-
-@functools.lru_cache(maxsize=1)
-def _gguf_file(path: Path, changed_ns: int, size: int) -> GgufFile:
-    """Open a file once: a command asks for its configuration, its tokenizer and its weights one
-    after the other."""
-    del changed_ns, size  # a changed file is another one
-    return GgufFile(path)
 
 
 def load_llama(
@@ -129,12 +96,6 @@ def load_weights(
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
     return _read_weights(abstract, checkpoint, None if mesh is None else placement_of(mesh), packs)
-
-
-def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
-    """Return the configuration without touching (or downloading) weights. Raises as `load_llama`
-    does."""
-    return open_checkpoint(path_or_hub_id, "config").config
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:

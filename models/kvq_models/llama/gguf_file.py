@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from kvq_models.llama import fused_tensors, gguf_metadata, gguf_names, gguf_tokenizer
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.gguf_blocks import KINDS, packed_matrix
 from kvq_models.llama.gguf_header import GgufHeader, GgufTensor, blocks_of, dequantized
-from kvq_models.llama.packed_weights import PackedMatrix
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 
@@ -87,13 +84,17 @@ class GgufFile:
     def packs(self, name: str) -> bool:
         """Return True if a tensor can be read packed: a matrix, or rows of one, of blocks that
         `gguf_blocks.KINDS` knows."""
+        from kvq_models.llama.gguf_blocks import KINDS  # imported late: it needs JAX
+
         stored, piece = self.tensors.get(name), self._slices.get(name)
         rows = piece is None or piece.axis == 0
         return rows and stored is not None and stored.dtype in KINDS and len(stored.shape) == 2
 
-    def packed(self, name: str, dtype: DTypeLike) -> tuple[PackedMatrix, bool]:
-        """Return a tensor that `packs`, by its Hugging Face name, as a matrix [in, out] whose
+    def packed(self, name: str, dtype: Any) -> tuple[Any, bool]:
+        """Return a tensor that `packs`, by its Hugging Face name, as a PackedMatrix [in, out] whose
         values are the file's, and True if all of it is finite."""
+        from kvq_models.llama.gguf_blocks import packed_matrix  # imported late: it needs JAX
+
         piece, heads = self._slices.get(name), gguf_names.has_swapped_rows(self.config, name)
         tensor = self._tensors[name if piece is None else piece.stored]
         rows, order = np.arange(tensor.shape[0]), None

@@ -18,8 +18,8 @@ import numpy as np
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.experts_config import MOST_EXPERTS
 from kvq_models.llama.gguf_header import GgufTensor
-from kvq_models.llama.hf_names import EXPERTS
 from kvq_models.llama.stored_tensor import CheckpointError
+from kvq_models.llama.tensor_names import EXPERTS
 
 # (Hugging Face name, GGUF name); "#" stands for the layer's number, "*" for the expert's.
 TENSORS = (
@@ -72,7 +72,7 @@ _CHANGED: dict[str, dict[str, str | None]] = {
     },
 }
 _CHANGED["gemma3"] = _CHANGED["gemma2"]
-# In the order of hf_names.EXPERTS.
+# In the order of tensor_names.EXPERTS.
 _STACKED = tuple(
     f"blk.#.ffn_{name}.weight" for name in ("gate_inp", "gate_exps", "up_exps", "down_exps")
 )

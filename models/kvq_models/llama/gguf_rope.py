@@ -10,7 +10,6 @@ import numpy as np
 
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_fields import Fields, number, text, whole
-from kvq_models.llama.rope import rope_for
 from kvq_models.llama.rope_config import RopeConfig
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -117,6 +116,8 @@ def llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
             f"GGUF tensor {ROPE_FACTORS!r} of shape {factors.shape} is not Llama 3's rescaling of"
             " RoPE"
         )
+    from kvq_models.llama.rope import rope_for  # imported late: it needs JAX
+
     # every published Llama 3.x has these factors and this original context
     rope = RopeConfig(
         rope_type="llama3",

@@ -23,7 +23,6 @@ from kvq_models.llama import fused_tensors, generation_defaults
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.config_fields import token_ids
 from kvq_models.llama.end_tokens import end_tokens
-from kvq_models.llama.hf_names import EMBED_NAME, HEAD_NAME
 from kvq_models.llama.hf_tokenizer import (
     TOKENIZER_EXTRAS,
     TOKENIZER_FILES,
@@ -35,6 +34,7 @@ from kvq_models.llama.quantized.quantization_config import quantization_of
 from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
 from kvq_models.llama.quantized.raw_tensors import RawTensors
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
+from kvq_models.llama.tensor_names import EMBED_NAME, HEAD_NAME
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
@@ -271,13 +271,18 @@ class HfDirectory:
                 shutil.copy(self.directory / name, directory / name)
 
 
+def is_hub_id(path_or_hub_id: str | os.PathLike[str]) -> bool:
+    """Return whether this may be organisation/name, if it is no path of this machine."""
+    return isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(path_or_hub_id) is not None
+
+
 def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     """Return the local directory, or the local snapshot of a Hub checkpoint, of which only `part`
     is fetched."""
     path = Path(path_or_hub_id)
     if path.is_dir():
         return path
-    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
+    if not is_hub_id(path_or_hub_id):
         raise CheckpointError(f"{str(path)!r} does not exist, and is no Hub id (organisation/name)")
     from huggingface_hub import snapshot_download  # imported late: only Hub ids need it
     from huggingface_hub.errors import LocalEntryNotFoundError

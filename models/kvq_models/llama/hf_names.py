@@ -19,9 +19,11 @@ from kvq_jax.types.array_types import ArraySpec
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.llama.packed_weights import is_packed
+from kvq_models.llama.tensor_names import EMBED_NAME as EMBED_NAME
+from kvq_models.llama.tensor_names import EXPERTS as EXPERTS
+from kvq_models.llama.tensor_names import HEAD_NAME as HEAD_NAME
+from kvq_models.llama.tensor_names import KEEP, TRANSPOSE
 from kvq_models.llama.weight_axes import weight_axes
-
-KEEP, TRANSPOSE = False, True
 
 # (Hugging Face name, path in the module tree, transpose); "#" stands for the layer's number, "*"
 # for the expert's: one weight holds those of all experts.
@@ -50,36 +52,11 @@ TABLE = (
     ("lm_head.weight", "head.kernel", TRANSPOSE),
 )
 # The same names stand for other norms in families that norm what is added to the residual stream.
-EXPERTS = {
-    "mixtral": (
-        ("model.layers.#.block_sparse_moe.gate.weight", "layers.#.mlp.router", TRANSPOSE),
-        ("model.layers.#.block_sparse_moe.experts.*.w1.weight", "layers.#.mlp.gate", TRANSPOSE),
-        ("model.layers.#.block_sparse_moe.experts.*.w3.weight", "layers.#.mlp.up", TRANSPOSE),
-        ("model.layers.#.block_sparse_moe.experts.*.w2.weight", "layers.#.mlp.down", TRANSPOSE),
-    ),
-    "qwen3_moe": (
-        ("model.layers.#.mlp.gate.weight", "layers.#.mlp.router", TRANSPOSE),
-        ("model.layers.#.mlp.experts.*.gate_proj.weight", "layers.#.mlp.gate", TRANSPOSE),
-        ("model.layers.#.mlp.experts.*.up_proj.weight", "layers.#.mlp.up", TRANSPOSE),
-        ("model.layers.#.mlp.experts.*.down_proj.weight", "layers.#.mlp.down", TRANSPOSE),
-    ),
-    "gpt_oss": (  # gate_proj and up_proj are slices of its gate_up_proj (fused_tensors.py)
-        ("model.layers.#.mlp.router.weight", "layers.#.mlp.router", TRANSPOSE),
-        ("model.layers.#.mlp.router.bias", "layers.#.mlp.router_bias", KEEP),
-        ("model.layers.#.mlp.experts.gate_proj", "layers.#.mlp.gate", KEEP),
-        ("model.layers.#.mlp.experts.gate_proj_bias", "layers.#.mlp.gate_bias", KEEP),
-        ("model.layers.#.mlp.experts.up_proj", "layers.#.mlp.up", KEEP),
-        ("model.layers.#.mlp.experts.up_proj_bias", "layers.#.mlp.up_bias", KEEP),
-        ("model.layers.#.mlp.experts.down_proj", "layers.#.mlp.down", KEEP),
-        ("model.layers.#.mlp.experts.down_proj_bias", "layers.#.mlp.down_bias", KEEP),
-    ),
-}
 WITH_OUTPUT_NORMS = {
     "layers.#.attention_output_norm.scale": "model.layers.#.post_attention_layernorm.weight",
     "layers.#.mlp_norm.scale": "model.layers.#.pre_feedforward_layernorm.weight",
     "layers.#.mlp_output_norm.scale": "model.layers.#.post_feedforward_layernorm.weight",
 }
-EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 # Buffers of old checkpoints that the config determines: rotary frequencies.
 IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")

@@ -11,15 +11,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 _DTYPES = {
-    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
-    "F8_E8M0": jnp.dtype(jnp.float8_e8m0fnu),
-    "BF16": jnp.dtype(jnp.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.float16,
     "F32": np.float32,
     "I8": np.int8,

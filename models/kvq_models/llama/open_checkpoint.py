@@ -1,0 +1,53 @@
+"""Open the files of a model: its configuration, headers and tokenizer, without JAX."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.gguf_file import GgufFile
+from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
+from kvq_models.llama.stored_tensor import CheckpointError
+from kvq_models.named_models.names import located
+
+# The files of a model: `config`, `fields` (the configuration as the file writes it), `tensors`
+# (headers by their Hugging Face names), `read(name)` (a tensor in Hugging Face's orientation) and
+# `tokenizer()`. Everything is read on demand.
+Checkpoint: TypeAlias = HfDirectory | GgufFile
+
+
+def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") -> Checkpoint:
+    """Open a GGUF file, a local directory, a named model, or the local snapshot of a Hub
+    checkpoint, of which only `part` is fetched.
+
+    Raises, in one line, CheckpointError if there is no checkpoint, and FileNotFoundError for a
+    named model that is not on this machine yet.
+    """
+    path_or_hub_id = located(path_or_hub_id)
+    path = Path(path_or_hub_id)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise CheckpointError(
+                f"{str(path)!r} is not a directory with config.json and safetensors, nor a .gguf"
+                " file"
+            )
+        stamp = path.stat()
+        return _gguf_file(path, stamp.st_mtime_ns, stamp.st_size)
+    return HfDirectory(local_directory(path_or_hub_id, part))
+
+
+@functools.lru_cache(maxsize=1)
+def _gguf_file(path: Path, changed_ns: int, size: int) -> GgufFile:
+    """Open a file once: a command asks for its configuration, its tokenizer and its weights one
+    after the other."""
+    del changed_ns, size  # a changed file is another one
+    return GgufFile(path)
+
+
+def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
+    """Return the configuration without touching (or downloading) weights. Raises as `load_llama`
+    does."""
+    return open_checkpoint(path_or_hub_id, "config").config

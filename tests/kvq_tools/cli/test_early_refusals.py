@@ -1,0 +1,107 @@
+"""Help and refusals come before JAX is imported, and say what the commands would."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvq_tools.cli import declared_options
+from kvq_tools.cli.main import COMMANDS, PASSED_ON, build_parser
+from tools.declared_options import declared
+
+WITHOUT_JAX = """
+import contextlib, io, json, sys
+sys.modules["jax"] = None  # any import of it fails
+from kvq_tools.cli.main import main
+results = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except BaseException as end:
+            code = end.code if isinstance(end, SystemExit) else repr(end)
+    results.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(results))
+"""
+
+
+def without_jax(*commands: list[str]) -> list[tuple[Any, str, str]]:
+    """Return (exit code, stdout, stderr) of each command in a process that cannot import JAX."""
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JAX, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(process.stdout)
+
+
+def named(command: str) -> Any:
+    """Return the subparser of a command that its module configured."""
+    (commands,) = (a for a in build_parser(command)._actions if a.dest == "==SUPPRESS==")
+    return commands.choices[command]
+
+
+def test_the_file_of_options_is_what_the_commands_declare():
+    stale = json.loads(declared_options.FILE.read_text())
+    assert stale == declared(), "run python -m tools.declared_options"
+
+
+def test_every_command_shows_its_own_help_without_jax():
+    commands = [name for name in COMMANDS if name not in PASSED_ON]
+    results = without_jax(*([name, "--help"] for name in commands))
+    for name, (code, out, err) in zip(commands, results, strict=True):
+        assert (code, err) == (0, ""), name
+        assert out == named(name).format_help(), name
+
+
+def gguf(path: pathlib.Path, architecture: bytes) -> str:
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    field = text(b"general.architecture") + struct.pack("<I", 8) + text(architecture)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field)
+    return str(path)
+
+
+def test_what_cannot_work_is_refused_without_jax(tmp_path: pathlib.Path):
+    unsupported, cut = gguf(tmp_path / "a.gguf", b"mamba"), tmp_path / "b.gguf"
+    cut.write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    missing = str(tmp_path / "none")
+    cases = {
+        ("generate", unsupported, "--prompt", "a"): "GGUF architecture 'mamba' is not supported",
+        ("serve", unsupported): "GGUF architecture 'mamba' is not supported",
+        ("chat", str(cut)): "b.gguf' is cut off or damaged",
+        ("memory", str(tmp_path)): "model_type='bert'",
+        ("doctor", missing): f"{missing!r} does not exist",
+        ("generate", "embedded", "--prompt-file", missing): "No such file",
+        ("eval", "embedded", "--cache", "int4", "--text", missing): "No such file",
+        ("generate", "embedded", "--promt", "a"): "no option --promt. Did you mean --prompt?",
+        ("chat", "embedded", "--implementation", "cuda"): "invalid choice: 'cuda'",
+        ("plan",): "required: MODEL",
+        ("generat",): "no command 'generat'. Did you mean generate?",
+    }
+    for case, (code, out, err) in zip(cases, without_jax(*map(list, cases)), strict=True):
+        assert (code, out) == (2, ""), (case, code)
+        assert cases[case] in err, case
+        assert err.count("\n") == 1, case
+
+
+def test_the_control_needs_jax():
+    ((code, _, _),) = without_jax(["methods"])
+    assert "ModuleNotFoundError" in code
+
+
+@pytest.mark.parametrize("value", ["0", "many"])
+def test_a_value_of_a_type_is_left_to_the_command(value: str):
+    parser = build_parser("chat", declared=True)
+    options = parser.parse_args(["chat", "embedded", "--max-new-tokens", value])
+    assert options.max_new_tokens == value

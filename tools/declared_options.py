@@ -1,0 +1,30 @@
+"""Write the options of every command into the file that help and refusals read: `python -m
+tools.declared_options`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from typing import Any
+
+from kvq_tools.cli import declared_options
+from kvq_tools.cli.main import COMMANDS, PASSED_ON
+
+
+def declared() -> dict[str, Any]:
+    """Return what the modules of all commands declare."""
+    commands = {}
+    for name in COMMANDS:
+        if name not in PASSED_ON:
+            parser = argparse.ArgumentParser(prog=f"kvq {name}")
+            module = importlib.import_module(f"kvq_tools.cli.commands.{name.replace('-', '_')}")
+            module.configure(parser)
+            commands[name] = declared_options.described(parser)
+    return commands
+
+
+if __name__ == "__main__":
+    declared_options.FILE.write_text(
+        json.dumps(declared(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
