@@ -24,6 +24,7 @@ from kvq_jax.cache.accounting import (
     unmet_options,
 )
 from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, init_cache, layout
+from kvq_jax.cache.layer_cache import CachePlan, LayerCache, layer_plan
 from kvq_jax.cache.moving import move
 from kvq_jax.cache.overflow import Overflow, overflowed
 from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
@@ -53,8 +54,10 @@ __all__ = [
     "Axis",
     "Cache",
     "CacheDims",
+    "CachePlan",
     "CacheSpec",
     "Damage",
+    "LayerCache",
     "LayerInputs",
     "LayerWeights",
     "ModelDims",
@@ -79,6 +82,7 @@ __all__ = [
     "finish",
     "has_prompt_statistics",
     "init_cache",
+    "layer_plan",
     "layout",
     "load_beside",
     "load_cache",
