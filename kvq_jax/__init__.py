@@ -41,6 +41,7 @@ from kvq_jax.cache.size import Size, size
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.cache.verification import Damage, Seal, seal, verify
+from kvq_jax.layer.attention import Attention
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
@@ -51,6 +52,7 @@ __version__ = "0.1.0"  # the distribution's version, which pyproject.toml reads 
 __all__ = [
     "METHODS",
     "ArraySpec",
+    "Attention",
     "Axis",
     "Cache",
     "CacheDims",

@@ -87,6 +87,20 @@ def test_a_layers_cache_attends_as_the_models_own_attention(page: dict[str, Any]
     assert page["keys"].shape == (2, 256, 2, 32)
 
 
+def test_windows_caps_and_sinks_are_those_of_the_definition(page: dict[str, Any]):
+    q, k, v = (page[name] for name in ("q", "k", "v"))
+    seen = jnp.arange(80)[None] > 79 - 32
+    products = jnp.einsum("bnh,bsnh->bns", q[:, 79], jnp.repeat(k, 2, axis=2))
+    logits = 30 * jnp.tanh(0.2 * products / 30)
+    logits = jnp.where(seen[None], logits, -jnp.inf)
+    lse = jax.nn.logsumexp(jnp.pad(logits, ((0, 0), (0, 0), (0, 1))), axis=-1)
+    weights = jnp.exp(logits - lse[..., None])
+    exact = jnp.einsum("bns,bsnh->bnh", weights, jnp.repeat(v, 2, axis=2))
+    assert row_errors(page["token_in_window"][:, 0], exact).max() < 1e-5, "the window is exact"
+    np.testing.assert_allclose(page["lse"][:, 0], lse, atol=1e-5)
+    assert row_errors(page["token"][:, 0], exact).min() > 0.05, "plain attention would pass"
+
+
 def test_a_dict_and_a_scan_of_layers_are_the_same_model(page: dict[str, Any]):
     plan, h = page["plan"], page["h"]
     plans = dict.fromkeys(page["plans"], plan)

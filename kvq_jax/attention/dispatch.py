@@ -34,6 +34,7 @@ from kvq_jax.attention import arithmetic, native, prompt, streaming
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.kernels import KernelJob
+from kvq_jax.layer.attention import PLAIN
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
@@ -73,6 +74,10 @@ def unsupported(
 ) -> str | None:
     """Return, in one line, why none of these kernels can serve this layer's decode steps, or None
     if one can. The device is not considered."""
+    if plan.attention != PLAIN:
+        return f"attention with {plan.attention}; kernels compute softmax(q K^T / sqrt(H)) V"
+    if plan.lse:
+        return "kernels return no log-sum-exp"
     if kernels == "native":
         return _unsupported_native(plan, tokens)
     return _unsupported_fused(plan, query_heads, tokens)

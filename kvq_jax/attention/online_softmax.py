@@ -47,6 +47,16 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     return PartialAttention(m, a.l * of_a + b.l * of_b, a.o * of_a + b.o * of_b)
 
 
+def with_sinks(part: PartialAttention, sinks: Float[Array, "#B K R 1"]) -> PartialAttention:
+    """Add to each query row a token without a value, whose logit is sinks[b, k, r].
+
+    finish(with_sinks(part, sinks)) = finish(part) * sigmoid(lse - sinks),   lse = m + log l
+    """
+    m = jnp.maximum(part.m, sinks)
+    shrink = jnp.exp(part.m - m)
+    return PartialAttention(m, part.l * shrink + jnp.exp(sinks - m), part.o * shrink)
+
+
 def across(part: PartialAttention, axis: str) -> PartialAttention:
     """Return the attention over the tokens of all shards along a mesh axis, the same on each of
     them. Exact up to rounding.
@@ -62,3 +72,9 @@ def across(part: PartialAttention, axis: str) -> PartialAttention:
 def finish(part: PartialAttention) -> Float[Array, "B K R H"]:
     """Return o / l, zeros for query rows that saw no token."""
     return part.o / jnp.maximum(part.l, jnp.finfo(jnp.float32).tiny)
+
+
+def lse(part: PartialAttention) -> Float[Array, "B K R 1"]:
+    """Return m + log l, the logarithm of the sum that the softmax divides by: about -1e30 for query
+    rows that saw no token."""
+    return part.m + jnp.log(jnp.maximum(part.l, jnp.finfo(jnp.float32).tiny))

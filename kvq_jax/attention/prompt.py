@@ -27,6 +27,8 @@ def serves(plan: LayerPlan, query_heads: int, dtype: DTypeLike) -> bool:
     differences from the layer below, of which single layers have no vectors."""
     return (
         plan.cross_layer is None
+        and plan.attention.window is None
+        and plan.attention.soft_cap is None
         and jnp.dtype(dtype).name in DTYPES
         and plan.head_dim <= MOST_CHANNELS
         and query_heads // plan.heads <= MOST_GROUP
@@ -52,16 +54,17 @@ def attend(
     outside = streaming.outside_body(plan.regions, view.positions[:, :old], limits[:, :1])
     real = jnp.sum(inputs.valid, axis=1, keepdims=True, dtype=jnp.int32)
     counts = jnp.minimum(jnp.arange(1, tokens + 1, dtype=jnp.int32)[None], real)
-    part = _attention(rows, view.keys, view.values, view.real[:, :old] & outside, counts)
+    part = _attention(plan, rows, view.keys, view.values, view.real[:, :old] & outside, counts)
     if plan.regions.axis is None:
         part = _add_body(view, rows, limits, part)
     else:  # the windows are on every shard of the body
         of_shard = _add_body(view, rows, limits, online_softmax.empty(*rows.shape))
         part = online_softmax.merge(part, online_softmax.across(of_shard, plan.regions.axis))
-    return online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+    return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
 
 
 def _attention(
+    plan: LayerPlan,
     rows: Float[Array, "B K R H"],
     keys: Float[Array, "B K E H"],
     values: Float[Array, "B K E H"],
@@ -70,7 +73,7 @@ def _attention(
 ) -> PartialAttention:
     if keys.dtype != values.dtype:
         keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
-    scale = rows.shape[-1] ** -0.5
+    scale = plan.attention.factor(rows.shape[-1])
     return PartialAttention(*exact_attention(rows, keys, values, seen, counts, scale=scale))
 
 
@@ -104,6 +107,6 @@ def _add_body(
 
         keys, values = vectors(0), vectors(1)
         seen = (index[None] < limits[:, :1]) & fresh[None]
-        return online_softmax.merge(part, _attention(rows, keys, values, seen, none))
+        return online_softmax.merge(part, _attention(plan, rows, keys, values, seen, none))
 
     return lax.fori_loop(0, -(-jnp.max(regions.held(limits)) // chunk), step, part)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.layer import cross_layer
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.types.array_types import CachedRows, LengthsB, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
@@ -72,11 +73,22 @@ def decode_vectors(
 
 
 def attend(
-    q: QueryBNTH, k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]
+    q: QueryBNTH,
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B T S"],
+    attention: Attention = PLAIN,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T H"]:
-    """Return softmax(q k^T / sqrt(H)) v in fp32. Query head n reads KV head n // G."""
+    """Return the attention over the tokens that `mask` marks, in fp32. Query head n reads KV head
+    n // G."""
     batch, heads, tokens, head_dim = q.shape
     q_BKGTH = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, tokens, head_dim)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k.astype(jnp.float32)) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1)
+    products = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k.astype(jnp.float32))
+    logits = jnp.where(mask[:, None, None], attention.scaled(products, head_dim), -jnp.inf)
+    if sinks is not None:  # one more token, whose value is zero
+        column = sinks.astype(jnp.float32).reshape(1, k.shape[1], -1, 1, 1)
+        column = jnp.broadcast_to(column, (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, column], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[2]]
     return jnp.einsum("bkgts,bksh->bkgth", weights, v.astype(jnp.float32)).reshape(q.shape)

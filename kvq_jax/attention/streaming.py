@@ -45,8 +45,8 @@ def attend(
     *,
     appended: bool = False,
 ) -> QueryBNTH:
-    """Return softmax(q k^T / sqrt(H)) v over all the tokens that a query may see, [B, N, T, H] in
-    the dtype of q, with fp32 accumulation. The output at padding is finite and unspecified.
+    """Return the plan's attention over all the tokens that a query may see, [B, N, T, H] in the
+    dtype of q, with fp32 accumulation. The output at padding is finite and unspecified.
 
     Args:
         plan: the layer's plan.
@@ -65,7 +65,7 @@ def attend(
     tokens = inputs.q_rot.shape[2]
     queries = Queries(inputs.q_rot, inputs.positions, limits)
     if tokens <= QUERY_CHUNK:
-        return _attend_queries(view, queries, tokens, read_body or read_chunks)
+        return _attend_queries(view, queries, 0, tokens, read_body or read_chunks)
 
     chunks = -(-tokens // QUERY_CHUNK)
     padding = chunks * QUERY_CHUNK - tokens
@@ -84,10 +84,10 @@ def attend(
                 for a, axis in zip(padded, (2, 1, 1), strict=True)
             )
         )
-        return _attend_queries(view, part, at + QUERY_CHUNK, read_body or read_chunks)
+        return _attend_queries(view, part, at, QUERY_CHUNK, read_body or read_chunks)
 
     out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
-    return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
+    return jnp.moveaxis(out, 0, 2).reshape(*padded.q.shape[:3], -1)[:, :, :tokens]
 
 
 def without_lost(plan: LayerPlan, positions: PositionsBT, out: QueryBNTH) -> QueryBNTH:
@@ -127,6 +127,7 @@ class View(NamedTuple):
     stats: Sides
     body: Sides
     rope: Rope | None
+    sinks: Float[Array, " N"] | None
     keys: RowsBKTH
     values: RowsBKTH
     positions: Int[Array, "B E"]
@@ -165,7 +166,9 @@ def view_of(
     keys, values = vectors
     # a masked token has weight 0, but 0 * nan is nan
     values = jnp.where(real[:, None, :, None], values, 0)
-    return View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
+    return View(
+        plan, params, windows.stats, body, inputs.rope, inputs.sinks, keys, values, positions, real
+    )
 
 
 def window_slots(
@@ -191,26 +194,45 @@ def outside_body(
 
 
 def _attend_queries(
-    view: View, queries: Queries, newest: int | Array, read_body: BodyReader
+    view: View, queries: Queries, first: int | Array, count: int, read_body: BodyReader
 ) -> QueryBNTH:
-    """Attend with up to QUERY_CHUNK queries. Each sees at most the first `newest` new tokens."""
+    """Attend with `count` queries, at most QUERY_CHUNK: the new tokens from `first` on."""
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
     part = online_softmax.empty(batch, view.plan.heads, group * tokens, head_dim)
-    part = _add_exact(view, queries, rows, part, newest)
+    part = _add_exact(view, queries, rows, part, first, count)
     if view.plan.regions.axis is None:
         part = read_body(view, queries, rows, part)
     else:  # the windows are on every shard of the body
         of_shard = read_body(view, queries, rows, online_softmax.empty(*rows.shape))
         part = online_softmax.merge(part, online_softmax.across(of_shard, view.plan.regions.axis))
-    return online_softmax.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
+    return finished(view.plan, part, queries.q, view.sinks)
+
+
+def finished(
+    plan: LayerPlan, part: PartialAttention, q: QueryBNTH, sinks: Float[Array, " N"] | None
+) -> Float[Array, "B N T channels"]:
+    """Return the attention of the queries q, whose rows are group-major in `part`: [B, N, T, H] in
+    the dtype of q, or fp32 with one more channel if the plan asks for the log-sum-exp."""
+    if sinks is not None:
+        logits = sinks.astype(jnp.float32).reshape(1, part.o.shape[1], -1, 1)
+        part = online_softmax.with_sinks(part, jnp.repeat(logits, q.shape[2], axis=2))
+    out = online_softmax.finish(part)
+    if not plan.lse:
+        return out.astype(q.dtype).reshape(q.shape)
+    return jnp.concatenate([out, online_softmax.lse(part)], axis=-1).reshape(*q.shape[:3], -1)
 
 
 def _add_exact(
-    view: View, queries: Queries, rows: Array, part: PartialAttention, newest: int | Array
+    view: View,
+    queries: Queries,
+    rows: Array,
+    part: PartialAttention,
+    first: int | Array,
+    count: int,
 ) -> PartialAttention:
-    regions, size = view.plan.regions, view.keys.shape[2]
+    regions, attention, size = view.plan.regions, view.plan.attention, view.keys.shape[2]
     chunk = min(size, EXACT_CHUNK)
 
     def step(i: int | Array, part: PartialAttention) -> PartialAttention:
@@ -221,11 +243,12 @@ def _add_exact(
         )
         seen = (
             (positions <= queries.positions[..., None])
+            & attention.reaches(queries.positions[..., None], positions)
             & outside_body(regions, positions, queries.limits[..., None])
             & real
             & fresh[None, None]
         )
-        scores = _scaled(dot_rows(rows, k), rows)
+        scores = attention.scaled(dot_rows(rows, k), rows.shape[-1])
         return online_softmax.extend(
             part, scores, _per_row(seen, rows), lambda weights: weigh_rows(weights, v)
         )
@@ -233,7 +256,12 @@ def _add_exact(
     if chunk == size:
         return step(0, part)
     old = regions.sink_slots + regions.ring_slots
-    return lax.fori_loop(0, -(-(old + newest) // chunk), step, part)
+    begin: int | Array = 0
+    if attention.window is not None:
+        # a query that reaches no new token before `reached` reaches no older one either
+        reached = jnp.asarray(first, jnp.int32) - attention.window + 1
+        begin = jnp.where(reached > 0, (old + reached) // chunk, 0)
+    return lax.fori_loop(begin, -(-(old + first + count) // chunk), step, part)
 
 
 def read_chunks(
@@ -267,8 +295,13 @@ def read_chunks(
         scores = plan.k.scores(
             k_params, view.stats[k_home], query, read(k_home, at), positions, view.rope
         )
-        seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
-        return online_softmax.extend(part, _scaled(scores, rows), _per_row(seen, rows), weigh)
+        seen = (
+            (index[None, None] < queries.limits[..., None])
+            & plan.attention.reaches(queries.positions[..., None], positions[:, None])
+            & fresh[None, None]
+        )
+        logits = plan.attention.scaled(scores, rows.shape[-1])
+        return online_softmax.extend(part, logits, _per_row(seen, rows), weigh)
 
     return lax.fori_loop(0, -(-jnp.max(regions.held(queries.limits)) // chunk), step, part)
 
@@ -281,12 +314,6 @@ def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:
     more memory, 10 to 15 % more time (docs/decisions/streaming_attention.md).
     """
     return at + (weights[0, 0, 0, 0] < 0).astype(at.dtype)
-
-
-def _scaled(
-    scores: Float[Array, "B K R C"], rows: Float[Array, "B K R H"]
-) -> Float[Array, "B K R C"]:
-    return scores * rows.shape[-1] ** -0.5
 
 
 def _per_row(mask: Bool[Array, "B T C"], rows: Float[Array, "B K R H"]) -> Bool[Array, "B 1 R C"]:

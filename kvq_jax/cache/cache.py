@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 
 import jax
@@ -21,8 +22,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import display
-from kvq_jax.cache.known_attention import check_attention
+from kvq_jax.cache.known_attention import attention_of
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.layer import attention as layer_attention
+from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
 from kvq_jax.placement.allowed import check_rows, placed
@@ -43,6 +46,7 @@ class CacheDims:
         num_key_value_heads: K, the number of key/value heads.
         head_dim: H, the channels of a head.
         hidden_size: D, the width of the model.
+        attention: the attention of each layer. Empty if it is plain in all of them.
     """
 
     num_hidden_layers: int
@@ -50,6 +54,27 @@ class CacheDims:
     num_key_value_heads: int
     head_dim: int
     hidden_size: int
+    attention: tuple[Attention, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the text from which `from_json` makes the same dimensions. Files keep it."""
+        fields = {name: getattr(self, name) for name in SIZES}
+        if self.attention:
+            fields["attention"] = layer_attention.to_json(self.attention)
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> CacheDims:
+        """Return the dimensions of a file. Raise TypeError or ValueError if it has none."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise TypeError(f"dimensions are an object, got {text[:40]!r}")
+        attention = layer_attention.from_json(fields.pop("attention", ()))
+        return cls(**fields, attention=attention)
+
+
+# the fields of CacheDims that are numbers
+SIZES = tuple(field.name for field in dataclasses.fields(CacheDims) if field.name != "attention")
 
 
 @pytree
@@ -134,8 +159,10 @@ def plans_for(
 
 
 def dims_of(config: ModelDims) -> CacheDims:
-    """Return the dimensions of a model's config that shape its caches."""
-    return CacheDims(*(int(getattr(config, f.name)) for f in dataclasses.fields(CacheDims)))
+    """Return the dimensions of a model's config that shape its caches, and the attention of its
+    layers. Raise NotImplementedError if kvq does not compute it."""
+    sizes = (int(getattr(config, name)) for name in SIZES)
+    return CacheDims(*sizes, attention=attention_of(config))
 
 
 def init_cache(
@@ -160,14 +187,12 @@ def init_cache(
 
     Raises:
         ValueError: for another dtype, and if the options do not fit the model: a group size that
-            does not divide the head dim, skip_layers beyond the last layer, a placement that the
-            method cannot have.
+            does not divide the head dim, skip_layers beyond the last layer, a placement or an
+            attention that the method cannot have.
         NotImplementedError: in one line that names the field, if the config asks for attention that
-            kvq does not compute: a window shorter than the capacity, a soft cap, another scale,
-            sinks. `CacheDims` ask for nothing.
+            kvq does not compute, such as chunks or latents. `CacheDims` say what they ask for.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
-    check_attention(config, capacity)
     empty = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
     if placement is None:
         return empty()
@@ -345,7 +370,13 @@ def row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
 
 
 def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
-    """Raise ValueError if the spec names a layer that the model does not have."""
+    """Raise ValueError if the spec names a layer that the model does not have, or the dimensions
+    name the attention of other layers."""
+    if dims.attention and len(dims.attention) != dims.num_hidden_layers:
+        raise ValueError(
+            f"attention has {len(dims.attention)} entries for {dims.num_hidden_layers} layers: give"
+            " one for each, or none if all are plain"
+        )
     named = [("skip_layers names", layer) for layer in spec.skip_layers]
     for method in (spec.k, spec.v):
         first = method.carries_from()

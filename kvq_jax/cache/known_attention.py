@@ -1,74 +1,110 @@
-"""Refuse a model's config if it asks for attention that this library does not compute.
+"""Read the attention of each layer from a model's config, and refuse by name what this library
+would get wrong.
 
-A cache computes softmax(q K^T / sqrt(H)) V over all earlier tokens. A config that names something
-else (a window, a soft cap, another scale, sinks) would get that, without a word. `CacheDims` name
-nothing: with them, the caller sees to the difference.
+A config of kvq_models and `CacheDims` say what their attention is. Hugging Face's configs name it
+in fields that differ by family.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
+from kvq_jax.layer.attention import PLAIN, Attention
+
 # families whose attention is special in a way that no field of their config says
-SPECIAL_FAMILIES = {"gpt_oss": "attention sinks"}
+SPECIAL_FAMILIES = {
+    "deepseek_v4": "attention over compressed tokens",
+    "gemma3n_text": "layers that share keys and values",
+    "gemma4_text": "layers of several head dims that share keys and values",
+    "gpt_neo": "local attention and another scale",
+    "granite_swa": "attention sinks of another form",
+    "granitemoe_swa": "attention sinks of another form",
+    "mimo_v2_flash": "layers of several head dims",
+}
+WITH_SINKS = ("gpt_oss",)
+# families whose sliding_window holds in all layers. Others say which layers have one
+WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 
-def check_attention(config: Any, capacity: int) -> None:
-    """Raise NotImplementedError, in one line that names the field, if a cache of this many tokens
-    would not compute the attention of the config. A config of kvq_models was checked when it was
-    read."""
-    reason = None if hasattr(config, "windowed_layers") else _reason(config, capacity)
-    if reason:
+def attention_of(config: Any) -> tuple[Attention, ...]:
+    """Return the attention of each layer of a model's config, or () if all are plain.
+
+    Raise NotImplementedError, in one line that names the field, if kvq does not compute it. If a
+    config of kvq_models has no `attention`, its model sees to the difference.
+    """
+    layers = getattr(config, "attention", None)
+    if isinstance(layers, tuple) and all(isinstance(layer, Attention) for layer in layers):
+        return layers
+    if hasattr(config, "windowed_layers"):
+        return ()
+    if reason := _unsupported(config):
         raise NotImplementedError(
-            f"{reason}; kvq computes softmax(q K^T / sqrt(head_dim)) V over all earlier tokens:"
-            " pass kvq.CacheDims in place of the config if your model sees to the difference"
+            f"{reason}, which kvq does not compute: pass kvq.CacheDims in place of the config if"
+            " your model sees to the difference"
         )
+    scale, cap = _scale(config), _field(config, "attn_logit_softcapping")
+    sinks = _field(config, "model_type") in WITH_SINKS
+    layers = tuple(Attention(window, scale, cap, sinks) for window in _windows(config))
+    return layers if any(layer != PLAIN for layer in layers) else ()
 
 
-def _reason(config: Any, capacity: int) -> str | None:
-    def field(name: str) -> Any:
-        return getattr(config, name, None)
+def _field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
 
-    kinds: Collection[str] = field("layer_types") or ()
-    other = sorted(set(kinds) - set(SUPPORTED_LAYERS))
-    scale, head_dim = _scale(config), field("head_dim")
-    if special := SPECIAL_FAMILIES.get(field("model_type")):
-        return f"config field model_type={field('model_type')!r} has {special}"
-    if other:
+
+def _unsupported(config: Any) -> str | None:
+    family, kinds = _field(config, "model_type"), _kinds(config)
+    if special := SPECIAL_FAMILIES.get(family):
+        return f"config field model_type={family!r} has {special}"
+    if other := sorted(set(kinds) - set(SUPPORTED_LAYERS)):
         return f"config field layer_types contains {', '.join(other)}"
-    if (cap := field("attn_logit_softcapping")) is not None:
-        return f"config field attn_logit_softcapping={cap} caps the scores"
-    if scale is not None and not math.isclose(scale[1], head_dim**-0.5, rel_tol=1e-4):
-        return f"config field {scale[0]} scales the scores by {scale[1]:.4g}"
-    if field("alibi"):
-        return "config field alibi=True adds a bias to the scores"
-    if field("kv_lora_rank"):
-        return f"config field kv_lora_rank={field('kv_lora_rank')}: keys and values are latents"
-    window = _window(config, kinds)
-    if window is not None and capacity > window:
+    if kinds and len(kinds) != config.num_hidden_layers:
         return (
-            f"config field sliding_window={window} is shorter than the cache's {capacity} tokens,"
-            f" and windows are not computed: capacity={window} is exact"
+            f"config field layer_types has {len(kinds)} entries for {config.num_hidden_layers}"
+            " layers"
         )
+    if _field(config, "alibi"):
+        return "config field alibi=True adds a bias to the scores"
+    if rank := _field(config, "kv_lora_rank"):
+        return f"config field kv_lora_rank={rank} means that keys and values are latents"
+    if shared := _field(config, "num_kv_shared_layers"):
+        return f"config field num_kv_shared_layers={shared} makes layers share keys and values"
+    if _field(config, "use_bidirectional_attention"):
+        return "config field use_bidirectional_attention=True lets tokens see later ones"
+    window = _window(config)
+    if window is None and "sliding_attention" in kinds:
+        return "config field layer_types names layers with a window, and sliding_window is missing"
+    if window is not None and not kinds and family not in WINDOWS_EVERYWHERE:
+        return f"config field sliding_window={window} does not say which layers have a window"
     return None
 
 
-def _scale(config: Any) -> tuple[str, float] | None:
-    """Return the field that sets the scale of the scores, and the scale."""
-    if (scalar := getattr(config, "query_pre_attn_scalar", None)) is not None:
-        return f"query_pre_attn_scalar={scalar}", scalar**-0.5
-    if (multiplier := getattr(config, "attention_multiplier", None)) is not None:
-        return f"attention_multiplier={multiplier}", multiplier
-    return None
+def _kinds(config: Any) -> Sequence[str]:
+    return _field(config, "layer_types") or ()
 
 
-def _window(config: Any, kinds: Collection[str]) -> int | None:
-    """Return the sliding window of any layer."""
-    window = getattr(config, "sliding_window", None)
-    if window is None:
+def _window(config: Any) -> int | None:
+    active = getattr(config, "use_sliding_window", True) or "sliding_attention" in _kinds(config)
+    return _field(config, "sliding_window") if active else None
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Return the window of each layer."""
+    window, kinds = _window(config), _kinds(config)
+    if not kinds:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _scale(config: Any) -> float | None:
+    """Return the scale of the scores, or None if it is head_dim ** -0.5."""
+    if (scalar := _field(config, "query_pre_attn_scalar")) is not None:
+        scale = scalar**-0.5
+    else:
+        scale = _field(config, "attention_multiplier")
+    if scale is None or math.isclose(scale, config.head_dim**-0.5, rel_tol=1e-4):
         return None
-    active = getattr(config, "use_sliding_window", True)
-    return window if ("sliding_attention" in kinds if kinds else active) else None
+    return scale

@@ -13,7 +13,7 @@ layers of a model at once, through the same functions. `docs/own_model.md` has e
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,23 @@ from kvq_jax.attention import reference
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import display
 from kvq_jax.cache.cache import CacheDims, check_held, dims_of, plans, row_dtype
-from kvq_jax.cache.known_attention import check_attention
-from kvq_jax.cache.layer_step import check_parameters, check_shapes, counted, new_tokens, run_layer
+from kvq_jax.cache.call_layout import Layout, Padding, Rows, left_padding, turned, unshifted
+from kvq_jax.cache.layer_step import (
+    check_parameters,
+    check_shapes,
+    check_sinks,
+    counted,
+    new_tokens,
+    run_layer,
+)
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.layer.attention import Attention
+from kvq_jax.layer.plan import LayerPlan, LayerState, check_plain
 from kvq_jax.placement.allowed import check_rows
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers, LayerInputs, LengthsB, ModelDims, PositionsBT, Tree
 from kvq_jax.types.pytree import describe, pytree
 from kvq_jax.types.rope import Rope
-
-Layout = Literal["BTNH", "BNTH"]
-Padding = Literal["right", "left"]
-Rows = Float[Array, "B _ _ H"]  # in the layout of the call
 
 
 @pytree
@@ -114,7 +118,7 @@ class CachePlan:
             padding: the side of the padding.
         """
         where, _ = self._new(cache, tokens, lengths)
-        shift = _left_padding(tokens, lengths, padding)
+        shift = left_padding(tokens, lengths, padding)
         return where if shift is None else jnp.maximum(where - shift[:, None], 0)
 
     def attend(
@@ -129,6 +133,10 @@ class CachePlan:
         layout: Layout = "BTNH",
         padding: Padding = "right",
         scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+        lse: bool = False,
         parameters: Tree = (),
         implementation: Implementation = None,
         q_pre: Rows | None = None,
@@ -136,12 +144,13 @@ class CachePlan:
         x: Float[Array, "B T D"] | None = None,
         residual: Float[Array, "B T D"] | None = None,
         rope: Rope | None = None,
-    ) -> tuple[Rows, LayerCache]:
+    ) -> tuple[Any, ...]:
         """Add the keys and values of new tokens to the cache and return their attention.
 
             out[b, t, n] = softmax(scale q[b, t, n] . K) V
 
-        over the cached tokens and the new ones up to t. Query head n reads KV head n // (N // K).
+        over the cached tokens and the new ones up to t, with the window, soft cap and sinks of the
+        plan (`kvq.Attention`). Query head n reads KV head n // (N // K).
         The attention is exact over the sink, the recent window and the other tokens of a prompt.
         Over the body it is the attention over the dequantized keys and values. Sums are accumulated
         in fp32. A token past the capacity is not stored, and its attention is NaN.
@@ -158,7 +167,12 @@ class CachePlan:
                 each of which sees the cache as if it had come alone.
             layout: the order of the axes of q, k, v, q_pre, k_pre and the result.
             padding: the side of the padding. Padding never enters the cache.
-            scale: the factor of the scores. Default: 1 / sqrt(H).
+            scale: static. The factor of the scores. Default: the plan's, else 1 / sqrt(H).
+            window: static. The tokens that a query sees, itself included. It must be the plan's,
+                whose cache is sized for it, and is the plan's by default.
+            soft_cap: static. The bound of the scores. Default: the plan's.
+            sinks: [N], learned logits that take part in the softmax and have no value.
+            lse: static. True to get the log-sum-exp too.
             parameters: the result of `prepare_layer` for this layer, for methods that need any.
             implementation: static. "xla", "pallas" or "native". None uses kernels if they can run.
             q_pre: queries before RoPE, for methods that cache keys before RoPE.
@@ -169,7 +183,9 @@ class CachePlan:
 
         Returns:
             (out, cache): the attention, in the dtype, the shape and the layout of q, and the cache
-            with the tokens added. `out` is finite and unspecified at padding.
+            with the tokens added. `out` is finite and unspecified at padding. With lse=True,
+            (out, lse, cache), with the logarithm of the sum that the softmax divides by, fp32
+            [B, T, N] or [B, N, T].
 
         Raises:
             ValueError: in one line, if a shape does not fit, the method needs an array that is
@@ -178,12 +194,12 @@ class CachePlan:
         check_held(cache)
         arrays = dict(q=q, k=k, v=v, q_pre=q_pre, k_pre=k_pre, x=x, residual=residual)
         inputs, shift = self._inputs(cache, arrays, rope, lengths, layout, padding)
-        if scale is not None:
-            factor = scale * self.dims.head_dim**0.5
-            inputs = dataclasses.replace(inputs, q_rot=_times(inputs.q_rot, factor))
-        out, after = self._run(cache, inputs, parameters, prefill, implementation)
-        out = _unshifted(out, shift, axis=2)
-        return (out if layout == "BNTH" else jnp.swapaxes(out, 1, 2)), after
+        inputs = dataclasses.replace(inputs, sinks=sinks)
+        asked = self._attending(scale, window, soft_cap, sinks, lse)
+        out, after = asked._run(cache, inputs, parameters, prefill, implementation)
+        out = unshifted(out, shift, axis=2)
+        out = out if layout == "BNTH" else jnp.swapaxes(out, 1, 2)
+        return (out[..., :-1].astype(q.dtype), out[..., -1], after) if lse else (out, after)
 
     def append(
         self,
@@ -258,6 +274,32 @@ class CachePlan:
         k, v = reference.decode_vectors(self.layer, parameters, cache.state, cache.lengths, rope)
         return (k, v) if layout == "BNTH" else (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
 
+    def _attending(
+        self,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Array | None,
+        lse: bool,
+    ) -> CachePlan:
+        """Return the plan of one call's attention."""
+        planned, capacity = self.layer.attention, self.layer.regions.capacity
+        if window is not None and Attention(window).within(capacity).window != planned.window:
+            raise ValueError(
+                f"{window=}, but the cache is made for window={planned.window}: give layer_plan"
+                f" attention=kvq.Attention(window={window})"
+            )
+        check_sinks(self.number, planned.sinks or sinks is not None, sinks)
+        attention = dataclasses.replace(
+            planned,
+            scale=planned.scale if scale is None else scale,
+            soft_cap=planned.soft_cap if soft_cap is None else soft_cap,
+            sinks=sinks is not None,
+        )
+        check_plain(self.spec, self.number, self.layer.k, attention)
+        layer = dataclasses.replace(self.layer, attention=attention, lse=lse)
+        return dataclasses.replace(self, layer=layer)
+
     @property
     def _reads_queries(self) -> bool:
         spec = parse(self.spec)
@@ -271,7 +313,7 @@ class CachePlan:
     def _inputs(
         self,
         cache: LayerCache,
-        arrays: dict[str, Array | None],
+        arrays: dict[str, Any],
         rope: Rope | None,
         lengths: Integers | None,
         layout: Layout,
@@ -279,36 +321,14 @@ class CachePlan:
     ) -> tuple[LayerInputs, Int[Array, " B"] | None]:
         """Return the arrays of a call as the layer takes them, heads first and padded on the right,
         and the padding on the left that was removed."""
-        if layout not in ("BTNH", "BNTH"):
-            raise ValueError(f"{layout=}: choose 'BTNH' or 'BNTH'")
-        heads_first = layout == "BNTH"
-        tokens = _of(arrays["q"]).shape[2 if heads_first else 1]
-        shift = _left_padding(tokens, lengths, padding)
-
-        def turned(name: str) -> Array | None:
-            array = arrays.get(name)
-            if array is None:
-                return None
-            if name in ("x", "residual"):
-                return _shifted(array, shift, axis=1)
-            return _shifted(array if heads_first else jnp.swapaxes(array, 1, 2), shift, axis=2)
-
-        turned_arrays = {name: turned(name) for name in arrays}
+        tokens = arrays["q"].shape[2 if layout == "BNTH" else 1]
+        shift = left_padding(tokens, lengths, padding)
+        turned_arrays = {n: turned(n, a, layout, shift) for n, a in arrays.items()}
         check_shapes(self.dims, (cache.lengths.shape[0], tokens), turned_arrays)
         positions, valid = self._new(cache, tokens, lengths)
-        get = turned_arrays.get
-        inputs = LayerInputs(
-            get("x"),
-            get("q_pre"),
-            _of(get("q")),
-            get("k_pre"),
-            _of(get("k")),
-            _of(get("v")),
-            positions,
-            valid,
-            rope,
-            get("residual"),
-        )
+        names = ("x", "q_pre", "q", "k_pre", "k", "v")
+        fields = (turned_arrays.get(name) for name in names)
+        inputs = LayerInputs(*fields, positions, valid, rope, turned_arrays.get("residual"))
         return inputs, shift
 
     def _run(
@@ -343,6 +363,7 @@ def layer_plan(
     *,
     layer: int,
     capacity: int,
+    attention: Attention | None = None,
     dtype: DTypeLike | None = None,
     placement: Placement | None = None,
 ) -> CachePlan:
@@ -353,6 +374,7 @@ def layer_plan(
         dims: the model's config, or its `CacheDims`.
         layer: the number of the layer, for methods and options that differ by layer.
         capacity: S, the tokens that each sequence has room for.
+        attention: the window, scale, soft cap and sinks of the layer. Default: as `dims` say.
         dtype: the dtype of full-precision rows, as in `init_cache`.
         placement: the placement on a mesh, or None for one device.
 
@@ -366,7 +388,8 @@ def layer_plan(
         raise ValueError(f"a cache needs room for at least one token: {capacity=}")
     if not 0 <= layer < sizes.num_hidden_layers:
         raise ValueError(f"{layer=}, but the model has layers 0 to {sizes.num_hidden_layers - 1}")
-    check_attention(dims, capacity)
+    if attention is not None:
+        sizes = dataclasses.replace(sizes, attention=(attention,) * sizes.num_hidden_layers)
     name = row_dtype(dims, dtype)
     plan = plans(spec, sizes, capacity, name, placement)[layer]
     if plan.cross_layer is not None:
@@ -375,38 +398,3 @@ def layer_plan(
             " not see: use kvq.begin, kvq.append_and_attend and kvq.finish"
         )
     return CachePlan(plan, sizes, name, placement, str(spec), layer)
-
-
-def _of(array: Array | None) -> Array:
-    assert array is not None
-    return array
-
-
-def _times(array: Array, factor: float) -> Array:
-    return (array.astype(jnp.float32) * factor).astype(array.dtype)
-
-
-def _left_padding(
-    tokens: int, lengths: Integers | None, padding: Padding
-) -> Int[Array, " B"] | None:
-    """Return the padding [B] on the left of each row, or None if there is none to remove. A single
-    token is real or padding, whatever the side."""
-    if padding not in ("right", "left"):
-        raise ValueError(f"{padding=}: choose 'right' or 'left'")
-    if padding == "right" or lengths is None or tokens == 1:
-        return None
-    return tokens - jnp.clip(jnp.asarray(lengths, jnp.int32), 0, tokens)
-
-
-def _shifted(array: Array, shift: Int[Array, " B"] | None, axis: int) -> Array:
-    """Return rows rolled to the left by shift[b] tokens: padding on the left comes to the right."""
-    if shift is None:
-        return array
-    tokens = array.shape[axis]
-    index = (jnp.arange(tokens, dtype=jnp.int32)[None] + shift[:, None]) % tokens
-    shape = [len(index) if a == 0 else tokens if a == axis else 1 for a in range(array.ndim)]
-    return jnp.take_along_axis(array, index.reshape(shape), axis=axis, mode="clip")
-
-
-def _unshifted(array: Array, shift: Int[Array, " B"] | None, axis: int) -> Array:
-    return _shifted(array, None if shift is None else -shift, axis)

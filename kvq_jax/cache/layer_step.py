@@ -58,7 +58,14 @@ def check_shapes(dims: CacheDims, new: tuple[int, ...], arrays: Mapping[str, Arr
     queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
     rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
     hidden = (batch, tokens, dims.hidden_size)
-    wanted = {"q": queries, "k": rows, "v": rows, "x": hidden, "residual": hidden}
+    wanted: dict[str, tuple[int, ...]] = {
+        "q": queries,
+        "k": rows,
+        "v": rows,
+        "x": hidden,
+        "residual": hidden,
+        "sinks": (dims.num_attention_heads,),
+    }
     for name, array in arrays.items():
         shape = wanted[name.removesuffix("_pre")]
         if array is not None and array.shape != shape:
@@ -66,6 +73,17 @@ def check_shapes(dims: CacheDims, new: tuple[int, ...], arrays: Mapping[str, Arr
                 f"{name} must have shape {list(shape)} in this step of this cache, got"
                 f" {list(array.shape)}"
             )
+
+
+def check_sinks(layer: int, expected: bool, sinks: Array | None) -> None:
+    """Raise ValueError if the layer's attention has sinks and none are given, or the other way
+    round."""
+    if expected != (sinks is not None):
+        have = "has sinks" if expected else "has no sinks"
+        raise ValueError(
+            f"the attention of layer {layer} {have}, and sinks are"
+            f" {'missing' if expected else 'given'}: pass [N] logits for layers that have them"
+        )
 
 
 def new_tokens(

@@ -14,9 +14,7 @@ that the header promises, and nothing is returned before its checksum is verifie
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -29,7 +27,7 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.cache.cache import Cache, CacheDims, axes, check_held, dims_of, layout
+from kvq_jax.cache.cache import SIZES, Cache, CacheDims, axes, check_held, dims_of, layout
 from kvq_jax.cache.moving import deals, orders, placers
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import Checksum, save_tensors
@@ -99,7 +97,7 @@ def save_cache(
         "format": FORMAT,
         "format_version": VERSION,
         "spec": str(cache.spec),
-        "dims": json.dumps(dataclasses.asdict(cache.dims)),
+        "dims": cache.dims.to_json(),
         "batch": str(cache.batch),
         "capacity": str(cache.capacity),
         "dtype": cache.dtype,
@@ -286,7 +284,7 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
         )
     readers = {
         "spec": parse,
-        "dims": lambda text: CacheDims(**json.loads(text)),
+        "dims": CacheDims.from_json,
         "batch": int,
         "capacity": int,
         "dtype": lambda text: jnp.dtype(text).name,
@@ -302,13 +300,13 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
             raise ValueError(
                 f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read"
             ) from None
-    dims = dataclasses.asdict(fields["dims"])
+    sizes = {name: getattr(fields["dims"], name) for name in SIZES}
     if (
-        not all(isinstance(size, int) and size > 0 for size in dims.values())
-        or dims["num_hidden_layers"] > tensors
+        not all(isinstance(size, int) and size > 0 for size in sizes.values())
+        or sizes["num_hidden_layers"] > tensors
     ):
         raise ValueError(
-            f"{str(path)!r}: header field dims={dims} does not describe a model of this file's"
+            f"{str(path)!r}: header field dims={sizes} does not describe a model of this file's"
             f" {tensors} tensors"
         )
     return fields

@@ -19,7 +19,8 @@ from typing import Any
 
 from kvq_jax.codecs.bias_subtracting import OPTION, BiasSubtracting
 from kvq_jax.codecs.codec import Codec
-from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.layer.attention import of_layer
+from kvq_jax.layer.plan import LayerPlan, check_plain
 from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.base import Method, PerLayer
 from kvq_jax.methods.dense import Dense
@@ -109,9 +110,12 @@ class CacheSpec:
         """Return True if neither method quantizes anything, whatever its options."""
         return self.k.exact and self.v.exact
 
-    def regions(self, capacity: int) -> Regions:
-        """Return the regions of a cache of so many tokens."""
-        return Regions(self.sink, self.recent, self.block, capacity)
+    def regions(self, capacity: int, window: int | None = None) -> Regions:
+        """Return the regions of a layer of so many tokens. With a sliding window, it has no sink,
+        whose tokens would be out of reach, and exact tokens only within the window."""
+        if window is None:
+            return Regions(self.sink, self.recent, self.block, capacity)
+        return Regions(0, min(self.recent, window), self.block, capacity)
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
         """Return the plan of one layer: resolved codecs and regions. Raise ValueError if the
@@ -128,8 +132,20 @@ class CacheSpec:
             )
         if self.subtract_bias and index not in self.skip_layers:
             k_codec = self._without_bias(k_codec)
+        attention = of_layer(getattr(dims, "attention", ()), index).within(capacity)
+        check_plain(str(self), index, k_codec, attention)
+        if k_codec.facts.cross_layer and attention.window is not None:
+            raise ValueError(
+                f"{str(self)!r} adds up layers that keep the same tokens, and layer {index} keeps"
+                f" a window of {attention.window}; take another method"
+            )
         return LayerPlan(
-            k_codec, v_codec, self.regions(capacity), dims.num_key_value_heads, dims.head_dim
+            k_codec,
+            v_codec,
+            self.regions(capacity, attention.window),
+            dims.num_key_value_heads,
+            dims.head_dim,
+            attention,
         )
 
 

@@ -22,7 +22,14 @@ from jaxtyping import Array, Float
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, check_held
-from kvq_jax.cache.layer_step import check_parameters, check_shapes, counted, new_tokens, run_layer
+from kvq_jax.cache.layer_step import (
+    check_parameters,
+    check_shapes,
+    check_sinks,
+    counted,
+    new_tokens,
+    run_layer,
+)
 from kvq_jax.types.array_types import (
     LayerInputs,
     LengthsB,
@@ -119,13 +126,15 @@ def append_and_attend(
     x: Float[Array, "B T D"] | None = None,
     residual: Float[Array, "B T D"] | None = None,
     rope: Rope | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[QueryBNTH, Step]:
     """Add the new tokens' keys and values to the next layer's cache and return their attention.
 
         out[b, n, t] = softmax(q[b, n, t] . K / sqrt(H)) V
 
-    over the cached tokens and the new ones up to t. Query head n reads KV head n // (N // K). The
-    attention is exact over the sink, the recent window and the other tokens of a prompt. Over the
+    over the cached tokens and the new ones up to t, with the window, scale, soft cap and sinks of
+    the layer's `Attention`, if it has any. Query head n reads KV head n // (N // K). The attention
+    is exact over the sink, the recent window and the other tokens of a prompt. Over the
     body it is the attention over the dequantized keys and values. Sums are accumulated in fp32.
 
     Args:
@@ -140,6 +149,7 @@ def append_and_attend(
         residual: [B, T, D], the residual stream from which x was normalized, for some forms of
             XQuant-CL.
         rope: the model's rotation, for methods that read q_pre and k_pre, XQuant and subtract_bias.
+        sinks: [N], the learned logits of a layer whose attention has sinks.
 
     Returns:
         (out, step): the attention and the step for the next layer. `out` is [B, N, T, H] in the
@@ -147,12 +157,16 @@ def append_and_attend(
 
     Raises:
         ValueError: in one line, if a shape does not fit the cache, the method needs an array that
-            is missing (the message names it), the step has gone through all layers, or a named
-            implementation cannot run.
+            is missing (the message names it), sinks are missing or the layer has none, the step has
+            gone through all layers, or a named implementation cannot run.
     """
-    arrays = dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual)
-    check_shapes(step.cache.dims, step.positions.shape, arrays)
-    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
+    check_shapes(
+        step.cache.dims,
+        step.positions.shape,
+        dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks),
+    )
+    positions, valid = step.positions, step.valid
+    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual, sinks)
     return through_layer(step, inputs)
 
 
@@ -171,6 +185,7 @@ def through_layer(
             f"the cache has {len(cache.layers)} layers, and the step went through all of them:"
             " finish(step) returns the cache"
         )
+    check_sinks(step.layer, cache.plans[step.layer].attention.sinks, inputs.sinks)
     out, state, carry = run_layer(
         cache.plans[step.layer],
         cache.dims,

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from kvq_jax.codecs.codec import Codec
 from kvq_jax.codecs.facts import CrossLayer
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, LengthsB, Tree
 from kvq_jax.types.pytree import describe, pytree
@@ -23,6 +24,15 @@ def by_side(params: Tree) -> tuple[Tree, Tree]:
     """Split one layer's method parameters into (keys, values). `()` stands for both if neither side
     has any."""
     return params or ((), ())
+
+
+def check_plain(spec: str, layer: int, keys: Codec, attention: Attention) -> None:
+    """Raise ValueError if the codec of keys depends on plain attention and the layer's is not."""
+    if keys.facts.assumes_plain and attention != PLAIN:
+        raise ValueError(
+            f"{spec!r} computes plain attention to choose its codes, and layer {layer} has"
+            f" {attention}; take another method"
+        )
 
 
 @pytree
@@ -48,14 +58,17 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """Static description of one layer's cache: resolved codecs and region sizes. `heads` is K,
-    `head_dim` is H."""
+    """Static description of one layer: resolved codecs, region sizes and its attention. `heads` is
+    K, `head_dim` is H. With `lse`, the attention that functions return has one more channel: the
+    logarithm of the sum that the softmax divides by."""
 
     k: Codec
     v: Codec
     regions: Regions
     heads: int
     head_dim: int
+    attention: Attention = PLAIN
+    lse: bool = False
 
     @property
     def joint(self) -> bool:

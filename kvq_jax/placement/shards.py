@@ -28,6 +28,7 @@ INPUT_AXES: dict[str, tuple[AxisName, ...]] = {  # new tokens are on every shard
     "positions": ("batch", "none"),
     "valid": ("batch", "none"),
     "rope": (),
+    "sinks": ("heads",),
 }
 
 

@@ -217,6 +217,7 @@ class LayerInputs:
         valid: [B, T] bool, True for real tokens, False for padding.
         rope: the model's rotation, to apply to rows that were cached before RoPE.
         residual: [B, T, D], the residual stream from which x was normalized.
+        sinks: [N], the learned logits of a layer whose attention has sinks.
     """
 
     x: Float[Array, "B T D"] | None
@@ -229,6 +230,7 @@ class LayerInputs:
     valid: ValidBT
     rope: Rope | None
     residual: Float[Array, "B T D"] | None = None
+    sinks: Float[Array, " N"] | None = None
 
 
 @pytree

@@ -122,6 +122,7 @@ class ZipCodec(Codec):
             joint=True,
             token_group=TokenGroup(min(self.bits), self.block),
             requantizes="drifts",
+            assumes_plain=True,  # the probes' softmax
             row_axes=lambda heads, head_dim: (
                 Axis("kv_heads", heads),
                 Axis("channels", head_dim, each=2),

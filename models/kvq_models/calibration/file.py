@@ -156,7 +156,7 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         "format": FORMAT,
         "format_version": VERSION,
         "spec": calibration.spec,
-        "dims": json.dumps(dataclasses.asdict(calibration.dims)),
+        "dims": calibration.dims.to_json(),
         "model_fingerprint": calibration.model_fingerprint,
         "keys": json.dumps(dict(calibration.keys)),
         **{name: str(value) for name, value in dataclasses.asdict(calibration.origin).items()},
@@ -344,7 +344,7 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
 
     return Calibration(
         spec=read("spec", str),
-        dims=read("dims", lambda text: CacheDims(**json.loads(text))),
+        dims=read("dims", CacheDims.from_json),
         model_fingerprint=read("model_fingerprint", str),
         keys=read(
             "keys",

@@ -1,4 +1,5 @@
-"""A config whose attention a cache would not compute is refused by the name of its field."""
+"""The attention of a model's layers is read from its config, and a config whose attention a cache
+would not compute is refused by the name of its field."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 import transformers
 
 import kvq_jax as kvq
-from kvq_models import LlamaConfig
+from kvq_jax.layer.attention import Attention
 from tests.kvq_models.checkpoints import tiny_config
 
 SIZES = {
@@ -17,26 +18,39 @@ SIZES = {
     "head_dim": 32,
 }
 REFUSED = {
-    "Gemma2Config": ({}, "attn_logit_softcapping=50.0"),
-    "Gemma3TextConfig": ({}, "query_pre_attn_scalar=256 scales the scores by 0.0625"),
-    "GptOssConfig": ({}, "model_type='gpt_oss' has attention sinks"),
-    "MistralConfig": ({"sliding_window": 64}, "sliding_window=64 is shorter than the cache's 128"),
-    "Qwen2Config": (
-        {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
-        "sliding_window=64",
-    ),
-    "Phi3Config": ({"sliding_window": 64}, "sliding_window=64"),
-    "GraniteConfig": ({"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
+    "Gemma3TextConfig": ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    "Gemma3nTextConfig": ({}, "model_type='gemma3n_text'"),
     "DeepseekV3Config": ({}, "kv_lora_rank=512"),
     "Llama4TextConfig": ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
     "LlamaConfig": ({"alibi": True}, "alibi=True"),
+    "BitNetConfig": ({"sliding_window": 64}, "sliding_window=64 does not say which layers"),
+    "Qwen3Config": ({"layer_types": ["full_attention"] * 3}, "3 entries for 2 layers"),
 }
-TAKEN = {
-    "LlamaConfig": {},
-    "Qwen3Config": {},
+WINDOW, GLOBAL = Attention(window=64), Attention()
+KINDS = ["sliding_attention", "full_attention"]
+READ = {
+    "LlamaConfig": ({}, ()),
+    "Qwen3Config": ({}, ()),
+    "Qwen2Config": (
+        {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+        (GLOBAL, WINDOW),
+    ),
+    "MistralConfig": ({"sliding_window": 64}, (WINDOW, WINDOW)),
+    "Phi3Config": ({"sliding_window": 64}, (WINDOW, WINDOW)),
+    "Gemma2Config": (
+        {"sliding_window": 64, "layer_types": KINDS},
+        (Attention(64, 0.0625, 50.0), Attention(None, 0.0625, 50.0)),
+    ),
+    "Gemma3TextConfig": (
+        {"query_pre_attn_scalar": 32, "sliding_window": 64, "layer_types": KINDS},
+        (WINDOW, GLOBAL),
+    ),
+    "GptOssConfig": ({}, (Attention(128, sinks=True), Attention(sinks=True))),
+    "GraniteConfig": ({"attention_multiplier": 0.5}, (Attention(scale=0.5),) * 2),
+    "CohereConfig": ({}, ()),
+}
+PLAIN = {
     "Qwen2Config": {"sliding_window": 64, "use_sliding_window": False},
-    "MistralConfig": {"sliding_window": 128},
-    "Gemma3TextConfig": {"query_pre_attn_scalar": 32, "sliding_window": 128},
     "GraniteConfig": {"attention_multiplier": 32**-0.5},
 }
 
@@ -49,22 +63,37 @@ def config_of(name, fields):
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_attention_is_refused_by_name(name):
     fields, reason = REFUSED[name]
+    config = config_of(name, fields) if "3 entries" not in reason else config_of(name, {})
+    for field, value in fields.items():
+        setattr(config, field, value)
     with pytest.raises(NotImplementedError) as caught:
-        kvq.init_cache("kivi:bits=4", config_of(name, fields), 1, 128)
+        kvq.init_cache("kivi:bits=4", config, 1, 128)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_plain_attention_is_taken(name):
-    assert kvq.init_cache("kivi:bits=4", config_of(name, TAKEN[name]), 1, 128).capacity == 128
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("name", READ)
+def test_attention_is_read_from_configs(name):
+    fields, attention = READ[name]
+    cache = kvq.init_cache("kivi:bits=4", config_of(name, fields), 1, 256)
+    assert cache.dims.attention == attention
+    assert tuple(plan.attention for plan in cache.plans) == (attention or (GLOBAL,) * 2)
 
 
-def test_dimensions_alone_promise_that_the_model_sees_to_it():
-    assert kvq.init_cache("kivi:bits=4", kvq.CacheDims(2, 4, 2, 32, 128), 1, 128).capacity == 128
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize("name", PLAIN)
+def test_fields_that_change_nothing_are_plain(name):
+    config = config_of(name, PLAIN[name])
+    assert kvq.init_cache("kivi:bits=4", config, 1, 128).dims.attention == ()
 
 
-def test_a_model_of_kvq_refuses_long_sequences_itself():
+def test_dimensions_alone_have_plain_attention():
+    dims = kvq.CacheDims(2, 4, 2, 32, 128)
+    assert kvq.init_cache("kivi:bits=4", dims, 1, 128).plans[0].attention == Attention()
+
+
+def test_a_config_of_kvq_models_says_what_its_attention_is():
     windowed = tiny_config(sliding_window=32, windowed_layers=(0,))
-    assert isinstance(windowed, LlamaConfig)
-    assert kvq.init_cache("kivi:bits=4", windowed, 1, 64, "float32").capacity == 64
+    stated = getattr(windowed, "attention", ())
+    assert kvq.init_cache("kivi:bits=4", windowed, 1, 64, "float32").dims.attention == stated

@@ -167,14 +167,30 @@ def test_dequantized_rows_give_the_attention_of_any_mask():
     assert row_errors(other, out).max() > 0.1, "any mask would pass"
 
 
-def test_another_scale_is_that_of_the_scores():
+def test_a_call_may_set_its_scale_cap_and_sinks_but_not_the_window():
     plan = plan_of(SPEC)
-    q, k, v = (tokens_first(rows(0, TOKENS, [TOKENS] * 2))[n] for n in ("q", "k", "v"))
-    out, _ = plan.attend(plan.init(2), q, k, v, prefill=True, scale=0.5)
-    expected = jax.nn.dot_product_attention(q, k, v, scale=0.5, is_causal=True)
-    usual = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    assert row_errors(out, expected).max() <= ROUNDING
-    assert row_errors(usual, expected).max() > 0.1
+    arrays = tokens_first(rows(0, TOKENS, [TOKENS] * 2))
+    q, k, v = (arrays[n] for n in ("q", "k", "v"))
+    sinks = jnp.arange(4.0)
+    asked = dict(scale=0.5, soft_cap=20.0)
+    out, lse, _ = plan.attend(plan.init(2), q, k, v, prefill=True, sinks=sinks, lse=True, **asked)
+    planned = plan_of(SPEC, attention=kvq.Attention(**asked, sinks=True))
+    same, _ = planned.attend(planned.init(2), q, k, v, prefill=True, sinks=sinks)
+    assert row_errors(out, same).max() <= ROUNDING
+    usual, residual = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    assert row_errors(usual, out).max() > 0.1
+    plain, of_plain, _ = plan.attend(plan.init(2), q, k, v, prefill=True, lse=True)
+    np.testing.assert_allclose(of_plain, residual, rtol=1e-4, atol=1e-4)
+    assert row_errors(plain, usual).max() <= ROUNDING
+    assert np.abs(lse - of_plain).max() > 0.1
+    assert out.dtype == q.dtype
+    with pytest.raises(ValueError, match=r"window=8, but the cache is made for window=None: give"):
+        plan.attend(plan.init(2), q, k, v, prefill=True, window=8)
+    with pytest.raises(ValueError, match="has sinks, and sinks are missing"):
+        planned.attend(planned.init(2), q, k, v, prefill=True)
+    zipcache = plan_of("zipcache:probes=8,sink=2,recent=3,block=16")
+    with pytest.raises(ValueError, match="computes plain attention to choose its codes"):
+        zipcache.attend(zipcache.init(2), q, k, v, prefill=True, scale=0.5)
 
 
 def test_positions_follow_the_real_tokens():

@@ -1,0 +1,100 @@
+"""The attention of one layer: everything that the scores and the softmax depend on beside queries,
+keys and values.
+
+    s_t = c tanh(scale q . k_t / c)
+    out = sum_t exp(s_t) v_t / (exp(sink) + sum_t exp(s_t))         over p - window < t <= p
+
+for a query at position p. Without a soft cap, s_t = scale q . k_t. Sources: Child et al., Sparse
+Transformers (windows); Gemma Team, Gemma 2 (soft cap); the gpt-oss model card (learned sinks).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+LARGEST = 2.0**62  # of the numbers below
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The attention of one layer. Hashable. `Attention()` is the plain one.
+
+    Attributes:
+        window: the number of tokens that a query sees, itself included, or None for all: a query at
+            position p sees the positions s with p - window < s <= p.
+        scale: the factor of the scores, or None for head_dim ** -0.5.
+        soft_cap: the bound c of the scores, c * tanh(score / c), or None.
+        sinks: True if each query head has a learned logit that takes part in the softmax and has no
+            value.
+
+    Raises:
+        ValueError: in one line, for a window, scale or cap that is not positive and finite.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("window", int), ("scale", int | float), ("soft_cap", int | float)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = isinstance(value, kind) and not isinstance(value, bool)
+            if not number or not 0 < value < LARGEST:
+                raise ValueError(f"attention {name}={value!r} must be positive and finite, or None")
+        if not isinstance(self.sinks, bool):
+            raise ValueError(f"attention sinks={self.sinks!r} must be True or False")
+
+    def __str__(self) -> str:
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return ", ".join(f"{name}={value}" for name, value in fields if value) or "plain"
+
+    def factor(self, head_dim: int) -> float:
+        """Return the scale, whatever it is."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def within(self, capacity: int) -> Attention:
+        """Return the attention in sequences of at most so many tokens: a window that holds all of
+        them is none."""
+        if self.window is None or self.window < capacity:
+            return self
+        return dataclasses.replace(self, window=None)
+
+    def scaled(self, scores: Float[Array, "..."], head_dim: int) -> Float[Array, "..."]:
+        """Return the logits of the softmax from products q . k."""
+        logits = scores * self.factor(head_dim)
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+    def reaches(
+        self, queries: Int[Array, "..."], positions: Int[Array, "..."]
+    ) -> Bool[Array, "..."] | bool:
+        """Return a mask of the positions that are inside the windows of queries at these
+        positions. Positions after a query count as inside."""
+        return True if self.window is None else positions > queries - self.window
+
+
+PLAIN = Attention()
+
+
+def of_layer(layers: Sequence[Attention], layer: int) -> Attention:
+    """Return the attention of one layer, plain if no layer says what its attention is."""
+    return layers[layer] if layers else PLAIN
+
+
+def to_json(layers: Sequence[Attention]) -> list[dict[str, Any]]:
+    """Return plain values from which `from_json` makes the same attentions."""
+    return [dataclasses.asdict(attention) for attention in layers]
+
+
+def from_json(layers: Any) -> tuple[Attention, ...]:
+    """Return attentions from plain values. Raise TypeError or ValueError for others."""
+    return tuple(Attention(**fields) for fields in layers)
