@@ -8,106 +8,75 @@ cache = kvq.init_cache("innerq:bits=2", dims, batch=1, capacity=4096)
 step = kvq.begin(cache, tokens=1, prefill=False)      # in a decode step of any model
 out, step = kvq.append_and_attend(step, q, k, v)      # in place of each layer's attention
 cache = kvq.finish(step)
+
+`layer_plan` keeps one layer's cache, and `roundtrip` says what a method does to keys and values. A
+spec is a text, or made by the class of its method: `kvq.Kivi(bits=2)` is `parse("kivi:bits=2")`.
+
+    kvq.cache         types of caches and plans, their layout
+    kvq.rows          trim, select, repeat, merge, replace and move the rows of caches
+    kvq.files         save, load, seal and verify
+    kvq.size          bytes, bits, tokens in the body, outliers
+    kvq.parameters    calibrate and prepare methods that have parameters
+    kvq.methods       the table of methods, and `register` for more
+    kvq.types         named axes, layer inputs, rotary positions
+
+The names of `__all__` and those of the groups are stable: they change with a release that says so,
+after one release that warns. Everything else may change with any release.
 """
 
-from kvq_jax.cache.accounting import (
-    OutlierTotals,
-    bits_per_element,
-    body_bits_per_element,
-    components,
-    dense_nbytes,
-    dropped_outliers,
-    nbytes,
-    outlier_fraction,
-    outlier_totals,
-    quantized_tokens,
-    unmet_options,
-)
-from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, init_cache, layout
-from kvq_jax.cache.layer_cache import CachePlan, LayerCache, layer_plan
-from kvq_jax.cache.moving import move
-from kvq_jax.cache.overflow import Overflow, overflowed
-from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
-from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
-from kvq_jax.cache.row_operations import merge_rows, repeat_rows, replace_row, select_rows, trim
-from kvq_jax.cache.serialization import (
-    fingerprint,
-    load_beside,
-    load_cache,
-    save_cache,
-    saved_layout,
-)
-from kvq_jax.cache.size import Size, size
-from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.cache.step import Step, append_and_attend, begin, finish
-from kvq_jax.cache.verification import Damage, Seal, seal, verify
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvq_jax.cache.cache import CacheDims, init_cache
+from kvq_jax.cache.layer_cache import layer_plan
+from kvq_jax.cache.roundtrip import roundtrip
+from kvq_jax.cache.spec import parse
+from kvq_jax.cache.step import append_and_attend, begin, finish
 from kvq_jax.layer.attention import Attention
-from kvq_jax.methods.registry import METHODS
+from kvq_jax.moved_names import MOVED, moved
 from kvq_jax.placement.placement import Placement
-from kvq_jax.types.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
-from kvq_jax.types.rope import Rope, rotate
+
+if TYPE_CHECKING:
+    from kvq_jax import cache, files, methods, parameters, rows, size, types
 
 __version__ = "0.1.0"  # the distribution's version, which pyproject.toml reads from here
 
 __all__ = [
-    "METHODS",
-    "ArraySpec",
     "Attention",
-    "Axis",
-    "Cache",
     "CacheDims",
-    "CachePlan",
-    "CacheSpec",
-    "Damage",
-    "LayerCache",
-    "LayerInputs",
-    "LayerWeights",
-    "ModelDims",
-    "OutlierTotals",
-    "Overflow",
     "Placement",
-    "Rope",
-    "Seal",
-    "Size",
-    "Step",
     "__version__",
     "append_and_attend",
-    "axes",
     "begin",
-    "bits_per_element",
-    "body_bits_per_element",
-    "calibrate_layer",
-    "components",
-    "dense_nbytes",
-    "dropped_outliers",
-    "fingerprint",
+    "cache",
+    "files",
     "finish",
-    "has_prompt_statistics",
     "init_cache",
     "layer_plan",
-    "layout",
-    "load_beside",
-    "load_cache",
-    "merge_rows",
-    "move",
-    "nbytes",
-    "outlier_fraction",
-    "outlier_totals",
-    "overflowed",
+    "methods",
+    "parameters",
     "parse",
-    "prepare_layer",
-    "quantized_tokens",
-    "repeat_rows",
-    "replace_row",
-    "rotate",
     "roundtrip",
-    "roundtrip_layer",
-    "save_cache",
-    "saved_layout",
-    "seal",
-    "select_rows",
+    "rows",
     "size",
-    "trim",
-    "unmet_options",
-    "verify",
+    "types",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("parameters", "rows", "size"):  # imported when they are first used
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in MOVED:
+        return moved(name)
+    if name[:1].isupper():
+        from kvq_jax.cache.spec_classes import spec_class
+
+        if (made := spec_class(name)) is not None:
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from kvq_jax.cache.spec_classes import names
+
+    return sorted({*globals(), *__all__, *names()})

@@ -24,7 +24,7 @@ from kvq_jax.layer.plan import LayerPlan, check_plain
 from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.base import Method, PerLayer
 from kvq_jax.methods.dense import Dense
-from kvq_jax.methods.registry import METHODS
+from kvq_jax.methods.registry import METHODS, register_installed
 from kvq_jax.types.array_types import ModelDims
 
 CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
@@ -64,7 +64,7 @@ class CacheSpec:
             if getattr(self, o) != getattr(default, o)
         ]
         if self.skip_layers:
-            cache.append(f"skip_layers={_write_layers(self.skip_layers)}")
+            cache.append(f"skip_layers={write_layers(self.skip_layers)}")
         if self.subtract_bias:
             cache.append(OPTION)
         k, v = _method_text(self.k), _method_text(self.v)
@@ -232,6 +232,8 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 def _named(name: str) -> Method:
     """Return the method with this name and its default options."""
     if name not in METHODS:
+        register_installed()
+    if name not in METHODS:
         raise ValueError(f"unknown cache method {name!r}; methods: {', '.join(METHODS)}")
     return METHODS[name]
 
@@ -365,7 +367,8 @@ def _check_value_method(method: Method) -> None:
         )
 
 
-def _write_layers(layers: tuple[int, ...]) -> str:
+def write_layers(layers: tuple[int, ...]) -> str:
+    """Return a list of layers as a spec writes it."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:
@@ -377,11 +380,12 @@ def _write_layers(layers: tuple[int, ...]) -> str:
 
 def _method_text(method: Method) -> str:
     shown = [f for f in method.options() if getattr(method, f.name) != f.default]
-    options = ",".join(f"{f.name}={_value_text(getattr(method, f.name))}" for f in shown)
+    options = ",".join(f"{f.name}={value_text(getattr(method, f.name))}" for f in shown)
     return f"{method.name}:{options}" if options else method.name
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return an option's value as a spec writes it."""
     if isinstance(value, PerLayer):
         ranges = [f"{v}@{a}" if a == b else f"{v}@{a}-{b}" for v, a, b in value.ranges]
         return "/".join((*ranges, str(value.default)))
