@@ -69,7 +69,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.kvq: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq into $(VENV) (a minute or two) ..."
-	$(PIP) -e ".[serve]"
+	$(PIP) -e ".[tools,serve]"
 	@touch $@
 
 $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)

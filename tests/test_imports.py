@@ -1,7 +1,7 @@
 """Imports run one way.
 
 tests, laboratory, benchmarks, tools -> kvq_tools -> kvq_models -> kvq_jax -> pallas_kernels and
-cpu_kernels -> jax.
+cpu_kernels -> jax. kvq_hosts imports kvq_jax, and each of its files one project of others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ ORDER = (
     "cpu_kernels",
     "pallas_kernels",
     "kvq_jax",
+    "kvq_hosts",
     "kvq_models",
     "kvq_tools",
     "tools",
@@ -93,9 +94,19 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
             and path.parts[1] not in ("cli", "__main__.py")
             and f"{name}.".startswith("kvq_tools.cli.")
         )
+        beside_the_library = own == "kvq_hosts" and top in ORDER and top not in (own, "kvq_jax")
+        from_hosts = top == "kvq_hosts" and own not in ("kvq_hosts", "benchmarks", "tests")
         heavy = top in HEAVY and own in ("kvq_jax", *KERNELS)
         kernels_of_another_device = top in KERNELS and own in KERNELS and top != own
-        if wrong_way or past_the_door or from_the_top or heavy or kernels_of_another_device:
+        if (
+            wrong_way
+            or past_the_door
+            or from_the_top
+            or beside_the_library
+            or from_hosts
+            or heavy
+            or kernels_of_another_device
+        ):
             found.append(f"{path} imports {name}")
     return found
 
@@ -131,6 +142,8 @@ def test_imports_run_one_way():
         ),
         ("benchmarks/results_page.py", "from laboratory.quality import key_bias"),
         ("kvq_jax/methods/kivi/method.py", "import torch"),
+        ("kvq_hosts/linen.py", "from cpu_kernels.library import unavailable"),
+        ("models/kvq_models/llama/model.py", "from kvq_hosts import linen"),
     ],
 )
 def test_a_wrong_import_is_found(path: str, source: str):

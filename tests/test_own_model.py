@@ -67,6 +67,52 @@ def plain(page: dict[str, Any]) -> np.ndarray:
     return np.stack(rows)
 
 
+def test_two_lines_evaluate_a_method(page: dict[str, Any]):
+    assert 0.01 < float(page["error"]) < 0.1
+
+
+def test_a_layers_cache_attends_as_the_models_own_attention(page: dict[str, Any]):
+    exact = np.asarray(page["attention"](page["q"], page["k"], page["v"]))
+    assert row_errors(page["prompt"], exact[:, :79]).max() < 1e-5
+    assert row_errors(page["prompt_of_your_own"], exact[:, :79]).max() < 1e-5
+    token = np.asarray(page["token"])
+    assert 1e-3 < np.median(row_errors(token, exact[:, 79:])) < 0.1
+    assert np.median(row_errors(token, exact[:, 78:79])) > 0.3, "another token's would pass"
+    for name in ("token_after_append", "token_on_mesh"):
+        assert row_errors(page[name], token).max() < 1e-5, name
+    np.testing.assert_array_equal(page["out"][0], token[0], "the row without padding differs")
+    assert row_errors(page["out"][1], token[1]).max() > 1e-2, "the padded row has fewer tokens"
+    assert page["left"].lengths.tolist() == [80, 51]
+    assert page["positions"][:, -1].tolist() == [78, 49]
+    assert page["keys"].shape == (2, 256, 2, 32)
+
+
+def test_windows_caps_and_sinks_are_those_of_the_definition(page: dict[str, Any]):
+    q, k, v = (page[name] for name in ("q", "k", "v"))
+    seen = jnp.arange(80)[None] > 79 - 32
+    products = jnp.einsum("bnh,bsnh->bns", q[:, 79], jnp.repeat(k, 2, axis=2))
+    logits = 30 * jnp.tanh(0.2 * products / 30)
+    logits = jnp.where(seen[None], logits, -jnp.inf)
+    lse = jax.nn.logsumexp(jnp.pad(logits, ((0, 0), (0, 0), (0, 1))), axis=-1)
+    weights = jnp.exp(logits - lse[..., None])
+    exact = jnp.einsum("bns,bsnh->bnh", weights, jnp.repeat(v, 2, axis=2))
+    assert row_errors(page["token_in_window"][:, 0], exact).max() < 1e-5, "the window is exact"
+    np.testing.assert_allclose(page["lse"][:, 0], lse, atol=1e-5)
+    assert row_errors(page["token"][:, 0], exact).min() > 0.05, "plain attention would pass"
+
+
+def test_a_dict_and_a_scan_of_layers_are_the_same_model(page: dict[str, Any]):
+    plan, h = page["plan"], page["h"]
+    plans = dict.fromkeys(page["plans"], plan)
+    weights = page["layer_weights"]
+    caches = {name: plan.init(2) for name in plans}
+    _, caches = page["through_dict"](plans, weights, caches, h[:, :79], prefill=True)
+    expected, _ = page["through_dict"](plans, weights, caches, h[:, 79:], prefill=False)
+    assert row_errors(page["by_scan"], expected).max() < 1e-5
+    assert row_errors(page["by_dict"], expected).max() > 1e-4, "its first layer is exact"
+    assert np.median(row_errors(page["by_dict"], expected)) < 0.1
+
+
 def test_the_exact_cache_gives_what_plain_attention_gives(page: dict[str, Any], plain: np.ndarray):
     logits, cache = page["results"]["dense"]
     assert row_errors(logits, plain).max() < 1e-5

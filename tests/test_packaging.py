@@ -17,7 +17,7 @@ import pytest
 import kvq_jax
 
 ROOT = pathlib.Path(__file__).parents[1]
-OURS = {"cpu_kernels", "kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
+OURS = {"cpu_kernels", "kvq_hosts", "kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
 
 COMPILERS = ("c++", "g++", "clang++")

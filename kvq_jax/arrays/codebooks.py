@@ -10,7 +10,6 @@ Source of NormalFloat: Dettmers et al., QLoRA, section 3 and Appendix E.
 from __future__ import annotations
 
 import functools
-from statistics import NormalDist
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +32,8 @@ def normal_float_levels(bits: int) -> tuple[float, ...]:
 
     There are 2^(bits-1) positive levels, an exact 0, and one negative level fewer.
     """
+    from statistics import NormalDist  # here, as it takes time to import
+
     quantile, half = NormalDist().inv_cdf, 2 ** (bits - 1)
     positive = [quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half + 1)[:-1]]
     negative = [-quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half)[:-1]]

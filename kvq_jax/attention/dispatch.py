@@ -76,6 +76,8 @@ def unsupported(
     if one can. The device is not considered."""
     if plan.attention != PLAIN:
         return f"attention with {plan.attention}; kernels compute softmax(q K^T / sqrt(H)) V"
+    if plan.lse:
+        return "kernels return no log-sum-exp"
     if kernels == "native":
         return _unsupported_native(plan, tokens)
     return _unsupported_fused(plan, query_heads, tokens)

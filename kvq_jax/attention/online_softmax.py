@@ -72,3 +72,9 @@ def across(part: PartialAttention, axis: str) -> PartialAttention:
 def finish(part: PartialAttention) -> Float[Array, "B K R H"]:
     """Return o / l, zeros for query rows that saw no token."""
     return part.o / jnp.maximum(part.l, jnp.finfo(jnp.float32).tiny)
+
+
+def lse(part: PartialAttention) -> Float[Array, "B K R 1"]:
+    """Return m + log l, the logarithm of the sum that the softmax divides by: about -1e30 for query
+    rows that saw no token."""
+    return part.m + jnp.log(jnp.maximum(part.l, jnp.finfo(jnp.float32).tiny))

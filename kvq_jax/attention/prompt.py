@@ -60,7 +60,7 @@ def attend(
     else:  # the windows are on every shard of the body
         of_shard = _add_body(view, rows, limits, online_softmax.empty(*rows.shape))
         part = online_softmax.merge(part, online_softmax.across(of_shard, plan.regions.axis))
-    return streaming.finished(part, inputs.q_rot, inputs.sinks)
+    return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
 
 
 def _attention(

@@ -87,7 +87,7 @@ def attend(
         return _attend_queries(view, part, at, QUERY_CHUNK, read_body or read_chunks)
 
     out = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, N, QUERY_CHUNK, H]
-    return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
+    return jnp.moveaxis(out, 0, 2).reshape(*padded.q.shape[:3], -1)[:, :, :tokens]
 
 
 def without_lost(
@@ -215,15 +215,21 @@ def _attend_queries(
     else:  # the windows are on every shard of the body
         of_shard = read_body(view, queries, rows, online_softmax.empty(*rows.shape))
         part = online_softmax.merge(part, online_softmax.across(of_shard, view.plan.regions.axis))
-    return finished(part, queries.q, view.sinks)
+    return finished(view.plan, part, queries.q, view.sinks)
 
 
-def finished(part: PartialAttention, q: QueryBNTH, sinks: Float[Array, " N"] | None) -> QueryBNTH:
-    """Return the attention of the queries q, whose rows are group-major in `part`."""
+def finished(
+    plan: LayerPlan, part: PartialAttention, q: QueryBNTH, sinks: Float[Array, " N"] | None
+) -> Float[Array, "B N T channels"]:
+    """Return the attention of the queries q, whose rows are group-major in `part`: [B, N, T, H] in
+    the dtype of q, or fp32 with one more channel if the plan asks for the log-sum-exp."""
     if sinks is not None:
         logits = sinks.astype(jnp.float32).reshape(1, part.o.shape[1], -1, 1)
         part = online_softmax.with_sinks(part, jnp.repeat(logits, q.shape[2], axis=2))
-    return online_softmax.finish(part).astype(q.dtype).reshape(q.shape)
+    out = online_softmax.finish(part)
+    if not plan.lse:
+        return out.astype(q.dtype).reshape(q.shape)
+    return jnp.concatenate([out, online_softmax.lse(part)], axis=-1).reshape(*q.shape[:3], -1)
 
 
 def _add_exact(

@@ -30,7 +30,7 @@ from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
 from kvq_jax.placement.allowed import check_rows, placed
 from kvq_jax.placement.placement import Placement
-from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, ModelDims
+from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, ModelDims, Tree
 from kvq_jax.types.pytree import describe, pytree
 
 DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
@@ -302,7 +302,7 @@ def shardings(described: Cache, placement: Placement) -> Cache:
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
-def check_held(cache: Cache) -> None:
+def check_held(cache: Tree) -> None:
     """Raise ValueError if a call has consumed the cache: its donated buffers are gone."""
     arrays = (
         leaf
@@ -350,10 +350,10 @@ def _checked(
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs at least one row and one token: {batch=}, {capacity=}")
     check_rows(placement, batch)
-    return spec, dims, _row_dtype(config, dtype)
+    return spec, dims, row_dtype(config, dtype)
 
 
-def _row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
+def row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
     """Return the name of a cache's dtype. Hugging Face's configs name theirs as PyTorch does:
     torch.float32."""
     wanted = getattr(config, "dtype", None) if dtype is None else dtype

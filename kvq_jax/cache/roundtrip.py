@@ -4,16 +4,18 @@ there are no windows."""
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, by_side
-from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.types.array_types import LayerInputs, RowsBKTH, Tree
 
 
 def roundtrip_layer(
@@ -70,24 +72,34 @@ def _roundtrip(
 
 
 def roundtrip(
-    spec: CacheSpec | str, k: RowsBKTH, v: RowsBKTH, q: QueryBNTH | None = None
-) -> tuple[RowsBKTH, RowsBKTH]:
+    spec: CacheSpec | str,
+    k: Float[Array, "B _ _ H"],
+    v: Float[Array, "B _ _ H"],
+    q: Float[Array, "B _ _ H"] | None = None,
+    *,
+    layout: Literal["BTNH", "BNTH"] = "BNTH",
+) -> tuple[Float[Array, "B _ _ H"], Float[Array, "B _ _ H"]]:
     """Return keys and values as the body of a cache would return them for the tokens of a prompt.
 
     For methods without parameters that cache keys after RoPE. Others need `roundtrip_layer`.
 
     Args:
         spec: the cache, or its text.
-        k: [B, K, T, H], keys after RoPE.
-        v: [B, K, T, H], values.
-        q: [B, N, T, H], queries after RoPE, for methods that read them.
+        k: [B, K, T, H], keys after RoPE, or [B, T, K, H] if `layout` says so.
+        v: values, as k.
+        q: [B, N, T, H] or [B, T, N, H], queries after RoPE, for methods that read them.
+        layout: the order of the axes of arguments and results.
 
     Returns:
-        (k_hat, v_hat), fp32 [B, K, T, H].
+        (k_hat, v_hat), fp32, in the shape of k.
 
     Raises:
         ValueError: if a method reads queries and q is None.
     """
+    if layout == "BTNH":
+        q = None if q is None else jnp.swapaxes(q, 1, 2)
+        k, v = roundtrip(spec, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), q)
+        return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     spec = parse(spec)
     if q is None and (spec.k.reads_queries or spec.v.reads_queries):
         raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
@@ -117,6 +116,8 @@ def save_cache(
     if jax.process_index() == 0:
         save_tensors(path, tensors, header)
     if jax.process_count() > 1:
+        from jax.experimental import multihost_utils  # here, as it takes time to import
+
         multihost_utils.sync_global_devices(f"saved {path}")
 
 

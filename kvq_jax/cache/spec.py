@@ -19,12 +19,12 @@ from typing import Any
 
 from kvq_jax.codecs.bias_subtracting import OPTION, BiasSubtracting
 from kvq_jax.codecs.codec import Codec
-from kvq_jax.layer.attention import PLAIN, of_layer
-from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.layer.attention import of_layer
+from kvq_jax.layer.plan import LayerPlan, check_plain
 from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.base import Method, PerLayer
 from kvq_jax.methods.dense import Dense
-from kvq_jax.methods.registry import METHODS
+from kvq_jax.methods.registry import METHODS, register_installed
 from kvq_jax.types.array_types import ModelDims
 
 CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
@@ -64,7 +64,7 @@ class CacheSpec:
             if getattr(self, o) != getattr(default, o)
         ]
         if self.skip_layers:
-            cache.append(f"skip_layers={_write_layers(self.skip_layers)}")
+            cache.append(f"skip_layers={write_layers(self.skip_layers)}")
         if self.subtract_bias:
             cache.append(OPTION)
         k, v = _method_text(self.k), _method_text(self.v)
@@ -133,11 +133,7 @@ class CacheSpec:
         if self.subtract_bias and index not in self.skip_layers:
             k_codec = self._without_bias(k_codec)
         attention = of_layer(getattr(dims, "attention", ()), index).within(capacity)
-        if k_codec.facts.assumes_plain and attention != PLAIN:
-            raise ValueError(
-                f"{str(self)!r} computes plain attention to choose its codes, and layer {index} has"
-                f" {attention}; take another method"
-            )
+        check_plain(str(self), index, k_codec, attention)
         if k_codec.facts.cross_layer and attention.window is not None:
             raise ValueError(
                 f"{str(self)!r} adds up layers that keep the same tokens, and layer {index} keeps"
@@ -235,6 +231,8 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 
 def _named(name: str) -> Method:
     """Return the method with this name and its default options."""
+    if name not in METHODS:
+        register_installed()
     if name not in METHODS:
         raise ValueError(f"unknown cache method {name!r}; methods: {', '.join(METHODS)}")
     return METHODS[name]
@@ -369,7 +367,8 @@ def _check_value_method(method: Method) -> None:
         )
 
 
-def _write_layers(layers: tuple[int, ...]) -> str:
+def write_layers(layers: tuple[int, ...]) -> str:
+    """Return a list of layers as a spec writes it."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:
@@ -381,11 +380,12 @@ def _write_layers(layers: tuple[int, ...]) -> str:
 
 def _method_text(method: Method) -> str:
     shown = [f for f in method.options() if getattr(method, f.name) != f.default]
-    options = ",".join(f"{f.name}={_value_text(getattr(method, f.name))}" for f in shown)
+    options = ",".join(f"{f.name}={value_text(getattr(method, f.name))}" for f in shown)
     return f"{method.name}:{options}" if options else method.name
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return an option's value as a spec writes it."""
     if isinstance(value, PerLayer):
         ranges = [f"{v}@{a}" if a == b else f"{v}@{a}-{b}" for v, a, b in value.ranges]
         return "/".join((*ranges, str(value.default)))

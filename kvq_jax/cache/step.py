@@ -16,28 +16,19 @@ place. `docs/own_model.md` has an example.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import XLA, Implementation, Route
-from kvq_jax.cache.cache import Cache, CacheDims, check_held
-from kvq_jax.cache.parameters import missing_parameters, parameter_axes
-from kvq_jax.cache.update import decode_layer, prefill_layer
-from kvq_jax.layer.plan import LayerPlan, LayerState
-from kvq_jax.placement.crossing import crossing
-from kvq_jax.placement.placement import Placement
-from kvq_jax.placement.shards import (
-    carry_partition,
-    input_partition,
-    on_shards,
-    parameter_partition,
-    state_partition,
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache, check_held
+from kvq_jax.cache.layer_step import (
+    check_parameters,
+    check_shapes,
+    check_sinks,
+    counted,
+    new_tokens,
+    run_layer,
 )
 from kvq_jax.types.array_types import (
     LayerInputs,
@@ -48,7 +39,6 @@ from kvq_jax.types.array_types import (
     Tree,
     ValidBT,
 )
-from kvq_jax.types.integers import int32
 from kvq_jax.types.pytree import pytree
 from kvq_jax.types.rope import Rope
 
@@ -119,27 +109,9 @@ def begin(
             f"parameters must have an entry for each of the {len(cache.layers)} layers, got"
             f" {len(by_layer)}"
         )
-    for layer, (plan, layer_parameters) in enumerate(zip(cache.plans, by_layer, strict=True)):
-        missing = missing_parameters(plan, layer_parameters)
-        if missing:
-            remedy = (
-                f"kvq.prepare_layer({str(cache.spec)!r}, dims, {layer}, ...) makes them, begin(...,"
-                " parameters=...) takes them"
-            )
-            raise ValueError(
-                f"{str(cache.spec)!r} needs parameters for {missing} of layer {layer}: {remedy}"
-            )
-    with crossing(cache.placement) as mesh:
-        new = jnp.arange(tokens, dtype=jnp.int32)[None]
-        positions = cache.lengths[:, None] + new
-        valid = positions < cache.capacity
-        if lengths is not None:
-            real = mesh.taken(jnp.asarray(int32("lengths", lengths)))
-            if real.shape != (cache.batch,):
-                raise ValueError(f"lengths must be [{cache.batch}], got shape {real.shape}")
-            valid &= new < real[:, None]
-        positions, valid = mesh.everywhere((positions, valid))
-    positions, valid = mesh.handed(positions), mesh.handed(valid)
+    for layer, (plan, params) in enumerate(zip(cache.plans, by_layer, strict=True)):
+        check_parameters(str(cache.spec), layer, plan, params, "begin(..., parameters=...)")
+    positions, valid = new_tokens(cache.lengths, cache.capacity, tokens, lengths, cache.placement)
     return Step(positions, valid, cache, by_layer, (), prefill, implementation)
 
 
@@ -188,35 +160,14 @@ def append_and_attend(
             is missing (the message names it), sinks are missing or the layer has none, the step has
             gone through all layers, or a named implementation cannot run.
     """
-    _check_shapes(
-        step, q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks
+    check_shapes(
+        step.cache.dims,
+        step.positions.shape,
+        dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks),
     )
     positions, valid = step.positions, step.valid
     inputs = LayerInputs(x, q_pre, q, k_pre, k, v, positions, valid, rope, residual, sinks)
     return through_layer(step, inputs)
-
-
-def _check_shapes(step: Step, **arrays: Array | None) -> None:
-    dims, (batch, tokens) = step.cache.dims, step.positions.shape
-    queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
-    rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
-    hidden = (batch, tokens, dims.hidden_size)
-    heads = (dims.num_attention_heads,)
-    wanted: dict[str, tuple[int, ...]] = {
-        "q": queries,
-        "k": rows,
-        "v": rows,
-        "x": hidden,
-        "residual": hidden,
-        "sinks": heads,
-    }
-    for name, array in arrays.items():
-        shape = wanted[name.removesuffix("_pre")]
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"{name} must have shape {list(shape)} in this step of this cache, got"
-                f" {list(array.shape)}"
-            )
 
 
 def through_layer(
@@ -228,41 +179,25 @@ def through_layer(
     not checked. Without `attend`, the attention is unspecified and not computed: a prompt's
     attention is the same in all caches that it goes into.
     """
-    cache, dims = step.cache, step.cache.dims
+    cache = step.cache
     if step.layer == len(cache.layers):
         raise ValueError(
             f"the cache has {len(cache.layers)} layers, and the step went through all of them:"
             " finish(step) returns the cache"
         )
-    plan, state = cache.plans[step.layer], cache.layers[step.layer]
-    layer_parameters = step.parameters[step.layer]
-    if plan.attention.sinks != (inputs.sinks is not None):
-        have = "has sinks" if plan.attention.sinks else "has no sinks"
-        raise ValueError(
-            f"the attention of layer {step.layer} {have}, and sinks are"
-            f" {'missing' if plan.attention.sinks else 'given'}: pass [N] logits for layers that"
-            " have them"
-        )
-    # The choice depends on the device, so it is made here and not inside `_layer_step`, whose trace
-    # equal layers share.
-    parts = 1 if cache.placement is None else cache.placement.size("heads")
-    route = dispatch.choose(
-        step.implementation,
-        plan.share(parts),
-        dims.num_attention_heads // parts,
-        1 if step.prefill else step.positions.shape[1],
+    check_sinks(step.layer, cache.plans[step.layer].attention.sinks, inputs.sinks)
+    out, state, carry = run_layer(
+        cache.plans[step.layer],
+        cache.dims,
+        cache.placement,
+        step.parameters[step.layer],
+        cache.layers[step.layer],
+        inputs,
+        step.carry,
+        prefill=step.prefill,
+        implementation=step.implementation,
+        attend=attend,
     )
-    if step.prefill and not route.launch:
-        route = XLA  # which reads prompts whatever platform the program is compiled for
-    static = plan, step.prefill, route
-    if cache.placement is None:
-        through = _layer_step if attend else _layer_append
-        out, state, carry = through(*static, layer_parameters, state, inputs, step.carry)
-    else:
-        with crossing(cache.placement) as mesh:
-            arrays = mesh.taken((layer_parameters, state, inputs, step.carry))
-            out, state, carry = _layer_step_on_shards(cache.placement, dims, *static, *arrays)
-        out = mesh.handed(out, "batch", "heads", "none", "channels")
     layers = (*cache.layers[: step.layer], state, *cache.layers[step.layer + 1 :])
     return out, dataclasses.replace(
         step, cache=dataclasses.replace(cache, layers=layers), carry=carry, layer=step.layer + 1
@@ -283,72 +218,5 @@ def finish(step: Step) -> Cache:
             f"the step went through {step.layer} of {len(step.cache.layers)} layers: call"
             " append_and_attend once for each"
         )
-    with crossing(step.cache.placement) as mesh:
-        added = jnp.sum(mesh.taken(step.valid), axis=1, dtype=jnp.int32)
-        return dataclasses.replace(step.cache, lengths=mesh.everywhere(step.cache.lengths + added))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # equal layers are traced and lowered once
-def _layer_step(
-    plan: LayerPlan,
-    prefill: bool,
-    route: Route,
-    params: Tree,
-    state: LayerState,
-    inputs: LayerInputs,
-    carry: Tree,
-) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Take the step through one layer, by XLA on platforms that the route does not serve."""
-    layer = prefill_layer if prefill else decode_layer
-
-    def by(route: Route) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
-        return lambda params, state, inputs, carry: layer(plan, params, state, inputs, carry, route)
-
-    arrays = params, state, inputs, carry
-    if route.only_on is None:
-        return by(route)(*arrays)
-    branch = {route.only_on: by(route)}
-    return lax.platform_dependent(*arrays, **branch, default=by(XLA))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _layer_append(
-    plan: LayerPlan,
-    prefill: bool,
-    route: Route,
-    params: Tree,
-    state: LayerState,
-    inputs: LayerInputs,
-    carry: Tree,
-) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Run `_layer_step`, but return the queries in place of its attention, so that XLA removes the
-    attention as dead code."""
-    _, after, carry = _layer_step(plan, prefill, route, params, state, inputs, carry)
-    return inputs.q_rot, after, carry
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _layer_step_on_shards(
-    placement: Placement,
-    dims: CacheDims,
-    plan: LayerPlan,
-    prefill: bool,
-    route: Route,
-    params: Tree,
-    state: LayerState,
-    inputs: LayerInputs,
-    carry: Tree,
-) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Run `_layer_step` on every shard of a placement."""
-    states, carries = state_partition(plan, placement), carry_partition(placement)
-    described = functools.partial(parameter_axes, plan, dims, params)
-    parameters = parameter_partition(plan, placement, described, params)
-    attention = placement.along("batch", "heads", "none", "channels")
-    local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, route)
-    run = on_shards(
-        local,
-        placement,
-        (parameters, states, input_partition(placement), carries),
-        (attention, states, carries),
-    )
-    return run(params, state, inputs, carry)
+    lengths = counted(step.cache.lengths, step.valid, step.cache.placement)
+    return dataclasses.replace(step.cache, lengths=lengths)

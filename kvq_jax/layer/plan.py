@@ -26,6 +26,15 @@ def by_side(params: Tree) -> tuple[Tree, Tree]:
     return params or ((), ())
 
 
+def check_plain(spec: str, layer: int, keys: Codec, attention: Attention) -> None:
+    """Raise ValueError if the codec of keys depends on plain attention and the layer's is not."""
+    if keys.facts.assumes_plain and attention != PLAIN:
+        raise ValueError(
+            f"{spec!r} computes plain attention to choose its codes, and layer {layer} has"
+            f" {attention}; take another method"
+        )
+
+
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerState:
@@ -53,7 +62,8 @@ class LayerState:
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
     """Static description of one layer: resolved codecs, region sizes and its attention. `heads` is
-    K, `head_dim` is H."""
+    K, `head_dim` is H. With `lse`, the attention that functions return has one more channel: the
+    logarithm of the sum that the softmax divides by."""
 
     k: Codec
     v: Codec
@@ -61,6 +71,7 @@ class LayerPlan:
     heads: int
     head_dim: int
     attention: Attention = PLAIN
+    lse: bool = False
 
     @property
     def joint(self) -> bool:

@@ -1,7 +1,20 @@
-"""The table of methods: each with its default options, under its name in a spec. A new method is a
-folder in `methods/` and a line here."""
+"""The table of methods: each with its default options, under its name in a spec.
+
+A new method of ours is a folder in `methods/` and a line here. Yours can live in your own package:
+call `register(MyMethod())`, or name it in your package's metadata, and it is there once it is
+installed:
+
+    [project.entry-points."kvq_jax.methods"]
+    mymethod = "my_package.method:MyMethod"
+
+Such a method has the whole interface of docs/adding_a_method.md, which may change with any release.
+"""
 
 from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
 
 from kvq_jax.methods.base import Method
 from kvq_jax.methods.dense import Dense
@@ -43,3 +56,39 @@ METHODS: dict[str, Method] = {
     "mxfp4": MXFP4(),
     "nvfp4": NVFP4(),
 }
+
+ENTRY_POINTS = "kvq_jax.methods"  # the group in a package's metadata
+
+
+def register(method: Method) -> None:
+    """Add a method to the table, under its name.
+
+    Raises:
+        ValueError: in one line, if the name is taken by another method, or no spec can write it.
+        TypeError: if it is not an instance of `Method`.
+    """
+    if not isinstance(method, Method):
+        raise TypeError(
+            f"register takes an instance of kvq_jax.methods.base.Method, got {method!r}"
+        )
+    name = method.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"a method's name is lower-case letters, digits and _, got {name!r}")
+    if METHODS.setdefault(name, method) != method:
+        raise ValueError(f"the name {name!r} is taken by {type(METHODS[name]).__name__}")
+
+
+@functools.cache
+def register_installed() -> None:
+    """Register the methods that installed packages name in their metadata. It runs once, when a
+    name is not in the table or the table is listed.
+
+    Raises:
+        ValueError: in one line, if one cannot be imported or registered.
+    """
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            value = point.load()
+            register(value() if isinstance(value, type) else value)
+        except Exception as error:
+            raise ValueError(f"the method {point.name!r} of {point.value!r}: {error}") from error

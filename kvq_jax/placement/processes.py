@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
 
@@ -16,5 +15,7 @@ def fetched(array: ArrayLike) -> np.ndarray:
         and not array.is_fully_addressable
         and not array.is_fully_replicated
     ):
+        from jax.experimental import multihost_utils  # here, as it takes time to import
+
         return multihost_utils.process_allgather(array, tiled=True)
     return np.ascontiguousarray(array).reshape(np.shape(array))

@@ -20,6 +20,11 @@ def run() -> NoReturn:
         from kvq_tools.cli.main import main  # imported late, so that Ctrl-C works by now
 
         code = main()
+    except ModuleNotFoundError as error:
+        if (error.name or "kvq_tools").startswith("kvq_"):
+            raise
+        print(f"kvq needs {error.name}: pip install 'kvq-jax[tools]'", file=sys.stderr)
+        code = 1
     except (Exception, KeyboardInterrupt):
         if not interruption.was_pressed():
             raise

@@ -84,7 +84,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvq_"):
+            raise
+        # the library is installed, and the extra is not
+        hint = f"kvq_models needs {error.name}: pip install 'kvq-jax[models]'"
+        raise ModuleNotFoundError(hint, name=error.name) from error
     globals()[name] = value  # later look-ups do not come here
     return value
 

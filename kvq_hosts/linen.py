@@ -1,0 +1,54 @@
+"""Quantized caches in the attention layers of Flax Linen, as an `attention_fn`.
+
+    class Block(nn.Module):
+        plan: kvq.CachePlan
+
+        @nn.compact
+        def __call__(self, x, prefill):
+            attend = cached_attention(self, self.plan, prefill=prefill)
+            return nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=attend)(x)
+
+The module's "cache" collection keeps a `kvq.LayerCache`, so `nn.scan` stacks the caches of its
+layers with `variable_axes={"cache": 0}`, and `module.apply(..., mutable=["cache"])` returns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+import kvq_jax as kvq
+
+Attend = Callable[
+    [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    Float[Array, "B T N H"],
+]
+
+
+def cached_attention(
+    module: nn.Module, plan: kvq.CachePlan, *, prefill: bool, name: str = "layer", **options: Any
+) -> Attend:
+    """Return an `attention_fn` (query, key, value) -> attention that keeps keys and values in a
+    variable of a module's "cache" collection. Call it in the module's compact method or `setup`.
+
+    `module.init` makes the empty cache and adds nothing to it.
+
+    Args:
+        module: the module that owns the cache, bound.
+        plan: the layer's plan.
+        prefill: static. True for prompts.
+        name: the name of the variable.
+        options: as in `CachePlan.attend` (lengths, padding, scale, parameters, ...).
+    """
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        cache = module.variable("cache", name, plan.init, query.shape[0])
+        out, after = plan.attend(cache.value, query, key, value, prefill=prefill, **options)
+        if not module.is_initializing():
+            cache.value = after
+        return out
+
+    return attend

@@ -1,0 +1,175 @@
+"""Quantized caches in the models of google-tunix, run by its own `Sampler`.
+
+    model = with_cache(model, "kivi:bits=4")
+    sampler = Sampler(model, tokenizer, CacheConfig(cache_size=4096, ...))
+
+tunix pads prompts on the left and keeps a dict of one entry for each layer. Here an entry is a
+`kvq.LayerCache`. The sampler's attention mask says how many tokens of a row are real and how long
+the cache is. Greedy sampling, top-p and beam search work on these caches as on tunix' own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+from tunix.models.llama3 import model as llama3
+from tunix.models.qwen2 import model as qwen2
+from tunix.models.qwen3 import model as qwen3
+
+import kvq_jax as kvq
+
+Model = llama3.Llama3 | qwen2.Qwen2 | qwen3.Qwen3
+QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
+
+
+def with_cache(model: Model, spec: kvq.CacheSpec | str) -> Model:
+    """Return a model with the same weights whose cache is quantized.
+
+    Args:
+        model: a Llama3, Qwen2 or Qwen3 of tunix.
+        spec: the cache, or its text.
+
+    Raises:
+        NotImplementedError: for other models, and for tunix' flash attention.
+        ValueError: if the spec does not fit the model, or its method needs parameters.
+    """
+    if type(model) not in MODELS:
+        allowed = ", ".join(kind.__name__ for kind in MODELS)
+        raise NotImplementedError(f"{type(model).__name__} has no adapter: {allowed} have one")
+    if getattr(model.config, "use_flash_attention", False):
+        raise NotImplementedError(
+            "use_flash_attention=True reads tunix' own cache: set it to False for a quantized one"
+        )
+    spec, config = kvq.parse(spec), model.config
+    dims = kvq.CacheDims(
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.embed_dim,
+    )
+    kvq.layout(spec, dims, batch=1, capacity=1)  # an error comes here, not from a traced step
+    model = nnx.clone(model)
+    model.kvq = _Layer(spec, dims, 0)
+    object.__setattr__(model, "__class__", MODELS[type(model)])
+    for number, layer in enumerate(model.layers):
+        layer.attn.kvq = _Layer(spec, dims, number)
+        object.__setattr__(layer.attn, "__class__", ATTENTION[type(layer.attn)])
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """What makes the plan of one layer, once the sampler says how long a cache is."""
+
+    spec: kvq.CacheSpec
+    dims: kvq.CacheDims
+    number: int
+
+    def plan(self, capacity: int, dtype: DTypeLike) -> kvq.CachePlan:
+        return kvq.layer_plan(
+            self.spec, self.dims, layer=self.number, capacity=capacity, dtype=dtype
+        )
+
+
+def _init_cache(
+    model: Any, batch_size: int, cache_size: int, dtype: DTypeLike
+) -> dict[str, kvq.LayerCache]:
+    """Return the cache that the sampler asks a model for."""
+    layers = (dataclasses.replace(model.kvq, number=i) for i in range(len(model.layers)))
+    return {
+        f"layer_{layer.number}": layer.plan(cache_size, dtype).init(batch_size) for layer in layers
+    }
+
+
+def _through_cache(
+    attention: Any, qkv: QKV, cache: kvq.LayerCache, mask: Bool[Array, "B T S"]
+) -> tuple[kvq.LayerCache, Float[Array, "B T D"]]:
+    """Return the cache with new tokens, and the output of an attention layer."""
+    tokens, dtype = mask.shape[1], cache.state.ring[0].dtype
+    out, cache = attention.kvq.plan(mask.shape[2], dtype).attend(
+        cache,
+        *qkv,
+        # the newest token of a prompt is real, and sees all real ones
+        lengths=jnp.sum(mask[:, -1], axis=-1, dtype=jnp.int32) if tokens > 1 else None,
+        prefill=tokens > 1,
+        padding="left",
+    )
+    return cache, attention.o_proj(out)
+
+
+class _Llama3Attention(llama3.Attention):
+    def block(self, x: Array, segment_pos: Int[Array, "B T"], cache: Any, attn_mask: Any) -> Any:
+        if cache is None:
+            return super().block(x, segment_pos, cache, attn_mask)
+
+        def rotated(rows: Array) -> Array:
+            return llama3.apply_rope(rows, segment_pos, head_dim=self.head_dim)
+
+        qkv = rotated(self.q_proj(x)), rotated(self.k_proj(x)), self.v_proj(x)
+        return _through_cache(self, qkv, cache, attn_mask)
+
+
+class _Qwen3Attention(qwen3.Attention):
+    def block(
+        self,
+        x: Array,
+        segment_pos: Int[Array, "B T"],
+        cache: Any,
+        attn_mask: Any,
+        segment_ids: Any = None,
+    ) -> Any:
+        if cache is None:
+            return super().block(x, segment_pos, cache, attn_mask, segment_ids)
+
+        def rotated(rows: Array) -> Array:
+            return qwen3.apply_rope(rows, segment_pos, head_dim=self.head_dim)
+
+        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+        return _through_cache(self, (rotated(q), rotated(k), self.v_proj(x)), cache, attn_mask)
+
+
+class _Qwen2Attention(qwen2.Attention):
+    def block(
+        self, x: Array, cache: Any, attn_mask: Any, sin: Any, cos: Any, segment_ids: Any = None
+    ) -> Any:
+        if cache is None:
+            return super().block(x, cache, attn_mask, sin, cos, segment_ids)
+
+        def biased(rows: Array, bias: nnx.Param) -> Array:
+            return rows + bias[...].astype(rows.dtype).reshape(1, 1, *rows.shape[2:])
+
+        def rotated(rows: Array) -> Array:
+            return qwen2.apply_rotary_embedding(rows, sin, cos)
+
+        qkv = (
+            rotated(biased(self.q_proj(x), self.q_bias)),
+            rotated(biased(self.k_proj(x), self.k_bias)),
+            biased(self.v_proj(x), self.v_bias),
+        )
+        return _through_cache(self, qkv, cache, attn_mask)
+
+
+class _Llama3(llama3.Llama3):
+    init_cache = _init_cache
+
+
+class _Qwen2(qwen2.Qwen2):
+    init_cache = _init_cache
+
+
+class _Qwen3(qwen3.Qwen3):
+    init_cache = _init_cache
+
+
+MODELS = {llama3.Llama3: _Llama3, qwen2.Qwen2: _Qwen2, qwen3.Qwen3: _Qwen3}
+ATTENTION = {
+    llama3.Attention: _Llama3Attention,
+    qwen2.Attention: _Qwen2Attention,
+    qwen3.Attention: _Qwen3Attention,
+}

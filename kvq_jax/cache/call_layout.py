@@ -1,0 +1,56 @@
+"""Turn the arrays of a host's call into those that a layer takes, heads first and padded on the
+right, and back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.types.array_types import Integers
+
+Layout = Literal["BTNH", "BNTH"]
+Padding = Literal["right", "left"]
+Rows = Float[Array, "B _ _ H"]  # in the layout of the call
+
+
+def turned(
+    name: str, array: Array | None, layout: Layout, shift: Int[Array, " B"] | None
+) -> Array | None:
+    """Return an array of a call, which `name` says the axes of, as a layer takes it: without
+    shift[b] tokens of padding on the left."""
+    if layout not in ("BTNH", "BNTH"):
+        raise ValueError(f"{layout=}: choose 'BTNH' or 'BNTH'")
+    if array is None:
+        return None
+    if name in ("x", "residual"):
+        return shifted(array, shift, axis=1)
+    return shifted(array if layout == "BNTH" else jnp.swapaxes(array, 1, 2), shift, axis=2)
+
+
+def left_padding(
+    tokens: int, lengths: Integers | None, padding: Padding
+) -> Int[Array, " B"] | None:
+    """Return the padding [B] on the left of each row, or None if there is none to remove. A single
+    token is real or padding, whatever the side."""
+    if padding not in ("right", "left"):
+        raise ValueError(f"{padding=}: choose 'right' or 'left'")
+    if padding == "right" or lengths is None or tokens == 1:
+        return None
+    return tokens - jnp.clip(jnp.asarray(lengths, jnp.int32), 0, tokens)
+
+
+def shifted(array: Array, shift: Int[Array, " B"] | None, axis: int) -> Array:
+    """Return rows rolled to the left by shift[b] tokens: padding on the left comes to the right."""
+    if shift is None:
+        return array
+    tokens = array.shape[axis]
+    index = (jnp.arange(tokens, dtype=jnp.int32)[None] + shift[:, None]) % tokens
+    shape = [len(index) if a == 0 else tokens if a == axis else 1 for a in range(array.ndim)]
+    return jnp.take_along_axis(array, index.reshape(shape), axis=axis, mode="clip")
+
+
+def unshifted(array: Array, shift: Int[Array, " B"] | None, axis: int) -> Array:
+    """Undo `shifted`."""
+    return shifted(array, None if shift is None else -shift, axis)

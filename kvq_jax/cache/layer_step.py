@@ -1,0 +1,222 @@
+"""Take new tokens through one layer of a cache: which of them are stored, which code serves the
+layer, and on which devices it runs.
+
+`step.py` does so for all layers of a model, `layer_cache.py` for one layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from kvq_jax.attention import dispatch
+from kvq_jax.attention.dispatch import XLA, Implementation, Route
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.parameters import missing_parameters, parameter_axes
+from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.placement.crossing import crossing
+from kvq_jax.placement.placement import Placement
+from kvq_jax.placement.shards import (
+    carry_partition,
+    input_partition,
+    on_shards,
+    parameter_partition,
+    state_partition,
+)
+from kvq_jax.types.array_types import (
+    Integers,
+    LayerInputs,
+    LengthsB,
+    PositionsBT,
+    QueryBNTH,
+    Tree,
+    ValidBT,
+)
+from kvq_jax.types.integers import int32
+
+
+def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker: str) -> None:
+    """Raise ValueError if parameters that the layer's method needs are missing. `taker` is the call
+    that takes them."""
+    if missing := missing_parameters(plan, params):
+        raise ValueError(
+            f"{spec!r} needs parameters for {missing} of layer {layer}:"
+            f" kvq.prepare_layer({spec!r}, dims, {layer}, ...) makes them, {taker} takes them"
+        )
+
+
+def check_shapes(dims: CacheDims, new: tuple[int, ...], arrays: Mapping[str, Array | None]) -> None:
+    """Raise ValueError if one of the arrays of (B, T) new tokens, by name, does not fit the cache.
+    None stands for an array that the caller does not have."""
+    batch, tokens = new
+    queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
+    rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
+    hidden = (batch, tokens, dims.hidden_size)
+    wanted: dict[str, tuple[int, ...]] = {
+        "q": queries,
+        "k": rows,
+        "v": rows,
+        "x": hidden,
+        "residual": hidden,
+        "sinks": (dims.num_attention_heads,),
+    }
+    for name, array in arrays.items():
+        shape = wanted[name.removesuffix("_pre")]
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"{name} must have shape {list(shape)} in this step of this cache, got"
+                f" {list(array.shape)}"
+            )
+
+
+def check_sinks(layer: int, expected: bool, sinks: Array | None) -> None:
+    """Raise ValueError if the layer's attention has sinks and none are given, or the other way
+    round."""
+    if expected != (sinks is not None):
+        have = "has sinks" if expected else "has no sinks"
+        raise ValueError(
+            f"the attention of layer {layer} {have}, and sinks are"
+            f" {'missing' if expected else 'given'}: pass [N] logits for layers that have them"
+        )
+
+
+def new_tokens(
+    held: LengthsB,
+    capacity: int,
+    tokens: int,
+    lengths: Integers | None,
+    placement: Placement | None,
+) -> tuple[PositionsBT, ValidBT]:
+    """Return the positions of T new tokens after the `held` ones of each row, and a mask of those
+    that are stored: the first lengths[b] (default: all) that the capacity has room for."""
+    batch = held.shape[0]
+    with crossing(placement) as mesh:
+        new = jnp.arange(tokens, dtype=jnp.int32)[None]
+        positions = held[:, None] + new
+        valid = positions < capacity
+        if lengths is not None:
+            real = mesh.taken(jnp.asarray(int32("lengths", lengths)))
+            if real.shape != (batch,):
+                raise ValueError(f"lengths must be [{batch}], got shape {real.shape}")
+            valid &= new < real[:, None]
+        positions, valid = mesh.everywhere((positions, valid))
+    return mesh.handed(positions), mesh.handed(valid)
+
+
+def counted(lengths: LengthsB, valid: ValidBT, placement: Placement | None) -> LengthsB:
+    """Return the lengths with the tokens of a step added."""
+    with crossing(placement) as mesh:
+        added = jnp.sum(mesh.taken(valid), axis=1, dtype=jnp.int32)
+        return mesh.everywhere(lengths + added)
+
+
+def run_layer(
+    plan: LayerPlan,
+    dims: CacheDims,
+    placement: Placement | None,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+    *,
+    prefill: bool,
+    implementation: Implementation,
+    attend: bool = True,
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Return (out, state, carry): the attention of new tokens, and the layer's state with them
+    added. Shapes are not checked.
+
+    Without `attend`, the attention is unspecified and not computed: a prompt's attention is the
+    same in all caches that it goes into.
+    """
+    # The choice depends on the device, so it is made here and not inside `_layer_step`, whose trace
+    # equal layers share.
+    parts = 1 if placement is None else placement.size("heads")
+    route = dispatch.choose(
+        implementation,
+        plan.share(parts),
+        dims.num_attention_heads // parts,
+        1 if prefill else inputs.positions.shape[1],
+    )
+    if prefill and not route.launch:
+        route = XLA  # which reads prompts whatever platform the program is compiled for
+    static = plan, prefill, route
+    if placement is None:
+        through = _layer_step if attend else _layer_append
+        return through(*static, params, state, inputs, carry)
+    with crossing(placement) as mesh:
+        arrays = mesh.taken((params, state, inputs, carry))
+        out, state, carry = _layer_step_on_shards(placement, dims, *static, *arrays)
+    return mesh.handed(out, "batch", "heads", "none", "channels"), state, carry
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # equal layers are traced and lowered once
+def _layer_step(
+    plan: LayerPlan,
+    prefill: bool,
+    route: Route,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Take the step through one layer, by XLA on platforms that the route does not serve."""
+    layer = prefill_layer if prefill else decode_layer
+
+    def by(route: Route) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
+        return lambda params, state, inputs, carry: layer(plan, params, state, inputs, carry, route)
+
+    arrays = params, state, inputs, carry
+    if route.only_on is None:
+        return by(route)(*arrays)
+    branch = {route.only_on: by(route)}
+    return lax.platform_dependent(*arrays, **branch, default=by(XLA))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer_append(
+    plan: LayerPlan,
+    prefill: bool,
+    route: Route,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Run `_layer_step`, but return the queries in place of its attention, so that XLA removes the
+    attention as dead code."""
+    _, after, carry = _layer_step(plan, prefill, route, params, state, inputs, carry)
+    return inputs.q_rot, after, carry
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _layer_step_on_shards(
+    placement: Placement,
+    dims: CacheDims,
+    plan: LayerPlan,
+    prefill: bool,
+    route: Route,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Run `_layer_step` on every shard of a placement."""
+    states, carries = state_partition(plan, placement), carry_partition(placement)
+    described = functools.partial(parameter_axes, plan, dims, params)
+    parameters = parameter_partition(plan, placement, described, params)
+    attention = placement.along("batch", "heads", "none", "channels")
+    local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, route)
+    run = on_shards(
+        local,
+        placement,
+        (parameters, states, input_partition(placement), carries),
+        (attention, states, carries),
+    )
+    return run(params, state, inputs, carry)

@@ -1,0 +1,72 @@
+"""Specs as Python calls: `Kivi(bits=4, recent=32)` is `parse("kivi:bits=4,recent=32")`.
+
+The callables are made from the table of methods, so their options, defaults, checks and errors are
+those of the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvq_jax.cache.spec import CACHE_OPTIONS, CacheSpec, parse, value_text, write_layers
+from kvq_jax.methods.registry import METHODS, register_installed
+
+
+def names() -> dict[str, str]:
+    """Return the name of each method's class, and the method's name in a spec. Methods that share a
+    class are capitalized: int4 is Int4."""
+    classes = {name: type(method).__name__ for name, method in METHODS.items()}
+    shared = Counter(classes.values())
+    return {c if shared[c] == 1 else name.capitalize(): name for name, c in classes.items()}
+
+
+def spec_class(name: str) -> Callable[..., CacheSpec] | None:
+    """Return the callable of this name, or None if there is none."""
+    if name not in names():
+        register_installed()
+    method = names().get(name)
+    return None if method is None else _made(name, method)
+
+
+@functools.cache
+def _made(public: str, name: str) -> Callable[..., CacheSpec]:
+    method = METHODS[name]
+    options = {field.name: field for field in method.options()}
+
+    def make(**values: Any) -> CacheSpec:
+        texts = (
+            f"{key}={write_layers(value) if key == 'skip_layers' else value_text(value)}"
+            for key, value in values.items()
+        )
+        return parse(":".join(filter(None, (name, ",".join(texts)))))
+
+    parameters = [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+        for key, field in options.items()
+    ]
+    more = ("preset",) if method.presets else ()
+    parameters += [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for key in (*more, *CACHE_OPTIONS)
+    ]
+    make.__name__ = make.__qualname__ = public
+    make.__signature__ = inspect.Signature(parameters, return_annotation=CacheSpec)  # type: ignore[attr-defined]
+    lines = [f"    {key}: {field.metadata['help']}." for key, field in options.items()]
+    make.__doc__ = "\n".join(
+        [
+            f"Return the spec of a cache with {method.summary}.",
+            "",
+            f"Source: {method.source}",
+            "",
+            "Args:",
+            *lines,
+            "    sink, recent, block: tokens in full precision, and of a block.",
+            "    skip_layers: a tuple of layers in full precision.",
+            "    subtract_bias: cache keys without k_proj's bias.",
+        ]
+    )
+    return make

@@ -1,0 +1,94 @@
+"""Layers of Flax Linen with a quantized cache, under `nn.scan`, beside Linen's own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+nn = pytest.importorskip("flax.linen", reason="flax is not installed")
+
+import kvq_jax as kvq  # noqa: E402
+from kvq_hosts.linen import cached_attention  # noqa: E402
+from tests.kvq_jax.layer_runs import row_errors  # noqa: E402
+
+LAYERS, HEADS, WIDTH, TOKENS, CAPACITY = 2, 2, 64, 12, 16
+
+
+def plan_of(spec: str) -> kvq.CachePlan:
+    dims = kvq.CacheDims(LAYERS, HEADS, HEADS, WIDTH // HEADS, WIDTH)
+    return kvq.layer_plan(spec, dims, layer=0, capacity=CAPACITY, dtype="float32")
+
+
+class Block(nn.Module):
+    """A layer with a quantized cache, or with Linen's own if there is no plan."""
+
+    plan: kvq.CachePlan | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        own = dict(decode=True)
+        if self.plan is not None:
+            own = dict(attention_fn=cached_attention(self, self.plan, prefill=x.shape[1] > 1))
+        attention = nn.MultiHeadDotProductAttention(HEADS, **own, name="attention")
+        return x + attention(x), None
+
+
+class Model(nn.Module):
+    plan: kvq.CachePlan | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        axes = {"params": 0, "cache": 0}
+        layers = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=LAYERS)
+        return layers(self.plan, name="layers")(x, None)[0]
+
+
+@pytest.fixture(scope="module")
+def inputs() -> jax.Array:
+    return 3 * jax.random.normal(jax.random.key(0), (2, TOKENS, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def linens_own(inputs: jax.Array) -> tuple[Any, np.ndarray]:
+    """Return (params, outputs of all tokens one by one) of the model with Linen's cache."""
+    model = Model()
+    empty = jnp.zeros((2, CAPACITY, WIDTH))
+    variables = model.init(jax.random.key(1), empty)
+    params, cache = variables["params"], variables["cache"]
+    with jax.numpy_rank_promotion("allow"):  # Linen's bias
+        step = jax.jit(lambda c, x: model.apply({"params": params, "cache": c}, x, mutable="cache"))
+        outs = []
+        for t in range(TOKENS):
+            out, cache = step(cache, inputs[:, t : t + 1])
+            cache = cache["cache"]
+            outs.append(out)
+    return params, np.concatenate(outs, axis=1)
+
+
+def generated(spec: str, params: Any, inputs: jax.Array, prompt: int) -> tuple[np.ndarray, Any]:
+    """Return the outputs of all tokens, of which the first ones come as a prompt, and the cache."""
+    model = Model(plan_of(spec))
+    cache = model.init(jax.random.key(1), inputs[:, :1])["cache"]
+    with jax.numpy_rank_promotion("allow"):
+        run = jax.jit(lambda c, x: model.apply({"params": params, "cache": c}, x, mutable="cache"))
+        outs = []
+        for t in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, TOKENS))):
+            out, cache = run(cache, inputs[:, t])
+            cache = cache["cache"]
+            outs.append(out)
+    return np.concatenate(outs, axis=1), cache
+
+
+def test_scanned_layers_equal_linens_own_cache(inputs: jax.Array, linens_own: Any):
+    params, expected = linens_own
+    out, cache = generated("dense", params, inputs, prompt=8)
+    assert row_errors(out, expected).max() < 1e-5
+    kept = cache["layers"]["layer"]
+    assert isinstance(kept, kvq.LayerCache)
+    assert kept.lengths.tolist() == [[TOKENS] * 2] * LAYERS
+    coarse, _ = generated("int2:sink=0,recent=0,block=4", params, inputs, prompt=8)
+    assert row_errors(coarse, expected).max() > 1e-2, "the cache is not read"

@@ -1,0 +1,111 @@
+"""Models of google-tunix with a quantized cache, in tunix' own sampler, beside its own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+tunix = pytest.importorskip("kvq_hosts.tunix", reason="google-tunix is not installed")
+
+from flax import nnx  # noqa: E402
+from tunix.generate.sampler import CacheConfig, Sampler  # noqa: E402
+
+import kvq_jax as kvq  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # tunix' own, of its deprecated calls
+PROMPTS = ["a b c d e f g h", "k l m"]
+STEPS, SIZE, VOCAB = 24, 64, 64
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """Run in JAX's usual modes, which tunix' code expects."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Letters:
+    """A tokenizer of letters: a is 3, b is 4, and 0, 1, 2 are padding, start and end."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") + 3 for letter in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def bos_id(self) -> int:
+        return 1
+
+    def eos_id(self) -> int:
+        return 2
+
+    def pad_id(self) -> int:
+        return 0
+
+
+def model_of(family: str) -> Any:
+    """Return a small random model whose attention has peaks."""
+    module = getattr(tunix, family)
+    config = module.ModelConfig(
+        num_layers=2,
+        vocab_size=VOCAB,
+        embed_dim=64,
+        hidden_dim=128,
+        num_heads=4,
+        head_dim=32,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+    )
+    model = getattr(module, family.capitalize())(config, rngs=nnx.Rngs(0))
+    for layer in model.layers:
+        layer.attn.q_proj.w.value *= 40
+        layer.attn.k_proj.w.value *= 40
+    return model
+
+
+def sampled(model: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, their log-probabilities) [B, T] that tunix' sampler makes of the prompts."""
+    sampler = Sampler(model, Letters(), CacheConfig(SIZE, 2, 2, 32))
+    out = sampler(PROMPTS, STEPS, eos_tokens=[VOCAB + 1], return_logprobs=True, **options)
+    return np.stack(out.tokens), np.stack(out.logprobs)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
+def test_the_exact_cache_samples_what_tunix_samples(family: str):
+    model = model_of(family)
+    tokens, expected = sampled(model)
+    same, found = sampled(tunix.with_cache(model, "dense"))
+    np.testing.assert_array_equal(same, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    _, coarse = sampled(tunix.with_cache(model, "int2:sink=0,recent=0,block=8"))
+    assert np.abs(coarse - expected).max() > 1e-2, "the cache is not read"
+
+
+def test_beams_move_with_their_caches():
+    model = model_of("llama3")
+    tokens, _ = sampled(model, beam_size=3)
+    same, _ = sampled(tunix.with_cache(model, "dense"), beam_size=3)
+    np.testing.assert_array_equal(same, tokens)
+    assert len({tuple(row) for row in tokens}) == len(PROMPTS)
+
+
+def test_the_model_is_not_changed_and_its_cache_is_smaller():
+    model = model_of("llama3")
+    quantized = tunix.with_cache(model, "kivi:bits=4,recent=8,block=8,sink=0,group_size=8")
+    assert not hasattr(model, "init_cache")
+    cache = quantized.init_cache(2, 1024, "float32")
+    dense = 2 * 2 * 2 * 1024 * 2 * 32 * 4
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert stored < 0.5 * dense
+    assert all(isinstance(layer, kvq.LayerCache) for layer in cache.values())
+
+
+def test_what_has_no_adapter_is_refused():
+    with pytest.raises(NotImplementedError, match="Linear has no adapter: Llama3, Qwen2, Qwen3"):
+        tunix.with_cache(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "kivi")
+    with pytest.raises(ValueError, match="unknown cache method 'kiwi'"):
+        tunix.with_cache(model_of("llama3"), "kiwi")
