@@ -27,8 +27,8 @@ from kvq_models.llama.model import abstract_llama
 from laboratory.embedded_model import state
 from laboratory.embedded_model.card import model_card
 from laboratory.embedded_model.evaluate import greedy_text, passkey_recall, score_text
+from laboratory.embedded_model.history import plot_history, read_history
 from laboratory.embedded_model.tokenizer import load_tokenizer, save_tokenizer
-from laboratory.embedded_model.train import plot_history, read_history
 
 SAMPLE_PROMPTS = (
     "The ship had been at sea for",

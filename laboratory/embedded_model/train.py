@@ -34,14 +34,15 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.llama.rope_config import RopeConfig
 from laboratory.embedded_model import corpus, state
+from laboratory.embedded_model.history import plot_history, read_history, write_history
 from laboratory.embedded_model.initialization import wire_induction
 from laboratory.embedded_model.objective import token_losses, training_logits, weighted_loss
+from laboratory.embedded_model.options import parse_arguments
 from laboratory.embedded_model.synthetic import ANSWER_WEIGHT, SyntheticRows
 from laboratory.embedded_model.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 PROBE_LENGTH = 1024
 PROBE_ROWS = 6
-DEFAULT_CURRICULUM = "256:600,512:300,1024:300,2048:100"
 ROPE_THETA = 500_000.0  # many slow pairs: content can be matched over the whole context
 
 
@@ -60,115 +61,6 @@ class Probe:
     text_rows: np.ndarray
     synthetic_rows: np.ndarray
     answers: np.ndarray
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m laboratory.embedded_model.train",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument(
-        "--corpus",
-        type=Path,
-        required=True,
-        help="directory of *.txt files; a line <|endoftext|> ends a document",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="run directory: tokenizer, token stream, checkpoint, history, loss curve",
-    )
-    parser.add_argument(
-        "--curriculum",
-        default=DEFAULT_CURRICULUM,
-        help=(
-            "row length and steps of each phase, for example 256:800,1024:400 (default"
-            " %(default)s);\nphases not yet begun, and the rates, may be changed when a run is"
-            " continued"
-        ),
-    )
-    parser.add_argument(
-        "--decay-steps",
-        type=int,
-        default=1200,
-        help="the learning rate falls linearly to zero over the last N steps (default %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup-steps",
-        type=int,
-        default=20,
-        help="steps of rising learning rate (default %(default)s)",
-    )
-    parser.add_argument(
-        "--learning-rate",
-        type=float,
-        default=4.5e-3,
-        help="peak learning rate (default %(default)s)",
-    )
-    parser.add_argument(
-        "--embedding-rate",
-        type=float,
-        default=0.4,
-        help="learning rate of embedding and norms relative to the matrices (default %(default)s)",
-    )
-    parser.add_argument(
-        "--weight-decay", type=float, default=0.01, help="of the matrices (default %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens-per-step",
-        type=int,
-        default=2048,
-        help="tokens of one update (default %(default)s)",
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, default=2048, help="byte-level BPE tokens (default %(default)s)"
-    )
-    parser.add_argument(
-        "--hidden-size",
-        type=int,
-        default=256,
-        help=(
-            "model width, a multiple of 128: heads are 64 wide, 2 per KV head (default %(default)s)"
-        ),
-    )
-    parser.add_argument(
-        "--intermediate-size", type=int, default=512, help="MLP width (default %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=4, help="decoder layers (default %(default)s)"
-    )
-    parser.add_argument(
-        "--initialization",
-        choices=("induction", "random"),
-        default="induction",
-        help=(
-            "start with an induction circuit wired into layers 0 and 1, or all random (default"
-            " %(default)s)"
-        ),
-    )
-    parser.add_argument(
-        "--until",
-        type=int,
-        help="stop after this step, resumably (default: the end of the curriculum)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of weights and rows (default %(default)s)"
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        type=int,
-        default=25,
-        help="steps between checkpoints (default %(default)s)",
-    )
-    parser.add_argument(
-        "--probe-every",
-        type=int,
-        default=75,
-        help="steps between held-out losses (default %(default)s)",
-    )
-    return parser.parse_args(arguments)
 
 
 def model_config(options: argparse.Namespace) -> LlamaConfig:
@@ -332,49 +224,14 @@ def train(
             state.save_checkpoint(
                 out / "checkpoint.safetensors", progress.step, parameters, optimizer_state, notes
             )
-            _write_history(out, history)
+            write_history(out, history)
         if last or progress.step % 10 == 0:
             _report(history, source, plan)
     return progress
 
 
-def plot_history(history: list[dict[str, Any]], file: Path) -> None:
-    """Plot the loss against tokens: every step, a running mean, and the held-out text."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    millions = np.cumsum([entry["tokens"] for entry in history]) / 1e6
-    losses = np.array([entry["loss"] for entry in history])
-    window = min(25, len(losses))
-    figure, axes = pyplot.subplots(figsize=(6, 3.5))
-    axes.plot(
-        millions, losses, linewidth=0.4, alpha=0.5, label="training rows (text and synthetic)"
-    )
-    axes.plot(
-        millions[window - 1 :],
-        np.convolve(losses, np.ones(window) / window, "valid"),
-        label=f"mean of {window} steps",
-    )
-    probed = [
-        (x, entry["held_out_loss"])
-        for x, entry in zip(millions, history, strict=True)
-        if "held_out_loss" in entry
-    ]
-    if probed:
-        axes.plot(*zip(*probed, strict=True), "k.-", label="held-out text")
-    axes.set(xlabel="million tokens", ylabel="nats per token")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    with whole.replacing(file) as unfinished:
-        figure.savefig(unfinished, dpi=90, format="png")
-    pyplot.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments, __doc__)
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         curriculum = corpus.parse_curriculum(options.curriculum)
@@ -439,17 +296,6 @@ def _start(
     return (
         Progress(step, *state.load_checkpoint(checkpoint, parameters, optimizer_state)),
         notes["segments"],
-    )
-
-
-def read_history(out: Path) -> list[dict[str, Any]]:
-    file = out / "history.json"
-    return json.loads(file.read_text()) if file.exists() else []
-
-
-def _write_history(out: Path, history: list[dict[str, Any]]) -> None:
-    whole.write(
-        out / "history.json", "[\n" + ",\n".join(json.dumps(entry) for entry in history) + "\n]\n"
     )
 
 

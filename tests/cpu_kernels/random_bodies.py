@@ -12,8 +12,9 @@ import numpy as np
 
 from cpu_kernels.attention import NEAR, TOGETHER
 from cpu_kernels.body import RUN_WIDTHS, Affine, Body, Form
-from kvq_jax.arrays.packing import pack, run_layout
+from kvq_jax.arrays.packing import run_layout
 from pallas_kernels.tiles.layout import SPAN, plane_layout
+from tests.pallas_kernels.compiled import pack
 
 
 @dataclasses.dataclass(frozen=True)

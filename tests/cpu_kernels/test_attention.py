@@ -23,8 +23,8 @@ if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("group", "tokens"), [(1, 1), (7, 1), (2, 3)])
+@pytest.mark.parametrize("case", CASES)
 def test_every_layout_is_read_as_it_was_written(case: str, group: int, tokens: int):
     k, v = CASES[case]
     block = int(np.lcm(k.block, v.block))

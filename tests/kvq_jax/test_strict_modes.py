@@ -21,7 +21,6 @@ from tests.compile_options import QUICK_COMPILE
 from tests.kvq_jax.layer_runs import (
     CAPACITY,
     DIMS,
-    STEP,
     beyond_rounding,
     empty,
     live,
@@ -46,20 +45,20 @@ def strict_modes():
         yield
 
 
-def routes(plan, tokens):
-    natively = dispatch.obstacle("native", plan, DIMS.num_attention_heads, tokens) is None
+def routes(plan):
+    natively = dispatch.obstacle("native", plan, DIMS.num_attention_heads, 1) is None
     return (XLA, NATIVE) if natively else (XLA,)
 
 
 def run_of(case):
-    """Return a layer, two prompts of which one lets a block age with its next token, and what comes
+    """Return a layer, two prompts of which one lets a block age with its next token, and one token
     after them."""
     plan, state = empty(case.spec, batch=2)
     regions, tokens = plan.regions, sequences(2)
     ages = regions.sink + regions.recent + 2 * regions.block - 1
     lengths = np.array([ages, ages - 3], np.int32)
     prompt = tokens.window(np.zeros_like(lengths), lengths, CAPACITY, padding=0.0)
-    new = {n: tokens.window(lengths, lengths + n, n) for n in (1, STEP)}
+    new = tokens.window(lengths, lengths + 1, 1)
     return plan, (parameters_of(plan), state, tokens.below(plan)), lengths, prompt, new
 
 
@@ -67,9 +66,7 @@ def run_of(case):
 def test_steps_hold_no_64_bit_floats_and_promote_nothing(case):
     plan, arrays, _, prompt, new = run_of(case)
     programs = [(prefill_layer, prompt)] + [
-        (functools.partial(decode_layer, route=route), inputs)
-        for count, inputs in new.items()
-        for route in routes(plan, count)
+        (functools.partial(decode_layer, route=route), new) for route in routes(plan)
     ]
     for layer, inputs in programs:
 
@@ -93,7 +90,7 @@ def test_strict_modes_change_no_step(case):
     def steps(params, state, below):
         out, state, _ = prefill_layer(plan, params, state, prompt, below)
         decoded = [
-            decode_layer(plan, params, state, new[1], below, route)[:2] for route in routes(plan, 1)
+            decode_layer(plan, params, state, new, below, route)[:2] for route in routes(plan)
         ]
         return [(out, state), *decoded]
 
@@ -101,10 +98,10 @@ def test_strict_modes_change_no_step(case):
     wanted = compiled(params, state, below)
     with strict_modes():
         taken = compiled(params, state, below)
-    for name, mine, plain in zip(("prompt", *routes(plan, 1)), taken, wanted, strict=True):
+    for name, mine, plain in zip(("prompt", *routes(plan)), taken, wanted, strict=True):
         after = lengths if name == "prompt" else lengths + 1
         assert not beyond_rounding(live(plan, mine[1], after), live(plan, plain[1], after)), name
-        used = np.asarray((prompt if name == "prompt" else new[1]).valid)[:, None]
+        used = np.asarray((prompt if name == "prompt" else new).valid)[:, None]
         errors = row_errors(mine[0], plain[0])[np.broadcast_to(used, mine[0].shape[:3])]
         assert errors.max() < 1e-5, f"{name}: {errors.max()}"
     assert row_errors(mine[0][::-1], plain[0]).max() > 0.1, "another row's output would pass"

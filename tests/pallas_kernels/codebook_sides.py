@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.packing import pack
 from kvq_jax.codecs.kernel_readers import nonuniform
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
+from tests.pallas_kernels.compiled import pack
 from tests.pallas_kernels.harness import Shape, StoredSide
 
 FACTOR = 1.25  # attention factor of the keys' RoPE

@@ -13,10 +13,10 @@ import numpy as np
 
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
-from kvq_jax.arrays.packing import pack, unpack
 from kvq_jax.codecs.kernel_readers import dense, grouped
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
+from tests.pallas_kernels.compiled import dequantize_groups, pack, stored_groups, unpack
 from tests.pallas_kernels.harness import Shape, StoredSide
 
 
@@ -59,17 +59,15 @@ def side_of(format: GroupFormat | None, rows: np.ndarray) -> StoredSide:
         arrays = [jax.lax.bitcast_convert_type(half, jnp.uint16)]
         spoiled = functools.partial(_spoiled_rows, arrays)
         return StoredSide(reader, arrays, np.asarray(half, np.float32), dict, spoiled)
-    body = grouped_array.quantize(jnp.asarray(rows, jnp.float32), format)
-    leaves = grouped_array.specs(format, 1, 1, format.block)
-    arrays = jax.tree.leaves(jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body))
+    body, arrays, meant = stored_groups(jnp.asarray(rows, jnp.float32), format)
 
     def misread() -> dict[str, np.ndarray]:
         axis = 2 if body.scale.shape[2] > 1 else 3
         shifted = dataclasses.replace(body, scale=jnp.roll(body.scale, 1, axis))
-        return {"with a neighbour's scales": np.asarray(grouped_array.dequantize(shifted))}
+        return {"with a neighbour's scales": np.asarray(dequantize_groups(shifted))}
 
     spoiled = functools.partial(_spoiled_groups, format, arrays)
-    return StoredSide(reader, arrays, np.asarray(grouped_array.dequantize(body)), misread, spoiled)
+    return StoredSide(reader, arrays, np.asarray(meant), misread, spoiled)
 
 
 def random_rows(shape: Shape, seed: int) -> np.ndarray:

@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_jax.arrays import polar_array
-from kvq_jax.arrays.packing import pack, unpack
 from kvq_jax.arrays.polar_array import PolarFormat
-from kvq_jax.arrays.stored import load_body
 from kvq_jax.codecs import kernel_readers
 from pallas_kernels.readers.polar import PolarReader
+from tests.pallas_kernels.compiled import dequantize_pairs, pack, stored_pairs, unpack
 from tests.pallas_kernels.harness import Shape, StoredSide
 
 
@@ -43,16 +41,13 @@ def polar_side(format: PolarFormat) -> Callable[[Shape, int], StoredSide]:
     """Return what makes random keys of a format."""
 
     def side(shape: Shape, seed: int) -> StoredSide:
-        leaves = polar_array.specs(format, 1, 1, format.block)
-        quantized = polar_array.quantize(jnp.asarray(random_pairs(shape, seed)), format)
-        body = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, quantized)
-        meant = load_body(leaves, body)
-        assert meant.radius_scale is not None
-        rows, arrays = np.asarray(polar_array.dequantize(meant)), jax.tree.leaves(body)
+        stored, arrays, meant = stored_pairs(jnp.asarray(random_pairs(shape, seed)), format)
+        assert stored.radius_scale is not None
+        rows = np.asarray(meant)
 
         def misread() -> dict[str, np.ndarray]:
-            steps = jnp.roll(meant.radius_scale, 1, axis=2)
-            shifted = polar_array.dequantize(dataclasses.replace(meant, radius_scale=steps))
+            steps = jnp.roll(stored.radius_scale, 1, axis=2)
+            shifted = dequantize_pairs(dataclasses.replace(stored, radius_scale=steps))
             return {
                 "with the steps of the next group": np.asarray(shifted),
                 "with sines in the place of cosines": np.roll(rows, shape[3] // 2, axis=3),

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_jax.arrays.packing import pack, run_layout
+from kvq_jax.arrays.packing import run_layout
 from kvq_jax.arrays.reverse_water_filling import STEPS
 from kvq_jax.codecs import kernel_readers
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import PlaneLayout
 from tests.pallas_kernels.codebook_sides import FACTOR, SINK
+from tests.pallas_kernels.compiled import pack
 from tests.pallas_kernels.harness import Shape, StoredSide
 
 

@@ -60,7 +60,7 @@ def test_trim_keeps_what_the_remaining_tokens_stood_for(case: MethodCase):
             )
 
 
-@cases()
+@cases("dense", "innerq2", "kvquant4", "zipcache42")  # two sides, statistics, outliers, joint rows
 def test_a_trimmed_cache_decodes_like_its_reference(case: MethodCase):
     cache = filled(case.spec)
     kept = np.array([90, 80, 75, 60, 37, 17, 3, 0], np.int32)

@@ -10,44 +10,49 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.codecs.codec import Codec
+from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.facts import Facts, OutlierCounts
 from kvq_jax.layer.plan import LayerPlan, by_side
 from tests.kvq_jax.layer_runs import DIMS, empty, parameters_of, quick_jit, sequences
-from tests.kvq_jax.origins import prompt
 from tests.methods_table import MethodCase, cases
 
-TOKENS = 64
+TOKENS, BATCH = 64, 2
 
 
 @functools.partial(quick_jit, static_argnums=(0, 1))
 def stored(
-    plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs
-) -> tuple[jax.Array, Any, jax.Array, OutlierCounts | None]:
-    """Return rows in whole blocks, their body, the decoded rows, and the body's outliers."""
-    rows = codec.rows(params, inputs)[:, :, : TOKENS // plan.regions.block * plan.regions.block]
-    stats = codec.statistics.initial(len(rows), plan.heads)
-    body = codec.quantize(params, stats, rows, prompt(rows))
+    plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: jax.Array
+) -> tuple[Any, jax.Array, OutlierCounts | None]:
+    """Return the body of rows in whole blocks, the decoded rows, and the body's outliers."""
+    stats = codec.statistics.of(params, inputs)
+    at = TokensAt(inputs.positions[:, : rows.shape[2]], prefill=True)
+    body = codec.quantize(params, stats, rows, at)
     outliers = codec.facts.outliers
-    return (
-        rows,
-        body,
-        codec.dequantize(params, stats, body),
-        outliers.counts(body) if outliers else None,
-    )
+    counts = outliers.counts(body) if outliers else None
+    return body, codec.dequantize(params, stats, body), counts
+
+
+def codecs_and_rows(case: MethodCase) -> list[tuple[LayerPlan, Codec, Any, Any, Any]]:
+    """Return (plan, codec, parameters, inputs, rows in whole blocks) of each side."""
+    plan, _ = empty(case.spec, batch=BATCH)
+    block = plan.regions.block
+    whole = np.zeros(BATCH, np.int32), np.full(BATCH, TOKENS, np.int32)
+    inputs = sequences(BATCH).window(*whole, TOKENS)
+    return [
+        (plan, codec, params, inputs, codec.rows(params, inputs)[:, :, : TOKENS // block * block])
+        for codec, params in zip(plan.codecs, by_side(parameters_of(plan)), strict=False)
+    ]
 
 
 @cases(every=True)
 def test_a_codec_is_exact_if_rows_come_back_as_they_are_and_counts_its_outliers(case: MethodCase):
-    plan, _ = empty(case.spec, batch=2)
-    whole = sequences(2).window(np.zeros(2, np.int32), np.full(2, TOKENS, np.int32), TOKENS)
-    for codec, params in zip(plan.codecs, by_side(parameters_of(plan)), strict=False):
-        rows, body, decoded, counts = stored(plan, codec, params, whole)
+    for plan, codec, params, inputs, rows in codecs_and_rows(case):
+        body, decoded, counts = stored(plan, codec, params, inputs, rows)
         assert codec.facts.exact == np.array_equal(decoded, rows)
         if counts is not None:
             slots = codec.facts.outlier_slots(plan.heads)
             runs = counts.kept.shape[1]
-            assert counts.kept.shape == counts.dropped.shape == (2, runs)
+            assert counts.kept.shape == counts.dropped.shape == (BATCH, runs)
             assert runs % (rows.shape[2] // plan.regions.block) == 0, "a block is whole runs"
             assert 0 < int(counts.kept.max()) <= slots * rows.shape[2] // runs
         if layout := codec.facts.code_layout:

@@ -4,7 +4,6 @@ token, and what happens to rows that are quantized again is a declared fact."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,12 @@ import kvq_jax as kvq
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.codecs.wrapper import MEMBERS, Wrapper
-from kvq_jax.layer.plan import LayerPlan, by_side
-from tests.kvq_jax.codecs.test_codec_facts import described
-from tests.kvq_jax.layer_runs import empty, parameters_of, quick_jit, sequences, with_small_chunks
+from kvq_jax.layer.plan import LayerPlan
+from tests.kvq_jax.codecs.test_codec_facts import BATCH, codecs_and_rows, described, stored
+from tests.kvq_jax.layer_runs import empty, parameters_of, sequences, with_small_chunks
 from tests.methods_table import MethodCase, cases
 
 TOKENS, STEPS = 60, 4
-BATCH = 2
 TOKEN, CHANNEL = 5, 3  # of the entry that is made degenerate
 
 
@@ -110,24 +108,13 @@ def test_a_wrapper_forwards_every_member_of_the_interface():
     assert not Identity.__abstractmethods__
 
 
-@functools.partial(quick_jit, static_argnums=(0, 1))
 def decoded(plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> Any:
-    stats = codec.statistics.of(params, inputs)
-    at = TokensAt(inputs.positions[:, : rows.shape[2]], prefill=True)
-    return codec.dequantize(params, stats, codec.quantize(params, stats, rows, at))
+    return stored(plan, codec, params, inputs, rows)[1]
 
 
 def quantizing_codecs(case: MethodCase) -> list[tuple[LayerPlan, Codec, Any, Any, Any]]:
     """Return (plan, codec, parameters, inputs, rows in whole blocks) of sides that store codes."""
-    plan, _ = empty(case.spec, batch=BATCH)
-    block = plan.regions.block
-    whole = np.zeros(BATCH, np.int32), np.full(BATCH, 64, np.int32)
-    inputs = sequences(BATCH).window(*whole, 64)
-    return [
-        (plan, codec, params, inputs, codec.rows(params, inputs)[:, :, : 64 // block * block])
-        for codec, params in zip(plan.codecs, by_side(parameters_of(plan)), strict=False)
-        if not codec.facts.exact
-    ]
+    return [side for side in codecs_and_rows(case) if not side[1].facts.exact]
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
