@@ -158,7 +158,7 @@ class RowQuality(NamedTuple):
 
 def measure_rows(
     candidates: Sequence[Candidate],
-    rows: Int[Array, "R T"],
+    rows: Int[Array, "R T"] | Int[np.ndarray, "R T"],
     *,
     prompt: int | None = None,
     scored: int | None = None,

@@ -164,6 +164,7 @@ def test_a_dry_run_counts_tokens_without_weights_or_texts(tmp_path, capsys):
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "rms_norm_eps": 1e-5,
         "max_position_embeddings": 8192,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
