@@ -73,23 +73,23 @@ def front(candidates: Sequence[Point]) -> list[Point]:
     ]
 
 
-def picture(report: QualityReport) -> str:
-    """Render the SVG."""
-    inside = [point for point in points(report) if point.kl < KL[1]]
+def picture(candidates: Sequence[Point], windows: int, text: str, sample: str) -> str:
+    """Render the SVG of KL on `text`, with intervals over so many windows of `sample`."""
+    inside = [point for point in candidates if point.kl < KL[1]]
     best = front(inside)
-    parts = [*_head(), *_axes()]
+    parts = [*_head(text), *_axes()]
     parts += [_mark(point, "other", 2.5) for point in inside if point not in best]
     parts += [_mark(point, "front", 4.5) for point in best]
     parts += _labels(best)
     note = (
-        f"95 % intervals over {report.windows} windows of one text: where they overlap, caches are"
-        " not told apart"
+        f"95 % intervals over {windows} windows of {sample}: where they overlap, caches are not"
+        " told apart"
     )
     parts += [_text(LEFT, HEIGHT - 12, note, 12, "ink"), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
-def _head() -> Iterator[str]:
+def _head(text: str) -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
         ' font-family="system-ui, sans-serif" role="img" aria-label="KL to full precision over'
@@ -108,9 +108,8 @@ def _head() -> Iterator[str]:
     yield f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>'
     title = f"A cache of 32K tokens of {llama_8b.NAME}: 4 GiB in bfloat16, and quantized"
     yield _text(LEFT, 24, title, 15, "ink")
-    yield _text(
-        LEFT, 44, "KL to full precision in nats per token, SmolLM2-135M on a novel", 12, "ink"
-    )
+    subject = f"KL to full precision in nats per token, SmolLM2-135M on {text}"
+    yield _text(LEFT, 44, subject, 12, "ink")
 
 
 def _rules(theme: int) -> str:

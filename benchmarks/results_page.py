@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import (
+    claims,
     front_picture,
     measured_caches,
     mesh,
@@ -28,6 +29,9 @@ from benchmarks.gpu.report import GpuReport
 from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
+from benchmarks.protocol import front_page
+from benchmarks.protocol import page as protocol_page
+from benchmarks.protocol.report import ProtocolReport
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
@@ -39,7 +43,8 @@ INTRODUCTION = """\
 
 A page for each JSON file of this folder, made by `python -m benchmarks.results_page`; the files
 hold every sample. A page begins with the command that measured it. Studies of single papers:
-[laboratory](../../laboratory/results/README.md)."""
+[laboratory](../../laboratory/results/README.md). [Every comparative sentence](claims.md) of the
+README and of the papers' page, with its intervals."""
 NO_GPU = """\
 **No kernel was run on a GPU yet.** What is said of kernels here is counted in machine code that was
 compiled without one. Times are of CPUs."""
@@ -78,6 +83,12 @@ KINDS = (
         QualityReport,
         quality_page.page,
         always("perplexity, KL and size of caches, decoded through the cache after a prompt"),
+    ),
+    Kind(
+        "protocol_*",
+        ProtocolReport,
+        protocol_page.page,
+        always("KL, perplexity and size in equal windows, after a prompt and decoded"),
     ),
     Kind(
         "kernels_*",
@@ -157,13 +168,17 @@ def render(folder: pathlib.Path) -> dict[str, str]:
         INTRODUCTION,
         *([] if any(kind.stems == "kernels_*" for _, kind, _ in reports) else [NO_GPU]),
     ]
-    if all((folder / f"{name}.json").exists() for name in readme_table.FILES):
+    protocol = front_page.report_for_readme(folder / front_page.FILE.name)
+    if protocol:
+        index.append(front_page.section(protocol, ""))
+    elif all((folder / f"{name}.json").exists() for name in readme_table.FILES):
         index.append(readme_table.section(readme_table.read(folder), ""))
     index += [
         "## Pages",
         table(HEAD, (index_line(*entry) for entry in reports)),
     ]
-    return {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
+    made = {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
+    return made | ({claims.FILE.name: claims.contents()} if folder == RESULTS else {})
 
 
 def index_line(file: pathlib.Path, kind: Kind, report: Report) -> tuple[str, ...]:
@@ -192,17 +207,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         pages = render(args.folder)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
+    if args.folder == RESULTS:
+        _write_readme()
+        pages = render(args.folder)  # claims are of the README as it is now
     for name, text in pages.items():
         whole.write(args.folder / name, text)
         print(args.folder / name)
-    if args.folder == RESULTS:
-        reports = readme_table.read()
-        table_of_caches = readme_table.section(reports, "benchmarks/results/")
-        page = readme_table.README.read_text(encoding="utf-8")
-        whole.write(readme_table.README, readme_table.replaced(page, table_of_caches))
-        whole.write(measured_caches.FILE, measured_caches.contents(reports))
-        whole.write(front_picture.FILE, front_picture.picture(reports[-1]))
-        print(readme_table.README, measured_caches.FILE, front_picture.FILE, sep="\n")
+
+
+def drawn_front(protocol: ProtocolReport | None, report: QualityReport) -> str:
+    """Render the README's picture: of the protocol, or else of the suite on the novel."""
+    if protocol:
+        points, windows = front_page.points(protocol), len(protocol.headline)
+        return front_picture.picture(points, windows, "a novel and code", "two texts")
+    points = front_picture.points(report)
+    return front_picture.picture(points, report.windows, "a novel", "one text")
+
+
+def _write_readme() -> None:
+    """Write the README's table, its picture, and the KL that `kvq memory` shows."""
+    reports = readme_table.read()
+    whole.write(measured_caches.FILE, measured_caches.contents(reports))
+    protocol = front_page.report_for_readme()
+    if protocol:
+        section = front_page.section(protocol, "benchmarks/results/")
+    else:
+        section = readme_table.section(reports, "benchmarks/results/")
+    page = readme_table.README.read_text(encoding="utf-8")
+    whole.write(readme_table.README, readme_table.replaced(page, section))
+    whole.write(front_picture.FILE, drawn_front(protocol, reports[-1]))
+    print(readme_table.README, measured_caches.FILE, front_picture.FILE, sep="\n")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import kvq_jax as kvq
-from benchmarks import front_picture, readme_table
+from benchmarks import front_picture, readme_table, results_page
 from benchmarks.cpu.timing import CpuReport
+from benchmarks.protocol import front_page
 from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
@@ -81,7 +82,7 @@ def test_the_client_of_the_serving_page_sets_a_temperature():
 
 
 def test_the_picture_is_drawn_from_the_committed_results():
-    made = front_picture.picture(readme_table.read()[1])
+    made = results_page.drawn_front(front_page.report_for_readme(), readme_table.read()[1])
     assert front_picture.FILE.read_text(encoding="utf-8") == made, (
         "python -m benchmarks.results_page draws it"
     )
@@ -90,7 +91,7 @@ def test_the_picture_is_drawn_from_the_committed_results():
 
 def test_the_picture_names_the_caches_of_the_front_with_their_intervals():
     report = readme_table.read()[1]
-    shown = front_picture.picture(report)
+    shown = results_page.drawn_front(None, report)
     drawn = "".join(ElementTree.fromstring(shown).itertext())
     inside = [p for p in front_picture.points(report) if p.kl < front_picture.KL[1]]
     best = front_picture.front(inside)

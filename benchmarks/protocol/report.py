@@ -11,7 +11,7 @@ from benchmarks import llama_8b
 from benchmarks.report_file import Report
 from kvq_jax.cache.size import COMPARED_BATCHES
 from kvq_tools.evaluation.intervals import Estimate
-from kvq_tools.evaluation.protocol import Measured, Sizes
+from kvq_tools.evaluation.protocol import Measured, Reading, Sizes
 
 CONTEXT = 32768  # tokens of the 8B model's cache
 
@@ -45,7 +45,7 @@ class Row:
     spec: str
     own_windows: bool
     context: int
-    reading: str
+    reading: Reading
     exact_share: float
     model_bytes: int
     calibrated: bool
@@ -54,7 +54,7 @@ class Row:
     commit: str
 
     @property
-    def key(self) -> tuple[str, bool, int, str]:
+    def key(self) -> tuple[str, bool, int, Reading]:
         return self.cache, self.own_windows, self.context, self.reading
 
     def sizes_8b(self) -> tuple[kvq.Size, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.quality.comparison import Suite
-from benchmarks.quality.tables.anchors import anchors
 from benchmarks.quality.tables.equal_bits import equal_bits
 from benchmarks.quality.tables.waterfill import plans, waterfill
 
@@ -13,5 +12,4 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "equal_bits": equal_bits,
     "waterfill": waterfill,
     "plans": plans,
-    "anchors": anchors,
 }

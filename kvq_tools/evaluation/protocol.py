@@ -20,7 +20,7 @@ import importlib.resources
 import math
 import pathlib
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -334,11 +334,3 @@ def cost(
         windows * operations(0, sizes.width),
         int(4 * (config.num_hidden_layers * layer + head) + states + cache),
     )
-
-
-def domains(texts: Sequence[ScoredText], sizes: Sizes) -> Mapping[str, list[int]]:
-    """Return the windows of each domain."""
-    return {
-        text.domain: list(range(i * sizes.windows, (i + 1) * sizes.windows))
-        for i, text in enumerate(texts)
-    }

@@ -158,7 +158,7 @@ class RowQuality(NamedTuple):
 
 def measure_rows(
     candidates: Sequence[Candidate],
-    rows: Int[Array, "R T"],
+    rows: Int[Array, "R T"] | Int[np.ndarray, "R T"],
     *,
     prompt: int | None = None,
     scored: int | None = None,
@@ -227,13 +227,12 @@ def measure_rows(
         first=first,
         kept=kept,
     )
-    return tuple(
-        RowQuality(
-            *(term[:, first:] for term in terms),
-            {side: totals.share_dropped for side, totals in totals_by_side.items()},
-        )
-        for terms, totals_by_side in zip(compared, outliers, strict=True)
-    )
+    qualities = []
+    for terms, totals_by_side in zip(compared, outliers, strict=True):
+        nats, kl, agrees = (term[:, first:] for term in terms)
+        dropped = {side: totals.share_dropped for side, totals in totals_by_side.items()}
+        qualities.append(RowQuality(nats, kl, agrees, dropped))
+    return tuple(qualities)
 
 
 def measure(

@@ -1,10 +1,11 @@
-"""Measure what caches do to answers about long texts: pass keys and the tasks of RULER, by length,
-with every token through the cache.
+"""Measure what caches do to answers about long texts: pass keys, the tasks of RULER, verbatim
+quotes and tool calls in JSON, by length.
 
-A prompt is read once for all caches, whose attention is exact inside it. Full precision is asked
-first. Tasks and lengths that it cannot do itself are not asked of other caches: their answers would
-say nothing of the cache. A run that is stopped goes on where it was when the same command is given
-again.
+A prompt is read once for all caches, whose attention is exact inside it, but for its last tokens,
+the question: these are decoded, so the question and the first token of the answer are read through
+the cache too. Full precision is asked first, on samples of another seed. Tasks and lengths that it
+cannot do itself are not asked of other caches: their answers would say nothing of the cache. A run
+that is stopped goes on where it was when the same command is given again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvq_models.calibration.needs import needs, partial_fingerprint
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.text_input import encode
 from kvq_tools.evaluation.journal import Journal
-from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
+from kvq_tools.evaluation.tasks import niah, passkey, quote, ruler, runner, tool_call
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from laboratory.quality.long_context_report import (
     FULL_PRECISION,
@@ -44,13 +45,16 @@ from laboratory.quality.long_context_report import (
     LongContextReport,
 )
 
-TASKS = ("passkey", *niah.KINDS, *ruler.KINDS)
+TASKS = ("passkey", *niah.KINDS, *ruler.KINDS, "quote", "tool_call")
 NEW_TOKENS, MORE_NEW_TOKENS = (
     64,
     {"cwe": 120},
 )  # of an answer: few different numbers, since each is a program to compile
 LENGTHS = 1024, 2048, 4096
-COUNT, BATCH, THRESHOLD = 16, 4, 0.1
+COUNT, BATCH, THRESHOLD = 50, 4, 0.1
+THROUGH = 64  # tokens: more than the longest question, and the beginning of its answer
+CHOICE = "full precision on other samples"
+CHOOSING = 8  # samples of the seed after the asked one, by which tasks are chosen
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -109,6 +113,18 @@ def argument_parser() -> argparse.ArgumentParser:
         default=THRESHOLD,
         help="ask no other cache where full precision's accuracy is lower",
     )
+    add(
+        "--choosing",
+        type=int,
+        default=CHOOSING,
+        help="other samples that full precision is asked, to leave out what it cannot do",
+    )
+    add(
+        "--through",
+        type=int,
+        default=THROUGH,
+        help="last tokens of a prompt that are decoded through the cache; 0 for papers' way",
+    )
     add("--chat", action="store_true", help="put the prompts into the tokenizer's chat template")
     add(
         "--batch", type=int, default=BATCH, help="prompts at a time; of no influence on the numbers"
@@ -150,7 +166,7 @@ class Bench:
         if self.calibrated and "calibration_text" not in self.texts:
             raise ValueError(f"{self.calibrated[0]} is calibrated: give --calibration-text")
         self.samples = {
-            (task, length): self._samples(task, length)
+            (task, length): self._samples(task, length, options.count, options.seed)
             for length in options.lengths
             for task in options.tasks
         }
@@ -160,7 +176,16 @@ class Bench:
         hashes = {name: text.sha256 for name, (text, _) in self.texts.items()}
         given = {
             name: getattr(options, name)
-            for name in ("count", "chat", "seed", "samples", "sample_length")
+            for name in (
+                "count",
+                "chat",
+                "seed",
+                "samples",
+                "sample_length",
+                "through",
+                "choosing",
+                "threshold",
+            )
         }
         self.journal = Journal(
             self.work / f"{options.json.stem}.jsonl",
@@ -172,20 +197,27 @@ class Bench:
         tokens = len(self.prompts.tokenizer(text, verbose=False).input_ids)
         return Text(path.name, hashlib.sha256(text.encode()).hexdigest(), tokens), text
 
-    def _samples(self, task: str, length: int) -> list[TaskSample]:
+    def _samples(self, task: str, length: int, count: int, seed: int) -> list[TaskSample]:
         """Return `count` samples, those of one fact with depths equally spaced."""
-        count, new = self.options.count, new_tokens(task)
         depths = [(i + 0.5) / count for i in range(count)]
         common: dict[str, Any] = {
             "lengths": (length,),
-            "seed": self.options.seed,
-            "max_new_tokens": new,
+            "seed": seed,
+            "max_new_tokens": new_tokens(task),
         }
         if task in ruler.KINDS:
             return ruler.generated(self.prompts, task, count=count, **common)
+        if task == "tool_call":
+            return tool_call.generated(self.prompts, count=count, **common)
         if task == "passkey":
             return passkey.generated(self.prompts, depths=depths, count=1, **common)
         text = self.texts["text"][1] if "text" in self.texts else None
+        if task == "quote":
+            if text is None:
+                raise ValueError("quote repeats a passage of a text: give one (--text FILE)")
+            # a passage at the end of a text is among the exact tokens
+            far = [depth / 2 for depth in depths]
+            return quote.generated(self.prompts, depths=far, count=1, text=text, **common)
         each = 1 if niah.KINDS[task].single else count
         return niah.generated(self.prompts, task, depths=depths, count=each, text=text, **common)
 
@@ -204,57 +236,67 @@ class Bench:
         )
         for _, places in itertools.groupby(self.samples, key=lambda place: place[1]):
             for place in places:
-                if missing := self._missing(place):
+                if self._missing(place):
                     started = time.perf_counter()
-                    self._ask(models, missing, *place)
+                    self._ask(models, *place)
                     print(f"{time.perf_counter() - started:6.0f} s", file=sys.stderr, flush=True)
             jax.clear_caches()  # programs of this length are not needed again
 
     def _missing(self, place: tuple[str, int]) -> list[str]:
         """Return the caches that are still to be asked, full precision first."""
-        held = [cache for cache in self.caches if _key(cache, *place) in self.journal.rows]
-        if (
-            FULL_PRECISION in held
-            and self.cell(FULL_PRECISION, *place).accuracy < self.options.threshold
-        ):
-            return []
-        return [cache for cache in self.caches if cache not in held]
+        asked = self.caches
+        if _key(CHOICE, *place) in self.journal.rows and not self.chosen(place):
+            asked = asked[:1]
+        return [cache for cache in asked if _key(cache, *place) not in self.journal.rows]
 
-    def _ask(self, models: dict[str, Llama], caches: list[str], task: str, length: int) -> None:
-        """Ask caches one task at one length; their cells go into the journal. Where full precision
-        is among them, it is the first, and the others are left out as soon as it cannot reach the
-        threshold any more."""
-        samples, wanted = self.samples[task, length], self.options.threshold * self.options.count
+    def chosen(self, place: tuple[str, int]) -> bool:
+        """Return True if full precision reaches the threshold on other samples."""
+        return self.cell(CHOICE, *place).accuracy >= self.options.threshold
 
-        def go_on(answers: Sequence[runner.ScoredAnswer]) -> bool:
-            reached = sum(answer.scores["accuracy"] for answer in answers)
-            return caches[0] != FULL_PRECISION or reached + len(samples) - len(answers) >= wanted
+    def _ask(self, models: dict[str, Llama], task: str, length: int) -> None:
+        """Ask caches one task at one length, all of them if full precision can do it on other
+        samples. Their cells go into the journal."""
+        options = self.options
+        if _key(CHOICE, task, length) not in self.journal.rows:
+            others = self._samples(task, length, options.choosing, options.seed + 1)
+            self._scored(models, [FULL_PRECISION], others, task, length, CHOICE)
+        if caches := self._missing((task, length)):
+            self._scored(models, caches, self.samples[task, length], task, length)
 
-        candidates = [(models[cache], kvq.parse(cache)) for cache in caches]
+    def _scored(
+        self,
+        models: dict[str, Llama],
+        caches: Sequence[str],
+        samples: Sequence[TaskSample],
+        task: str,
+        length: int,
+        name: str | None = None,
+    ) -> None:
+        """Ask caches these samples. name: of the cell, if it is not the cache's."""
         found = runner.run_together(
-            candidates, task_of(task), samples, self.prompts, batch=self.options.batch, go_on=go_on
+            [(models[cache], kvq.parse(cache)) for cache in caches],
+            task_of(task),
+            samples,
+            self.prompts,
+            batch=self.options.batch,
+            go_on=lambda answers: True,
+            through=self.options.through,
         )
         for cache, answers in zip(caches, found, strict=True):
-            if len(answers) == len(samples):
-                scores = [
-                    answer.scores["accuracy"]
-                    for answer in sorted(answers, key=lambda answer: answer.index)
-                ]
-                cell = Cell(cache, task, length, tuple(scores), COMMIT)
-                self.journal.add(_key(cache, task, length), dataclasses.asdict(cell))
-                print(
-                    f"{cache:40s} {task:12s} {length:6d} tokens  {cell.accuracy:7.1%}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            ordered = sorted(answers, key=lambda answer: answer.index)
+            scores = tuple(answer.scores["accuracy"] for answer in ordered)
+            cell = Cell(cache, task, length, scores, COMMIT)
+            self.journal.add(_key(name or cache, task, length), dataclasses.asdict(cell))
+            print(
+                f"{name or cache:40s} {task:12s} {length:6d} tokens  {cell.accuracy:7.1%}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def places(self, cache: str) -> Iterator[tuple[str, int]]:
         """Yield the tasks and lengths that a cache is asked: all for full precision."""
         for place in self.samples:
-            if (
-                cache == FULL_PRECISION
-                or self.cell(FULL_PRECISION, *place).accuracy >= self.options.threshold
-            ):
+            if cache == FULL_PRECISION or self.chosen(place):
                 yield place
 
     def _prepared(self, spec: kvq.CacheSpec) -> Llama:
@@ -287,7 +329,8 @@ def new_tokens(task: str) -> int:
 
 
 def task_of(name: str) -> AnswerRule:
-    return passkey.TASK if name == "passkey" else niah.TASK
+    special = {"passkey": passkey.TASK, "quote": quote.TASK, "tool_call": tool_call.TASK}
+    return special.get(name, niah.TASK)
 
 
 def _key(cache: str, task: str, length: int) -> str:
@@ -297,8 +340,8 @@ def _key(cache: str, task: str, length: int) -> str:
 def run(options: argparse.Namespace) -> None:
     """Measure everything that an earlier run of the same command has not, write the report, and
     delete what only unfinished runs need."""
-    if options.count < 1 or options.batch < 1:
-        raise ValueError("--count and --batch must be at least 1")
+    if min(options.count, options.batch, options.choosing) < 1:
+        raise ValueError("--count, --choosing and --batch must be at least 1")
     bench = Bench(options)
     bench.measure()
     config = bench.llama.config
@@ -315,6 +358,8 @@ def run(options: argparse.Namespace) -> None:
         ),
         count=options.count,
         threshold=options.threshold,
+        through=options.through,
+        choosing=options.choosing,
         chat=options.chat,
         new_tokens={task: new_tokens(task) for task in options.tasks},
         text=bench.texts.get("text", (None,))[0],

@@ -17,6 +17,8 @@ WORDS = {  # of the tasks, beside RULER's names for those with needles
     "vt": "variable tracking",
     "cwe": "common words",
     "fwe": "frequent words",
+    "quote": "a passage word by word, less its character errors",
+    "tool_call": "a call in JSON, valid against its schema",
 }
 
 
@@ -51,8 +53,9 @@ class Cell:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongContextReport(Report):
     """Scores and what was asked. Where full precision is below the threshold, there are cells of
-    full precision alone. new_tokens: the longest answer of each task; calibration_text: None where
-    no cache is calibrated."""
+    full precision alone. new_tokens: the longest answer of each task; calibration_text: None if no
+    cache is calibrated. through: tokens of a prompt that are decoded. choosing: other samples by
+    which tasks are chosen, or 0 for the same."""
 
     model: str
     tasks: tuple[str, ...]
@@ -67,6 +70,8 @@ class LongContextReport(Report):
     samples: int
     sample_length: int
     cells: tuple[Cell, ...]
+    through: int = 0
+    choosing: int = 0
 
     def found(self, cache: str, length: int) -> dict[str, Cell]:
         """Return the cells of a cache at one length by their tasks."""
@@ -75,12 +80,9 @@ class LongContextReport(Report):
         }
 
     def asked_of_all(self, length: int) -> list[str]:
-        """Return the tasks that full precision can do at this length."""
-        return [
-            task
-            for task, cell in self.found(FULL_PRECISION, length).items()
-            if cell.accuracy >= self.threshold
-        ]
+        """Return the tasks at this length that every cache was asked."""
+        asked = [self.found(cache.cache, length) for cache in self.caches]
+        return [task for task in asked[0] if all(task in cells for cells in asked)]
 
     def scores(self, cache: str, length: int) -> list[float]:
         """Return the scores of all samples of the tasks that were asked of all caches."""
@@ -104,20 +106,20 @@ def _said(report: LongContextReport) -> list[str]:
     limits = ", ".join(f"{task} {new}" for task, new in report.new_tokens.items())
     commits = sorted({cell.commit for cell in report.cells if cell.commit})
     named = "; ".join(f"{task}: {WORDS[task]}" for task in report.tasks if task in WORDS)
+    ours = "passkey, quote and tool_call" if "quote" in report.tasks else "passkey"
+    other = f" on {report.choosing} other samples" if report.choosing else ""
     said = [
         (
             f"Model: {report.model}{', prompts in its chat template' if report.chat else ''}. Cells"
             f" are percent of what was asked for that the greedy answer says, over {report.count}"
-            " samples, the same for every cache. The prompt, question included, attends to itself"
-            " exactly, so the first token of an answer does not depend on the cache; all later ones"
-            " are read through it. Brackets hold 95 % intervals of Clopper and Pearson over the"
-            " samples (of all tasks for a mean), and for a difference to full precision the same"
-            " of its gains and of its losses. If full precision itself is"
-            f" below {100 * report.threshold:g} %, no other cache was asked. A length counts prompt"
-            " and answer."
+            f" samples, the same for every cache. {_reading(report)} Brackets hold 95 % intervals"
+            " of Clopper and Pearson over the samples (of all tasks for a mean), and for a"
+            " difference to full precision the same of its gains and of its losses. If full"
+            f" precision itself is below {100 * report.threshold:g} %{other}, no other cache was"
+            " asked. A length counts prompt and answer."
         ),
         (
-            f"The tasks are RULER's but for passkey{f' ({named})' if named else ''}; the longest"
+            f"The tasks are RULER's but for {ours}{f' ({named})' if named else ''}; the longest"
             f" answers in tokens: {limits}."
         ),
     ]
@@ -129,6 +131,18 @@ def _said(report: LongContextReport) -> list[str]:
             f" {report.calibration_text.name}."
         )
     return [*said, *([f"Code: {', '.join(commits)}."] if commits else [])]
+
+
+def _reading(report: LongContextReport) -> str:
+    if report.through:
+        return (
+            f"The last {report.through} tokens of a prompt are decoded, so the question and the"
+            " first token of its answer are read through the cache."
+        )
+    return (
+        "The prompt, question included, attends to itself exactly, so the first token of an answer"
+        " does not depend on the cache; all later ones are read through it."
+    )
 
 
 def _means(report: LongContextReport) -> str:

@@ -13,7 +13,7 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, mesh, resident, text_evaluation
+from kvq_tools.cli import inputs, mesh, protocol_evaluation, resident, text_evaluation
 from kvq_tools.cli.console import (
     bar,
     check_finite,
@@ -86,9 +86,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "top-1 token"
         ),
     )
+    parser.add_argument(
+        "--protocol",
+        action="store_true",
+        help=(
+            "keep the same tokens exact in all caches, score the tokens after --window others, "
+            "once after an exact prompt and once with everything decoded, and say which caches "
+            "the intervals tell apart"
+        ),
+    )
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.protocol:
+        protocol_evaluation.run(options)
+        return
     config, text, settings, files = text_evaluation.checked(options)
     window = min(settings.window, text.ids.size)
     placement = mesh.placement_of(

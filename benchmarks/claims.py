@@ -1,0 +1,107 @@
+"""Make benchmarks/results/claims.md: every comparative sentence of the README and of docs/papers.md
+with the intervals behind it.
+
+A sentence's intervals are those in it, or on the line of its table or in its paragraph, which link
+the pages that they come from. `python -m benchmarks.results_page` writes the file.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from benchmarks.markdown import table
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILE = ROOT / "benchmarks" / "results" / "claims.md"
+PAGES = "README.md", "docs/papers.md"
+COMPARES = re.compile(
+    r"\b(ahead|behind|of dense's|as long as|told apart|than|times|beats?|better|worse|lower|higher"
+    r"|smaller|larger|faster|slower|holds|level with|helps|as good as)\b",
+    re.IGNORECASE,
+)
+INTERVAL = re.compile(r"[-+]?\d[\d.]*(?: %)? \[[^\]\n]*\d[^\]\n]*\]")
+LINK = re.compile(r"\]\(([^)\s]+\.(?:md|json))\)")
+# what compares nothing, by its beginning
+NO_COMPARISON = (
+    "A KV cache outgrows its model",  # methods "behind one interface"
+    "Brackets are 95 % intervals",  # the notation
+    "A verdict is given only if",
+)
+HEAD = "page", "sentence", "intervals", "from"
+SHOWN = 3  # intervals of a sentence; the page has the others
+
+
+class Claim(NamedTuple):
+    """A comparative sentence, the intervals of its own or of its paragraph, and the pages that
+    these link."""
+
+    page: str
+    sentence: str
+    intervals: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+def claims(page: str, text: str) -> Iterator[Claim]:
+    """Yield the comparative sentences of a page, in its order. Code and headings have none."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    section: tuple[str, ...] = ()
+    for paragraph in _paragraphs(text):
+        linked = tuple(dict.fromkeys(LINK.findall(paragraph)))
+        section = linked or section  # a list goes on where its introduction has the link
+        intervals = INTERVAL.findall(paragraph)
+        for sentence in _sentences(paragraph):
+            if COMPARES.search(sentence) and not sentence.startswith(NO_COMPARISON):
+                found = INTERVAL.findall(sentence) or intervals
+                yield Claim(page, sentence, tuple(found), section)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield paragraphs, items of lists and lines of tables, each on one line."""
+    for block in re.split(r"\n\s*\n", text):
+        lines = block.splitlines()
+        if lines and lines[0].startswith("#"):
+            continue
+        for part in re.split(r"\n(?=[-|])", block):
+            yield " ".join(part.split())
+
+
+def _sentences(paragraph: str) -> list[str]:
+    if paragraph.startswith("|"):
+        cells = [cell.strip() for cell in paragraph.strip("|").split("|")]
+        return [": ".join(cells[:3])] if len(cells) > 2 else []
+    return re.split(r"(?<=[.:!?]) (?=[A-Z`*])", paragraph.removeprefix("- "))
+
+
+def without_interval(found: list[Claim]) -> list[Claim]:
+    """Return the claims that neither hold an interval nor link the page that has it."""
+    return [claim for claim in found if not claim.intervals and not claim.sources]
+
+
+def contents() -> str:
+    """Render the file."""
+    found = [
+        claim for page in PAGES for claim in claims(page, (ROOT / page).read_text(encoding="utf-8"))
+    ]
+    lines = (
+        (
+            claim.page,
+            _plain(claim.sentence),
+            "; ".join(claim.intervals[:SHOWN]) + (" ..." if len(claim.intervals) > SHOWN else ""),
+            ", ".join(pathlib.Path(source).name for source in claim.sources),
+        )
+        for claim in found
+    )
+    return (
+        "# Comparative sentences and their intervals\n\nMade by `python -m benchmarks.results_page`"
+        " from the README and docs/papers.md: every sentence that compares, the 95 % intervals in"
+        " it (or in its line or paragraph), and the pages that these come from.\n\n"
+        f"{table(HEAD, lines)}\n"
+    )
+
+
+def _plain(sentence: str) -> str:
+    """Return a sentence without links, for a cell of a table."""
+    return re.sub(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)", r"\1", sentence).replace("|", "/")

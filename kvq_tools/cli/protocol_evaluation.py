@@ -1,0 +1,212 @@
+"""`kvq eval --protocol`: compare caches on a text by the protocol of docs/evaluation.md."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import kvq_jax as kvq
+from kvq_models.inference.memory import CACHE_DTYPE
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import inputs, resident, text_input
+from kvq_tools.cli.console import (
+    UserError,
+    check_finite,
+    input_errors,
+    loading,
+    print_json,
+)
+from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.evaluation.intervals import Estimate
+from kvq_tools.evaluation.protocol import (
+    READINGS,
+    RECENT,
+    SINK,
+    WORDS,
+    Measured,
+    Reading,
+    ScoredText,
+    Sizes,
+    choice,
+    cut,
+    exact_share,
+    measure,
+    tokenized,
+    windowed,
+)
+from kvq_tools.evaluation.results import finite
+from kvq_tools.report.verdict import sentence
+
+LEAST_WINDOWS = 4  # that a default context leaves, since intervals are over windows
+OTHERS = "stride", "chunk", "prompt", "step", "limit", "mesh"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure the caches in both readings and print a table and a verdict for each. Everything that
+    needs no weights is checked before they are read."""
+    given = [name for name in OTHERS if getattr(options, name) is not None]
+    if given or options.mode != "decode" or options.flips:
+        named = given[0] if given else "flips" if options.flips else "mode"
+        raise UserError(f"--{named} is not for --protocol, which sets how a text is read")
+    options.dtype = inputs.model_dtype(options)
+    config = inputs.read_config(options.model, *options.cache)
+    files = inputs.calibrations(config, options.cache, options.calibration or [])
+    tokenizer = text_input.need_tokenizer(options.model, "read the text")
+    text = tokenized(tokenizer, "text", text_input.read_text(options.text))
+    with input_errors():
+        sizes = sizes_for(config, text, options.window)
+        rows = cut(text, sizes, tokenizer.bos_token_id)
+        specs = [windowed(spec, config, sizes) for _, spec in options.cache]
+    with loading(options.model), input_errors():
+        llama, _ = load_llama(options.model, dtype=options.dtype)
+        models = [
+            (prepare(llama, spec, file), spec) for spec, file in zip(specs, files, strict=True)
+        ]
+    kept, measured = {}, {}
+    for reading in READINGS:
+        measured[reading] = measure(models, rows, range(len(rows)), sizes, reading, kept)
+    names = [name for name, _ in options.cache]
+    result = {
+        "model": options.model,
+        "text": options.text,
+        "dtype": options.dtype,
+        "context": sizes.context,
+        "scored": sizes.scored,
+        "text_windows": sizes.windows,
+        "caches": [
+            _cache(name, spec, config, sizes, {r: measured[r][i] for r in READINGS})
+            for i, (name, spec) in enumerate(zip(names, specs, strict=True))
+        ],
+        "verdicts": {
+            reading: _verdict(names, specs, config, sizes, measured[reading])
+            for reading in READINGS
+        },
+    }
+    print_json("protocol", result) if options.json else _print(result)
+    check_finite([cache["name"] for cache in result["caches"] if cache["prompt"]["kl"] is None])
+
+
+def sizes_for(config: LlamaConfig, text: ScoredText, context: int | None) -> Sizes:
+    """Return the sizes for a text: the context asked for, or the longest up to the protocol's that
+    the model has positions for and that leaves LEAST_WINDOWS windows."""
+    scored, tokens = min(Sizes.scored, config.positions // 8), text.ids.size
+    fitting = min(config.positions, tokens // LEAST_WINDOWS) - scored - 1
+    chosen = min(Sizes.context, fitting) if context is None else context
+    if chosen + scored + 1 > config.positions:
+        raise ValueError(
+            f"a window of {chosen} tokens and {scored} scored ones is beyond the"
+            f" {config.positions} positions of the model"
+        )
+    windows = min(Sizes.windows, tokens // (chosen + scored + 1)) if chosen > 0 else 0
+    if windows < 2:
+        raise ValueError(
+            f"the protocol compares windows, and a text of {tokens} tokens has fewer than two of"
+            f" {max(chosen, 1)} tokens and {scored} scored ones: give a longer text, or a shorter"
+            " --window"
+        )
+    return Sizes(chosen, scored, windows)
+
+
+def _cache(
+    name: str,
+    spec: kvq.CacheSpec,
+    config: LlamaConfig,
+    sizes: Sizes,
+    measured: dict[Reading, Measured],
+) -> dict[str, Any]:
+    every = range(sizes.windows)
+    return {
+        "name": name,
+        "cache": str(spec),
+        "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
+        "exact_share": exact_share(spec, sizes),
+        "resident_by_batch": resident.by_batch(spec, config, sizes.width, CACHE_DTYPE),
+        **{
+            reading: {
+                **_estimate("kl", numbers.kl(every)),
+                "kl_median": finite(numbers.median),
+                "kl_p999": finite(numbers.p999),
+                "agreement": numbers.agreement(every),
+                **_estimate("perplexity", numbers.perplexity(every)),
+                "rounding": finite(numbers.rounding),
+                "window_kl": [finite(kl) for kl in numbers.window_kl],
+            }
+            for reading, numbers in measured.items()
+        },
+    }
+
+
+def _estimate(name: str, estimate: Estimate) -> dict[str, Any]:
+    return {
+        name: finite(estimate.value),
+        f"{name}_interval": [finite(limit) for limit in estimate.interval],
+    }
+
+
+def _verdict(
+    names: list[str],
+    specs: list[kvq.CacheSpec],
+    config: LlamaConfig,
+    sizes: Sizes,
+    measured: list[Measured],
+) -> str:
+    return sentence(
+        [
+            choice(
+                name,
+                spec,
+                kvq.size(spec, config, 1, sizes.width).resident_bits,
+                numbers,
+                range(sizes.windows),
+                exact_share(spec, sizes),
+            )
+            for name, spec, numbers in zip(names, specs, measured, strict=True)
+        ]
+    )
+
+
+def _print(result: dict[str, Any]) -> None:
+    print_line(
+        f"{result['model']} on {result['text']}: {result['text_windows']} windows of"
+        f" {result['context']} tokens and {result['scored']} scored ones; the first {SINK} and the"
+        f" newest {RECENT} tokens are exact in every cache"
+    )
+    for reading in READINGS:
+        rows = [
+            (
+                cache["name"],
+                f"{cache['exact_share']:.1%}",
+                _with_interval(cache[reading], "kl", ".5f"),
+                _number(cache[reading]["kl_median"]),
+                _number(cache[reading]["kl_p999"]),
+                f"{cache[reading]['agreement']:.2%}",
+                _with_interval(cache[reading], "perplexity", ".2f"),
+                *resident.cells(cache),
+            )
+            for cache in result["caches"]
+        ]
+        columns = (
+            "cache",
+            "exact",
+            "KL",
+            "median",
+            "99.9 %",
+            "same top token",
+            "perplexity",
+            *resident.columns(result["caches"]),
+        )
+        print_table(WORDS[reading], columns, rows, numeric=columns[1:])
+        print_line(result["verdicts"][reading])
+
+
+def _with_interval(numbers: dict[str, Any], name: str, form: str) -> str:
+    value, (low, high) = numbers[name], numbers[f"{name}_interval"]
+    if value is None:
+        return "-"
+    return f"{value:{form}}" if low is None else f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"

@@ -1,0 +1,267 @@
+"""The protocol: equal windows, two readings of the same tokens, runs that go on, digits that
+recompute."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from benchmarks import llama_8b
+from benchmarks.protocol import __main__ as protocol
+from benchmarks.protocol import bench, front_page
+from benchmarks.protocol.caches import CACHES, OWN_WINDOWS, README
+from benchmarks.protocol.page import page
+from benchmarks.protocol.report import ProtocolReport, Row, Text
+from benchmarks.report_file import RESULTS
+from kvq_models import load_llama
+from kvq_tools.evaluation import measure_rows
+from kvq_tools.evaluation.intervals import kl_interval, t_quantile
+from kvq_tools.evaluation.protocol import (
+    BLOCKS,
+    MOST_EXACT,
+    READINGS,
+    RECENT,
+    SINK,
+    Measured,
+    ScoredText,
+    Sizes,
+    cut,
+    exact_share,
+    windowed,
+)
+
+COMMITTED = RESULTS / "protocol_embedded.json"
+SMALL = [
+    "--text=passage",
+    "--contexts=96",
+    "--scored=16",
+    "--windows=2",
+    "--caches",
+    "dense",
+    "int2",
+]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_cache_has_equal_windows_and_at_most_three_percent_exact(cache):
+    config, sizes = llama_8b.llama_config(), Sizes()
+    spec = windowed(cache, config, sizes)
+    assert (spec.sink, spec.recent) == (SINK, RECENT)
+    assert dataclasses.replace(spec, block=kvq.parse(cache).block) == dataclasses.replace(
+        kvq.parse(cache), sink=SINK, recent=RECENT
+    )
+    share = exact_share(spec, sizes)
+    assert share <= MOST_EXACT or spec.block > BLOCKS[0], share
+    if spec.block > BLOCKS[0]:
+        with pytest.raises(ValueError, match="does not divide the block"):
+            kvq.layout(dataclasses.replace(spec, block=BLOCKS[0]), config, 1, sizes.width)
+        assert exact_share(spec, Sizes(4096)) <= MOST_EXACT
+
+
+def test_the_exact_share_is_that_of_the_regions():
+    spec = windowed("kivi:bits=2", llama_8b.llama_config(), Sizes(96, 2, 1))
+    read = (97, 98)  # 4 + 32 exact, blocks of 32: 32 in the body at both
+    assert exact_share(spec, Sizes(96, 2, 1)) == pytest.approx(np.mean([1 - 32 / n for n in read]))
+
+
+def test_windows_of_a_text_do_not_overlap_and_begin_with_its_first_token():
+    text = ScoredText("a", "", np.arange(1000, dtype=np.int32))
+    sizes = Sizes(80, 10, 3)
+    rows = cut(text, sizes, bos=0)
+    assert rows.shape == (3, 91)
+    assert (rows[:, 0] == 0).all()
+    assert len(set(rows[:, 1:].ravel().tolist())) == 3 * 90
+    assert (np.diff(rows[:, 1:]) == 1).all()
+    with pytest.raises(ValueError, match="has 1000 tokens, fewer than 12 windows of 90"):
+        cut(text, Sizes(80, 10, 12), bos=0)
+
+
+def test_the_last_tokens_are_scored_as_in_a_whole_measurement(shallow):
+    llama, _ = load_llama(shallow, dtype="float32")
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 2048, (2, 112)), jnp.int32)
+    kept = {}
+    (whole,), (tail,) = (
+        measure_rows([(llama, "int2:block=8")], rows, prompt=32, scored=scored, kept=kept)
+        for scored in (None, 10)
+    )
+    assert tail.tokens == 10 < whole.tokens == 79
+    assert np.array_equal(whole.token_kl[:, -10:], tail.token_kl)
+    assert np.array_equal(whole.token_nats[:, -10:], tail.token_nats)
+    assert whole.kl == pytest.approx(whole.token_kl.mean(axis=1))
+    assert not np.allclose(tail.kl, whole.kl)
+    with pytest.raises(ValueError, match="scored=80 must be between 1 and 79"):
+        measure_rows([(llama, "int2:block=8")], rows, prompt=32, scored=80)
+
+
+@pytest.fixture(scope="module")
+def file(shallow, tmp_path_factory):
+    """Return the file of a small run that was stopped after its first rows and went on."""
+    file = tmp_path_factory.mktemp("protocol") / "protocol_small.json"
+    command = [str(shallow), *SMALL, f"--json={file}"]
+    protocol.main([*command, "--hours=0"])
+    assert not file.exists(), "no time for a row"
+    protocol.main([*command, "--readings", "prompt"])
+    first = ProtocolReport.read(file).rows
+    protocol.main(command)
+    assert ProtocolReport.read(file).rows[: len(first)] == first, "rows are not measured again"
+    return file
+
+
+@pytest.fixture(scope="module")
+def report(file):
+    return ProtocolReport.read(file)
+
+
+def test_both_readings_score_the_same_tokens_and_decoding_adds_errors(report):
+    assert [(row.cache, row.reading) for row in report.rows] == [
+        (cache, reading) for reading in READINGS for cache in ("dense", "int2")
+    ]
+    exact, coarse = report.row("dense", 96, "prompt"), report.row("int2", 96, "prompt")
+    decoded = report.row("int2", 96, "decoded")
+    assert report.kl(exact).value < 1e-6 < 1e-3 < report.kl(coarse).value
+    assert decoded.measured.over(coarse.measured, report.headline).value > 1
+    again = report.row("dense", 96, "decoded")
+    assert again.measured.window_nats == pytest.approx(exact.measured.window_nats, rel=1e-5)
+    assert decoded.exact_share == coarse.exact_share > MOST_EXACT
+    assert coarse.measured.rounding < 0.05
+
+
+def test_a_page_has_each_row_its_share_of_exact_tokens_and_a_verdict(report, file):
+    text = page(report, file)
+    assert "## 96 tokens, after an exact prompt" in text
+    assert "## 96 tokens, decoded from token 64 on" in text
+    assert text.count("| `int2` |") == 3, "two readings, and their ratio"
+    assert f"| {report.row('int2', 96, 'prompt').exact_share:.1%}! |" in text
+    assert "At " in text
+    assert "take `int2`" in text
+    assert "Partial" not in text
+    some = dataclasses.replace(report, rows=report.rows[:1])
+    assert f"**Partial: 1 of {report.planned} rows.**" in page(some, file)
+
+
+def test_rows_of_another_run_are_refused(shallow, file, capsys):
+    with pytest.raises(SystemExit):
+        protocol.main([str(shallow), *SMALL, "--windows=3", f"--json={file}"])
+    assert "holds rows of another run (windows)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        protocol.main([str(shallow), "--text=novel", f"--json={file}"])
+    assert "'novel' is not a text: write DOMAIN=FILE" in capsys.readouterr().err
+
+
+def test_a_dry_run_counts_tokens_without_weights_or_texts(tmp_path, capsys):
+    """A 7B config, as its file has it."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [str(tmp_path), "--text=novel=none.txt", "--contexts=2048", "--dry-run"]
+    protocol.main([*command, "--calibration-text=novel=none.txt", f"--json={tmp_path / 'a.json'}"])
+    out = capsys.readouterr().out
+    windows, decoded = 2 * 12, 2048 + 256 - 64
+    assert f"| {len(CACHES):,} | {len(CACHES) * windows * 64:,} |" in out
+    assert f"| {len(CACHES) * windows * decoded:,} |" in out
+    rows = 2 * len(CACHES) + 1 + len(OWN_WINDOWS)
+    assert f"| all |  | {rows} |" in out
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_rounding_widens_an_interval_and_verdicts_are_paired():
+    kl = (0.1, 0.2, 0.3, 0.15)
+    sure = Measured(kl, kl, kl, 0.1, 0.2, ((0.1, 0.1),))
+    noisy = dataclasses.replace(sure, again=((0.1, 0.13), (0.2, 0.154)))
+    every = range(4)
+    assert sure.kl(every).interval == kl_interval(kl)
+    low, high = np.log(sure.kl(every).interval)
+    wide = np.log(noisy.kl(every).interval)
+    error = noisy.rounding * t_quantile(4) / 2
+    assert (wide[1] - wide[0]) / 2 == pytest.approx(math.hypot((high - low) / 2, error))
+    doubled = dataclasses.replace(sure, window_kl=tuple(2 * value for value in kl))
+    assert doubled.over(sure, every).value == pytest.approx(2)
+
+
+def test_the_readme_can_be_made_from_a_report_with_all_its_rows(tmp_path):
+    kl = tuple(np.geomspace(0.01, 0.04, 6).tolist())
+    measured = Measured(kl, kl, kl, 0.01, 0.1)
+    rows = tuple(
+        Row(
+            cache,
+            str(windowed(cache, llama_8b.llama_config(), Sizes())),
+            False,
+            2048,
+            reading,
+            0.025,
+            1000,
+            cache.startswith("waterfill"),
+            measured,
+            1.0,
+            "0123456789",
+        )
+        for cache in README
+        for reading in READINGS
+    )
+    texts = tuple(Text(domain, f"{domain}.txt", "", 1) for domain in ("encyclopedia", "novel"))
+    report = ProtocolReport(
+        command="",
+        date="",
+        jax_version="",
+        model="a model",
+        fingerprint="",
+        texts=texts,
+        calibration_text=texts[0],
+        scored=256,
+        windows=3,
+        planned=len(rows),
+        rows=rows,
+    )
+    report.write(tmp_path / "a.json")
+    read = front_page.report_for_readme(tmp_path / "a.json")
+    assert read == report
+    assert report.headline == [3, 4, 5], "outside the calibration's domain"
+    section = front_page.section(report, "benchmarks/results/")
+    assert section.count("\n| `") == len(README)
+    assert "| `waterfill:bits=2.5`* |" in section
+    assert f"{np.mean(kl[3:]):#.2g} [" in section
+    assert "2.5% of what a scored token reads" in section
+    assert len(front_page.points(report)) == len(README)
+    dataclasses.replace(report, rows=rows[1:]).write(tmp_path / "b.json")
+    assert front_page.report_for_readme(tmp_path / "b.json") is None
+
+
+def test_a_committed_row_recomputes_to_its_printed_digits(capsys):
+    """The cheapest. `--recompute` alone does three."""
+    report = ProtocolReport.read(COMMITTED)
+    command = report.command.split()[3:]
+    command[command.index("--json") + 1] = str(COMMITTED)
+    with pytest.raises(SystemExit) as ended:
+        protocol.main([*command, "--recompute", "1"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0, told
+    assert told.rstrip().endswith("the same digits")
+
+
+def test_a_row_that_moves_says_how_far(monkeypatch, shallow, file, report):
+    row = report.row("int2", 96, "prompt")
+    moved = dataclasses.replace(
+        row, measured=dataclasses.replace(row.measured, window_kl=(0.5, 0.5))
+    )
+    monkeypatch.setattr(bench.Bench, "measured", lambda *_: [moved])
+    options = protocol.argument_parser().parse_args([str(shallow), *SMALL, f"--json={file}"])
+    alone = dataclasses.replace(report, rows=(row,))
+    (line,), equal = bench.recompute(protocol.Plan.of(options), alone, 1)
+    assert not equal
+    assert line.startswith("int2:")
+    assert "KL moved by +" in line

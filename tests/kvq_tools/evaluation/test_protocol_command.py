@@ -1,0 +1,64 @@
+"""`kvq eval --protocol`: equal windows for all caches, both readings, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvq_tools.evaluation.protocol import READINGS, RECENT, SINK
+
+CACHES = "--cache=int4:sink=1,recent=0", "--cache=int2"
+
+
+@pytest.fixture
+def request_of(tiny, tmp_path):
+    """Return a function that makes a command from its further words."""
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four " * 90 + "four three two one " * 90, encoding="utf-8")
+
+    def words(*more: str) -> tuple[str, ...]:
+        return "eval", str(tiny), f"--text={text}", "--window=70", *CACHES, "--protocol", *more
+
+    return words
+
+
+def test_all_caches_get_the_same_windows_and_both_readings(request_of, run_json):
+    found = run_json(*request_of())
+    assert found["format"] == "kvq.protocol"
+    assert (found["context"], found["scored"]) == (70, 32)
+    four, two = found["caches"]
+    assert four["windows"] == two["windows"] == {"sink": SINK, "recent": RECENT, "block": 32}
+    assert four["exact_share"] == two["exact_share"] > 0
+    for reading in READINGS:
+        assert len(two[reading]["window_kl"]) == found["text_windows"] >= 2
+        assert two[reading]["kl"] > four[reading]["kl"] > 0
+        low, high = two[reading]["kl_interval"]
+        assert low < two[reading]["kl"] < high
+        assert two[reading]["kl_median"] <= two[reading]["kl_p999"]
+        assert "int2" in found["verdicts"][reading]
+
+
+def test_a_table_for_each_reading_and_a_verdict_are_printed(request_of, run):
+    code, out, err = run(*request_of())
+    assert code == 0, err
+    assert "after an exact prompt" in out
+    assert "decoded from token 64 on" in out
+    assert len(re.findall(r"\btake\b", out)) >= 2, "a verdict below each table"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--stride=8",), "--stride is not for --protocol"),
+        (("--mode=fake",), "--mode is not for --protocol"),
+        (("--flips",), "--flips is not for --protocol"),
+        (("--window=250",), "beyond the 256 positions of the model"),
+        (("--window=20",), "more than 64 tokens of context"),
+    ],
+)
+def test_what_the_protocol_sets_itself_is_refused(request_of, run, words, message):
+    code, _, err = run(*request_of(*words))
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
