@@ -24,6 +24,7 @@ from benchmarks import (
 from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
+from benchmarks.faults import report as faults
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu.report import GpuReport
 from benchmarks.machine_code import launches
@@ -137,6 +138,12 @@ KINDS = (
         generation.GenerationReport,
         generation.page,
         always("tokens a second with kvq's caches and with transformers'"),
+    ),
+    Kind(
+        "faults*",
+        faults.FaultReport,
+        faults.page,
+        always("injected faults: detected, recovered, wrong answers, crashes and hangs"),
     ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

@@ -8,10 +8,7 @@ and leave as soon as they are done.
 
 One cache has a row for each slot, and one more row takes the prompt that is being read. Shapes
 never change: `step_slots` and `fill_slot` compile once, a prefill once per width. A request's
-tokens depend on the request alone, bit for bit: its prompt is cut into the same chunks whatever
-else is running, and rows do not see each other.
-
-Drive an engine from one thread.
+tokens depend on the request alone, bit for bit. Drive an engine from one thread.
 """
 
 from __future__ import annotations
@@ -67,12 +64,10 @@ class Engine:
     split. Rows cannot, because a prompt is read in a cache of one row. Prefixes are kept only for
     caches on one device.
 
-    prefixes: a store of prompts' caches, used for prompts that begin alike. They have the same bits
-    as reading the prompt again. The model's weights are hashed once for it. Prompts whose
-    log-probabilities are requested are always read.
+    prefixes: a store of prompts' caches, used for prompts that begin alike, with the same bits.
+    Prompts whose log-probabilities are requested are always read.
 
-    verify: look for damaged memory in a hundredth of the time, and compute again what was damaged,
-    for caches on one device (sweep.py).
+    verify: look for damaged memory, and compute it again (sweep.py).
 
     Raises ValueError, in one line, if the cache does not fit the model or its parameters are
     missing.
@@ -118,8 +113,7 @@ class Engine:
             self._rows = PrefixRows(prefixes, self._row, llama, self.widths, implementation)
         self._sweep = Sweep() if verify else None
         self._compiler: Compiler | None = None
-        self.counts = Counts()
-        self._tickets = itertools.count()
+        self.counts, self._tickets = Counts(), itertools.count()
         self._queue: deque[Accepted] = deque()
         # the reserved slot, and the request whose prompt is being read
         self._reading: tuple[int, Accepted] | None = None
@@ -261,11 +255,12 @@ class Engine:
             self._reading = None
             self._renew(accepted)
 
-    def _renew(self, accepted: Accepted) -> None:
+    def _renew(self, accepted: Accepted) -> bool:
         _log.error("memory of a request was damaged; it is computed again")
         self.counts.damaged += 1
         accepted.begin_again()
         self._queue.appendleft(accepted)
+        return False
 
     def _read_chunk(self, events: list[Event]) -> None:
         logits = None
@@ -276,6 +271,8 @@ class Engine:
                 return
             self._queue.remove(ready)
             self._reading = vacant[0], ready
+            if self._sweep is not None:
+                self._row = self._sweep.empty(self._row, self.counts)
             if self._rows is not None and not ready.request.prompt_logprobs:
                 logits, self._row = self._rows.recall(ready, self._row, self.counts)
         slot, accepted = self._reading
@@ -285,6 +282,8 @@ class Engine:
                 return
         assert logits is not None, "logits come with the last chunk"
         self._reading = None
+        if self._sweep is not None:
+            self._sweep.fill(self.cache, slot, self._row, accepted)
         drawn = self._fill(slot, logits, accepted)
         if not accepted.replayed:
             scores = tuple(accepted.logprobs), tuple(accepted.likely)
@@ -329,6 +328,8 @@ class Engine:
         scored = accepted.request.prompt_logprobs
         if not scored and logits.sharding != self._no_logits.sharding:
             self._no_logits = jax.device_put(np.zeros(logits.shape, np.float32), logits.sharding)
+        if self._sweep is not None:
+            self._sweep.seal_row(self._row, accepted)
         if self._rows is not None and accepted.keys:
             before = accepted.read - count
             self._rows.keep(accepted.keys, self._row, before, accepted.read, logits)
@@ -384,9 +385,13 @@ class Engine:
             events.append(accepted.token_event(drawn, row))
         elif accepted.last != accepted.replayed[accepted.drawn - 1]:
             return self._end(accepted, "damaged", events)  # what was sent came from damage
-        if accepted.last in asked.end_ids:
-            return self._end(accepted, "ended", events)
-        return accepted.drawn < asked.max_new_tokens or self._end(accepted, "length", events)
+        ended = accepted.last in asked.end_ids
+        if not ended and accepted.drawn < asked.max_new_tokens:
+            return True
+        in_slot = accepted is self._slots[row]
+        if self._sweep and in_slot and self._sweep.slot_damaged(self.cache, row, accepted):
+            return self._renew(accepted)
+        return self._end(accepted, "ended" if ended else "length", events)
 
     def _end(self, accepted: Accepted, reason: Reason, events: list[Event]) -> bool:
         events.append(Ended(accepted.ticket, reason))

@@ -6,6 +6,7 @@ only grow: blocks are quantized once and do not change.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -31,6 +32,12 @@ class RowPiece:
     @property
     def nbytes(self) -> int:
         return self.logits.nbytes + sum(array.nbytes for array in self.arrays)
+
+    def crc32(self) -> int:
+        digest = zlib.crc32(repr((self.length, self.starts)).encode())
+        for array in (*self.arrays, self.logits):
+            digest = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), digest)
+        return digest
 
 
 class RowPieces:

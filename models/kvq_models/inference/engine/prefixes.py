@@ -13,6 +13,7 @@ has the bits that reading the prompt would give.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,11 +26,15 @@ from kvq_jax.cache.cache import Cache
 from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 
+_log = logging.getLogger("kvq.prefixes")
+
 
 class PrefixStore:
     """Pieces of prompts, in at most `limit` bytes of the host's memory. The least recently used go
     first, and a piece before those that it continues. Engines of any models may share a store in
     one thread.
+
+    A piece whose bytes have changed in memory is dropped.
 
     folder: keeps the pieces on disk too; pieces that are only there are read back. reads: the
     number of pieces read back.
@@ -41,7 +46,7 @@ class PrefixStore:
         self.limit, self.folder = limit, folder
         self.nbytes = self.reads = 0
         # the least recently used first; a piece is never older than its continuations
-        self._pieces: OrderedDict[bytes, RowPiece] = OrderedDict()
+        self._pieces: OrderedDict[bytes, tuple[RowPiece, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -55,7 +60,7 @@ class PrefixStore:
         """
         pieces = []
         for count, key in enumerate(keys, start=1):
-            piece = self._pieces.get(key) or self._read(keys[:count], fits)
+            piece = self._intact(key) or self._read(keys[:count], fits)
             if piece is None:
                 break
             pieces.append(piece)
@@ -92,11 +97,22 @@ class PrefixStore:
                 oldest = next(iter(self._pieces), None)
                 if oldest is None or oldest in chain:
                     return False
-                self.nbytes -= self._pieces.pop(oldest).nbytes
-            self._pieces[keys[-1]] = piece
+                self._drop(oldest)
+            self._pieces[keys[-1]] = piece, piece.crc32()
             self.nbytes += piece.nbytes
         self._use(keys)
         return True
+
+    def _intact(self, key: bytes) -> RowPiece | None:
+        piece, crc32 = self._pieces.get(key, (None, 0))
+        if piece is not None and piece.crc32() != crc32:
+            _log.error("memory of a prefix was damaged; it is not used")
+            self._drop(key)
+            return None
+        return piece
+
+    def _drop(self, key: bytes) -> None:
+        self.nbytes -= self._pieces.pop(key)[0].nbytes
 
     def _use(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):

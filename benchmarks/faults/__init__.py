@@ -1,0 +1,1 @@
+"""Inject faults, and count which of them were found and which changed an answer."""
