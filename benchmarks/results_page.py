@@ -20,7 +20,7 @@ from benchmarks import (
     serving_report,
     serving_start,
 )
-from benchmarks.cpu import generation, roofline
+from benchmarks.cpu import generation, roofline, weights
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
@@ -126,6 +126,12 @@ KINDS = (
         generation.GenerationReport,
         generation.page,
         always("tokens a second with kvq's caches and with transformers'"),
+    ),
+    Kind(
+        "weights*",
+        weights.WeightsReport,
+        weights.page,
+        always("packed weights beside dense ones: products, steps, prompts, loading"),
     ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )
