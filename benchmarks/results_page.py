@@ -21,7 +21,7 @@ from benchmarks import (
     serving_report,
     serving_start,
 )
-from benchmarks.cpu import generation, roofline
+from benchmarks.cpu import generation, roofline, weights
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.faults import report as faults
@@ -144,6 +144,12 @@ KINDS = (
         faults.FaultReport,
         faults.page,
         always("injected faults: detected, recovered, wrong answers, crashes and hangs"),
+    ),
+    Kind(
+        "weights*",
+        weights.WeightsReport,
+        weights.page,
+        always("packed weights beside dense ones: products, steps, prompts, loading"),
     ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )
