@@ -370,9 +370,10 @@ def _age(
     # In a decode step only every block-th token makes a block age. The branch returns that block,
     # because it would copy the body.
     coded = encode() if tokens >= block else lax.cond(jnp.any(leaving > 0), encode, nothing)
-    spec, stored, at = codec.body(1, 1, block), state.body[side], regions.place(first // block)
+    spec, stored = codec.body(1, 1, block), state.body[side]
     if not regions.wraps:
-        return dispatch.store_blocks(spec, stored, coded, at, leaving, route)
+        return dispatch.store_blocks(spec, stored, coded, first // block, leaving, route)
+    at = regions.place(first // block)
     before_end = jnp.minimum(leaving, regions.slots - at)
     stored = dispatch.store_blocks(spec, stored, coded, at, before_end, route)
     if blocks == 1:

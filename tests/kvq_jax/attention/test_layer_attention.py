@@ -156,10 +156,11 @@ def test_a_windowed_step_of_many_tokens_equals_single_steps(case: MethodCase):
 
 
 def test_a_window_that_holds_the_whole_cache_is_none():
-    plan, _ = empty("kivi:bits=4", Attention(window=CAPACITY))
-    assert plan.attention == Attention()
-    plan, _ = empty("kivi:bits=4", Attention(window=CAPACITY - 1))
-    assert plan.attention.window == CAPACITY - 1
+    for window, kept in ((CAPACITY, None), (CAPACITY - 1, CAPACITY - 1)):
+        dims = dataclasses.replace(DIMS, attention=(Attention(window=window),) * 2)
+        plan = kvq.layout("kivi:bits=4", dims, 1, CAPACITY).plans[0]
+        assert plan.attention.window == kept
+        assert plan.regions.sink == (kvq.parse("kivi:bits=4").sink if kept is None else 0)
 
 
 def test_kernels_are_not_chosen_for_other_attention():
