@@ -37,10 +37,18 @@ def attend(
         return streaming.attend(plan, params, before, body, inputs, limits, read_body)
     batch, heads, _, head_dim = inputs.q_rot.shape
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
+    rows = _scaled(plan, rows)
     seen = _seen(plan, inputs, limits)
     windows = ExactRows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
     part = _of_body(plan, params, after.stats, body, inputs.rope, rows, limits, windows)
-    return online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+    return streaming.finished(part, inputs.q_rot, inputs.sinks)
+
+
+def _scaled(plan: LayerPlan, rows: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+    """Return the queries by which the kernel's scale, H ** -0.5, becomes the layer's."""
+    if plan.attention.scale is None:
+        return rows
+    return rows.astype(jnp.float32) * (plan.attention.scale * plan.head_dim**0.5)
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> bool:
@@ -74,9 +82,8 @@ def read_body(
     """Return `part` with the body added, as `streaming.read_chunks` does, by the C++ kernel."""
     if not view.plan.regions.held_capacity:
         return part
-    of_body = _of_body(
-        view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits, None
-    )
+    arrays = view.params, view.stats, view.body, view.rope, _scaled(view.plan, rows)
+    of_body = _of_body(view.plan, *arrays, queries.limits, None)
     return online_softmax.merge(part, of_body)
 
 

@@ -22,14 +22,13 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from kvq_jax.arrays.stored import load_row_blocks
 from kvq_jax.cache.cache import Cache, check_held, shardings
 from kvq_jax.cache.parameters import parameter_axes
 from kvq_jax.cache.update import take_tokens
+from kvq_jax.cache.wrapped_body import blocks_from, held_from
 from kvq_jax.layer import cross_layer
-from kvq_jax.layer.kept_codes import after_trim, copied_codes, unwritten
+from kvq_jax.layer.kept_codes import after_trim, copied_codes
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
-from kvq_jax.layer.regions import Regions
 from kvq_jax.placement.allowed import check_rows
 from kvq_jax.placement.crossing import crossing
 from kvq_jax.placement.placement import Placement
@@ -70,11 +69,11 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         raise ValueError(f"lengths must be [{cache.batch}], got shape {limits.shape}")
     if not isinstance(limits, Tracer) and np.asarray(limits).min() < 0:
         raise ValueError(f"lengths must be at least 0, got {np.asarray(limits).tolist()}")
-    _check_windows(cache, limits)
+    check_windows(cache, limits)
     return _apply(_trimmed, cache.placement, cache, limits, parameters or ((),) * len(cache.layers))
 
 
-def _check_windows(cache: Cache, limits: Array) -> None:
+def check_windows(cache: Cache, limits: Array) -> None:
     """Raise ValueError if a layer no longer holds the tokens that a trimmed row's next token
     sees."""
     wrapped = [
@@ -312,7 +311,7 @@ def _trim_layer(
     returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
-        coded = _blocks_from(
+        coded = blocks_from(
             regions, codec.body(1, 1, regions.block), state.body[side], first, blocks
         )
         side_params = by_side(params)[side]
@@ -326,26 +325,6 @@ def _trim_layer(
             back = _of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
     return dataclasses.replace(state, ring=tuple(ring)), carried
-
-
-def held_from(plan: LayerPlan, state: LayerState, lengths: LengthsB) -> LengthsB:
-    """Return the first body token that a layer whose body wraps around still holds, with rows of
-    these lengths."""
-    regions = plan.regions
-    assert state.floor is not None, "the body wraps around"
-    written = unwritten(regions, state.intact, lengths)
-    return jnp.maximum(state.floor, regions.oldest(written))
-
-
-def _blocks_from(regions: Regions, block: Tree, stored: Tree, first: LengthsB, count: int) -> Tree:
-    """Return the values of `count` blocks of each row b, from the held body token first[b] on."""
-    if not regions.wraps:
-        return load_row_blocks(block, stored, first // regions.block, count)
-    places = (regions.place(first // regions.block + i) for i in range(count))
-    values = [load_row_blocks(block, stored, place, 1) for place in places]
-    return jax.tree.map(
-        lambda spec, *parts: jnp.concatenate(parts, axis=spec.axis("tokens")), block, *values
-    )
 
 
 def _of_holder(rows: Array, holds: Array, axis: str) -> Array:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.attention import dispatch, native
 from kvq_jax.attention.dispatch import XLA, Route
+from kvq_jax.cache.wrapped_body import with_blocks
 from kvq_jax.codecs.codec import Codec, TokensAt
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.kept_codes import unwritten
@@ -370,21 +371,4 @@ def _age(
     # In a decode step only every block-th token makes a block age. The branch returns that block,
     # because it would copy the body.
     coded = encode() if tokens >= block else lax.cond(jnp.any(leaving > 0), encode, nothing)
-    spec, stored, at = codec.body(1, 1, block), state.body[side], regions.place(first // block)
-    if not regions.wraps:
-        return dispatch.store_blocks(spec, stored, coded, at, leaving, route)
-    before_end = jnp.minimum(leaving, regions.slots - at)
-    stored = dispatch.store_blocks(spec, stored, coded, at, before_end, route)
-    if blocks == 1:
-        return stored
-    # the others go to the first slots
-    coded = jax.tree.map(lambda spec, array: _rolled(spec, array, before_end), spec, coded)
-    return dispatch.store_blocks(spec, stored, coded, 0 * at, leaving - before_end, route)
-
-
-def _rolled(spec: BodySpec, array: Array, blocks: Int[Array, "B"]) -> Array:
-    """Return the array of some blocks with blocks[b] of them moved from the start of row b to its
-    end."""
-    axis = spec.axis("tokens")
-    shift = jax.vmap(lambda row, by: jnp.roll(row, -by * spec["tokens"].size, axis - 1))
-    return shift(array, blocks)
+    return with_blocks(plan, codec, state.body[side], coded, first // block, leaving, route)

@@ -12,6 +12,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.row_operations import check_windows
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
@@ -110,5 +111,8 @@ def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: Llama
 
 def shortened(llama: Llama, cache: Cache, kept: int) -> Cache:
     """Return a cache of one sequence without the tokens after the first `kept`. Tokens that return
-    from the quantized body keep the value that attention saw (`kvq.trim`)."""
-    return _trim(cache, jnp.asarray([kept]), parameters_for(llama, cache.spec))
+    from the quantized body keep the value that attention saw (`kvq.trim`). Raises UserError if a
+    sliding window has left tokens that the shorter sequence needs."""
+    with input_errors():
+        check_windows(cache, jnp.asarray([kept]))  # which a compiled trim cannot
+        return _trim(cache, jnp.asarray([kept]), parameters_for(llama, cache.spec))

@@ -189,7 +189,7 @@ def paper_layout_bytes(cache: Cache) -> int | None:
         for codec, body in zip(plan.codecs, layer.body, strict=True):
             elements = (
                 cache.batch
-                * plan.regions.body_capacity
+                * plan.regions.held_capacity
                 * codec.facts.row_width(plan.heads, plan.head_dim)
             )
             if count := codec.facts.paper.bytes:
