@@ -14,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 DEVICES, FOLDER = 8, "tests/multi_device"
 PARTS = {  # which two workers run side by side: (files, at least how many tests)
-    "layers": (("test_layers.py",), 25),
+    "layers": (("test_layers.py", "test_windowed_layers.py"), 28),
     "models": (
         (
             "test_models.py",

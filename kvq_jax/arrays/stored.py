@@ -40,6 +40,11 @@ class BodySpec(ArraySpec):
         return True
 
     @property
+    def wrapped(self) -> BodySpec:
+        """Return the description of the array in a body that wraps around, and so does not grow."""
+        return WrappedSpec(self.axes, self.dtype)
+
+    @property
     def _as_bits(self) -> bool:
         return self.dtype in ("bfloat16", "float16")
 
@@ -48,6 +53,14 @@ class BodySpec(ArraySpec):
 
     def store(self, values: Array) -> Array:
         return lax.bitcast_convert_type(values, jnp.uint16) if self._as_bits else values
+
+
+class WrappedSpec(BodySpec):
+    """The description of an array that holds the newest blocks of a body (layer/regions.py)."""
+
+    @property
+    def grows(self) -> bool:
+        return False
 
 
 def word_specs(layout: PlaneLayout, batch: int, heads: int, tokens: int) -> tuple[BodySpec, ...]:

@@ -267,7 +267,7 @@ def attend(
         out = native.attend(plan, params, before, after, body, inputs, limits)
     else:
         out = streaming.attend(plan, params, before, body, inputs, limits)
-    return streaming.without_lost(plan, inputs.positions, out)
+    return streaming.without_lost(plan, inputs.positions, out, before.floor)
 
 
 def attend_prompt(
@@ -283,7 +283,7 @@ def attend_prompt(
     which all see the same body. before: the state without them."""
     attend = prompt.attend if route.prompts == "native" else streaming.attend
     out = attend(plan, params, before, body, inputs, limits)
-    return streaming.without_lost(plan, inputs.positions, out)
+    return streaming.without_lost(plan, inputs.positions, out, before.floor)
 
 
 def quantize(

@@ -48,7 +48,7 @@ def attend(
     batch, heads, tokens, head_dim = inputs.q_rot.shape
     if not serves(plan, heads, windows.ring[0].dtype):
         return streaming.attend(plan, params, windows, body, inputs, limits)
-    view = streaming.view_of(plan, params, windows, body, inputs, appended=False)
+    view = streaming.view_of(plan, params, windows, body, inputs, limits, appended=False)
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads * tokens, head_dim)
     old = view.keys.shape[2] - tokens
     outside = streaming.outside_body(plan.regions, view.positions[:, :old], limits[:, :1])

@@ -19,7 +19,7 @@ def decode_rows(
     plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()
 ) -> tuple[CachedRows, ...]:
     """Return the dequantized rows of each codec of the plan in token order, fp32 [B, K, S, C],
-    zeros from `lengths` on.
+    zeros from `lengths` on and for tokens that the body no longer holds.
 
     carry: the carry of the layer below.
     """
@@ -27,25 +27,30 @@ def decode_rows(
     position = jnp.broadcast_to(
         jnp.arange(regions.capacity, dtype=jnp.int32), (lengths.shape[0], regions.capacity)
     )
-    aged = regions.sink + regions.body(lengths)[:, None]
+    body = regions.body(lengths)[:, None]
+    aged = regions.sink + body
+    token = position - regions.sink
     index = jnp.where(
         position < regions.sink,
         position,
         jnp.where(
             position < aged,
-            regions.sink_slots + position - regions.sink,
-            regions.sink_slots + regions.body_capacity + regions.ring_slot(position),
+            regions.sink_slots
+            + regions.place(token // regions.block) * regions.block
+            + token % regions.block,
+            regions.sink_slots + regions.held_capacity + regions.ring_slot(position),
         ),
     )
-    live = (position < lengths[:, None])[:, None, :, None]
+    live = (position < regions.sink) | (token >= regions.oldest(body))
+    live = (live & (position < lengths[:, None]))[:, None, :, None]
     by_codec = []
     for side, codec in enumerate(plan.codecs):
         stored = load_body(codec.body(1, 1, regions.block), state.body[side])
         side_params = by_side(params)[side]
         below = cross_layer.tokens_of(plan, carry, position[:, : regions.body_capacity])
         differences = codec.dequantize(side_params, state.stats[side], stored)
-        body = cross_layer.decoded(codec, side_params, differences, below)
-        parts = (state.sink[side], body, state.ring[side])
+        decoded = cross_layer.decoded(codec, side_params, differences, below)
+        parts = (state.sink[side], decoded, state.ring[side])
         rows = jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=2)
         in_order = jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip")
         by_codec.append(jnp.where(live, in_order, 0))

@@ -22,7 +22,7 @@ from kvq_jax.attention import online_softmax
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
-from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
@@ -61,7 +61,7 @@ def attend(
         appended: `windows` is the state *after* the append, and holds every new token that a query
             sees, as it does after one token. The new rows are then read as the windows store them.
     """
-    view = view_of(plan, params, windows, body, inputs, appended)
+    view = view_of(plan, params, windows, body, inputs, limits, appended)
     tokens = inputs.q_rot.shape[2]
     queries = Queries(inputs.q_rot, inputs.positions, limits)
     if tokens <= QUERY_CHUNK:
@@ -90,9 +90,15 @@ def attend(
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
 
 
-def without_lost(plan: LayerPlan, positions: PositionsBT, out: QueryBNTH) -> QueryBNTH:
-    """Return attention with NaN for tokens past the capacity."""
-    return jnp.where((positions >= plan.regions.capacity)[:, None, :, None], jnp.nan, out)
+def without_lost(
+    plan: LayerPlan, positions: PositionsBT, out: QueryBNTH, floor: LengthsB | None = None
+) -> QueryBNTH:
+    """Return attention with NaN for tokens past the capacity, and for those whose window reaches
+    below `floor`, the first body token that is held after a trim."""
+    lost = positions >= plan.regions.capacity
+    if floor is not None:
+        lost |= jnp.maximum(positions - plan.regions.window + 1, 0) < floor[:, None]
+    return jnp.where(lost[:, None, :, None], jnp.nan, out)
 
 
 def chunk_tokens(
@@ -120,7 +126,7 @@ class Queries(NamedTuple):
 
 class View(NamedTuple):
     """The arrays that the queries of one call may read: full-precision rows (sink, ring, new
-    tokens, in this order) and the body."""
+    tokens, in this order) and the body, of which each row has `written` tokens."""
 
     plan: LayerPlan
     params: Tree
@@ -130,6 +136,7 @@ class View(NamedTuple):
     sinks: Float[Array, " N"] | None
     keys: RowsBKTH
     values: RowsBKTH
+    written: LengthsB
     positions: Int[Array, "B E"]
     real: Bool[Array, "B E"]
 
@@ -145,6 +152,7 @@ def view_of(
     windows: LayerState,
     body: Sides,
     inputs: LayerInputs,
+    limits: PositionsBT,
     appended: bool,
 ) -> View:
     """Return the arrays that queries may read. The arguments are `attend`'s."""
@@ -166,9 +174,9 @@ def view_of(
     keys, values = vectors
     # a masked token has weight 0, but 0 * nan is nan
     values = jnp.where(real[:, None, :, None], values, 0)
-    return View(
-        plan, params, windows.stats, body, inputs.rope, inputs.sinks, keys, values, positions, real
-    )
+    written = jnp.max(jnp.where(inputs.valid, limits, 0), axis=1)
+    arrays = windows.stats, body, inputs.rope, inputs.sinks, keys, values
+    return View(plan, params, *arrays, written, positions, real)
 
 
 def window_slots(
@@ -264,7 +272,7 @@ def read_chunks(
     """Return `part` with the body added: dequantize and use one chunk after the other."""
     plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
     k_home, v_home = 0, len(plan.codecs) - 1
-    size = regions.held_capacity
+    size = regions.slots * regions.block if regions.wraps else regions.held_capacity
     if not size:
         return part
     chunk = chunk_tokens(regions.block, size, rows, plan.row_width)
@@ -272,8 +280,9 @@ def read_chunks(
 
     def step(i: Array, part: PartialAttention) -> PartialAttention:
         at, fresh = chunk_at(i, chunk, size)
-        index = regions.body_token(at + jnp.arange(chunk, dtype=jnp.int32))
-        positions = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
+        index = regions.tokens_at(at + jnp.arange(chunk, dtype=jnp.int32), view.written)
+        positions = regions.sink + jnp.maximum(index, 0)
+        positions = jnp.broadcast_to(positions, (rows.shape[0], chunk))
 
         def read(home: int, at: Array) -> Tree:
             specs = plan.readable_specs(home, 1, 1, regions.block)
@@ -290,14 +299,19 @@ def read_chunks(
             k_params, view.stats[k_home], query, read(k_home, at), positions, view.rope
         )
         seen = (
-            (index[None, None] < queries.limits[..., None])
+            (index[:, None] < queries.limits[..., None])
             & plan.attention.reaches(queries.positions[..., None], positions[:, None])
             & fresh[None, None]
         )
+        if regions.wraps:
+            seen &= index[:, None] >= 0
         logits = plan.attention.scaled(scores, rows.shape[-1])
         return online_softmax.extend(part, logits, _per_row(seen, rows), weigh)
 
-    return lax.fori_loop(0, -(-jnp.max(regions.held(queries.limits)) // chunk), step, part)
+    end = jnp.max(regions.held(queries.limits))
+    if regions.wraps:
+        end = jnp.minimum(end, size)
+    return lax.fori_loop(0, -(-end // chunk), step, part)
 
 
 def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:

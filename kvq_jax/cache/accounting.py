@@ -33,7 +33,8 @@ def nbytes(tree: Any) -> int:
 def dense_nbytes(
     config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16"
 ) -> int:
-    """Return the bytes of unquantized keys and values: 2 * L * B * K * S * H * itemsize. Exact.
+    """Return the bytes of unquantized keys and values: 2 * L * B * K * S * H * itemsize, with the
+    window in place of S in layers that have a shorter one. Exact.
 
     Args:
         config: the model's config, or its `CacheDims`.
@@ -42,15 +43,19 @@ def dense_nbytes(
         dtype: the dtype of keys and values.
     """
     d = dims_of(config)
-    of_token = 2 * d.num_hidden_layers * d.num_key_value_heads * d.head_dim
-    return of_token * batch * capacity * jnp.dtype(dtype).itemsize
+    windows = [layer.window or capacity for layer in d.attention] or [
+        capacity
+    ] * d.num_hidden_layers
+    tokens = sum(min(window, capacity) for window in windows)
+    of_token = 2 * d.num_key_value_heads * d.head_dim * jnp.dtype(dtype).itemsize
+    return of_token * batch * tokens
 
 
 def bits_per_element(
     spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16"
 ) -> float:
     """Return the stored bits of a whole cache divided by the 2 * L * K * S * H elements that it
-    stands for. Exact, counted from shapes.
+    stands for, fewer in layers with windows (`dense_nbytes`). Exact, counted from shapes.
 
     Windows, scales, padding and statistics are included.
 
@@ -154,16 +159,16 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
     if cache.placement is not None:
         cache = move(cache, None)  # body arrays in the order of tokens
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
-        by_side = {}
+        by_side, regions = {}, plan.regions
         for side, codec, stored in zip(plan.names, plan.codecs, layer.body, strict=True):
             if codec.facts.outliers:
                 body = load_body(codec.body(1, plan.heads, plan.regions.block), stored)
                 counts = codec.facts.outliers.counts(body)
                 runs = counts.kept.shape[1]
-                first = (
-                    jnp.arange(runs, dtype=jnp.int32) * plan.regions.body_capacity // max(1, runs)
-                )  # of each run
-                live = first[None] < plan.regions.body(cache.lengths)[:, None]
+                # of each run
+                first = jnp.arange(runs, dtype=jnp.int32) * regions.held_capacity // max(1, runs)
+                held = regions.body(cache.lengths)
+                live = first[None] < jnp.minimum(held, regions.slots * regions.block)[:, None]
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
                 )
@@ -234,7 +239,8 @@ def layer_components(cache: Cache) -> tuple[tuple[Component, ...], ...]:
 
 
 def _components(plan: LayerPlan, layer: LayerState) -> tuple[Component, ...]:
-    totals: dict[tuple[str, str], int] = {("-", "lengths"): nbytes(layer.intact)}
+    counts = nbytes((layer.intact, layer.floor))
+    totals: dict[tuple[str, str], int] = {("-", "lengths"): counts}
     for field in ("sink", "ring", "body", "stats"):
         for side, tree in zip(plan.names, getattr(layer, field), strict=True):
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -27,11 +27,13 @@ from kvq_jax.cache.cache import Cache, check_held, shardings
 from kvq_jax.cache.parameters import parameter_axes
 from kvq_jax.cache.update import take_tokens
 from kvq_jax.layer import cross_layer
-from kvq_jax.layer.kept_codes import after_trim, copied_codes
+from kvq_jax.layer.kept_codes import after_trim, copied_codes, unwritten
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+from kvq_jax.layer.regions import Regions
 from kvq_jax.placement.allowed import check_rows
 from kvq_jax.placement.crossing import crossing
 from kvq_jax.placement.placement import Placement
+from kvq_jax.placement.processes import fetched
 from kvq_jax.placement.shards import on_shards, parameter_partition, state_partition
 from kvq_jax.types.array_types import ArraySpec, Integers, LengthsB, Tree
 from kvq_jax.types.integers import int32
@@ -48,6 +50,10 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
     does not grow with the answers that are generated again. Only blocks that can come back are
     dequantized. A row that is trimmed to 0 tokens is like a new one.
 
+    A layer with a sliding window holds the tokens of the window and a few before it, so a row can
+    be trimmed by as many tokens, at least 64, or to 0. Attention after a traced trim that goes
+    further is NaN until the window has no token from before it.
+
     Args:
         cache: the cache.
         lengths: [B] integers of at least 0, the most tokens that each row keeps. Traced lengths
@@ -55,7 +61,8 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         parameters: the method's parameters for each layer, `()` for methods without any.
 
     Raises:
-        ValueError: if `lengths` is not [B] or holds other values, or the cache was consumed.
+        ValueError: if `lengths` is not [B] or holds other values, a window has left the tokens that
+            a row would go back to, or the cache was consumed.
     """
     check_held(cache)
     limits = jnp.asarray(int32("lengths", lengths))
@@ -63,7 +70,31 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         raise ValueError(f"lengths must be [{cache.batch}], got shape {limits.shape}")
     if not isinstance(limits, Tracer) and np.asarray(limits).min() < 0:
         raise ValueError(f"lengths must be at least 0, got {np.asarray(limits).tolist()}")
+    _check_windows(cache, limits)
     return _apply(_trimmed, cache.placement, cache, limits, parameters or ((),) * len(cache.layers))
+
+
+def _check_windows(cache: Cache, limits: Array) -> None:
+    """Raise ValueError if a layer no longer holds the tokens that a trimmed row's next token
+    sees."""
+    wrapped = [
+        (plan, state)
+        for plan, state in zip(cache.plans, cache.layers, strict=True)
+        if plan.regions.wraps
+    ]
+    if not wrapped or any(isinstance(a, Tracer) for a in (limits, *jax.tree.leaves(cache))):
+        return
+    lengths, kept = fetched(cache.lengths), np.asarray(limits)
+    for plan, state in wrapped:
+        window = plan.regions.window
+        held = fetched(held_from(plan, state, cache.lengths))
+        lost = (kept > 0) & (kept < lengths) & (np.maximum(kept - window + 1, 0) < held)
+        for row in np.flatnonzero(lost):
+            raise ValueError(
+                f"row {row} has {lengths[row]} tokens, and a layer with a window of {window} tokens"
+                f" can go back to {held[row] + window - 1}, not to {kept[row]}: trim the row to"
+                " that length or to 0"
+            )
 
 
 def _trimmed(cache: Cache, limits: LengthsB, parameters: tuple[Tree, ...]) -> Cache:
@@ -258,9 +289,12 @@ def _trim_layer(
     initial = tuple(codec.statistics.initial(old.shape[0], plan.heads) for codec in plan.codecs)
     stats = jax.tree.map(reset, specs, state.stats, initial)
     state = dataclasses.replace(state, stats=stats)
+    if state.floor is not None:
+        floor = jnp.where(new < old, held_from(plan, state, old), state.floor)
+        state = dataclasses.replace(state, floor=jnp.where(emptied, 0, floor))
     # The window of recent .. recent + block - 1 tokens touches the blocks that can come back.
     touched = -(-(regions.recent + regions.block - 1) // regions.block)
-    blocks = regions.most_held(min(touched, regions.body_capacity // regions.block))
+    blocks = regions.most_held(min(touched, regions.slots))
     if not blocks:
         return state, None
     kept = after_trim(regions, state.intact, old, new)
@@ -270,16 +304,16 @@ def _trim_layer(
     )
     state = dataclasses.replace(state, body=body, intact=kept.intact)
     # [B], the first body token of this shard to dequantize
-    first = jnp.minimum(
-        regions.held(regions.body(new)), regions.held_capacity - blocks * regions.block
-    )
+    first = regions.held(regions.body(new))
+    if not regions.wraps:
+        first = jnp.minimum(first, regions.held_capacity - blocks * regions.block)
     # the token that each ring slot holds now, counted from the start of the body
     index = regions.ring_positions(new) - regions.sink
     returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
-        coded = load_row_blocks(
-            codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks
+        coded = _blocks_from(
+            regions, codec.body(1, 1, regions.block), state.body[side], first, blocks
         )
         side_params = by_side(params)[side]
         rows = codec.dequantize(side_params, state.stats[side], coded)
@@ -292,6 +326,26 @@ def _trim_layer(
             back = _of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
     return dataclasses.replace(state, ring=tuple(ring)), carried
+
+
+def held_from(plan: LayerPlan, state: LayerState, lengths: LengthsB) -> LengthsB:
+    """Return the first body token that a layer whose body wraps around still holds, with rows of
+    these lengths."""
+    regions = plan.regions
+    assert state.floor is not None, "the body wraps around"
+    written = unwritten(regions, state.intact, lengths)
+    return jnp.maximum(state.floor, regions.oldest(written))
+
+
+def _blocks_from(regions: Regions, block: Tree, stored: Tree, first: LengthsB, count: int) -> Tree:
+    """Return the values of `count` blocks of each row b, from the held body token first[b] on."""
+    if not regions.wraps:
+        return load_row_blocks(block, stored, first // regions.block, count)
+    places = (regions.place(first // regions.block + i) for i in range(count))
+    values = [load_row_blocks(block, stored, place, 1) for place in places]
+    return jax.tree.map(
+        lambda spec, *parts: jnp.concatenate(parts, axis=spec.axis("tokens")), block, *values
+    )
 
 
 def _of_holder(rows: Array, holds: Array, axis: str) -> Array:

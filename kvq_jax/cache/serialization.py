@@ -176,7 +176,7 @@ def load_cache(
             promised.dtype,
             placement,
         )
-        structs, tensors, checksum, intact = _named(promised), [], Checksum(), {}
+        structs, tensors, checksum, counts = _named(promised), [], Checksum(), {}
         saved = {
             name: struct
             for name, struct in structs.items()
@@ -191,8 +191,8 @@ def load_cache(
                 checksum.add(name, tensor)
             else:
                 tensor = np.zeros(struct.shape, struct.dtype)
-            if name.endswith(".intact"):
-                intact[name] = tensor
+            if name.endswith((".intact", ".floor")):
+                counts[name] = tensor
             tensors.append(place(deal(tensor)))
         for name in _beside(file):
             checksum.add(name, file.get_tensor(name))
@@ -205,11 +205,11 @@ def load_cache(
             f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}:"
             f" {cache.lengths.tolist()}"
         )
-    for name, counts in intact.items():
-        if np.any((counts < 0) | (counts > cache.capacity)):
+    for name, tokens in counts.items():
+        if np.any((tokens < 0) | (tokens > cache.capacity)):
             raise ValueError(
                 f"{str(path)!r}: {name} is not between 0 and the capacity {cache.capacity}:"
-                f" {counts.tolist()}"
+                f" {tokens.tolist()}"
             )
     return cache
 

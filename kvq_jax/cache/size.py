@@ -28,7 +28,7 @@ class Size:
             and factors of weights, but not weights that are used unchanged.
         working: bytes of a step's working memory: the accumulator [B, S, D] of cross-layer methods.
         elements: 2 * L * B * K * S * H, the number of keys' and values' entries that the cache
-            stands for.
+            stands for, with the window in place of S in layers that have a shorter one.
     """
 
     cache: int

@@ -115,7 +115,7 @@ class CacheSpec:
         whose tokens would be out of reach, and exact tokens only within the window."""
         if window is None:
             return Regions(self.sink, self.recent, self.block, capacity)
-        return Regions(0, min(self.recent, window), self.block, capacity)
+        return Regions(0, min(self.recent, window), self.block, capacity, window)
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
         """Return the plan of one layer: resolved codecs and regions. Raise ValueError if the

@@ -70,6 +70,14 @@ def decode_layer(
     The result equals T single steps: each token sees the body as it would be at its own step.
     `route`: see attention/dispatch.py.
     """
+    tokens, slack = inputs.positions.shape[1], plan.regions.slack
+    if plan.regions.wraps and tokens > slack:  # more would take the slots of tokens that are seen
+        outs = []
+        for at in range(0, tokens, slack):
+            part = _part_of(inputs, at, min(slack, tokens - at))
+            out, state, carry = decode_layer(plan, params, state, part, carry, route)
+            outs.append(out)
+        return jnp.concatenate(outs, axis=2), state, carry
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs, prefill=False)
     # A token past the capacity sees nothing real. Without the bound it would see a block too many.
@@ -79,6 +87,22 @@ def decode_layer(
     body = plan.readable(after.body, carry)
     out = dispatch.attend(plan, params, state, after, body, inputs, limits, windows, route)
     return out, after, carry
+
+
+def _part_of(inputs: LayerInputs, first: int, count: int) -> LayerInputs:
+    """Return `count` of the new tokens from `first` on."""
+
+    def cut(array: Array | None, axis: int) -> Array | None:
+        if array is None:
+            return None
+        return lax.slice_in_dim(array, first, first + count, axis=axis)
+
+    by_axis = {
+        1: ("x", "residual", "positions", "valid"),
+        2: ("q_pre", "q_rot", "k_pre", "k_rot", "v"),
+    }
+    parts = {n: cut(getattr(inputs, n), axis) for axis, names in by_axis.items() for n in names}
+    return dataclasses.replace(inputs, **parts)
 
 
 def append_layer(
@@ -121,7 +145,11 @@ def _append(
         for codec, side_params, ring in zip(plan.codecs, params, state.ring, strict=False)
     ]
     # nothing remains in a row that starts
-    state = dataclasses.replace(state, intact=jnp.where(start == 0, 0, state.intact))
+    state = dataclasses.replace(
+        state,
+        intact=jnp.where(start == 0, 0, state.intact),
+        floor=None if state.floor is None else jnp.where(start == 0, 0, state.floor),
+    )
     after, aged, windows = None, (False, False), None
     if not prefill and inputs.positions.shape[1] == 1:
         after, aged, windows = dispatch.append_token(
@@ -302,11 +330,13 @@ def _age(
     `total`. `ring` already holds these tokens. Blocks whose codes are intact are not written."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
-    blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
+    blocks = regions.most_held(min(-(-tokens // block), regions.slots))
     if not blocks:
         return state.body[side]
     first = regions.held(unwritten(regions, state.intact, start))
     end = regions.held(unwritten(regions, state.intact, total))
+    if regions.wraps:
+        first = jnp.maximum(first, regions.oldest(end))
     leaving = (end - first) // block  # [B], at most `blocks`
     # The block that leaves in a step is still in the ring, which has room for one block more than
     # the recent window.
@@ -340,6 +370,22 @@ def _age(
     # In a decode step only every block-th token makes a block age. The branch returns that block,
     # because it would copy the body.
     coded = encode() if tokens >= block else lax.cond(jnp.any(leaving > 0), encode, nothing)
-    return dispatch.store_blocks(
-        codec.body(1, 1, block), state.body[side], coded, first // block, leaving, route
-    )
+    spec, stored = codec.body(1, 1, block), state.body[side]
+    if not regions.wraps:
+        return dispatch.store_blocks(spec, stored, coded, first // block, leaving, route)
+    at = regions.place(first // block)
+    before_end = jnp.minimum(leaving, regions.slots - at)
+    stored = dispatch.store_blocks(spec, stored, coded, at, before_end, route)
+    if blocks == 1:
+        return stored
+    # the others go to the first slots
+    coded = jax.tree.map(lambda spec, array: _rolled(spec, array, before_end), spec, coded)
+    return dispatch.store_blocks(spec, stored, coded, 0 * at, leaving - before_end, route)
+
+
+def _rolled(spec: BodySpec, array: Array, blocks: Int[Array, "B"]) -> Array:
+    """Return the array of some blocks with blocks[b] of them moved from the start of row b to its
+    end."""
+    axis = spec.axis("tokens")
+    shift = jax.vmap(lambda row, by: jnp.roll(row, -by * spec["tokens"].size, axis - 1))
+    return shift(array, blocks)

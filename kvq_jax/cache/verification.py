@@ -29,6 +29,7 @@ from kvq_jax.cache.cache import Cache, axes
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import ArraySpec
 
+WITHOUT_TOKENS = ("stats", "intact", "floor")  # fields of LayerState
 FACTOR = 2654435761  # Knuth's, so that neighbouring words have unlike factors
 
 Seals: TypeAlias = "dict[int, Seal]"  # by layer
@@ -116,22 +117,33 @@ class _Covered:
     @property
     def axes(self) -> tuple[int, int | None]:
         """Return the axes of sequences and of tokens, None if there are no tokens."""
-        tokens = None if self.field in ("stats", "intact") else self.spec.axis("tokens")
+        tokens = None if self.field in WITHOUT_TOKENS else self.spec.axis("tokens")
         return self.spec.axis("batch"), tokens
 
     def stays(self, regions: Regions, before: int, now: int) -> np.ndarray:
         """Return a mask of the parts that a sequence had at the length `before` and has at
         `now`."""
-        if self.field in ("stats", "intact"):
+        if self.field in WITHOUT_TOKENS:
             return np.array([(regions.body(before) if self.widens else before) > 0])
         axis = self.spec["tokens"]
         index = np.arange(axis.size)
         if self.field == "body":
-            return index < regions.body(before) // axis.per * axis.each
+            slots = index * axis.count // (axis.size * regions.block)
+            then, later = (_blocks(regions, slots, length) for length in (before, now))
+            return (then == later) & (then >= 0)
         if self.field == "sink":
             return index < before
         then, later = (_ring(regions, length) for length in (before, now))
         return (then == later) & (then >= regions.sink)
+
+
+def _blocks(regions: Regions, slots: np.ndarray, length: int) -> np.ndarray:
+    """Return the block of the body that each of its slots holds, negative if there is none."""
+    newest = regions.body(length) // regions.block - 1
+    if not regions.wraps:
+        return np.where(slots <= newest, slots, -1)
+    blocks = newest - (newest - slots) % regions.slots
+    return np.where(slots < regions.slots, blocks, -1)  # the last one is for spare codes
 
 
 def _ring(regions: Regions, length: int) -> np.ndarray:
@@ -159,7 +171,7 @@ def _covered(*described: Any) -> tuple[_Covered, ...]:
 
     leaves = jax.tree_util.tree_leaves_with_path(layout.layers[layer])
     arrays = (covered(path, spec) for path, spec in leaves if math.prod(spec.shape))
-    return tuple(one for one in arrays if one.field != "body" or one.spec.grows)
+    return tuple(one for one in arrays if one.field != "body" or "tokens" in one.spec.names)
 
 
 def _sealed(cache: Cache, layer: int, lengths: np.ndarray) -> Seal:

@@ -15,7 +15,8 @@ for each row and layer says which codes remain from before a trim:
              in the body, the other intact % block tokens in the spare place
 
 The spare place is the last block of the body (of each shard), which is free until the cache is
-almost full. A row that fills it loses the spare codes, and nothing else.
+almost full. A row that fills it loses the spare codes, and nothing else. A body that wraps around
+has one more slot for it.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def after_trim(regions: Regions, intact: LengthsB, old: LengthsB, new: LengthsB)
 
 def copied_codes(regions: Regions, block: Tree, body: Tree, kept: KeptCodes) -> Tree:
     """Return the stored body with the codes of a cut block copied. `block` describes one block."""
-    source, target = (regions.held_index(at * regions.block) for at in (kept.source, kept.target))
+    source, target = regions.place(kept.source), regions.place(kept.target)
     copied = kept.copied
     if regions.shards > 1:
         copied &= regions.holds(kept.source * regions.block)
-    values = load_row_blocks(block, body, source // regions.block, 1)
-    return store_blocks(block, body, values, target // regions.block, copied.astype(jnp.int32))
+    values = load_row_blocks(block, body, source, 1)
+    return store_blocks(block, body, values, target, copied.astype(jnp.int32))

@@ -38,6 +38,8 @@ class LayerState:
         body: the codec's arrays.
         stats: the prompt statistics.
         intact: [B] int32, the body tokens whose codes remain from before a trim (kept_codes.py).
+        floor: [B] int32, the first body token that was still held at the last trim. Only of a body
+            that wraps around, else None.
     """
 
     sink: Sides
@@ -45,6 +47,7 @@ class LayerState:
     body: Sides
     stats: Sides
     intact: LengthsB
+    floor: LengthsB | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +88,9 @@ class LayerPlan:
         return self.k.facts.cross_layer
 
     def dealt(self, shards: int, axis: str | None) -> LayerPlan:
-        """Return the plan of a layer whose body is dealt out to shards along a mesh axis."""
-        if shards == 1:
+        """Return the plan of a layer whose body is dealt out to shards along a mesh axis, but for
+        one that wraps around."""
+        if shards == 1 or self.regions.wraps:
             return self
         regions = dataclasses.replace(self.regions, shards=shards, axis=axis)
         return dataclasses.replace(self, regions=regions)
@@ -131,14 +135,17 @@ class LayerPlan:
         tokens = self.regions.held_capacity * self.regions.shards
         bodies = tuple(codec.body(batch, self.heads, tokens) for codec in self.codecs)
         stats = tuple(codec.statistics.spec(batch, self.heads) for codec in self.codecs)
-        intact = ArraySpec((Axis("batch", batch),), "int32")
+        if self.regions.wraps:
+            bodies = jax.tree.map(lambda spec: spec.wrapped, bodies)
+        counts = ArraySpec((Axis("batch", batch),), "int32")
         return describe(
             LayerState,
             sink=window(self.regions.sink_slots),
             ring=window(self.regions.ring_slots),
             body=bodies,
             stats=stats,
-            intact=intact,
+            intact=counts,
+            floor=counts if self.regions.wraps else None,
         )
 
     def layout(self, batch: int, dtype: DTypeLike) -> LayerState:

@@ -12,6 +12,14 @@ newest token p with (p - sink) % slots == s.
 If D shards split a body, its blocks are dealt out in turn: block g is block g // D of shard g % D.
 So shards differ by at most one block, whatever the length, and the first blocks of a sequence are
 the first ones of every shard.
+
+The body of a layer with a sliding window wraps around if the window is shorter than the capacity:
+
+    block g lies in slot g mod n,   n = ceil((window - recent + slack - 1) / block)
+
+So it holds every token that a query sees, in a step of up to `slack` tokens and after a trim of up
+to `slack` tokens, and its bytes do not depend on the capacity. One more slot is for the spare codes
+of kept_codes.py. Like the ring, it is whole on every shard.
 """
 
 from __future__ import annotations
@@ -25,11 +33,15 @@ from jaxtyping import Array, Bool, Int
 
 N = TypeVar("N", int, Array)
 
+SLACK = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
     """Static sizes in tokens. `capacity` counts all three regions together.
 
+    window: the number of tokens that a query sees, itself included, or None for all.
+    slack: tokens beyond the window for which a body that wraps around has room.
     shards: the number of shards along the mesh axis `axis` to which the body's blocks are dealt
     out. A shard's program calls the methods about what it holds inside `jax.shard_map`.
     """
@@ -38,6 +50,8 @@ class Regions:
     recent: int
     block: int
     capacity: int
+    window: int | None = None
+    slack: int = SLACK
     shards: int = 1
     axis: str | None = None
 
@@ -51,6 +65,20 @@ class Regions:
     def body_capacity(self) -> int:
         """Return the number of body tokens of a full cache."""
         return self.body(self.capacity)
+
+    @property
+    def slots(self) -> int:
+        """Return n, the number of blocks that the body holds if it wraps around, else all."""
+        blocks = self.body_capacity // self.block
+        if self.window is None:
+            return blocks
+        needed = -(-(self.window - self.recent + self.slack - 1) // self.block)
+        return needed if needed + 1 < blocks else blocks
+
+    @property
+    def wraps(self) -> bool:
+        """Return True if newer blocks of the body take the slots of those that no query sees."""
+        return self.slots < self.body_capacity // self.block
 
     @property
     def sink_slots(self) -> int:
@@ -79,6 +107,8 @@ class Regions:
     @property
     def held_capacity(self) -> int:
         """Return the number of body tokens that each shard has room for."""
+        if self.wraps:
+            return (self.slots + 1) * self.block
         return self.most_held(self.body_capacity // self.block) * self.block
 
     def most_held(self, blocks: int) -> int:
@@ -107,12 +137,38 @@ class Regions:
             return token
         return token // (self.block * self.shards) * self.block + token % self.block
 
+    def place(self, block: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return the place of a block among the blocks of the shard that holds it."""
+        if not self.wraps:
+            return self.held_index(block * self.block) // self.block
+        spare = block >= self.body_capacity // self.block
+        return jnp.where(spare, self.slots, block % self.slots)
+
+    def oldest(self, body: N) -> N:
+        """Return the first body token that is held once the first `body` ones were written."""
+        if not self.wraps:
+            return 0 * body
+        first = body - self.slots * self.block
+        return max(0, first) if isinstance(first, int) else jnp.maximum(first, 0)
+
+    def tokens_at(self, index: Int[Array, " n"], body: Int[Array, "B"]) -> Int[Array, "#B n"]:
+        """Return the body token at each of these indices of this shard once the first `body[b]`
+        ones were written. It is negative if there is none yet."""
+        if not self.wraps:
+            return self.body_token(index)[None]
+        newest, slot = body[:, None] // self.block - 1, index[None] // self.block
+        block = newest - (newest - slot) % self.slots
+        return block * self.block + index[None] % self.block
+
     def holds(self, token: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Return a mask of the body tokens that this shard, one of several, holds."""
         return token // self.block % self.shards == lax.axis_index(self.axis)
 
     def last_of_shard(self, block: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Return the last block for which the shard that holds `block` has room."""
+        """Return the last block for which the shard that holds `block` has room. If the body wraps
+        around, it is one that no token reaches."""
+        if self.wraps:
+            return jnp.full_like(block, self.body_capacity // self.block)
         return (self.held_capacity // self.block - 1) * self.shards + block % self.shards
 
     def held_positions(self, first: Int[Array, "B"], count: int) -> Int[Array, "B count"]:

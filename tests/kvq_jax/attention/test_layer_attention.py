@@ -1,10 +1,10 @@
 """A layer with a window, another scale, a soft cap and sinks equals an ordinary layer that is read
-with a mask by the reference, over the table of methods."""
+with a mask by the reference, over the table of methods. Its body wraps around."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,6 @@ from tests.kvq_jax.layer_runs import (
     DIMS,
     ROUNDING,
     STEP,
-    Sequences,
     agrees,
     boundary_lengths,
     decode,
@@ -32,34 +31,17 @@ from tests.kvq_jax.layer_runs import (
     run,
     sequences,
 )
+from tests.kvq_jax.windowed_runs import (
+    SINKS,
+    SPECIAL,
+    WINDOW,
+    empty,
+    held_codes,
+    tokens_with_sinks,
+)
 from tests.methods_table import MethodCase, cases
 
-WINDOW = 20  # sequences are four and a half of these long
-SPECIAL = Attention(window=WINDOW, scale=0.3, soft_cap=4.0, sinks=True)
-SINKS = np.linspace(-1, 3, DIMS.num_attention_heads).astype(np.float32)
 attend_reference = quick_jit(reference.attend, static_argnums=4)
-
-
-class WithSinks(Sequences):
-    """Sequences of a layer whose attention has sinks."""
-
-    def window(self, *arguments, **options) -> kvq.LayerInputs:
-        return dataclasses.replace(super().window(*arguments, **options), sinks=jnp.asarray(SINKS))
-
-
-@functools.cache
-def tokens_with_sinks() -> WithSinks:
-    plain = sequences()
-    return WithSinks(*(getattr(plain, field.name) for field in dataclasses.fields(plain)))
-
-
-def empty(spec: str, attention: Attention) -> tuple[LayerPlan, LayerState]:
-    """Return a layer of a new cache with this attention. It has no sink, as windowed layers."""
-    dims = dataclasses.replace(DIMS, attention=(attention,) * DIMS.num_hidden_layers)
-    cache = kvq.init_cache(
-        dataclasses.replace(kvq.parse(spec), sink=0), dims, 8, CAPACITY, "float32"
-    )
-    return cache.plans[-1], cache.layers[-1]
 
 
 def refuses(case: MethodCase) -> bool:
@@ -83,13 +65,17 @@ def test_a_windowed_layer_equals_a_masked_one(case: MethodCase):
     masked, masked_state = empty(case.spec, Attention())
     tokens, lengths = tokens_with_sinks(), boundary_lengths(plan)
     start = np.maximum(lengths - STEP, 0).astype(np.int32)
+    _, prompted = run(plan, state, tokens, lengths, lengths)
+    _, masked_prompted = run(masked, masked_state, sequences(), lengths, lengths)
+    check_codes(plan, prompted, masked, masked_prompted, lengths)
     _, before = run(plan, state, tokens, start // 2, start)
     _, masked_state = run(masked, masked_state, sequences(), start // 2, start)
     inputs = tokens.window(start, lengths, STEP)
-    out, _, _ = decode(plan, parameters_of(plan), before, inputs, ())
+    out, windowed, _ = decode(plan, parameters_of(plan), before, inputs, ())
     _, after, _ = decode(
         masked, parameters_of(masked), masked_state, sequences().window(start, lengths, STEP), ()
     )
+    check_codes(plan, windowed, masked, after, lengths)
     keys, values = decode_vectors(
         masked, parameters_of(masked), after, jnp.asarray(lengths), inputs.rope
     )
@@ -111,6 +97,18 @@ def test_a_windowed_layer_equals_a_masked_one(case: MethodCase):
     assert not passes(WINDOW, dataclasses.replace(SPECIAL, scale=None)), "another scale passes"
     assert not passes(WINDOW, sinks=SINKS - 50), "no sinks pass"
     assert not passes(WINDOW, sinks=SINKS[::-1]), "the sinks of other heads pass"
+
+
+def check_codes(
+    plan: LayerPlan, state: LayerState, masked: LayerPlan, other: LayerState, lengths: np.ndarray
+) -> None:
+    """Assert that a windowed layer has the codes of an ordinary one, bit for bit, and that one
+    block passes for no other."""
+    mine, theirs = held_codes(plan, state, lengths), held_codes(masked, other, lengths)
+    assert mine.keys() == theirs.keys()
+    wrong = [key for key in mine if mine[key].tobytes() != theirs[key].tobytes()]
+    assert not wrong, f"{len(wrong)} of {len(mine)}, first {wrong[0]}"
+    assert any(mine[a].tobytes() != mine[b].tobytes() for a, b in itertools.pairwise(mine))
 
 
 @cases("kivi2", "kivi3_k8_pre_rope", usual=("kivi2",))
@@ -146,7 +144,7 @@ def test_prompts_longer_than_the_window_equal_masked_ones(case: MethodCase):
 
 @cases("kivi2", "kivi3_k8_pre_rope", "xquant4", usual=("kivi2",))
 def test_a_windowed_step_of_many_tokens_equals_single_steps(case: MethodCase):
-    plan, state = empty(case.spec, SPECIAL)
+    plan, state = empty(case.spec, SPECIAL, slack=3)  # a step of more tokens is taken in parts
     tokens, lengths = tokens_with_sinks(), boundary_lengths(plan)
     start = np.maximum(lengths - 2 * STEP - 3, 0).astype(np.int32)
     many, _ = run(plan, state, tokens, start, lengths)
@@ -158,10 +156,11 @@ def test_a_windowed_step_of_many_tokens_equals_single_steps(case: MethodCase):
 
 
 def test_a_window_that_holds_the_whole_cache_is_none():
-    plan, _ = empty("kivi:bits=4", Attention(window=CAPACITY))
-    assert plan.attention == Attention()
-    plan, _ = empty("kivi:bits=4", Attention(window=CAPACITY - 1))
-    assert plan.attention.window == CAPACITY - 1
+    for window, kept in ((CAPACITY, None), (CAPACITY - 1, CAPACITY - 1)):
+        dims = dataclasses.replace(DIMS, attention=(Attention(window=window),) * 2)
+        plan = kvq.layout("kivi:bits=4", dims, 1, CAPACITY).plans[0]
+        assert plan.attention.window == kept
+        assert plan.regions.sink == (kvq.parse("kivi:bits=4").sink if kept is None else 0)
 
 
 def test_kernels_are_not_chosen_for_other_attention():
