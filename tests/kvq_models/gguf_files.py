@@ -11,9 +11,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-from kvq_models.llama import hf_names
+from kvq_models.llama import fused_tensors, hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
+from kvq_models.llama.rope_config import rotary_dim
 
 SWAPPED = ("llama", "granite", "smollm3")  # architectures whose RoPE rotates neighbours
 TOKENS = ["<|end|>", *(chr(c) for c in range(33, 96)), *"Ġthe", "th", "the", "Ġthe", "12"]
@@ -54,12 +55,27 @@ def family_fields(config: LlamaConfig, architecture: str) -> dict[str, Any]:
             "residual_scale": config.residual_multiplier,
             "logit_scale": config.logits_scaling,
         }
+    if config.sliding_window is not None:
+        fields["attention.sliding_window"] = config.sliding_window
+    if architecture == "gemma2":
+        fields |= {
+            "attn_logit_softcapping": config.attention_soft_cap,
+            "final_logit_softcapping": config.logits_soft_cap,
+        }
+    rope = config.rope
+    if rope.rope_type == "yarn":
+        fields |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope.factor}
+    if rope.rope_type in ("yarn", "longrope"):
+        fields["rope.scaling.original_context_length"] = rope.original_max_position_embeddings
+    if architecture == "phi3":
+        fields["rope.dimension_count"] = rotary_dim(rope, config.head_dim)
+        fields["rope.scaling.attn_factor"] = rope.attention_factor
     if config.experts is not None:
         fields |= {
             "expert_count": config.experts.count,
             "expert_used_count": config.experts.per_token,
         }
-        if architecture == "qwen3moe":
+        if architecture in ("qwen3moe", "gpt-oss"):
             fields["expert_feed_forward_length"] = config.experts.intermediate_size
     return fields
 
@@ -68,16 +84,37 @@ def _tensors(
     llama: Llama, architecture: str, stacked_experts: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     config = llama.config
-    for weight in hf_names.weights(llama).values():
-        tensor = np.array(
+    tensors = {
+        weight.name: np.array(
             np.swapaxes(weight.leaf, -1, -2) if weight.transpose else weight.leaf, np.float32
         )
-        if architecture in SWAPPED and ".q_proj." in weight.name:
+        for weight in hf_names.weights(llama).values()
+    }
+    if architecture == "phi3":
+        tensors = fused_tensors.joined(config, tensors)
+        factors = zip(
+            ("short", "long"), (config.rope.short_factor, config.rope.long_factor), strict=True
+        )
+        for name, values in factors:
+            if values:
+                yield f"rope_factors_{name}.weight", np.array(values, np.float32)
+    for hf_name, tensor in tensors.items():
+        if architecture in SWAPPED and ".q_proj." in hf_name:
             tensor = swapped(tensor, config.num_attention_heads)
-        if architecture in SWAPPED and ".k_proj." in weight.name:
+        if architecture in SWAPPED and ".k_proj." in hf_name:
             tensor = swapped(tensor, config.num_key_value_heads)
-        name = gguf_name(weight.name, architecture)
-        if "*" not in weight.name or stacked_experts:
+        if config.unit_offset_norms and "norm" in hf_name:
+            tensor = tensor + 1
+        if architecture == "gpt-oss" and ".experts." in hf_name:
+            stem, bias, _ = hf_name.partition("_bias")
+            tensor = tensor if bias else np.swapaxes(tensor, -1, -2)
+            yield gguf_name(stem, architecture) + (".bias" if bias else ".weight"), tensor
+            continue
+        name = gguf_name(hf_name, architecture)
+        if hf_name.endswith("sinks"):
+            yield f"{name}.weight", tensor
+            continue
+        if "*" not in hf_name or stacked_experts:
             yield name, tensor
             continue
         for i, expert in enumerate(tensor):
@@ -124,7 +161,8 @@ def write_gguf(
     for key, value in ({"bos_token_id": 1, "eos_token_id": 2} | (tokenizer or {})).items():
         _add(writer, f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}", value)
     for name, tensor in _tensors(llama, architecture, stacked_experts):
-        stored = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
+        is_matrix = tensor.ndim > 1 and not name.endswith(".bias")
+        stored = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor, stored), raw_dtype=stored)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))

@@ -62,11 +62,7 @@ def slices(config: LlamaConfig, stored: Container[str] | None = None) -> dict[st
         for i in range(config.num_hidden_layers)
         for piece in _of_layer(config, f"model.layers.{i}.")
     )
-    return {
-        piece.name: piece
-        for piece in pieces
-        if stored is None or piece.stored in stored or f"{piece.stored}.weight" in stored
-    }
+    return {piece.name: piece for piece in pieces if stored is None or piece.stored in stored}
 
 
 def _of_layer(config: LlamaConfig, layer: str) -> Iterator[Slice]:
@@ -113,14 +109,10 @@ def apart(
     headers = dict(stored)
     for piece in pieces.values():
         headers.pop(piece.stored, None)
-        headers.pop(f"{piece.stored}.weight", None)
     for name, piece in pieces.items():
-        # a quantized weight is gathered under a name that ends in .weight
-        for whole in (piece.stored, f"{piece.stored}.weight"):
-            if (tensor := stored.get(whole)) is not None:
-                shape = piece.shape(tensor.shape)
-                named = tensor.stored_as or whole
-                headers[name] = dataclasses.replace(tensor, shape=shape, stored_as=named)
+        if (tensor := stored.get(piece.stored)) is not None:
+            shape, named = piece.shape(tensor.shape), tensor.stored_as or piece.stored
+            headers[name] = dataclasses.replace(tensor, shape=shape, stored_as=named)
     return headers
 
 

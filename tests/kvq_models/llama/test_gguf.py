@@ -184,11 +184,11 @@ def test_a_sliding_window_is_of_all_layers(window: int, tmp_path: pathlib.Path):
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: pathlib.Path):
-    assert "GGUF architecture 'gemma2' is not supported; supported: llama" in refusal(
+    assert "GGUF architecture 'gemma' is not supported; supported: llama" in refusal(
         write_gguf(
             random_llama(tiny_config(tie_word_embeddings=True)),
             tmp_path / "m.gguf",
-            architecture="gemma2",
+            architecture="gemma",
         )
     )
 

@@ -11,12 +11,14 @@ import jax
 import numpy as np
 import pytest
 
-from kvq_models.llama import gguf_header, gguf_names, hf_names
+from kvq_models.llama import checkpoint, fused_tensors, gguf_header, gguf_names, hf_names
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama, forward
 from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import (
+    LONGROPE,
+    YARN,
     random_llama,
     random_tokens,
     row_errors,
@@ -39,6 +41,12 @@ QWEN3_MOE = {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+GEMMA = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
 ONE = {"num_hidden_layers": 1}
 MODELS = {
     "granite": (
@@ -49,6 +57,41 @@ MODELS = {
     "olmo2": ("olmo2", tiny_config("olmo2", **ONE)),
     "qwen3moe": ("qwen3moe", tiny_config("qwen3_moe", **ONE | QWEN3_MOE)),
     "mixtral": ("llama", tiny_config("mixtral", **ONE | MIXTRAL)),
+    "gemma2": (
+        "gemma2",
+        tiny_config("gemma2", **GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
+    ),
+    "gemma3": ("gemma3", tiny_config("gemma3_text", **GEMMA, num_hidden_layers=6)),
+    "olmo3": (
+        "olmo2",
+        tiny_config(
+            "olmo3",
+            sliding_window=8,
+            num_hidden_layers=4,
+            rope_theta=5e5,
+            rope_scaling=YARN,
+        ),
+    ),
+    "phi3": (
+        "phi3",
+        tiny_config(
+            "phi3",
+            **ONE,
+            partial_rotary_factor=0.75,
+            rope_scaling=LONGROPE | {"attention_factor": 1.25},
+        ),
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        tiny_config(
+            "gpt_oss",
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            rope_theta=1.5e5,
+            rope_scaling=YARN | {"truncate": False},
+        ),
+    ),
 }
 MODELS_OF_HALVES = {
     config.model_type: architecture not in SWAPPED for architecture, config in MODELS.values()
@@ -90,6 +133,8 @@ def test_a_model_computes_what_its_source_does(
         "has_swapped_rows",
         lambda config, name: 4 * (".q_proj." in name and MODELS_OF_HALVES[config.model_type]),
     )
+    monkeypatch.setattr(fused_tensors, "_order", lambda *_: None)  # of Phi-3's slices
+    checkpoint._gguf_file.cache_clear()
     wrong = _logits(load_llama(path, dtype="float32")[0], TOKENS)
     assert row_errors(wrong, wanted).max() > 1e-3, "the other order of rows must be seen"
 
@@ -103,6 +148,11 @@ def test_a_model_computes_what_its_source_does(
         ("granite", "logit_scale", 1 / 2.5),
         ("qwen3moe", "expert_used_count", 2),
         ("mixtral", "expert_used_count", 3),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma3", "attention.sliding_window", 4),
+        ("olmo3", "rope.scaling.factor", 1.0),
+        ("phi3", "rope.scaling.attn_factor", 1.0),
+        ("gpt-oss", "expert_used_count", 1),
     ],
 )
 def test_a_changed_field_is_another_model(
@@ -130,7 +180,12 @@ def test_every_fourth_layer_of_smollm3_has_no_rope(tmp_path: pathlib.Path):
     ("name", "fields", "message"),
     [
         ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned=False"),
-        ("olmo2", {"attention.sliding_window": 16}, "olmo2.attention.sliding_window=16"),
+        (
+            "gemma3",
+            {"attention.sliding_window_pattern": 2},
+            "gemma3.attention.sliding_window_pattern=2",
+        ),
+        ("phi3", {"rope.dimension_count": 8}, "short_factor has 6 entries for 4 pairs"),
         ("qwen3moe", {"expert_weights_norm": False}, "qwen3moe.expert_weights_norm=False"),
         ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale=2.5"),
         ("qwen3moe", {"expert_count": 0}, "experts.count=0"),

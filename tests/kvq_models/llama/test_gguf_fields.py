@@ -275,7 +275,7 @@ def test_a_lora_adapter_is_named(llama: Llama, tmp_path: pathlib.Path):
 def test_another_architecture_is_refused_without_a_look_at_the_vocabulary(
     llama: Llama, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    path = write_gguf(llama, tmp_path / "m.gguf", architecture="gemma2", tokenizer=byte_level())
+    path = write_gguf(llama, tmp_path / "m.gguf", architecture="gemma", tokenizer=byte_level())
     decoded = []
     value = GgufHeader.value
 
@@ -284,7 +284,7 @@ def test_another_architecture_is_refused_without_a_look_at_the_vocabulary(
         return value(header, kind, at)
 
     monkeypatch.setattr(gguf_header.GgufHeader, "value", counted)
-    assert "GGUF architecture 'gemma2' is not supported" in refused(lambda: read_config(path))
+    assert "GGUF architecture 'gemma' is not supported" in refused(lambda: read_config(path))
     assert gguf_header._ARRAY not in decoded
     assert decoded, "the control: texts are decoded by this function"
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from kvq_models.llama.quantized.awq import Awq
 from kvq_models.llama.quantized.gptq import Gptq
+from kvq_models.llama.quantized.mxfp4 import Mxfp4
 from kvq_models.llama.quantized.nf4 import Nf4
 from kvq_models.llama.quantized.packed_int import PackedInt
 from kvq_models.llama.quantized.scaled_codes import PER_OUTPUT, PER_TENSOR, Block, ScaledCodes
 from kvq_models.llama.quantized.stored_parts import Layout
 
-METHODS = "fp8, fbgemm_fp8, compressed-tensors, awq, gptq, bitsandbytes (4 bits)"
+METHODS = "fp8, fbgemm_fp8, compressed-tensors, awq, gptq, bitsandbytes (4 bits), mxfp4"
 _INTS = {"int": "I8", "float": "F8_E4M3"}
 _CODES = {
     "int-quantized": ("int",),
@@ -64,6 +65,7 @@ def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
         "awq": _awq,
         "gptq": _gptq,
         "bitsandbytes": _bitsandbytes,
+        "mxfp4": lambda _: Mxfp4(),
     }
     if method.lower() not in readers:
         raise _refusal(stated, f"unquantized checkpoints, {METHODS}, or a GGUF file of the model")

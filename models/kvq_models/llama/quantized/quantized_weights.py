@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from kvq_models.llama.quantized.mxfp4 import Mxfp4
 from kvq_models.llama.quantized.quantization_config import Quantization
 from kvq_models.llama.quantized.stored_parts import FLOATS, Layout, StoredParts
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
@@ -53,6 +54,8 @@ def gathered(
     if quantization is None:
         return dict(stored), {}
     headers = {name: t for name, t in stored.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    if any(isinstance(layout, Mxfp4) for _, layout in quantization.layouts):
+        headers = dict(_with_dots(name, tensor) for name, tensor in headers.items())
     quantized: dict[str, QuantizedWeight] = {}
     for module, parts in _modules(headers, quantization).items():
         layout = quantization.layout_of(module)
@@ -68,9 +71,17 @@ def gathered(
         weight = QuantizedWeight(layout, StoredParts(module, used, read_stored))
         for end in used:
             del headers[f"{module}.{end}"]
-        quantized[f"{module}.weight"] = weight
-        headers[f"{module}.weight"] = weight.header
+        quantized[layout.name(module)] = weight
+        headers[layout.name(module)] = weight.header
     return headers, quantized
+
+
+def _with_dots(name: str, tensor: StoredTensor) -> tuple[str, StoredTensor]:
+    """Return a tensor of MXFP4, named gate_up_proj_blocks, as the part of a module."""
+    dotted = re.sub(r"_(blocks|scales)$", r".\1", name)
+    if dotted == name:
+        return name, tensor
+    return dotted, dataclasses.replace(tensor, stored_as=tensor.stored_as or name)
 
 
 def _modules(

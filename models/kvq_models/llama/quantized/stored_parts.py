@@ -93,6 +93,10 @@ class Layout(abc.ABC):
     def ends(self) -> tuple[str, ...]:
         """Return the ends of the tensors' names, first the one that every quantized weight has."""
 
+    def name(self, module: str) -> str:
+        """Return the name of the weight of a module."""
+        return f"{module}.weight"
+
     @abc.abstractmethod
     def shape(self, parts: StoredParts) -> tuple[int, ...]:
         """Return the shape of the weight, from headers and tensors of a few bytes. Raise
