@@ -11,16 +11,9 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from tests.compile_options import QUICK_COMPILE
-from tests.kvq_jax.cache_runs import DIMS, LENGTHS, continued, filled, rows_of
-from tests.kvq_jax.layer_runs import ROUNDING, beyond_rounding, live, parameters_of, row_errors
+from tests.kvq_jax.cache_runs import DIMS, LENGTHS, continued, filled, rows_of, trim
+from tests.kvq_jax.layer_runs import ROUNDING, beyond_rounding, live, row_errors
 from tests.methods_table import MethodCase, cases
-
-_trim = jax.jit(kvq.trim, compiler_options=QUICK_COMPILE)
-
-
-def trim(cache: kvq.Cache, lengths: np.ndarray) -> kvq.Cache:
-    return _trim(cache, lengths, tuple(parameters_of(plan) for plan in cache.plans))
 
 
 def assert_same_rows(
