@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.cache import row_operations
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.layer import cross_layer
 from tests.kvq_jax.layer_runs import (
@@ -20,11 +22,20 @@ from tests.kvq_jax.layer_runs import (
     decode_rows,
     parameters_of,
     prefill,
+    quick_jit,
     sequences,
 )
 
 DIMS = CacheDims(2, 4, 2, 32, 128)
 LENGTHS = (0, 1, 15, 16, 17, 40, 89, 90)
+trim_layer = quick_jit(row_operations._trim_layer, static_argnums=0)
+
+
+def trim(cache: kvq.Cache, lengths: np.ndarray) -> kvq.Cache:
+    """Return the trimmed cache. Layers of equal plans, in all files, share a compiled program."""
+    parameters = tuple(parameters_of(plan) for plan in cache.plans)
+    with mock.patch.object(row_operations, "_trim_layer", trim_layer):
+        return kvq.trim(cache, lengths, parameters)
 
 
 @functools.cache

@@ -68,25 +68,6 @@ def test_no_buffer_is_shared(case: MethodCase):
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-@pytest.mark.parametrize(
-    ("spec", "bits"),
-    [
-        ("dense", 16.0),
-        ("kivi:bits=2", 3.0),  # a float16 scale and a zero for 32 elements: one more bit
-        ("kivi:bits=4", 5.0),
-        ("kivi:bits=3", 4.0),
-        ("innerq:bits=2,mode=sym", 3.5),
-        ("innerq:bits=2", 4.0),
-        ("innerq:bits=2,storage=slot", 3.53125),
-        ("innerq:bits=2,mode=asym", 3.0),
-        ("kivi:bits=2,scale_dtype=float32", 4.0),
-    ],
-)
-def test_body_bits_are_codes_and_scales(spec: str, bits: float):
-    for head_dim in (64, 128):
-        assert kvq.body_bits_per_element(spec, CacheDims(2, 4, 2, head_dim, 4 * head_dim)) == bits
-
-
 def test_body_bits_do_not_depend_on_the_dtype_of_the_model():
     for spec in ("dense", "k=kivi:bits=2+v=dense"):
         bits = {

@@ -87,7 +87,7 @@ def temporary_bytes(
     return memory.temp_size_in_bytes, kvq.nbytes(cache.layers)
 
 
-@pytest.mark.parametrize("spec", ["dense", "innerq", "kvquant", "int4:subtract_bias=true"])
+@pytest.mark.parametrize("spec", ["innerq", "kvquant", "int4:subtract_bias=true"])
 def test_a_decode_step_needs_far_less_than_its_layer(spec: str):
     temporary, layer = temporary_bytes(decode_layer, spec, 1)
     assert temporary < 0.1 * layer, f"{temporary} temporary bytes, the layer has {layer}"

@@ -20,7 +20,7 @@ from kvq_jax.layer.kept_codes import KeptCodes
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from pallas_kernels.launch import Launch
 from tests.kvq_jax.attention import test_dispatch as kernels
-from tests.kvq_jax.cache_runs import DIMS
+from tests.kvq_jax.cache_runs import DIMS, trim_layer
 from tests.kvq_jax.layer_runs import (
     CAPACITY,
     ROUNDING,
@@ -38,7 +38,6 @@ from tests.methods_table import MethodCase, cases
 # of eight rows, none of which fills its body; cuts are in the first, a middle and the last block
 FULL = np.array([74, 73, 72, 71, 70, 69, 68, 62], np.int32)
 KEPT = np.array([66, 61, 50, 37, 29, 24, 18, 7], np.int32)
-trimmed_layer = quick_jit(_trim_layer, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Layer:
             at = np.minimum(at + tokens, FULL)
         return dataclasses.replace(self, state=state, lengths=FULL)
 
-    def trimmed(self, kept: np.ndarray, program: Callable[..., Any] = trimmed_layer) -> Layer:
+    def trimmed(self, kept: np.ndarray, program: Callable[..., Any] = trim_layer) -> Layer:
         params = parameters_of(self.plan)
         state, _ = program(self.plan, params, self.state, self.lengths, kept, None)
         return dataclasses.replace(self, state=state, lengths=kept)
@@ -126,7 +125,7 @@ def test_blocks_that_age_again_unchanged_keep_their_codes(case: MethodCase):
 
 @cases()
 def test_answers_that_are_generated_again_do_not_move_what_remains(case: MethodCase):
-    assert drift(case, 3, trimmed_layer) <= ROUNDING
+    assert drift(case, 3, trim_layer) <= ROUNDING
 
 
 @cases("turboquant3", "polar44", "gear2", "zipcache42", usual=("turboquant3",))
@@ -205,7 +204,7 @@ def test_a_step_of_one_token_leaves_codes_on_every_route(route: Route):
         return kernels.prefill(plan, params, state, inputs, (), route=XLA)[1]
 
     state = added(state, np.zeros(5, np.int32), full, 416)
-    state, _ = trimmed_layer(plan, params, state, full, kept, None)
+    state, _ = trim_layer(plan, params, state, full, kept, None)
     state = added(state, kept, before, 416)
     step = added(state, before, before + 1, 1)
     for one, other in zip(jax.tree.leaves(state.body), jax.tree.leaves(step.body), strict=True):

@@ -11,16 +11,9 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from tests.compile_options import QUICK_COMPILE
-from tests.kvq_jax.cache_runs import DIMS, LENGTHS, continued, filled, rows_of
-from tests.kvq_jax.layer_runs import ROUNDING, beyond_rounding, live, parameters_of, row_errors
+from tests.kvq_jax.cache_runs import DIMS, LENGTHS, continued, filled, rows_of, trim
+from tests.kvq_jax.layer_runs import ROUNDING, beyond_rounding, live, row_errors
 from tests.methods_table import MethodCase, cases
-
-_trim = jax.jit(kvq.trim, compiler_options=QUICK_COMPILE)
-
-
-def trim(cache: kvq.Cache, lengths: np.ndarray) -> kvq.Cache:
-    return _trim(cache, lengths, tuple(parameters_of(plan) for plan in cache.plans))
 
 
 def assert_same_rows(
@@ -70,7 +63,7 @@ def test_a_trimmed_cache_decodes_like_its_reference(case: MethodCase):
     assert error <= 1e-5, f"relative error {error:.1e}"
 
 
-@cases("kivi2", "innerq2", "dense")
+@cases("kivi2", "innerq2")
 def test_trim_inside_the_window_undoes_appends_exactly(case: MethodCase):
     n = np.full(8, 36, np.int32)
     long, short = filled(case.spec, (38,) * 8), filled(case.spec, (36,) * 8)
@@ -100,7 +93,7 @@ def test_trim_never_lengthens_a_row():
     assert_same_rows(found, cache, list(range(8)), list(range(8)))
 
 
-@cases("innerq2", "mixed")
+@cases("innerq2")
 def test_rows_are_selected_reordered_and_repeated(case: MethodCase):
     cache = filled(case.spec, LENGTHS)
     assert_same_rows(kvq.select_rows(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 2])
@@ -117,7 +110,7 @@ def test_rows_are_selected_reordered_and_repeated(case: MethodCase):
         assert_same_rows(kvq.select_rows(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 3])
 
 
-@cases("innerq2", "mixed")
+@cases("innerq2")
 def test_merged_rows_are_those_of_both_caches(case: MethodCase):
     first, second = filled(case.spec, LENGTHS), kvq.select_rows(filled(case.spec), [1, 3])
     merged = kvq.merge_rows(first, second)
@@ -126,7 +119,7 @@ def test_merged_rows_are_those_of_both_caches(case: MethodCase):
     assert jax.tree.structure(merged) == jax.tree.structure(first)
 
 
-@cases("innerq2", "mixed")
+@cases("innerq2")
 def test_a_row_replaces_another_and_nothing_else(case: MethodCase):
     cache, other = filled(case.spec, LENGTHS), kvq.select_rows(filled(case.spec), [3])
     replace = jax.jit(lambda cache, index, row: kvq.replace_row(cache, index, row))

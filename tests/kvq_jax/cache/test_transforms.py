@@ -86,7 +86,7 @@ def test_a_donated_scan_carry_equals_single_steps(case: MethodCase):
     assert row_errors(np.asarray(scanned)[::-1], np.stack(outputs)).max() > 1e-2
 
 
-@cases("kivi4_group8", "innerq3_sym")
+@cases("innerq2")
 def test_eager_equals_jit(case: MethodCase):
     plan, state = empty(case.spec)
     start = np.array([0, 1, 12, 23, 27, 28, 60, 89], np.int32)  # some rows age a block at this step

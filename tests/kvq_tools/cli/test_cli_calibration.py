@@ -70,6 +70,14 @@ def file(model, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def waterfill_file(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "w.safetensors"
+    spec = "waterfill:bits=4,sink=1,block=16"
+    assert main.main([str(a) for a in request(model, path, spec=spec)]) == 0
+    return path
+
+
 def assert_one_line_error(result, message):
     code, out, err = result
     errors = [line for line in err.splitlines() if line.startswith("kvq: error: ")]
@@ -353,10 +361,9 @@ def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(model,
 
 
 def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(
-    model, tmp_path, run, run_json
+    model, waterfill_file, run, run_json
 ):
-    out = tmp_path / "w.safetensors"
-    assert run(*request(model, out, spec="waterfill:bits=4,sink=1,block=16"))[0] == 0
+    out = waterfill_file
     sizes = ("--context", 256, "--batch", 2)
     by_bits = run_json("plan", model, "--calibration", out, "--budget", "3 bits", *sizes)
     caches = {cache["bits"]: cache for cache in by_bits["caches"]}
@@ -388,7 +395,6 @@ def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(
         ("2.5bots", "write 2.5bits, 600MiB"),
     ],
 )
-def test_a_plan_without_a_cache_is_one_line(model, tmp_path, run, budget, message):
-    out = tmp_path / "w.safetensors"
-    assert run(*request(model, out, spec="waterfill:block=16,sink=1"))[0] == 0
-    assert_one_line_error(run("plan", model, "--calibration", out, "--budget", budget), message)
+def test_a_plan_without_a_cache_is_one_line(model, waterfill_file, run, budget, message):
+    found = run("plan", model, "--calibration", waterfill_file, "--budget", budget)
+    assert_one_line_error(found, message)
