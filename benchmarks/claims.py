@@ -54,8 +54,8 @@ def claims(page: str, text: str) -> Iterator[Claim]:
         intervals = INTERVAL.findall(paragraph)
         for sentence in _sentences(paragraph):
             if COMPARES.search(sentence) and not sentence.startswith(NO_COMPARISON):
-                found = INTERVAL.findall(sentence) or intervals
-                yield Claim(page, sentence, tuple(found), section)
+                nearest = INTERVAL.findall(sentence) or intervals
+                yield Claim(page, sentence, tuple(nearest), section)
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -75,14 +75,14 @@ def _sentences(paragraph: str) -> list[str]:
     return re.split(r"(?<=[.:!?]) (?=[A-Z`*])", paragraph.removeprefix("- "))
 
 
-def without_interval(found: list[Claim]) -> list[Claim]:
+def without_interval(every: list[Claim]) -> list[Claim]:
     """Return the claims that neither hold an interval nor link the page that has it."""
-    return [claim for claim in found if not claim.intervals and not claim.sources]
+    return [claim for claim in every if not claim.intervals and not claim.sources]
 
 
 def contents() -> str:
     """Render the file."""
-    found = [
+    every = [
         claim for page in PAGES for claim in claims(page, (ROOT / page).read_text(encoding="utf-8"))
     ]
     lines = (
@@ -92,7 +92,7 @@ def contents() -> str:
             "; ".join(claim.intervals[:SHOWN]) + (" ..." if len(claim.intervals) > SHOWN else ""),
             ", ".join(pathlib.Path(source).name for source in claim.sources),
         )
-        for claim in found
+        for claim in every
     )
     return (
         "# Comparative sentences and their intervals\n\nMade by `python -m benchmarks.results_page`"

@@ -190,12 +190,12 @@ def recompute(plan: Plan, report: ProtocolReport, rows: int) -> tuple[list[str],
         before, now = cells(report, row), cells(report, again)
         moved = report.kl(again).value / report.kl(row).value - 1
         equal &= before == now
-        told = (
+        outcome = (
             "the same digits"
             if before == now
             else f"KL moved by {moved:+.2%}, rounding {row.measured.rounding:.2%}"
         )
-        lines.append(f"{row.spec} at {row.context}, {row.reading}: {told}")
+        lines.append(f"{row.spec} at {row.context}, {row.reading}: {outcome}")
     return lines, equal
 
 

@@ -17,7 +17,6 @@ README = (
     "kvquant:bits=3",
     "xquant_cl:bits=2",
 )
-# "polarquant" quantizes keys alone
 OTHERS = (
     "turboquant:bits=4",
     "turboquant:bits=2",
@@ -44,7 +43,8 @@ OTHERS = (
     "int3",
 )
 CACHES = (*README, *OTHERS)
-LONGEST = CACHES[:5]  # of 8K tokens
+LONG = 4096  # tokens
+LONGEST = CACHES[:5]  # beyond that
 OWN_WINDOWS = tuple(
     cache for cache in README if cache.partition(":")[0] not in ("int4", "waterfill")
 )  # whose papers have windows of their own: the registry's defaults
@@ -52,8 +52,8 @@ EXACT = "dense"  # its KL is rounding, its perplexity the model's
 
 
 def of_context(context: int) -> tuple[str, ...]:
-    """Return the caches that are measured at this length: fewer the longer it is, as rows of 4K
-    cost twice and rows of 8K five times as much as rows of 2K."""
-    if context > 4096:
+    """Return the caches that are measured at this length: fewer the longer it is, since a row of 4K
+    tokens costs twice and one of 8K five times as much as one of 2K."""
+    if context > LONG:
         return LONGEST
     return README if context > 2048 else CACHES

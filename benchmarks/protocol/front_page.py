@@ -66,12 +66,12 @@ def section(report: ProtocolReport, results: str) -> str:
 def points(report: ProtocolReport) -> list[Point]:
     """Return every cache with the protocol's windows that was decoded, the smallest first."""
     rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, "decoded"))
-    found = [
+    decoded = [
         Point(row.cache, row.sizes_8b()[0].resident / 2**30, *report.kl(row))
         for row in rows
         if not row.own_windows
     ]
-    return sorted(found, key=lambda point: point.gib)
+    return sorted(decoded, key=lambda point: point.gib)
 
 
 def _note(report: ProtocolReport, results: str) -> str:

@@ -100,12 +100,14 @@ def planned(plan: Plan) -> list[Wanted]:
 
 def _caches_of(plan: Plan, context: int, reading: Reading) -> list[tuple[str, bool]]:
     """Return (cache, own windows) pairs. `dense` is read once, since its readings are equal, and
-    papers' windows stand beside the protocol's after a prompt, as the papers measure."""
+    papers' windows stand beside the protocol's after a prompt, as the papers measure, to 4K
+    tokens."""
     if plan.caches is not None:
         return [(cache, False) for cache in plan.caches]
     exact = [(caches.EXACT, False)] if reading == "prompt" else []
-    own = [(cache, True) for cache in caches.OWN_WINDOWS] if reading == "prompt" else []
-    return exact + [(cache, False) for cache in caches.of_context(context)] + own
+    with_own = reading == "prompt" and context <= caches.LONG
+    papers = [(cache, True) for cache in caches.OWN_WINDOWS] if with_own else []
+    return exact + [(cache, False) for cache in caches.of_context(context)] + papers
 
 
 def _text(words: str, names_alone: bool) -> tuple[str, str, str]:

@@ -17,6 +17,7 @@ Modules:
     through.py   one cache in one of the three modes, a slice of positions at a time
     compare.py   two distributions: -log p, KL, top-1 agreement
     results.py   numbers of a text from the numbers of its tokens
+    protocol.py  equal windows, two readings and intervals, to compare caches
     run.py       `evaluate`, `evaluate_caches`, `measure`, `measure_rows`
 """
 

@@ -17,8 +17,8 @@ def request_of(tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four " * 90 + "four three two one " * 90, encoding="utf-8")
 
-    def words(*more: str) -> tuple[str, ...]:
-        return "eval", str(tiny), f"--text={text}", "--window=70", *CACHES, "--protocol", *more
+    def words(*more: str, caches: tuple[str, ...] = CACHES) -> tuple[str, ...]:
+        return "eval", str(tiny), f"--text={text}", "--window=70", *caches, "--protocol", *more
 
     return words
 
@@ -40,7 +40,7 @@ def test_all_caches_get_the_same_windows_and_both_readings(request_of, run_json)
 
 
 def test_a_table_for_each_reading_and_a_verdict_are_printed(request_of, run):
-    code, out, err = run(*request_of())
+    code, out, err = run(*request_of(caches=CACHES[1:]))
     assert code == 0, err
     assert "after an exact prompt" in out
     assert "decoded from token 64 on" in out
