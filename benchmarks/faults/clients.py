@@ -36,6 +36,7 @@ QUESTION: dict[str, Any] = {
     "temperature": 0,
     "logprobs": 1,
 }
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 TALE = QUESTION | {"max_tokens": 100, "stream": True}
 SECONDS, START_SECONDS = 30, 300
 REFUSED = (400, 401, 403, 404, 405, 408, 413, 415, 429)
@@ -95,9 +96,11 @@ def serving(
     command: Sequence[str] = ("-m", "kvq_tools"), size: Sequence[str] = SIZE
 ) -> Iterator[Server]:
     """Start a server and wait until it answers."""
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as errors, tempfile.NamedTemporaryFile("w") as template:
+        template.write(TEMPLATE)
+        template.flush()
         process = subprocess.Popen(
-            [sys.executable, *command, *SERVE, *size],
+            [sys.executable, *command, *SERVE, *size, "--chat-template", template.name],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
