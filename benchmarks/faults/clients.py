@@ -7,6 +7,7 @@ question, whose answer must come in time and be the same as ever.
 from __future__ import annotations
 
 import contextlib
+import copy
 import http.client
 import json
 import os
@@ -230,6 +231,10 @@ JUNK: tuple[Any, ...] = (
 )
 
 
+def junk(rng: np.random.Generator) -> Any:
+    return copy.deepcopy(JUNK[int(rng.integers(len(JUNK)))])
+
+
 def made(schema: dict[str, Any], root: dict[str, Any], rng: np.random.Generator) -> Any:
     """Return a value that a JSON schema allows, or nearly."""
     if "$ref" in schema:
@@ -279,7 +284,7 @@ def request_of(rng: np.random.Generator) -> tuple[str, bytes]:
             names = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
             name = names[int(rng.integers(len(names)))]
             if not isinstance(holder[name], dict | list) or rng.random() < 0.5:
-                holder[name] = JUNK[int(rng.integers(len(JUNK)))]
+                holder[name] = junk(rng)
                 break
             holder = holder[name]
     if rng.random() < 0.1:
