@@ -288,9 +288,7 @@ def request_of(rng: np.random.Generator) -> tuple[str, bytes]:
                 break
             holder = holder[name]
     if rng.random() < 0.1:
-        body[str(rng.choice([*fields.NEUTRAL, "unknown", "é"]))] = JUNK[
-            int(rng.integers(len(JUNK)))
-        ]
+        body[str(rng.choice([*fields.NEUTRAL, "unknown", "é"]))] = junk(rng)
     encoded = bytearray(json.dumps(body).encode())
     if rng.random() < 0.1:
         encoded[int(rng.integers(len(encoded)))] ^= 1 << int(rng.integers(8))

@@ -60,9 +60,7 @@ def client(server: Server, seed: int, tally: Tally, stop: threading.Event) -> No
                 continue
             path, fields = request_of(rng)
             if rng.random() < 0.05:
-                fields["messages" if "chat" in path else "prompt"] = JUNK[
-                    int(rng.integers(len(JUNK)))
-                ]
+                fields["messages" if "chat" in path else "prompt"] = junk(rng)
             asked = json.dumps(fields)
             status, body = server.post(path, asked.encode(), SECONDS)
             if status == 200:
