@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.faults.clients import TALE, Server, head_of, serving
+from benchmarks.faults.clients import TALE, Server, head_of, junk, serving
 from benchmarks.faults.report import SoakSample
 
 CONNECTIONS, SAMPLES, SECONDS = 200, 12, 300
