@@ -39,7 +39,7 @@ lint: $(VENV)/.kvq-test
 
 # known faults of the installed packages, if a source of advisories can be reached
 audit: $(VENV)/.kvq-test
-	@$(PIP) "pip-audit>=2.7"
+	@-$(PIP) "pip-audit>=2.7"
 	@$(RUN) -m tools.audit
 
 bench: $(VENV)/.kvq-test

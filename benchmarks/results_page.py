@@ -24,6 +24,7 @@ from benchmarks import (
 from benchmarks.cpu import generation, roofline, weights
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
+from benchmarks.faults import cost
 from benchmarks.faults import report as faults
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu.report import GpuReport
@@ -138,6 +139,12 @@ KINDS = (
         generation.GenerationReport,
         generation.page,
         always("tokens a second with kvq's caches and with transformers'"),
+    ),
+    Kind(
+        "verification*",
+        cost.CostReport,
+        cost.page,
+        always("CPU time of verifying live memory beside a decode step"),
     ),
     Kind(
         "faults*",

@@ -3,40 +3,65 @@
     python -m tools.audit
 
 pip-audit asks PyPI for its advisories, then OSV. Without a network it skips every package and finds
-nothing, so this program says how many were looked up. The exit code is 1 if a package has a fault.
+nothing, so this program says how many were looked up, and why none was. The exit code is 1 if a
+package has a fault, or if pip-audit does not understand what it is told.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 SERVICES, SECONDS = ("pypi", "osv"), 600
+MISUSED = 2  # the exit code of argparse
 
-Audit = Callable[[str], str]  # from a service to the JSON of pip-audit
+
+class Report(NamedTuple):
+    """text: the JSON of pip-audit, "" if there is none. error: what it says about that. code: its
+    exit code."""
+
+    text: str
+    error: str = ""
+    code: int = 0
 
 
-def audited(service: str) -> str:
-    """Return the report of pip-audit on this environment, or "" if there is none."""
-    command = [sys.executable, "-m", "pip_audit", "--service", service, "--format", "json"]
+Audit = Callable[[str], Report]  # from a service
+
+
+def audited(service: str) -> Report:
+    """Return the report of pip-audit on this environment."""
+    if importlib.util.find_spec("pip_audit") is None:
+        return Report("", "pip-audit is not installed")
+    command = [sys.executable, "-m", "pip_audit", "-s", service, "--format", "json"]
     command += ["--progress-spinner", "off", "--skip-editable"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return ""
+        return Report("", f"no answer within {SECONDS} s")
+    return Report(
+        done.stdout, (done.stderr.strip() or "no report").splitlines()[-1], done.returncode
+    )
 
 
 def main(audit: Audit = audited) -> int:
+    reasons = []
     for service in SERVICES:
+        report = audit(service)
+        if report.code == MISUSED:
+            print(f"pip-audit cannot be used: {report.error}")
+            return 1
         try:
-            packages: list[dict[str, Any]] = json.loads(audit(service))["dependencies"]
+            packages: list[dict[str, Any]] = json.loads(report.text)["dependencies"]
         except ValueError:  # the service cannot be reached
+            reasons.append(f"{service}: {report.error}")
             continue
         known = [package for package in packages if "skip_reason" not in package]
         if not known:
+            reasons.append(f"{service}: it knows none of {len(packages)} packages")
             continue
         faulty = [package for package in known if package["vulns"]]
         for package in faulty:
@@ -49,6 +74,7 @@ def main(audit: Audit = audited) -> int:
         )
         return 1 if faulty else 0
     print("no source of advisories can be reached: nothing was audited")
+    print(*reasons, sep="\n")
     return 0
 
 

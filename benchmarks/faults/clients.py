@@ -7,6 +7,7 @@ question, whose answer must come in time and be the same as ever.
 from __future__ import annotations
 
 import contextlib
+import copy
 import http.client
 import json
 import os
@@ -36,6 +37,7 @@ QUESTION: dict[str, Any] = {
     "temperature": 0,
     "logprobs": 1,
 }
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 TALE = QUESTION | {"max_tokens": 100, "stream": True}
 SECONDS, START_SECONDS = 30, 300
 REFUSED = (400, 401, 403, 404, 405, 408, 413, 415, 429)
@@ -95,9 +97,11 @@ def serving(
     command: Sequence[str] = ("-m", "kvq_tools"), size: Sequence[str] = SIZE
 ) -> Iterator[Server]:
     """Start a server and wait until it answers."""
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as errors, tempfile.NamedTemporaryFile("w") as template:
+        template.write(TEMPLATE)
+        template.flush()
         process = subprocess.Popen(
-            [sys.executable, *command, *SERVE, *size],
+            [sys.executable, *command, *SERVE, *size, "--chat-template", template.name],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -227,6 +231,10 @@ JUNK: tuple[Any, ...] = (
 )
 
 
+def junk(rng: np.random.Generator) -> Any:
+    return copy.deepcopy(JUNK[int(rng.integers(len(JUNK)))])
+
+
 def made(schema: dict[str, Any], root: dict[str, Any], rng: np.random.Generator) -> Any:
     """Return a value that a JSON schema allows, or nearly."""
     if "$ref" in schema:
@@ -276,13 +284,11 @@ def request_of(rng: np.random.Generator) -> tuple[str, bytes]:
             names = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
             name = names[int(rng.integers(len(names)))]
             if not isinstance(holder[name], dict | list) or rng.random() < 0.5:
-                holder[name] = JUNK[int(rng.integers(len(JUNK)))]
+                holder[name] = junk(rng)
                 break
             holder = holder[name]
     if rng.random() < 0.1:
-        body[str(rng.choice([*fields.NEUTRAL, "unknown", "é"]))] = JUNK[
-            int(rng.integers(len(JUNK)))
-        ]
+        body[str(rng.choice([*fields.NEUTRAL, "unknown", "é"]))] = junk(rng)
     encoded = bytearray(json.dumps(body).encode())
     if rng.random() < 0.1:
         encoded[int(rng.integers(len(encoded)))] ^= 1 << int(rng.integers(8))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.faults.clients import JUNK, TALE, Server, head_of, serving
+from benchmarks.faults.clients import TALE, Server, head_of, junk, serving
 from benchmarks.faults.report import SoakSample
 
 CONNECTIONS, SAMPLES, SECONDS = 200, 12, 300
@@ -36,12 +36,14 @@ class Tally:
 
 
 def request_of(rng: np.random.Generator) -> tuple[str, dict]:
-    """Return one of some hundred requests, so that most come again."""
+    """Return one of some hundred requests, a third of them chats, so that most come again."""
     start, count = int(rng.integers(8)), int(rng.integers(1, 40))
     text = " ".join(WORDS[(start + i) % len(WORDS)] for i in range(count))
     fields = {"model": "embedded", "max_tokens": 4 + start, "temperature": start % 2, "seed": start}
     if start % 4 == 3:
         fields |= {"echo": True, "logprobs": 2}
+    elif count % 3 == 0:
+        return "/v1/chat/completions", fields | {"messages": [{"role": "user", "content": text}]}
     return "/v1/completions", fields | {"prompt": text, "n": 1 + (start == 5)}
 
 
@@ -58,7 +60,7 @@ def client(server: Server, seed: int, tally: Tally, stop: threading.Event) -> No
                 continue
             path, fields = request_of(rng)
             if rng.random() < 0.05:
-                fields["prompt"] = JUNK[int(rng.integers(len(JUNK)))]
+                fields["messages" if "chat" in path else "prompt"] = junk(rng)
             asked = json.dumps(fields)
             status, body = server.post(path, asked.encode(), SECONDS)
             if status == 200:

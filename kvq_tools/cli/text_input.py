@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.chat_template import rendered
+from kvq_tools import chat_template
 from kvq_tools.cli.console import UserError, input_errors
-
-TEMPLATE_SECONDS = 10  # a chat template takes milliseconds
 
 
 def read_text(path: str) -> str:
@@ -87,42 +81,15 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
             " without one"
         )
     try:
-        with _time_limit(TEMPLATE_SECONDS):
-            return rendered(tokenizer, messages)
-    except TimeoutError as error:
-        raise UserError(
-            f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s"
-        ) from error
+        safe = chat_template.marked(tokenizer, tokenizer.get_chat_template(), messages)
+        return chat_template.rendered(tokenizer, safe)
     except ValueError as error:
         raise UserError(error) from error
 
 
-@contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after this time, if the system has such an alarm and this is the main
-    thread, which receives it."""
-    if (
-        not hasattr(signal, "setitimer")
-        or threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-
-    def stop(*_: object) -> NoReturn:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of text from a chat template, which writes special tokens itself."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    return chat_template.encoded(tokenizer, text)
 
 
 def check_tokens(ids: list[int], config: LlamaConfig) -> None:

@@ -36,6 +36,7 @@ from kvq_models.inference.generation import generate_stream
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
+from kvq_tools.chat_template import rendered
 from kvq_tools.evaluation.continuations import (
     ContinuedRow,
     padded_to,
@@ -173,12 +174,7 @@ class KvqLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        return rendered(self.tokenizer, chat_history, continues=not add_generation_prompt)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any

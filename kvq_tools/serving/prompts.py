@@ -9,8 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from kvq_tools import chat_template as templates
 from kvq_tools.serving import errors
-from kvq_tools.serving.template_process import SECONDS, TemplateProcess
+from kvq_tools.template_process import SECONDS, TemplateProcess
 
 SHORT = 1 << 15  # characters, which take some 30 ms
 MOST_WAITING, WAIT_SECONDS = 64, 30  # for a thread
@@ -74,15 +75,23 @@ class PromptEncoder:
         tokenizer: of the model.
         chat_template: in place of the tokenizer's.
         capacity: tokens of the longest prompt.
+        trusted: messages may spell special tokens.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None, *, capacity: int):
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        capacity: int,
+        trusted: bool = False,
+    ):
         try:
             self._template = chat_template or tokenizer.get_chat_template()
         except ValueError:  # none, or several without a default
             self._template = None
         self._names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        self._capacity = capacity
+        self._tokenizer, self._capacity, self._trusted = tokenizer, capacity, trusted
         # no token has more characters, so a longer text has more tokens than fit
         self._longest = capacity * max(map(len, tokenizer.get_vocab()))
         self._lanes = {short: (_Lane(), copy.deepcopy(tokenizer)) for short in (True, False)}
@@ -121,10 +130,15 @@ class PromptEncoder:
         self._check_length(sum(len(message["content"]) for message in messages))
         for message in messages:
             _check_unicode("messages", message["content"])
-        text = await self._rendering.run(
-            "messages",
-            lambda: self._templates.render(template, messages, self._names | names, self._longest),
-        )
+
+        def render() -> str:
+            said, given = messages, names
+            if not self._trusted:
+                said = templates.marked(self._tokenizer, template, messages)
+                given = templates.marked_names(self._tokenizer, template, names)
+            return self._templates.render(template, said, self._names | given, self._longest)
+
+        text = await self._rendering.run("messages", render)
         return await self._encoded("messages", text, special=False)
 
     async def _encoded(self, name: str, text: str, *, special: bool) -> tuple[int, ...]:
@@ -133,7 +147,9 @@ class PromptEncoder:
         lane, tokenizer = self._lanes[len(text) <= SHORT]
 
         def encode() -> tuple[int, ...]:
-            return tuple(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+            if special:
+                return tuple(tokenizer(text, verbose=False).input_ids)
+            return tuple(templates.encoded(tokenizer, text))
 
         return await lane.run(name, encode)
 

@@ -41,6 +41,7 @@ class Service:
         metrics: what /metrics shows.
         chat_template: in place of the tokenizer's.
         limits: of one request.
+        trusted: messages may spell special tokens.
         defaults: the sampling of requests that ask for none.
     """
 
@@ -53,6 +54,7 @@ class Service:
         *,
         chat_template: str | None = None,
         limits: Limits = Limits(),
+        trusted: bool = False,
         defaults: Sampling = Sampling(),
     ):
         self.worker, self.tokenizer, self.name, self.metrics, self.limits = (
@@ -63,7 +65,9 @@ class Service:
             limits,
         )
         self.defaults = defaults
-        self.prompts = PromptEncoder(tokenizer, chat_template, capacity=self.capacity)
+        self.prompts = PromptEncoder(
+            tokenizer, chat_template, capacity=self.capacity, trusted=trusted
+        )
         self._end_ids = tuple(worker.engine.llama.config.eos_token_ids)
         self._special = {
             str(token): number

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.audit import main
+from tools.audit import Report, main
 
 FAULT = {"id": "PYSEC-2025-1", "fix_versions": ["3.1.6"]}
 
@@ -35,5 +35,16 @@ def report(*packages: dict) -> str:
 def test_an_audit_says_what_it_looked_up(
     reports: dict[str, str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(lambda service: reports.get(service, "")) == code
-    assert message in capsys.readouterr().out
+    unreachable = Report("", "ConnectionError: no route")
+    answers = {service: Report(text) for service, text in reports.items()}
+    assert main(lambda service: answers.get(service, unreachable)) == code
+    out = capsys.readouterr().out
+    assert message in out
+    assert ("osv: ConnectionError: no route" in out) == ("nothing was audited" in out)
+
+
+def test_options_that_pip_audit_does_not_know_are_no_lack_of_a_network(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert main(lambda service: Report("", "unrecognized arguments: --service", 2)) == 1
+    assert "cannot be used: unrecognized arguments" in capsys.readouterr().out

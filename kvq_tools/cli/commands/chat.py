@@ -17,6 +17,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
+from kvq_tools import chat_template
 from kvq_tools.cli import device_memory, inputs, interruption, mesh, sampling_options, text_input
 from kvq_tools.cli.console import (
     UserError,
@@ -143,6 +144,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
     """Check everything that needs no weights."""
+    chat_template.start()
     config = inputs.read_config(options.model, options.cache)
     sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     inputs.check_calibration_file(config, options.cache, options.calibration)

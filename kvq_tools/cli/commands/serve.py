@@ -96,6 +96,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="a file with a chat template in Jinja, instead of the tokenizer's",
     )
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="let messages spell special tokens such as <|im_end|> (default: they are plain text)",
+    )
     engines.add_size(parser)
     parser.add_argument(
         "--queue",
@@ -213,6 +218,7 @@ def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socke
         metrics,
         chat_template=template,
         limits=Limits(body=options.max_body),
+        trusted=options.special_tokens,
         defaults=sampling_options.model_sampling(config),
     )
     server = _described(options, name, size, placement, bound)

@@ -12,7 +12,7 @@ from kvq_models import EMBEDDED
 from kvq_models.llama.checkpoint import open_checkpoint
 from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.prompts import PromptEncoder
-from kvq_tools.serving.template_process import TemplateError, TemplateProcess
+from kvq_tools.template_process import TemplateError, TemplateProcess
 
 TOKENIZER = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
 MESSAGES = [{"role": "user", "content": "Name a river: é\n"}]
@@ -82,3 +82,19 @@ def test_clients_set_names_of_the_template_and_nothing_else():
             assert refused.value.param == "chat_template_kwargs"
     finally:
         encoder.close()
+
+
+def test_a_process_that_was_started_early_answers_what_it_is_asked():
+    process = TemplateProcess()
+    try:
+        process.start()
+        texts = [process.render("{{ n }}", MESSAGES, {"n": n}, 100) for n in range(3)]
+    finally:
+        process.close()
+    assert texts == ["0", "1", "2"]
+
+
+def test_a_conversation_that_goes_on_begins_no_answer(process: TemplateProcess):
+    template = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    asked = [*MESSAGES, {"role": "assistant", "content": "The"}]
+    assert process.render(template, asked, {}, 1000, continues=True).endswith("<assistant>The")

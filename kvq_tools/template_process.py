@@ -4,8 +4,8 @@ A template is a program from a checkpoint. Jinja's sandbox keeps it from reading
 expression such as 10 ** (10 ** 8) computes for minutes inside of one call, during which no other
 thread of the process runs.
 
-    to the process     {"template", "messages", "names", "most", "seconds"}, one line of JSON each
-    from it            {"text"} or {"error"}
+    to the process     {"number", "template", "messages", "names", "most", "continues", "seconds"}
+    from it            {"number"}, with "text" or "error": one line of JSON each
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 from typing import Any
 
 SECONDS, MEMORY = 10, 2 << 30  # of one template; bytes of the process
-START_SECONDS = 120
+START_SECONDS, READY = 120, b"ready\n"
 
 
 class TemplateError(ValueError):
@@ -33,9 +33,16 @@ class TemplateProcess:
     def __init__(self, seconds: float = SECONDS):
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready, self._number = False, 0
 
     def render(
-        self, template: str, messages: list[dict[str, str]], names: dict[str, Any], most: int
+        self,
+        template: str,
+        messages: list[dict[str, str]],
+        names: dict[str, Any],
+        most: int,
+        *,
+        continues: bool = False,
     ) -> str:
         """Return the text of a conversation up to the beginning of the next answer.
 
@@ -44,12 +51,15 @@ class TemplateProcess:
             messages: with `role` and `content`.
             names: what else the template can read.
             most: characters of the longest text.
+            continues: leave the last message open, and begin no answer.
 
         Raises TemplateError, in one line.
         """
+        self._number += 1
         asked = dict(template=template, messages=messages, names=names, most=most)
-        answer = self._answer(json.dumps(asked | {"seconds": self._seconds}).encode() + b"\n")
-        if answer is None:
+        asked |= dict(number=self._number, continues=continues, seconds=self._seconds)
+        answer = self._answer(json.dumps(asked).encode() + b"\n")
+        if answer is None or answer.get("number") != self._number:
             self.close()
             raise TemplateError(
                 f"the chat template takes more than {self._seconds:g} s or {MEMORY >> 30} GiB"
@@ -59,9 +69,10 @@ class TemplateProcess:
         return answer["text"]
 
     def start(self) -> None:
-        """Start the process, which takes about a second."""
+        """Start the process, which takes about a second, and do not wait for it."""
         if self._process is not None:
             return
+        self._ready = False
         environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": _path()}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -78,13 +89,13 @@ class TemplateProcess:
             with process:  # closes its pipes and waits
                 pass
 
-    def _answer(self, line: bytes) -> dict[str, str] | None:
+    def _answer(self, line: bytes) -> dict[str, Any] | None:
         """Return the process's answer, or None if it exceeds a limit."""
-        if self._process is None:
-            self.start()
-            if self._line(b"", START_SECONDS) == b"":
-                self.close()
-                raise TemplateError("the process that renders chat templates does not start")
+        self.start()
+        if not self._ready and self._line(b"", START_SECONDS) != READY:
+            self.close()
+            raise TemplateError("the process that renders chat templates does not start")
+        self._ready = True
         answer = self._line(line, self._seconds)
         return json.loads(answer) if answer else None
 
@@ -122,7 +133,7 @@ def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit("RLIMIT_AS", MEMORY)
-    sys.stdout.buffer.write(b"ready\n")
+    sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         asked = json.loads(line)
@@ -132,7 +143,8 @@ def main() -> None:
             (text,), _ = render_jinja_template(
                 conversations=[asked["messages"]],
                 chat_template=asked["template"],
-                add_generation_prompt=True,
+                add_generation_prompt=not asked["continues"],
+                continue_final_message=asked["continues"],
                 **asked["names"],
             )
             answer = {"text": text}
@@ -140,7 +152,8 @@ def main() -> None:
                 answer = {"error": f"its text has more than {asked['most']} characters"}
         except Exception as error:  # a template may do anything
             answer = {"error": " ".join(str(error).split()) or type(error).__name__}
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        line = json.dumps(answer | {"number": asked["number"]})
+        sys.stdout.buffer.write(line.encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
