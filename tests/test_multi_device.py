@@ -18,6 +18,7 @@ PARTS = {  # which two workers run side by side: (files, at least how many tests
     "models": (
         (
             "test_models.py",
+            "test_layer_plans.py",
             "test_commands.py",
             "test_engine.py",
             "test_benchmark.py",

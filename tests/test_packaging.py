@@ -3,6 +3,7 @@ what runs without the sources."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -21,14 +22,6 @@ OURS = {"cpu_kernels", "kvq_hosts", "kvq_jax", "kvq_models", "kvq_tools", "palla
 
 
 COMPILERS = ("c++", "g++", "clang++")
-LIBRARY = {
-    "jax",
-    "jaxtyping",
-    "numpy",
-    "scipy",
-    "safetensors",
-    "filelock",
-}  # all that kvq_jax needs; scipy because jax imports it
 
 
 @pytest.fixture(scope="module")
@@ -193,22 +186,99 @@ def test_the_snippet_of_readme_runs_from_an_empty_folder(
     assert re.search(r"\w+.*\(\d+ bytes\)", printed, re.DOTALL), printed
 
 
-def test_the_library_needs_no_model_package(site: pathlib.Path, tmp_path: pathlib.Path):
+def needed_alone() -> set[str]:
+    """Return the import names of what `pip install kvq-jax` installs: its dependencies and
+    theirs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    others = {re.split(r"[^\w-]", need)[0] for need in project["dependencies"]} - LIBRARY
-    assert {"flax", "transformers", "huggingface_hub"} <= others
-    program = f"""
-import sys
-for name in {sorted(others | {"kvq_models", "kvq_tools"})}:
-    sys.modules[name] = None  # an import of it fails
+    found, open_ends = set(), [re.split(r"[^\w-]", need)[0] for need in project["dependencies"]]
+    while open_ends:
+        name = open_ends.pop()
+        if name not in found:
+            found.add(name)
+            needs = importlib.metadata.requires(name) or ()
+            open_ends += [re.split(r"[^\w-]", n)[0] for n in needs if "extra ==" not in n]
+    assert {"jax", "jaxlib", "safetensors", "filelock"} <= found
+    assert {"flax", "transformers", "rich"}.isdisjoint(found)
+    return {name.replace("-", "_") for name in found}
+
+
+# nothing else can be imported
+ALONE = """
+import importlib.machinery, sys
+class Allowed:
+    find_distributions = staticmethod(importlib.machinery.PathFinder.find_distributions)
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top not in ALLOWED and top not in sys.stdlib_module_names and not top.startswith("_"):
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in FINDERS)
+        return next((spec for spec in specs if spec is not None), None)
+FINDERS, sys.meta_path[:] = tuple(sys.meta_path), [Allowed()]
+"""
+
+
+def test_the_library_needs_nothing_but_its_dependencies(site: pathlib.Path, tmp_path: pathlib.Path):
+    allowed = needed_alone() | {"kvq_jax", "cpu_kernels", "pallas_kernels", "kvq_models"}
+    program = (
+        f"ALLOWED = {sorted(allowed)}{ALONE}"
+        + """
 import jax.numpy as jnp
 import kvq_jax as kvq
-class Config:
-    num_hidden_layers, num_attention_heads, num_key_value_heads = 2, 4, 2
-    head_dim, hidden_size = 64, 256
-cache = kvq.init_cache("innerq:bits=2", Config(), batch=1, capacity=256)
-kvq.save_cache(cache, "cache.safetensors")
-rows = jnp.ones((1, 2, 64, 64))
-print(kvq.nbytes(cache), kvq.roundtrip("kivi:bits=2", rows, rows)[0].shape)
+dims = kvq.CacheDims(2, 4, 2, 64, 256)
+cache = kvq.init_cache(kvq.InnerQ(bits=2), dims, batch=1, capacity=256)
+step = kvq.begin(cache, 1, prefill=False)
+q, k = (jnp.ones((1, heads, 1, 64)) for heads in (4, 2))
+for _ in range(2):
+    out, step = kvq.append_and_attend(step, q, k, k)
+kvq.files.save(kvq.finish(step), "cache.safetensors")
+print(kvq.files.load("cache.safetensors").lengths, kvq.size.nbytes(cache), out.shape)
+try:
+    from kvq_models import load_llama
+except ModuleNotFoundError as error:
+    print(error)
 """
-    assert "(1, 2, 64, 64)" in run(program, site, tmp_path)
+    )
+    printed = run(program, site, tmp_path)
+    assert "[1]" in printed
+    assert "(1, 4, 1, 64)" in printed
+    assert re.search(r"kvq_models needs \w+: pip install 'kvq-jax\[models\]'", printed)
+
+
+def test_the_command_names_its_extra(site: pathlib.Path, tmp_path: pathlib.Path):
+    allowed = needed_alone() | {"kvq_jax", "cpu_kernels", "pallas_kernels", "kvq_models"}
+    program = (
+        f"ALLOWED = {sorted(allowed | {'kvq_tools'})}{ALONE}"
+        + """
+from kvq_tools.cli import process
+sys.stderr, sys.argv = sys.stdout, ["kvq", "demo"]
+try:
+    process.run()
+except SystemExit as done:
+    print("status", done.code)
+"""
+    )
+    printed = run(program, site, tmp_path)
+    assert re.search(r"^kvq needs \w+: pip install 'kvq-jax\[tools\]'$", printed, re.MULTILINE)
+    assert "status 1" in printed
+
+
+def test_importing_the_library_takes_little_more_than_importing_jax(
+    site: pathlib.Path, tmp_path: pathlib.Path
+):
+    """In CPU time, of the fastest of a few runs with compiled bytecode."""
+    program = """
+import compileall, os, subprocess, sys
+compileall.compile_dir(os.environ["PYTHONPATH"], quiet=2)
+timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+best = {
+    name: min(
+        float(subprocess.run([sys.executable, "-c", timed.format(name)], capture_output=True,
+                             text=True, check=True).stdout)
+        for _ in range(4)
+    )
+    for name in ("jax, jax.numpy", "kvq_jax")
+}
+print(*best.values())
+"""
+    jax_alone, library = map(float, run(program, site, tmp_path).split())
+    assert jax_alone < library < 1.3 * jax_alone, f"{jax_alone:.3f} s, {library:.3f} s"

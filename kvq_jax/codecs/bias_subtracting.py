@@ -149,8 +149,8 @@ def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
     """Return the bias of each KV head, fp32. Raises ValueError if there are no parameters."""
     if not params:
         raise ValueError(
-            f"{OPTION} needs the key projection's bias: kvq.prepare_layer or kvq_models.prepare"
-            " attaches it"
+            f"{OPTION} needs the key projection's bias: kvq.parameters.prepare or"
+            " kvq_models.prepare attaches it"
         )
     return params["bias"].astype(jnp.float32).reshape(-1, head_dim)
 

@@ -89,7 +89,7 @@ def calibrated(params: Tree) -> Tree:
     """Return the parameters as they are. Raises ValueError if there are none."""
     if not params:
         raise ValueError(
-            "waterfill needs calibrated channels: kvq.prepare_layer or kvq_models.prepare attaches"
-            " them"
+            "waterfill needs calibrated channels: kvq.parameters.prepare or kvq_models.prepare"
+            " attaches them"
         )
     return params

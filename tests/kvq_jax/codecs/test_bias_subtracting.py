@@ -179,9 +179,7 @@ def test_what_is_missing_is_named():
     inputs = sequences().window(np.zeros(8, np.int32), np.full(8, 8, np.int32), 8)
     with pytest.raises(
         ValueError,
-        match=(
-            r"\Asubtract_bias=true needs the key projection's bias: kvq.prepare_layer or [^\n]+\Z"
-        ),
+        match=r"\Asubtract_bias=true needs the key projection's bias: kvq.parameters[^\n]+\Z",
     ):
         codec.rows((), inputs)
     weights = layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH))

@@ -1,0 +1,113 @@
+"""The cache of one layer in the tools of others: remat, a shard_map of the host, export, orbax,
+treescope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import kvq_jax as kvq
+from cpu_kernels.library import TARGETS
+
+PLAN = kvq.layer_plan(
+    "kivi:bits=4,sink=0,recent=32,block=32",
+    kvq.CacheDims(1, 4, 2, 32, 128),
+    layer=0,
+    capacity=128,
+    dtype="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def qkv() -> tuple[jax.Array, ...]:
+    return tuple(
+        jax.random.normal(jax.random.key(i), (1, 80, n, 32)) for i, n in enumerate((4, 2, 2))
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(qkv: Any) -> kvq.cache.LayerCache:
+    """Return a cache whose body holds tokens."""
+    return PLAN.append(PLAN.init(1), *(a[:, :79] for a in qkv[1:]))
+
+
+def step(cache: kvq.cache.LayerCache, q: Any, k: Any, v: Any) -> Any:
+    return PLAN.attend(cache, q, k, v, prefill=False, implementation="xla")
+
+
+@pytest.fixture(scope="module")
+def expected(cache: kvq.cache.LayerCache, qkv: Any) -> Any:
+    return jax.jit(step)(cache, *(a[:, 79:] for a in qkv))
+
+
+def check(found: Any, expected: Any, cache: Any) -> None:
+    (out, after), (wanted, wanted_after) = found, expected
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+    assert after.lengths.tolist() == wanted_after.lengths.tolist() == [80]
+    rings = [np.asarray(c.state.ring[0]) for c in (after, wanted_after, cache)]
+    np.testing.assert_array_equal(rings[0], rings[1])
+    assert not np.array_equal(rings[0], rings[2]), "a step that writes nothing would pass"
+
+
+def test_remat_changes_nothing(cache: Any, qkv: Any, expected: Any):
+    check(jax.jit(jax.checkpoint(step))(cache, *(a[:, 79:] for a in qkv)), expected, cache)
+
+
+def test_a_shard_map_of_the_host_takes_a_plan_of_its_own_heads(cache: Any, qkv: Any, expected: Any):
+    """On several devices: tests/multi_device/test_layer_plans.py."""
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = P(None, None, "heads")
+    states = jax.tree.map(lambda a: P(), cache)
+
+    def mapped(**options: Any) -> Any:
+        return jax.jit(
+            jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(states, split, split, split),
+                out_specs=(split, states),
+                **options,
+            )
+        )
+
+    check(mapped(check_vma=False)(cache, *(a[:, 79:] for a in qkv)), expected, cache)
+
+
+def test_a_step_is_exported_for_tpus_and_gpus_as_a_function_of_leaves(cache: Any, qkv: Any):
+    leaves, structure = jax.tree.flatten(cache)
+
+    def flat(leaves: Any, *qkv: Any) -> Any:
+        out, after = PLAN.attend(structure.unflatten(leaves), *qkv, prefill=False)
+        return out, jax.tree.leaves(after)
+
+    exported = jax.export.export(jax.jit(flat), platforms=("tpu", "cuda"))
+    text = exported(leaves, *(a[:, 79:] for a in qkv)).mlir_module()
+    assert not [target for target in TARGETS if target in text], "a kernel of this host is in it"
+    with pytest.raises(Exception, match="LayerCache"):  # jax.export knows no such tree
+        jax.export.export(jax.jit(step))(cache, *(a[:, 79:] for a in qkv)).serialize()
+
+
+def test_orbax_keeps_the_leaves_that_hold_something(cache: Any, tmp_path: Any):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
+    leaves, structure = jax.tree.flatten(cache)
+    kept = {str(i): leaf for i, leaf in enumerate(leaves) if leaf.size}
+    with ocp.StandardCheckpointer() as checkpointer:
+        with pytest.raises(ValueError, match="zero size"):
+            checkpointer.save(tmp_path / "whole", cache)
+        checkpointer.save(tmp_path / "kept", kept)
+        checkpointer.wait_until_finished()
+        kept = checkpointer.restore(tmp_path / "kept", kept)
+    again = structure.unflatten([kept.get(str(i), leaf) for i, leaf in enumerate(leaves)])
+    for one, other in zip(jax.tree.leaves(again), leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_treescope_shows_a_cache_and_a_plan(cache: Any):
+    treescope = pytest.importorskip("treescope", reason="treescope is not installed")
+    for value in (cache, PLAN):
+        shown = treescope.render_to_text(value)
+        assert type(value).__name__ in shown

@@ -1,0 +1,111 @@
+"""The public names: groups, old names that warn, specs as Python calls, methods of other
+packages."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.cache import spec_classes
+from kvq_jax.methods.registry import METHODS
+from kvq_jax.moved_names import MOVED
+
+GROUPS = ("cache", "files", "methods", "parameters", "rows", "size", "types")
+
+
+def test_newcomers_see_ten_names_and_the_groups():
+    listed = set(kvq.__all__) - {"__version__", *GROUPS}
+    assert len(listed) == 10
+    assert {"parse", "init_cache", "layer_plan", "roundtrip", "CacheDims"} <= listed
+    for group in GROUPS:
+        module = getattr(kvq, group)
+        assert all(hasattr(module, name) for name in module.__all__), group
+
+
+def test_old_names_warn_and_are_the_new_ones():
+    for old, new in MOVED.items():
+        group, name = new.split(".")
+        with pytest.warns(DeprecationWarning, match=f"kvq_jax.{old} is now kvq_jax.{new};"):
+            value = getattr(kvq, old)
+        assert value is getattr(getattr(kvq, group), name)
+        assert name in getattr(kvq, group).__all__
+    dims = kvq.CacheDims(1, 2, 2, 32, 64)
+    with pytest.warns(DeprecationWarning, match="kvq_jax.size.of"):
+        size = kvq.size("dense", dims, 1, 64)
+    assert size == kvq.size.of("dense", dims, 1, 64)
+    with pytest.raises(AttributeError, match="no attribute 'Kiwi'"):
+        _ = kvq.Kiwi
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_has_a_call_that_makes_its_spec(name: str):
+    (public,) = (p for p, own in spec_classes.names().items() if own == name)
+    make = getattr(kvq, public)
+    assert make() == kvq.parse(name)
+    assert make(recent=40, skip_layers=(0, 1, 5)) == kvq.parse(
+        f"{name}:recent=40,skip_layers=0-1/5"
+    )
+    options = {field.name: field.default for field in METHODS[name].options()}
+    assert make(**options) == kvq.parse(name), "the defaults are those of the text"
+    signature = inspect.signature(make)
+    assert set(options) <= set(signature.parameters)
+    assert all(f"    {option}: " in make.__doc__ for option in options)
+
+
+def test_calls_are_checked_as_texts_are():
+    assert kvq.Kivi(bits=4, recent=32) == kvq.parse("kivi:bits=4,recent=32")
+    assert kvq.Kivi(bits=4) != kvq.Kivi(bits=2)
+    with pytest.raises(ValueError, match="kivi:bits=5 is not allowed; choose from 2, 3, 4, 8"):
+        kvq.Kivi(bits=5)
+    with pytest.raises(ValueError, match="unknown option 'bit' of kivi"):
+        kvq.Kivi(bit=4)
+
+
+TOY = """
+import dataclasses
+from typing import ClassVar
+from kvq_jax.methods.kivi import Kivi
+
+@dataclasses.dataclass(frozen=True)
+class Toy(Kivi):
+    name: ClassVar[str] = "toy"
+    summary: ClassVar[str] = "KIVI by another name"
+"""
+PROGRAM = """
+import jax.numpy as jnp
+import kvq_jax as kvq
+assert "toy" not in kvq.methods.METHODS, "it is imported when it is asked for"
+k = jnp.arange(2 * 64 * 32.0).reshape(1, 2, 64, 32) % 7
+found, expected = (kvq.roundtrip(spec, k, k)[0] for spec in ("toy:bits=4", "kivi:bits=4"))
+assert (found == expected).all()
+print(kvq.Toy(bits=4), kvq.parse("k=toy+v=int4+cache:block=32"), kvq.methods.METHODS["toy"])
+"""
+
+
+def test_an_installed_package_brings_a_method(tmp_path: pathlib.Path):
+    """A package is installed if its dist-info lies on the path."""
+    (tmp_path / "toy_kvq.py").write_text(TOY)
+    info = tmp_path / "toy_kvq-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-kvq\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvq_jax.methods]\ntoy = toy_kvq:Toy\n")
+    start = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    command = [sys.executable, "-c", start + PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("toy:bits=4 k=toy+v=int4")
+    (info / "entry_points.txt").write_text("[kvq_jax.methods]\ntoy = toy_kvq:Gone\n")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "ValueError: the method 'toy' of 'toy_kvq:Gone': " in done.stderr
+
+
+def test_a_name_is_registered_once():
+    kvq.methods.register(METHODS["kivi"])  # the same again changes nothing
+    with pytest.raises(ValueError, match="the name 'kivi' is taken by Kivi"):
+        kvq.methods.register(dataclasses.replace(METHODS["kivi"], rotate=True))

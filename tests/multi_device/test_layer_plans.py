@@ -1,0 +1,75 @@
+"""The cache of one layer on a mesh: placed by a plan, or split by a host's own shard_map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvq_jax as kvq
+
+SPEC = "kivi:bits=4,sink=0,recent=16,block=16,group_size=16"
+DIMS, REAL = kvq.CacheDims(1, 4, 2, 32, 128), [60, 41]
+
+
+def plan_of(dims: kvq.CacheDims = DIMS, **options: Any) -> kvq.cache.CachePlan:
+    return kvq.layer_plan(SPEC, dims, layer=0, capacity=96, dtype="float32", **options)
+
+
+def arrays(tokens: slice) -> list[jax.Array]:
+    whole = (jax.random.normal(jax.random.key(i), (2, 61, n, 32)) for i, n in enumerate((4, 2, 2)))
+    return [a[:, tokens] for a in whole]
+
+
+def prompt_and_token(plan: kvq.cache.CachePlan, cache: Any, prompt: Any, token: Any) -> Any:
+    """Return the attention of a prompt that is padded on the left, and of one token more."""
+    first, cache = plan.attend(
+        cache, *prompt, lengths=jnp.array(REAL), padding="left", prefill=True
+    )
+    second, cache = plan.attend(cache, *token, prefill=False)
+    return jnp.concatenate([first[:, -1:], second], axis=1), cache
+
+
+@pytest.fixture(scope="module")
+def of_one_device() -> np.ndarray:
+    plan = plan_of()
+    out, _ = prompt_and_token(plan, plan.init(2), arrays(slice(0, 60)), arrays(slice(60, 61)))
+    return np.asarray(out)
+
+
+def check(out: Any, expected: np.ndarray) -> None:
+    assert np.abs(np.asarray(out) - expected).max() < 1e-5
+    assert np.abs(np.asarray(out)[::-1] - expected).max() > 0.1, "the other row's would pass"
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_a_placed_layer_is_the_layer_of_one_device(kind: str, of_one_device: np.ndarray):
+    types = (getattr(AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 2), ("kv", "body"), axis_types=types, devices=jax.devices()[:4])
+    plan = plan_of(placement=kvq.Placement(mesh, heads="kv", tokens="body"))
+    given = [arrays(slice(0, 60)), arrays(slice(60, 61))]
+    given = jax.device_put(given, NamedSharding(mesh, P(None, None, "kv")))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda cache, *given: prompt_and_token(plan, cache, *given))
+        out, cache = run(plan.init(2), *given)
+    check(out, of_one_device)
+    assert cache.lengths.tolist() == [61, 42]
+    with pytest.raises(ValueError, match="dealt out to the devices of a mesh"):
+        plan.read(cache)
+
+
+def test_a_hosts_shard_map_takes_a_plan_of_its_own_heads(of_one_device: np.ndarray):
+    mesh = jax.make_mesh((2,), ("kv",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    plan = plan_of(kvq.CacheDims(1, 2, 1, 32, 128))  # of one shard
+
+    def local(prompt: Any, token: Any) -> jax.Array:
+        return prompt_and_token(plan, plan.init(2), prompt, token)[0]
+
+    split = P(None, None, "kv")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    check(jax.jit(mapped)(arrays(slice(0, 60)), arrays(slice(60, 61))), of_one_device)
