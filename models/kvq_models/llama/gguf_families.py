@@ -100,9 +100,7 @@ def _experts(fields: Fields, architecture: str) -> ExpertsConfig | None:
     return ExpertsConfig(count, per_token, size)
 
 
-def _gemma(
-    fields: Fields, architecture: str, head_dim: int, width_per_head: int
-) -> dict[str, Any]:
+def _gemma(fields: Fields, architecture: str, head_dim: int, width_per_head: int) -> dict[str, Any]:
     """Return Gemma's norms, factors and soft caps. As in llama.cpp, the 27B models scale scores by
     the model's width over its heads, and others by the head dim."""
     layers = whole(fields, f"{architecture}.block_count")
