@@ -149,8 +149,9 @@ def section() -> str:
 
 
 _NOTE = f"""\
-The last columns are MiB of the cache of one sequence of {CONTEXT // 1024}K tokens, with full-precision
-rows in bfloat16. A windowed layer keeps its window, and `kivi:bits=4` quantizes it, too."""
+The last columns are MiB of the cache of one sequence of {CONTEXT // 1024}K tokens, with
+full-precision rows in bfloat16. A windowed layer keeps its window, and
+`kivi:bits=4` quantizes it, too."""
 
 
 def _line(model: Published) -> tuple[str, ...]:
