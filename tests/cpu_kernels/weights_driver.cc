@@ -126,8 +126,8 @@ int main() {
     for (int64_t group : {16, 32})
       for (bool coarse : {false, true})
         for (bool mins : {false, true})
-          for (int64_t outputs : {1, 40, 96})
-            for (int64_t tokens : {1, 2, 3, 8, 13}) {
+          for (int64_t outputs : {5, 40})
+            for (int64_t tokens : {1, 2, 3, 13}) {
               if (bits == 4 && group == 16) continue;
               failures += check({bits, group, coarse ? 512 : 160, outputs, tokens, coarse, mins});
               checked++;

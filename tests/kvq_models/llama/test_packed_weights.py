@@ -175,3 +175,11 @@ def test_a_matrix_knows_its_shape():
     assert (matrix.shape, matrix.ndim, matrix.size, matrix.bits) == ((512, 40), 2, 20480, 4)
     assert matrix.dtype == jnp.bfloat16
     assert PackedTable(matrix).shape == (40, 512)
+
+
+def test_the_product_lowers_for_a_gpu_without_the_kernel():
+    matrix = packed_matrix(random_blocks("Q4_K", 40, 1), "Q4_K", None, "float32")[0]
+    traced = jax.jit(lambda x, w: x @ w).trace(jnp.ones((2, 256)), matrix)
+    name = "kvq_packed_product"
+    assert name not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert (name in traced.lower(lowering_platforms=("cpu",)).as_text()) == NATIVE
