@@ -55,6 +55,14 @@ def instruction_set() -> str | None:
     return None if isinstance(library, str) else library.kvq_kernel_name().decode()
 
 
+def prompts_attended() -> int:
+    """Return to how many layers of prompts the kernels of this process have attended, 0 without
+    kernels. A program that reads a prompt is one call, and this tells how far it is.
+    """
+    library = _load()
+    return 0 if isinstance(library, str) else library.kvq_prompts_attended()
+
+
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """Return the library, or one line that says why there is none."""
@@ -66,6 +74,7 @@ def _load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(file))
         for name in ("kvq_kernel_name", "kvq_sources"):
             getattr(library, name).restype = ctypes.c_char_p
+        library.kvq_prompts_attended.restype = ctypes.c_uint64
         sources = library.kvq_sources().decode()
     except (OSError, AttributeError) as error:
         return f"{file.name} cannot be loaded: {error}; {_REMEDY}"

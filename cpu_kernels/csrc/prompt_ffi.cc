@@ -8,6 +8,7 @@
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
 #include <algorithm>
+#include <atomic>
 #include <new>
 #include <string>
 #include <vector>
@@ -22,6 +23,8 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int64_t kMostChannels = 1024;
+
+std::atomic<uint64_t> prompts_attended{0};
 
 ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("kvq_exact_attention: " + message);
@@ -76,10 +79,15 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_exact_attention: out of memory");
   }
+  if (call.fresh > 0) ++prompts_attended;  // not for what a prompt reads of older bodies
   return ffi::Error::Success();
 }
 
 }  // namespace
+
+// How many layers of prompts this process has attended to. A program that reads a prompt is one
+// call from Python, and this is what it has done so far.
+extern "C" KVQ_EXPORT uint64_t kvq_prompts_attended() { return prompts_attended.load(); }
 
 extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_exact_attention(XLA_FFI_CallFrame* frame) {
   static auto* handler = ffi::Ffi::Bind()

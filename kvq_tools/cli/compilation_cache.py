@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 
 from kvq_jax.files.user_cache import cache_folder
+from kvq_tools.cli.console import warn
 
 MOST_BYTES = 1 << 30  # on disk; the least recently used programs go first
 SHORTEST = 0.2  # seconds; programs that compile faster are not kept
@@ -31,14 +33,21 @@ def folder() -> Path:
 
 def begin() -> None:
     """Read and keep compiled programs from now on. Does nothing if a cache was already chosen or
-    the folder cannot be made."""
+    the folder cannot be made. Warns of a folder that others can write: programs in it would run."""
     if _setting("jax_compilation_cache_dir") is not None or not _setting(
         "jax_enable_compilation_cache"
     ):
         return
     try:
-        folder().mkdir(parents=True, exist_ok=True)
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        trusted = _is_of_this_user(folder())
     except OSError:  # the home is read-only: every run compiles anew
+        return
+    if not trusted:
+        warn(
+            f"compiled programs are not kept: others can write {folder()}; chmod go-w it, or delete"
+            " it"
+        )
         return
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
@@ -46,6 +55,14 @@ def begin() -> None:
     if warnings.showwarning is not _replace_damaged:
         _replace_damaged.shown = warnings.showwarning
         warnings.showwarning = _replace_damaged
+
+
+def _is_of_this_user(directory: Path) -> bool:
+    """Return True if nobody else but root could have put a program there."""
+    if not hasattr(os, "getuid"):
+        return True
+    facts = directory.stat()
+    return facts.st_uid in (os.getuid(), 0) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 class _DamagedEntries:

@@ -146,11 +146,14 @@ def loading(model: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress(message: str, tokens: int | None = None) -> Iterator[None]:
+def progress(
+    message: str, tokens: int | None = None, share: Callable[[], float] | None = None
+) -> Iterator[None]:
     """Show a message on stderr: with the seconds so far in a terminal, as a line elsewhere.
 
     Nothing else may show progress in the meantime. With `tokens`, the number of tokens that are
     read at once, a line follows every few seconds where no terminal is, and the speed at the end.
+    `share` returns which part of them is read so far, from 0 (also if that is unknown) to 1.
     """
     message = printable(message) + ("" if tokens is None else f", {tokens} tokens")
     started, done, terminal = time.perf_counter(), threading.Event(), sys.stderr.isatty()
@@ -162,11 +165,14 @@ def progress(message: str, tokens: int | None = None) -> Iterator[None]:
 
     def tick() -> None:
         while not done.wait(1 if terminal else PIPED_SECONDS):
+            seconds, part = time.perf_counter() - started, min(share() if share else 0.0, 1.0)
+            so_far = ""
+            if part and tokens is not None:
+                so_far = f" ... {part:.0%}, {tokens * part / seconds:.0f} tokens/s"
             if terminal:
-                line.refresh()
+                line.set_description_str(f"kvq: {message}{so_far}")
             elif tokens is not None:
-                seconds = time.perf_counter() - started
-                print(f"kvq: {message} ... {seconds:.0f} s", file=sys.stderr, flush=True)
+                print(f"kvq: {message}{so_far} ... {seconds:.0f} s", file=sys.stderr, flush=True)
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()

@@ -24,7 +24,7 @@ from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
-from kvq_tools.cli.handover import shortened
+from kvq_tools.cli.handover import SavedPrompt, shortened
 from kvq_tools.cli.text_input import encode_rendered, render_chat
 from kvq_tools.cli.timed import compile_generation
 
@@ -58,7 +58,12 @@ class AnswerSettings:
 
 class Conversation:
     """A conversation. `cache` holds the tokens `ids`, `finish` says why the last answer ended, and
-    `finite` whether the logits of all answers were finite."""
+    `finite` whether the logits of all answers were finite.
+
+    Args:
+        new_cache: returns the cache at the start: empty, or holding the tokens of `saved`.
+        saved: the prompt of `kvq prefill` from which the conversation goes on.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Conversation:
         new_cache: Callable[[], Cache],
         settings: AnswerSettings,
         system: str | None = None,
+        saved: SavedPrompt | None = None,
     ) -> None:
         self._llama, self._tokenizer, self._new_cache, self._settings = (
             llama,
@@ -77,6 +83,7 @@ class Conversation:
         self._opening: tuple[dict[str, str], ...] = (
             () if system is None else ({"role": "system", "content": system},)
         )
+        self._saved = saved
         self._compiled: set[tuple[int, int]] = set()
         self._answers = 0
         self.finish: Finish = "ended"
@@ -91,8 +98,8 @@ class Conversation:
 
     def _forget(self) -> None:
         self.messages = self._opening
-        self.ids: list[int] = []
-        self._text = ""
+        self.ids: list[int] = [] if self._saved is None else list(self._saved.prompt)
+        self._text: str | None = None  # that the tokens spell, if it is known
 
     def turn(self, message: str) -> ChatTurn:
         """Return what a message will add, without changing anything.
@@ -105,24 +112,39 @@ class Conversation:
         Raises CacheFull if no room is left for an answer, and UserError if the template fails.
         """
         messages = (*self.messages, {"role": "user", "content": message})
-        text = render_chat(self._tokenizer, list(messages))
-        ids, kept = encode_rendered(self._tokenizer, text), len(self.ids)
+        text, ids = self._encoded(messages)
+        kept = len(self.ids)
         if ids[:kept] == self.ids:
             new = ids[kept:]
-        elif text.startswith(self._text):
+        elif self._text is not None and text.startswith(self._text):
             new = encode_rendered(self._tokenizer, text[len(self._text) :])
         else:
             kept = _common(self.ids, ids)
             new = ids[kept:]
+        if self._saved is not None and not kept:
+            raise UserError("this tokenizer reads another token at the start of the saved text")
         if not new:
             raise UserError("the chat template adds nothing for this message")
         if kept + len(new) >= self.cache.capacity:
             raise CacheFull(
                 f"the cache has {self.cache.capacity} tokens, of which {kept} are in use, and this"
-                f" message takes {len(new)}: /reset starts a new conversation, --capacity makes"
-                " room for longer ones"
+                f" message takes {len(new)}: /reset starts a new conversation, --capacity"
+                f"{' of kvq prefill' if self._saved else ''} makes room for longer ones"
             )
         return ChatTurn(messages, kept, new, text)
+
+    def _encoded(self, messages: tuple[dict[str, str], ...]) -> tuple[str, list[int]]:
+        """Return the text of a conversation and its tokens."""
+        if self._saved is None or self._saved.opening is None:
+            text = render_chat(self._tokenizer, list(messages))
+            return text, encode_rendered(self._tokenizer, text)
+        text = self._saved.opening.in_chat(self._tokenizer, messages)
+        return text, self._saved.opening.encoded(self._tokenizer, text)
+
+    @property
+    def begun(self) -> bool:
+        """True after the first answer since the start."""
+        return self._text is not None
 
     def needs_compiling(self, turn: ChatTurn) -> bool:
         """Return True if `prepare` has to compile programs for this turn: for the first one, for

@@ -41,6 +41,7 @@ from kvq_tools.cli.console import (
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.handover import SavedPrompt
 from kvq_tools.cli.planned import NamedCache
+from kvq_tools.cli.reading import reading
 from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
 
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
             known=request.known,
             logits=logits,
             drafts=options.draft or 0,
-            reading=progress("reading the prompt", unread) if unread else None,
+            reading=reading(unread, request.config.num_hidden_layers) if unread else None,
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check everything that needs no weights."""
-    config, cache, saved = _model_and_cache(options)
+    config, cache, saved = model_and_cache(options)
     sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     if options.draft is not None and sampling.temperature:
         raise UserError(
@@ -144,7 +145,7 @@ def _checked(options: argparse.Namespace) -> GenerationRequest:
     )
 
 
-def _model_and_cache(
+def model_and_cache(
     options: argparse.Namespace,
 ) -> tuple[LlamaConfig, NamedCache, SavedPrompt | None]:
     """Return the configuration, the cache, and the file of --from if there is one."""

@@ -8,7 +8,7 @@ before it (such as today's date) stays as it was read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,22 @@ class Opening:
             return text_input.encode(tokenizer, self.text + question)
         text = self.text + _ending(tokenizer, PARAGRAPH + question)
         return text_input.encode_rendered(tokenizer, text)
+
+    def in_chat(self, tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+        """Return the text of a conversation that goes on from here. In a chat the first message
+        ends the message of the saved text, else the conversation follows the text."""
+        if not self.chat:
+            rendered = text_input.render_chat(tokenizer, list(messages))
+            first = getattr(tokenizer, "bos_token", None) or ""  # the saved text begins with it
+            return self.text + PARAGRAPH + rendered.removeprefix(first)
+        marked = messages[0] | {"content": _MARK + PARAGRAPH + messages[0]["content"]}
+        rendered = text_input.render_chat(tokenizer, [marked, *messages[1:]])
+        return self.text + rendered.partition(_MARK)[2]
+
+    def encoded(self, tokenizer: Any, text: str) -> list[int]:
+        """Return the tokens of a text that begins with this one."""
+        encode = text_input.encode_rendered if self.chat else text_input.encode
+        return encode(tokenizer, text)
 
 
 def opening(tokenizer: Any, text: str, *, chat: bool) -> Opening:

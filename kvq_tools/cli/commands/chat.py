@@ -18,7 +18,15 @@ from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools import chat_template
-from kvq_tools.cli import device_memory, inputs, interruption, mesh, sampling_options, text_input
+from kvq_tools.cli import (
+    device_memory,
+    handover,
+    inputs,
+    interruption,
+    mesh,
+    sampling_options,
+    text_input,
+)
 from kvq_tools.cli.console import (
     UserError,
     bar,
@@ -32,6 +40,8 @@ from kvq_tools.cli.console import (
 )
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
+from kvq_tools.cli.handover import SavedPrompt
+from kvq_tools.cli.one_generation import model_and_cache
 from kvq_tools.cli.tables import print_line
 
 MOST_CAPACITY = 4096  # tokens of a cache by default, if the model has as many positions
@@ -57,6 +67,9 @@ examples:
   kvq chat smollm2 --cache innerq:bits=2 --temperature 0.7 --top-p 0.9 \\
       --system "You answer in one sentence."
   echo "Name three rivers." | kvq chat smollm2 --cache dense
+  kvq prefill smollm2 --chat --prompt-file report.txt --cache kivi:bits=4 \\
+      --capacity 8192 --out report.safetensors
+  kvq chat smollm2 --from report.safetensors       (about the document)
 
 in the conversation:
 {textwrap.indent(COMMANDS, "  ")}
@@ -67,7 +80,18 @@ in the conversation:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    inputs.add_cache(parser)
+    parser.add_argument(
+        "--from",
+        dest="saved",
+        metavar="F",
+        help=(
+            "go on from a file of `kvq prefill`: in a saved chat your first message ends the "
+            "saved one, a saved text comes before the conversation"
+        ),
+    )
+    inputs.add_cache(
+        parser, "the cache (default: dense; with --from, the one in the file)", default=None
+    )
     inputs.add_calibration(parser)
     parser.add_argument(
         "--system",
@@ -88,7 +112,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    settings, tokenizer, capacity, placement = _checked(options)
+    settings, tokenizer, capacity, placement, saved = _checked(options)
     with loading(options.model), input_errors():
         llama, _ = load_llama(
             options.model,
@@ -96,17 +120,21 @@ def run(options: argparse.Namespace) -> None:
             mesh=placement,
             weights=options.weights,
         )
+    model_fingerprint = "" if saved is None else kvq.fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
-    new_cache = functools.partial(
-        device_memory.new_cache,
-        options.cache.spec,
-        llama.config,
-        capacity,
-        inputs.rows_dtype(options),
-        placement,
-    )
-    conversation = Conversation(llama, tokenizer, new_cache, settings, options.system)
+    if saved is None:
+        new_cache = functools.partial(
+            device_memory.new_cache,
+            options.cache.spec,
+            llama.config,
+            capacity,
+            inputs.rows_dtype(options),
+            placement,
+        )
+    else:
+        new_cache = functools.partial(handover.load, saved, llama, model_fingerprint, llama.config)
+    conversation = Conversation(llama, tokenizer, new_cache, settings, options.system, saved)
     terminal = sys.stdin.isatty()
     turns: list[dict[str, Any]] = []
     if terminal:
@@ -142,32 +170,48 @@ def run(options: argparse.Namespace) -> None:
     check_finite([] if conversation.finite else [options.cache.text])
 
 
-def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
-    """Check everything that needs no weights."""
+def _checked(
+    options: argparse.Namespace,
+) -> tuple[AnswerSettings, Any, int, kvq.Placement | None, SavedPrompt | None]:
+    """Check everything that needs no weights, and complete options.cache. Returns (settings,
+    tokenizer, capacity, placement, the file of --from)."""
     chat_template.start()
-    config = inputs.read_config(options.model, options.cache)
+    config, options.cache, saved = model_and_cache(options)
     sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "read messages")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     text_input.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
-    capacity = options.capacity or min(MOST_CAPACITY, config.positions)
-    inputs.warn_beyond(capacity, config)
-    placement = mesh.placement_of(
-        options.mesh, [options.cache.spec], config, 1, capacity, inputs.rows_dtype(options)
-    )
-    layout = kvq.layout(
-        options.cache.spec, config, 1, capacity, inputs.rows_dtype(options), placement
-    )
+    if saved is None:
+        capacity = options.capacity or min(MOST_CAPACITY, config.positions)
+        inputs.warn_beyond(capacity, config)
+        rows = inputs.rows_dtype(options)
+        placement = mesh.placement_of(options.mesh, [options.cache.spec], config, 1, capacity, rows)
+        layout = kvq.layout(options.cache.spec, config, 1, capacity, rows, placement)
+    else:
+        _check_saved(options, saved)
+        capacity, placement, layout = saved.layout.capacity, None, saved.layout
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    return (
-        AnswerSettings(options.max_new_tokens, sampling, options.seed, options.implementation),
-        tokenizer,
-        capacity,
-        placement,
+    settings = AnswerSettings(
+        options.max_new_tokens, sampling, options.seed, options.implementation
     )
+    return settings, tokenizer, capacity, placement, saved
+
+
+def _check_saved(options: argparse.Namespace, saved: SavedPrompt) -> None:
+    """Raise UserError for options that the file of --from has decided."""
+    for name in ("capacity", "mesh"):
+        if getattr(options, name) is not None:
+            raise UserError(f"leave out --{name}: kvq prefill has already made the cache of --from")
+    if saved.opening is None:
+        raise UserError(
+            f"{saved.path!r} holds token ids without their text: give kvq prefill a text to chat"
+            " about it"
+        )
+    if saved.opening.chat and options.system is not None:
+        raise UserError(f"leave out --system: {saved.path!r} holds the beginning of the chat")
 
 
 def _lines(terminal: bool) -> Iterator[str]:
@@ -223,7 +267,7 @@ def _turn(
     it comes and the line about the cache."""
     turn = conversation.turn(message)
     again = len(conversation.ids) - turn.kept
-    if again:
+    if again and conversation.begun:
         warn(
             f"the chat template rewrites earlier turns: the last {again} tokens of the cache are"
             " dropped and read again"

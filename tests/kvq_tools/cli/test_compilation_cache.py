@@ -134,3 +134,18 @@ def test_the_second_generate_compiles_nothing_that_takes_long(
     assert second["backend_compile_duration"] < first["backend_compile_duration"] / 2, (
         f"{first}, {second}"
     )
+
+
+def test_a_folder_that_others_can_write_is_not_used(
+    no_cache: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
+    compilation_cache.begin()
+    folder = compilation_cache.folder()
+    assert folder.stat().st_mode & 0o077 == 0, "a new folder is the user's alone"
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    jax.config.update("jax_compilation_cache_dir", None)
+    folder.chmod(0o777)
+    compilation_cache.begin()
+    assert jax.config.jax_compilation_cache_dir is None
+    line = f"kvq: warning: compiled programs are not kept: others can write {folder}; chmod go-w"
+    assert capsys.readouterr().err.startswith(line)

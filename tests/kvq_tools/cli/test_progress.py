@@ -8,10 +8,15 @@ import re
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 from tqdm import tqdm
 
+from cpu_kernels.exact_attention import exact_attention
+from cpu_kernels.library import prompts_attended, unavailable
 from kvq_tools.cli import console
 
 
@@ -89,3 +94,36 @@ def test_an_error_ends_the_line_and_says_no_speed(capsys, monkeypatch):
     with pytest.raises(ValueError, match="x"), console.progress("reading the prompt", 6):
         raise ValueError("x")
     assert "tokens/s" not in capsys.readouterr().err
+
+
+def test_the_share_that_is_read_is_shown_with_its_speed_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.setattr(console, "PIPED_SECONDS", 0.1)
+    shares = iter([0.0, 0.25, 0.5, 2.0, *[1.0] * 9])
+    with console.progress("reading the prompt", 640, lambda: next(shares)):
+        time.sleep(0.55)
+    lines = capsys.readouterr().err.splitlines()
+    assert "%" not in lines[1], "a share of 0 may be an unknown one"
+    assert re.fullmatch(
+        r"kvq: reading the prompt, 640 tokens ... 25%, \d+ tokens/s ... 0 s", lines[2]
+    )
+    assert " 50%" in lines[3]
+    assert " 100%" in lines[4]
+
+
+def test_the_share_that_is_read_is_shown_with_its_speed_in_a_terminal(monkeypatch):
+    terminal = terminal_on_stderr(monkeypatch)
+    with console.progress("reading the prompt", 640, lambda: 0.25):
+        time.sleep(1.2)
+    shown = terminal.getvalue()
+    assert "\n" not in shown
+    assert re.search(r"reading the prompt, 640 tokens ... 25%, 1\d\d tokens/s ... 00:01", shown)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="the CPU kernels are not compiled")
+def test_the_kernel_counts_layers_of_prompts_and_not_their_older_bodies():
+    rows, counts = jnp.ones((1, 1, 4, 8)), [prompts_attended()]
+    for old in (0, 2, 4):
+        seen, new = jnp.ones((1, old), bool), jnp.full((1, 4), 4 - old)
+        jax.block_until_ready(exact_attention(rows, rows, rows, seen, new, scale=1.0))
+        counts.append(prompts_attended())
+    assert np.diff(counts).tolist() == [1, 1, 0], "the last call has no new tokens"
