@@ -30,7 +30,7 @@ from benchmarks.faults.soak import CONNECTIONS, soak
 from benchmarks.report_file import arguments, from_json, header
 from kvq_tools.evaluation.journal import Journal
 
-START_SECONDS, HANG_SECONDS = 900, 120  # without a line of a process
+START_SECONDS, HANG_SECONDS = 900, 300  # without a line of a process
 PROGRAMS = pathlib.Path(tempfile.gettempdir()) / "kvq-faults-programs"  # compiled once
 KEEP_ALL = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 CHILD = ("-m", "benchmarks.faults.child")

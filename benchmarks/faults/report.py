@@ -69,6 +69,12 @@ OTHER = (
 )
 
 
+ANY = (
+    "Any bit of a live cache: also one in a row that is newer than its layer's last turn, which no"
+    " sum covers yet, or that holds nothing. Sealed bits: of rows that the slot held a token ago."
+)
+
+
 def page(report: FaultReport, file: pathlib.Path) -> str:
     """Render the table."""
     lines = [
@@ -87,6 +93,8 @@ def page(report: FaultReport, file: pathlib.Path) -> str:
     parts = [*head(report, file, SAID), table((*HEAD, *CONTROL), lines)]
     if others:
         parts.append(OTHER.format(others))
+    if any("any bit" in row.kind for row in report.rows):
+        parts.append(ANY)
     if report.soak:
         parts += ["## Soak", _soak(report)]
     return "\n\n".join(parts)

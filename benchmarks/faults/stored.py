@@ -100,7 +100,7 @@ def read_weights(folder: Path) -> object:
 
 def read_words(folder: Path) -> object:
     tokenizer = open_checkpoint(folder / "model", "tokenizer").tokenizer()
-    return tokenizer(TEXT).input_ids, tokenizer.decode(list(range(3, 90)))
+    return tokenizer(TEXT).input_ids, tokenizer.decode(list(range(3, 90))), tokenizer.get_vocab()
 
 
 def write_gguf(folder: Path) -> None:

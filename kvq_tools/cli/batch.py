@@ -212,9 +212,8 @@ def _request(
     if new < 1:
         raise ValueError(f"max_new_tokens={new} must be at least 1")
     prompt = _prompt(kinds[0], fields[kinds[0]], options.chat, tokenizer)
-    return Request(
-        prompt, new, rule, fields.get("seed", options.seed), end_ids=config.eos_token_ids
-    )
+    seed, ends = fields.get("seed", options.seed), config.eos_token_ids
+    return Request(prompt, new, rule, seed, end_ids=ends, logprobs=False)
 
 
 def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...]:

@@ -141,6 +141,7 @@ class Service:
             seed,
             end_ids=(*self._end_ids, *stops),
             alternatives=alternatives,
+            logprobs=fields.logprobs is not None and fields.logprobs is not False,
             prompt_logprobs=scored,
             frequency_penalty=float(fields.frequency_penalty or 0),
             presence_penalty=float(fields.presence_penalty or 0),

@@ -28,8 +28,10 @@ class Accepted:
     penalty: float = 0.0  # to subtract from the logit of the newest token from now on
     cancelled: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)  # drawn
+    drawn_logprobs: list[float] = dataclasses.field(default_factory=list)  # of them
     attempts: int = 1
-    replayed: tuple[int, ...] = ()  # tokens that were sent before it began again
+    # tokens that were sent before it began again, with their log-probabilities
+    replayed: tuple[tuple[int, float], ...] = ()
     logprobs: list[float] = dataclasses.field(default_factory=list)
     likely: list[Likely] = dataclasses.field(default_factory=list)
 
@@ -38,13 +40,14 @@ class Accepted:
         asked = self.request
         return asked.sampling, asked.seed, asked.choice, self.drawn, asked.alternatives > 0
 
-    def add_token(self, token: int) -> None:
+    def add_token(self, token: int, logprob: float) -> None:
         """Note a token that was drawn."""
         self.last, self.drawn, asked = token, self.drawn + 1, self.request
         if asked.frequency_penalty or asked.presence_penalty:
             self.penalty = asked.frequency_penalty
             self.penalty += 0 if token in self.tokens else asked.presence_penalty
         self.tokens.append(token)
+        self.drawn_logprobs.append(logprob)
 
     def token_event(self, drawn: Drawn, row: int) -> Token:
         """Return the event of the newest token, which was drawn in this row."""
@@ -52,6 +55,13 @@ class Accepted:
         tokens, logprobs = drawn.likely[row, :most], drawn.likely_logprobs[row, :most]
         likely = tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
         return Token(self.ticket, self.last, float(drawn.logprob[row]), likely)
+
+    @property
+    def sent_wrong(self) -> bool:
+        """True if the newest token is not the one that was sent in its place."""
+        token, logprob = self.replayed[self.drawn - 1]
+        differs = self.request.logprobs and logprob != self.drawn_logprobs[-1]
+        return token != self.last or differs
 
     @property
     def run(self) -> tuple[Ticket, int]:
@@ -66,10 +76,10 @@ class Accepted:
     def begin_again(self) -> None:
         """Forget everything that depends on the cache. The tokens come again, the same ones."""
         if len(self.tokens) > len(self.replayed):
-            self.replayed = tuple(self.tokens)
+            self.replayed = tuple(zip(self.tokens, self.drawn_logprobs, strict=True))
         self.attempts, self.penalty = self.attempts + 1, 0.0
         self.read = self.drawn = self.last = 0
-        for of_cache in (self.tokens, self.logprobs, self.likely):
+        for of_cache in (self.tokens, self.drawn_logprobs, self.logprobs, self.likely):
             of_cache.clear()
 
     def add_scores(

@@ -379,11 +379,11 @@ class Engine:
         if not drawn.finite[row]:
             return self._end(accepted, "not-finite", events)
         asked = accepted.request
-        accepted.add_token(int(drawn.token[row]))
+        accepted.add_token(int(drawn.token[row]), float(drawn.logprob[row]))
         self.counts.new_tokens += 1
         if accepted.drawn > len(accepted.replayed):
             events.append(accepted.token_event(drawn, row))
-        elif accepted.last != accepted.replayed[accepted.drawn - 1]:
+        elif accepted.sent_wrong:
             return self._end(accepted, "damaged", events)  # what was sent came from damage
         ended = accepted.last in asked.end_ids
         if not ended and accepted.drawn < asked.max_new_tokens:

@@ -31,6 +31,8 @@ class Request:
         choice: see `seed`.
         end_ids: tokens that end the text, and are its last.
         alternatives: number of most probable tokens to report with each token.
+        logprobs: the log-probabilities of drawn tokens matter. An answer that sent one from damaged
+            memory ends with an error, even if its tokens are right.
         prompt_logprobs: report the log-probabilities of the prompt's tokens too.
         frequency_penalty: subtracted from a token's logit for each time it was drawn.
         presence_penalty: subtracted once from the logit of every token that was drawn.
@@ -45,6 +47,7 @@ class Request:
     choice: int = 0
     end_ids: tuple[int, ...] = ()
     alternatives: int = 0
+    logprobs: bool = True
     prompt_logprobs: bool = False
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0

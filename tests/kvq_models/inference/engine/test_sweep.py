@@ -125,3 +125,49 @@ def test_nothing_is_taken_for_damage(engine: Engine):
     assert len(ends) == len(requests)
     assert engine.counts.damaged == 0
     assert str(engine.cache.spec) == str(kvq.parse(SPECS[0]))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("field", ["body", "ring"])
+def test_a_flip_that_no_turn_has_met_is_found_before_its_answer_ends(
+    engine: Engine, llama: Llama, field: str, strict: bool
+):
+    asked = dataclasses.replace(ASKED, max_new_tokens=3, logprobs=strict)
+    expected = [event[1:3] for event in answer(engine_of(llama), asked) if event[0] == "Token"]
+    engine._sweep = Sweep(share=1e-9)  # one turn at the beginning
+    ticket = engine.submit(asked)
+    events = list(engine.advance())
+    while not any(engine._slots):
+        events += engine.advance()
+    engine.cache = flip(engine.cache, field, next(i for i, one in enumerate(engine._slots) if one))
+    events += drained(engine)
+    assert engine.counts.damaged == 1
+    found, sent = texts(events)[ticket], events[-1].reason == "length"
+    if strict:  # what was sent is right, or the answer ends with an error
+        assert (found == expected) == sent
+    else:
+        assert ([token for token, _ in found] == [token for token, _ in expected]) == sent
+    assert answer(engine, asked) == answer(engine_of(llama), asked)
+
+
+def test_a_row_that_was_damaged_while_it_was_empty_is_replaced(engine: Engine, llama: Llama):
+    expected = answer(engine_of(llama), ASKED)
+    engine._sweep.compile(engine.cache, engine._row)
+    engine._row = flip(engine._row, "ring", 0)
+    assert answer(engine, ASKED) == expected
+    assert engine.counts.damaged == 1
+
+
+def test_a_prefix_that_changed_in_memory_is_read_again(engine: Engine, llama: Llama):
+    expected = answer(engine, ASKED)
+    assert expected == answer(engine_of(llama), ASKED)
+    store = engine.prefixes
+    for key, (piece, crc32) in list(store._pieces.items()):
+        logits = np.array(piece.logits)
+        logits[0, 3] += 9
+        store._pieces[key] = dataclasses.replace(piece, logits=logits), crc32
+    hits, held = engine.counts.prefix_hits, store.nbytes
+    assert answer(engine, ASKED) == expected
+    assert (engine.counts.prefix_hits, store.nbytes) == (hits, held)
+    assert answer(engine, ASKED) == expected
+    assert engine.counts.prefix_hits == hits + 1
