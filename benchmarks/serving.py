@@ -164,7 +164,7 @@ def _seconds(engine: Engine, request: Request) -> float:
     return time.perf_counter() - started
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving", description=(__doc__ or "").partition("\n\n")[0]
     )
@@ -237,6 +237,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--json", metavar="F", help="write the report, with the times of every request"
     )
+    return parser
+
+
+def checked_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, of which `timed` names all caches if none were given."""
+    parser = parser_of_options()
     args = parser.parse_args(argv)
     most = args.prompt[1] + args.new[1]
     if (
@@ -249,20 +255,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"requests, slots and tokens are at least 1, and {most} tokens must fit --capacity"
             f" {args.capacity}"
         )
-    timed = args.cache if args.timed is None else args.timed
-    if not set(timed) <= set(args.cache):
+    if args.timed is None:
+        args.timed = args.cache
+    if not set(args.timed) <= set(args.cache):
         parser.error(f"--timed names caches of --cache, which are {', '.join(args.cache)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = checked_options(argv)
     plain, _ = load_llama(args.model, dtype="float32", weights="dense")
     requests = requests_of(args.requests, args.prompt, args.new, plain.config.vocab_size)
     rows = []
-    for cache in timed if args.slots else ():
+    for cache in args.timed if args.slots else ():
         llama = prepare(plain, cache)
         rows.append(one_at_a_time(llama, cache, args.capacity, requests))
         rows += [
             through_slots(llama, cache, slots, args.capacity, requests) for slots in args.slots
         ]
     prefixes = (
-        tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in timed)
+        tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in args.timed)
         if args.prefix > 0
         else ()
     )

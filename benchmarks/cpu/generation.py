@@ -190,7 +190,7 @@ def page(report: GenerationReport, file: pathlib.Path) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu.generation",
         description=(__doc__ or "").partition("\n")[0],
@@ -229,6 +229,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help="write the raw samples here; `python -m benchmarks.results_page` makes a page of them",
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of_options()
     args = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
         parser.error("transformers' models need torch: pip install 'kvq-jax[parity]'")

@@ -134,11 +134,6 @@ class Placement:
         program."""
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.along(*names)))
 
-    def constrained_tree(self, specs: Tree, tree: Tree) -> Tree:
-        """Return the arrays that `specs` describe, split as this placement asks. For use in a
-        program and outside."""
-        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings(specs))
-
 
 def _with_auto_axes(mesh: AnyMesh) -> AnyMesh:
     types = (AxisType.Auto,) * len(mesh.axis_names)

@@ -28,6 +28,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.whole_heads import gathered_together
 from kvq_tools.cli.console import format_bytes
+from kvq_tools.cli.memory_roofline import device_of
 from kvq_tools.cli.tables import print_line, print_table
 
 LATENCY = 10e-6  # seconds of a collective of a few KB within one host: assumed, not measured
@@ -58,7 +59,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="DEVICE",
-        type=_device,
+        type=device_of,
         default=roofline.DEVICES["h200"],
         help=(
             f"kind of device of the mesh: {', '.join(MEMORY)} (default: h200), or peaks FLOPS:BYTES"
@@ -70,13 +71,6 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 4096:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to 4096")
     return int(text)
-
-
-def _device(text: str) -> Device:
-    try:
-        return roofline.device(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)

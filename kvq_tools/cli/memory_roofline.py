@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roofline",
         metavar="DEVICE",
-        type=_device,
+        type=device_of,
         nargs="?",
         const=roofline.DEVICES[roofline.PAPER_DEVICE],
         help=(
@@ -47,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _device(text: str) -> Device:
+def device_of(text: str) -> Device:
     try:
         return roofline.device(text)
     except ValueError as error:

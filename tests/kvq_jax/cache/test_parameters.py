@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.parameters import parameter_axes, parameter_plans
+from tests.kvq_jax.cache.test_step import refused
 from tests.kvq_jax.layer_runs import DIMS, key_bias, layer_weights, sequences
 
 SPEC = "kvquant:bits=3,outliers=0.05"
@@ -92,12 +92,6 @@ def test_both_kinds_stand_beside_each_other():
     calibrated = kvq.calibrate_layer(spec, DIMS, 0, rows(), ones(rows()))
     k, _ = kvq.prepare_layer(spec, DIMS, 0, weights=biased, calibrated=calibrated)
     assert {"bias", "levels", "scale"} <= set(k)
-
-
-def refused(message: str, function, *arguments, **options) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        function(*arguments, **options)
-    assert "\n" not in str(error.value)
 
 
 def test_what_is_missing_or_of_another_model_is_named():

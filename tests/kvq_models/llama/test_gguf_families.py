@@ -15,7 +15,6 @@ from kvq_models.llama import checkpoint, fused_tensors, gguf_header, gguf_names,
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama, forward
-from kvq_models.llama.stored_tensor import CheckpointError
 from tests.kvq_models.checkpoints import (
     LONGROPE,
     YARN,
@@ -26,6 +25,7 @@ from tests.kvq_models.checkpoints import (
     torch_logits,
 )
 from tests.kvq_models.gguf_files import SWAPPED, gguf_name, write_gguf
+from tests.kvq_models.llama.test_gguf import refusal
 
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -106,13 +106,6 @@ def written(name: str, tmp_path: pathlib.Path, **options: Any) -> tuple[Llama, p
     return source, write_gguf(
         source, tmp_path / f"{name}.gguf", architecture=architecture, **options
     )
-
-
-def refusal(path: pathlib.Path) -> str:
-    with pytest.raises((CheckpointError, ValueError, NotImplementedError)) as caught:
-        load_llama(path, dtype="float32")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def compared(config: LlamaConfig) -> dict[str, Any]:

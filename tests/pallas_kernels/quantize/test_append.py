@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side, append_token
 from pallas_kernels.quantize.blocks import GroupedBlocks
-from pallas_kernels.quantize.kernel import PackedRows, quantize_rows
+from pallas_kernels.quantize.kernel import PackedRows
 from pallas_kernels.quantize.rounding import Job
 from tests.exhaustive import some
 from tests.pallas_kernels.harness import INTERPRETED, each_lowering, on_a_gpu, structs
@@ -24,6 +24,7 @@ from tests.pallas_kernels.quantize.test_quantize import (
     CASES,
     QuantizeCase,
     divisor_of,
+    fused,
     reader_of,
     special_rows,
 )
@@ -65,15 +66,6 @@ def append(
     return jax.tree.unflatten(jax.tree.structure(body), side.blocks.body)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "launch"))
-def quantized(
-    case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch
-) -> PackedRows:
-    return quantize_rows(
-        rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch
-    )
-
-
 def arrays_of(case: QuantizeCase, packed: PackedRows) -> dict[str, np.ndarray]:
     """Return the bits of the arrays, with tokens on axis 2."""
     swap = case.format.axis == "channels"
@@ -103,7 +95,7 @@ def wrong_in(
     place = first if place is None else place
     block, slots = block or block_of(case), ring.shape[2]
     rows = jnp.stack([ring[b][:, (first[b] + np.arange(block)) % slots] for b in range(len(ring))])
-    new = arrays_of(case, quantized(case, rows, divisor_of(case, len(ring)), launch))
+    new = arrays_of(case, fused(case, rows, divisor_of(case, len(ring)), launch))
     old, actual = arrays_of(case, before), arrays_of(case, after)
     return [
         f"{name} of row {b}"
@@ -120,7 +112,7 @@ def inputs_of(case: QuantizeCase) -> tuple[PackedRows, jax.Array, np.ndarray]:
     """
     rng, block = np.random.default_rng(2), block_of(case)
     shape = (len(LEAVING), 2, BODY, case.format.channels)
-    body = quantized(
+    body = fused(
         case,
         jnp.asarray(rng.normal(size=shape), case.dtype),
         divisor_of(case, len(LEAVING)),

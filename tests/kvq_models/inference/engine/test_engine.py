@@ -4,7 +4,7 @@ that it gets alone, from the same programs."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import jax
@@ -34,20 +34,6 @@ SLOTS, CAPACITY, WIDTHS, VOCABULARY = 3, 96, (16, 48), 96
 @pytest.fixture(scope="module")
 def llama() -> Llama:
     return random_llama(tiny_config(num_hidden_layers=1))
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Every compilation while the test runs."""
-    found: list[str] = []
-
-    def listen(event: str, seconds: float, **_: object) -> None:
-        if event.endswith("backend_compile_duration"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def engine_of(llama: Llama, spec: str = SPECS[0], **options) -> Engine:
@@ -90,10 +76,10 @@ def drained(engine: Engine) -> list[Event]:
 def answer(engine: Engine, request: Request) -> list[tuple]:
     """Return the tokens that a request gets alone."""
     engine.submit(request)
-    return [_without_ticket(event) for event in drained(engine)]
+    return [without_ticket(event) for event in drained(engine)]
 
 
-def _without_ticket(event: Event) -> tuple:
+def without_ticket(event: Event) -> tuple:
     return (
         type(event).__name__,
         *(value for name, value in vars(event).items() if name != "ticket"),
@@ -141,7 +127,7 @@ def traffic(
             engine.cancel(doomed.pop(rng.randrange(len(doomed))))
         for event in engine.advance():
             if owner[event.ticket] >= 0:
-                got[owner[event.ticket]].append(_without_ticket(event))
+                got[owner[event.ticket]].append(without_ticket(event))
         between(engine)
     return got
 
@@ -300,7 +286,7 @@ def test_prompts_that_need_a_program_wait_for_it_while_others_decode(llama: Llam
     assert {event.ticket for event in events} == {short}
     assert sum(isinstance(event, Token) for event in events) == 7
     pending.set_result(None)
-    found = [_without_ticket(event) for event in drained(engine) if event.ticket == waits]
+    found = [without_ticket(event) for event in drained(engine) if event.ticket == waits]
     assert found == expected
 
 

@@ -4,7 +4,6 @@ the least recently used pieces first."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -16,9 +15,10 @@ from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.pieces import RowPiece, RowPieces
 from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
-from kvq_models.inference.engine.requests import Ended, Event, Request
+from kvq_models.inference.engine.requests import Ended, Request
 from kvq_models.inference.sampling import Sampling
 from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.inference.engine.test_engine import without_ticket
 from tests.methods_table import METHOD_CASES
 
 SPEC = "innerq:bits=2,recent=8,block=32"  # takes a key norm from the prompt
@@ -31,20 +31,6 @@ CASES = [
 @pytest.fixture(scope="module")
 def llama() -> Llama:
     return prepare(random_llama(tiny_config(num_hidden_layers=1)), SPEC)
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Every compilation while the test runs."""
-    found: list[str] = []
-
-    def listen(event: str, seconds: float, **_: object) -> None:
-        if event.endswith("backend_compile_duration"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def tokens_of(seed: int, count: int) -> tuple[int, ...]:
@@ -62,15 +48,8 @@ def answers(engine: Engine, requests: list[Request]) -> list[list[tuple]]:
     got: dict[int, list[tuple]] = {engine.submit(request): [] for request in requests}
     while not engine.idle:
         for event in engine.advance():
-            got[event.ticket].append(_without_ticket(event))
+            got[event.ticket].append(without_ticket(event))
     return list(got.values())
-
-
-def _without_ticket(event: Event) -> tuple:
-    return (
-        type(event).__name__,
-        *(value for name, value in vars(event).items() if name != "ticket"),
-    )
 
 
 def some_requests() -> list[Request]:
