@@ -49,26 +49,17 @@ class Letters:
 def model_of(family: str) -> Any:
     """Return a small random model whose attention has peaks."""
     module = getattr(tunix, family)
+    sizes = dict(embed_dim=64, hidden_dim=128, num_heads=4, head_dim=32, num_kv_heads=2)
     if family == "gemma3":  # five layers with windows, and one without
-        config = module.ModelConfig(
-            6, VOCAB, 64, 128, 4, 32, 2, sliding_window_size=8, param_dtype="float32"
-        )
-        model = module.Gemma3(config, rngs=nnx.Rngs(0))
+        own = dict(num_layers=6, num_embed=VOCAB, sliding_window_size=8, param_dtype="float32")
+        model = module.Gemma3(module.ModelConfig(**sizes, **own), rngs=nnx.Rngs(0))
         for layer in model.layers:
             layer.attn._query_norm.scale.value += 2
         return model
-    config = module.ModelConfig(
-        num_layers=2,
-        vocab_size=VOCAB,
-        embed_dim=64,
-        hidden_dim=128,
-        num_heads=4,
-        head_dim=32,
-        num_kv_heads=2,
-        rope_theta=10_000,
-        norm_eps=1e-6,
+    own = dict(num_layers=2, vocab_size=VOCAB, rope_theta=10_000, norm_eps=1e-6)
+    model = getattr(module, family.capitalize())(
+        module.ModelConfig(**sizes, **own), rngs=nnx.Rngs(0)
     )
-    model = getattr(module, family.capitalize())(config, rngs=nnx.Rngs(0))
     for layer in model.layers:
         layer.attn.q_proj.w.value *= 40
         layer.attn.k_proj.w.value *= 40
