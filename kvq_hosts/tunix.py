@@ -11,19 +11,21 @@ the cache is. Greedy sampling, top-p and beam search work on these caches as on 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+from tunix.models.gemma3 import model as gemma3
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 import kvq_jax as kvq
 
-Model = llama3.Llama3 | qwen2.Qwen2 | qwen3.Qwen3
+Model = llama3.Llama3 | qwen2.Qwen2 | qwen3.Qwen3 | gemma3.Gemma3
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 
 
@@ -31,11 +33,11 @@ def with_cache(model: Model, spec: kvq.CacheSpec | str) -> Model:
     """Return a model with the same weights whose cache is quantized.
 
     Args:
-        model: a Llama3, Qwen2 or Qwen3 of tunix.
+        model: a Llama3, Qwen2, Qwen3 or Gemma3 of tunix.
         spec: the cache, or its text.
 
     Raises:
-        NotImplementedError: for other models, and for tunix' flash attention.
+        NotImplementedError: for other models, tunix' flash attention, and images.
         ValueError: if the spec does not fit the model, or its method needs parameters.
     """
     if type(model) not in MODELS:
@@ -45,6 +47,8 @@ def with_cache(model: Model, spec: kvq.CacheSpec | str) -> Model:
         raise NotImplementedError(
             "use_flash_attention=True reads tunix' own cache: set it to False for a quantized one"
         )
+    if getattr(model.config, "vision_config", None) is not None:
+        raise NotImplementedError("tokens of an image see later ones, which no cache here computes")
     spec, config = kvq.parse(spec), model.config
     dims = kvq.CacheDims(
         config.num_layers,
@@ -55,10 +59,9 @@ def with_cache(model: Model, spec: kvq.CacheSpec | str) -> Model:
     )
     kvq.layout(spec, dims, batch=1, capacity=1)  # an error comes here, not from a traced step
     model = nnx.clone(model)
-    model.kvq = _Layer(spec, dims, 0)
     object.__setattr__(model, "__class__", MODELS[type(model)])
     for number, layer in enumerate(model.layers):
-        layer.attn.kvq = _Layer(spec, dims, number)
+        layer.attn.kvq = _Layer(spec, dims, number, _attention(layer.attn))
         object.__setattr__(layer.attn, "__class__", ATTENTION[type(layer.attn)])
     return model
 
@@ -70,25 +73,44 @@ class _Layer:
     spec: kvq.CacheSpec
     dims: kvq.CacheDims
     number: int
+    attention: kvq.Attention
 
     def plan(self, capacity: int, dtype: DTypeLike) -> kvq.CachePlan:
         return kvq.layer_plan(
-            self.spec, self.dims, layer=self.number, capacity=capacity, dtype=dtype
+            self.spec,
+            self.dims,
+            layer=self.number,
+            capacity=capacity,
+            attention=self.attention,
+            dtype=dtype,
         )
+
+
+def _attention(attention: Any) -> kvq.Attention:
+    """Return the attention of one of the host's layers: Gemma has windows and a scale."""
+    if not isinstance(attention, gemma3.Attention):
+        return kvq.Attention()
+    local = attention.attn_type == gemma3.AttentionType.LOCAL_SLIDING
+    window = attention.sliding_window_size if local else None
+    return kvq.Attention(window, scale=float(attention.query_pre_attn_scalar))
 
 
 def _init_cache(
     model: Any, batch_size: int, cache_size: int, dtype: DTypeLike
 ) -> dict[str, kvq.LayerCache]:
     """Return the cache that the sampler asks a model for."""
-    layers = (dataclasses.replace(model.kvq, number=i) for i in range(len(model.layers)))
     return {
-        f"layer_{layer.number}": layer.plan(cache_size, dtype).init(batch_size) for layer in layers
+        f"layer_{i}": layer.attn.kvq.plan(cache_size, dtype).init(batch_size)
+        for i, layer in enumerate(model.layers)
     }
 
 
 def _through_cache(
-    attention: Any, qkv: QKV, cache: kvq.LayerCache, mask: Bool[Array, "B T S"]
+    attention: Any,
+    qkv: QKV,
+    cache: kvq.LayerCache,
+    mask: Bool[Array, "B T S"],
+    project: Callable[[Float[Array, "B T N H"]], Float[Array, "B T D"]],
 ) -> tuple[kvq.LayerCache, Float[Array, "B T D"]]:
     """Return the cache with new tokens, and the output of an attention layer."""
     tokens, dtype = mask.shape[1], cache.state.ring[0].dtype
@@ -100,7 +122,7 @@ def _through_cache(
         prefill=tokens > 1,
         padding="left",
     )
-    return cache, attention.o_proj(out)
+    return cache, project(out)
 
 
 class _Llama3Attention(llama3.Attention):
@@ -112,7 +134,7 @@ class _Llama3Attention(llama3.Attention):
             return llama3.apply_rope(rows, segment_pos, head_dim=self.head_dim)
 
         qkv = rotated(self.q_proj(x)), rotated(self.k_proj(x)), self.v_proj(x)
-        return _through_cache(self, qkv, cache, attn_mask)
+        return _through_cache(self, qkv, cache, attn_mask, self.o_proj)
 
 
 class _Qwen3Attention(qwen3.Attention):
@@ -131,7 +153,9 @@ class _Qwen3Attention(qwen3.Attention):
             return qwen3.apply_rope(rows, segment_pos, head_dim=self.head_dim)
 
         q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
-        return _through_cache(self, (rotated(q), rotated(k), self.v_proj(x)), cache, attn_mask)
+        return _through_cache(
+            self, (rotated(q), rotated(k), self.v_proj(x)), cache, attn_mask, self.o_proj
+        )
 
 
 class _Qwen2Attention(qwen2.Attention):
@@ -152,7 +176,29 @@ class _Qwen2Attention(qwen2.Attention):
             rotated(biased(self.k_proj(x), self.k_bias)),
             biased(self.v_proj(x), self.v_bias),
         )
-        return _through_cache(self, qkv, cache, attn_mask)
+        return _through_cache(self, qkv, cache, attn_mask, self.o_proj)
+
+
+class _Gemma3Attention(gemma3.Attention):
+    def block(self, x: Array, segment_pos: Int[Array, "B T"], cache: Any, attn_mask: Any) -> Any:
+        if cache is None:
+            return super().block(x, segment_pos, cache, attn_mask)
+
+        def rotated(rows: Array) -> Array:
+            return gemma3.apply_rope(
+                rows,
+                segment_pos,
+                head_dim=self.head_dim,
+                base_frequency=self.rope_base_frequency,
+                scale_factor=self.rope_scale_factor,
+            )
+
+        if self.use_qkv_einsum:
+            q, k, v = self.qkv_einsum(x)
+        else:
+            q, (k, v) = self.q_einsum(x), self.kv_einsum(x)
+        qkv = rotated(self._query_norm(q)), rotated(self._key_norm(k)), v
+        return _through_cache(self, qkv, cache, attn_mask, self.attn_vec_einsum)
 
 
 class _Llama3(llama3.Llama3):
@@ -167,9 +213,19 @@ class _Qwen3(qwen3.Qwen3):
     init_cache = _init_cache
 
 
-MODELS = {llama3.Llama3: _Llama3, qwen2.Qwen2: _Qwen2, qwen3.Qwen3: _Qwen3}
+class _Gemma3(gemma3.Gemma3):
+    init_cache = _init_cache
+
+
+MODELS = {
+    llama3.Llama3: _Llama3,
+    qwen2.Qwen2: _Qwen2,
+    qwen3.Qwen3: _Qwen3,
+    gemma3.Gemma3: _Gemma3,
+}
 ATTENTION = {
     llama3.Attention: _Llama3Attention,
     qwen2.Attention: _Qwen2Attention,
     qwen3.Attention: _Qwen3Attention,
+    gemma3.Attention: _Gemma3Attention,
 }

@@ -87,8 +87,6 @@ def test_a_step_is_exported_for_tpus_and_gpus_as_a_function_of_leaves(cache: Any
     exported = jax.export.export(jax.jit(flat), platforms=("tpu", "cuda"))
     text = exported(leaves, *(a[:, 79:] for a in qkv)).mlir_module()
     assert not [target for target in TARGETS if target in text], "a kernel of this host is in it"
-    with pytest.raises(Exception, match="LayerCache"):  # jax.export knows no such tree
-        jax.export.export(jax.jit(step))(cache, *(a[:, 79:] for a in qkv)).serialize()
 
 
 def test_orbax_keeps_the_leaves_that_hold_something(cache: Any, tmp_path: Any):
