@@ -131,7 +131,11 @@ def _checked(options: argparse.Namespace) -> GenerationRequest:
     tokenizer, known, prompt, capacity = _prompt(options, config, saved)
     rows = inputs.rows_dtype(options, cache.spec)
     placement = mesh.placement_of(options.mesh, [cache.spec], config, 1, capacity, rows)
-    layout = saved.layout if saved else kvq.layout(cache.spec, config, 1, capacity, rows, placement)
+    layout = (
+        saved.layout
+        if saved
+        else kvq.cache.layout(cache.spec, config, 1, capacity, rows, placement)
+    )
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
@@ -197,7 +201,7 @@ def _cache(
     """Return (the model with the parameters that the cache needs, the cache, and the logits after
     the prompt if the cache holds all of it)."""
     saved = request.saved
-    model_fingerprint = "" if saved is None else kvq.fingerprint(llama)
+    model_fingerprint = "" if saved is None else kvq.files.fingerprint(llama)
     with input_errors():
         llama = prepare(llama, request.cache.spec, options.calibration, progress=bar)
         if saved is None:

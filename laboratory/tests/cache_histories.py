@@ -48,7 +48,7 @@ BATCH = 8
 CODES_DIFFER = 2e-2
 
 
-def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarray:
+def exact_attention(inputs: kvq.types.LayerInputs, held: kvq.types.LayerInputs) -> np.ndarray:
     """Return softmax(q k^T / sqrt(H)) v [B, N, T, H] of the queries of `inputs` over the tokens of
     `held` up to their own, in float64."""
     real = np.asarray(held.valid)[:, None, :, None]
@@ -266,8 +266,8 @@ class Histories:
         self.check()
 
     def save_and_load(self, folder: pathlib.Path) -> None:
-        kvq.save_cache(self.cache, folder / "cache.safetensors")
-        self.cache = kvq.load_cache(
+        kvq.files.save(self.cache, folder / "cache.safetensors")
+        self.cache = kvq.files.load(
             folder / "cache.safetensors", spec=self.cache.spec, config=DIMS, capacity=CAPACITY
         )
         self.check()
@@ -365,7 +365,7 @@ class Histories:
     def _near_exact(
         self,
         layer: int,
-        inputs: kvq.LayerInputs,
+        inputs: kvq.types.LayerInputs,
         out: jax.Array,
         start: np.ndarray,
         counts: np.ndarray,
@@ -418,7 +418,7 @@ class Histories:
 
     def _run(
         self, program: Callable, ids: np.ndarray, start: np.ndarray, counts: np.ndarray
-    ) -> list[tuple[kvq.LayerInputs, jax.Array]]:
+    ) -> list[tuple[kvq.types.LayerInputs, jax.Array]]:
         """Run all layers. Return the inputs and the output of each."""
         layers, outputs, carry = [], [], ()
         for layer, (plan, state) in enumerate(zip(self.plans, self.cache.layers, strict=True)):

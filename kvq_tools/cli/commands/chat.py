@@ -149,7 +149,7 @@ def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq
     placement = mesh.placement_of(
         options.mesh, [options.cache.spec], config, 1, capacity, inputs.rows_dtype(options)
     )
-    layout = kvq.layout(
+    layout = kvq.cache.layout(
         options.cache.spec, config, 1, capacity, inputs.rows_dtype(options), placement
     )
     device_memory.check_memory(layout)
@@ -258,17 +258,17 @@ def holds(conversation: Conversation) -> dict[str, Any]:
     """Return the contents of the cache: its tokens, and the bytes that this cache and a bf16 cache
     need for them."""
     cache, tokens = conversation.cache, int(conversation.cache.lengths[0])
-    exact = kvq.layout(cache.spec, cache.dims, 1, max(tokens, 1), cache.dtype)
-    quantized = kvq.quantized_tokens(cache, tokens)
+    exact = kvq.cache.layout(cache.spec, cache.dims, 1, max(tokens, 1), cache.dtype)
+    quantized = kvq.size.quantized_tokens(cache, tokens)
     return {
         "cache": str(cache.spec),
         "tokens": tokens,
         "capacity": cache.capacity,
         "quantized_tokens": quantized,
         "full_precision_tokens": tokens - quantized,
-        "bytes": kvq.nbytes(exact),
-        "bf16_bytes": kvq.dense_nbytes(cache.dims, 1, max(tokens, 1)),
-        "reserved_bytes": kvq.nbytes(cache),
+        "bytes": kvq.size.nbytes(exact),
+        "bf16_bytes": kvq.size.dense_nbytes(cache.dims, 1, max(tokens, 1)),
+        "reserved_bytes": kvq.size.nbytes(cache),
     }
 
 

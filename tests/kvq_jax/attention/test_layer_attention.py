@@ -43,7 +43,7 @@ attend_reference = quick_jit(reference.attend, static_argnums=4)
 class WithSinks(Sequences):
     """Sequences of a layer whose attention has sinks."""
 
-    def window(self, *arguments, **options) -> kvq.LayerInputs:
+    def window(self, *arguments, **options) -> kvq.types.LayerInputs:
         return dataclasses.replace(super().window(*arguments, **options), sinks=jnp.asarray(SINKS))
 
 

@@ -110,7 +110,9 @@ def test_a_wrapper_forwards_every_member_of_the_interface():
 
 
 @functools.partial(quick_jit, static_argnums=(0, 1))
-def decoded(plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> Any:
+def decoded(
+    plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.types.LayerInputs, rows: Any
+) -> Any:
     stats = codec.statistics.of(params, inputs)
     at = TokensAt(inputs.positions[:, : rows.shape[2]], prefill=True)
     return codec.dequantize(params, stats, codec.quantize(params, stats, rows, at))

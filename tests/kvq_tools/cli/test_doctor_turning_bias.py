@@ -28,13 +28,15 @@ def logits_error(spec, pair):
     rope = rope_for(CONFIG, CAPACITY)
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, CAPACITY, 128)) for i in range(2))
     positions = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
-    q, keys = (kvq.rotate(x, positions, rope) for x in (q, k + biased(pair)[None, None, None]))
+    q, keys = (
+        kvq.types.rotate(x, positions, rope) for x in (q, k + biased(pair)[None, None, None])
+    )
     stored, _ = kvq.roundtrip(spec, keys, keys, q=q)
     return float(jnp.std(jnp.einsum("bnth,bksh->ts", q, stored - keys))) / np.sqrt(128)
 
 
 def turning(spec, pair, capacity=CAPACITY):
-    cache = kvq.layout(spec, CONFIG, 1, capacity, "float32")
+    cache = kvq.cache.layout(spec, CONFIG, 1, capacity, "float32")
     return [w for w in known_problems(CONFIG, cache, [biased(pair)]) if "RoPE turns" in w]
 
 
