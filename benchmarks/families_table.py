@@ -156,14 +156,14 @@ full-precision rows in bfloat16. A windowed layer keeps its window, and
 
 def _line(model: Published) -> tuple[str, ...]:
     config = config_of(model)
-    layouts = (kvq.layout(cache, config, 1, CONTEXT, "bfloat16") for cache in CACHES)
+    layouts = (kvq.cache.layout(cache, config, 1, CONTEXT, "bfloat16") for cache in CACHES)
     windows = f"{config.sliding_window} in {len(config.windowed_layers)} of {model.layers} layers"
     return (
         model.name,
         f"`{model.model_type}`",
         windows if config.sliding_window else "none",
         model.compared,
-        *(f"{kvq.nbytes(layout) / 2**20:,.0f}" for layout in layouts),
+        *(f"{kvq.size.nbytes(layout) / 2**20:,.0f}" for layout in layouts),
     )
 
 

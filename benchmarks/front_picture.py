@@ -51,7 +51,7 @@ def points(report: QualityReport) -> list[Point]:
     by_name = {
         short(row.cache): Point(
             short(row.cache),
-            kvq.size(row.cache, config, 1, CONTEXT).resident / 2**30,
+            kvq.size.of(row.cache, config, 1, CONTEXT).resident / 2**30,
             row.kl,
             row.kl_interval,
         )

@@ -126,11 +126,13 @@ def measured(spec: str, tokens: int, meshes: Sequence[str], rounds: int) -> list
     for mesh in ("", *meshes):
         placement = parse(mesh) if mesh else None
         filled = random_cache(plain, spec, shape, tokens + rounds + 2)
-        current_cache = [filled if placement is None else kvq.move(filled, placement)]
+        current_cache = [filled if placement is None else kvq.rows.move(filled, placement)]
         llama = plain if placement is None else shard_llama(plain, placement)
         sizes = collective_sizes(step.lower(llama, current_cache[0], token).compile())
 
-        def one(current_cache: list[kvq.Cache] = current_cache, llama: Llama = llama) -> jax.Array:
+        def one(
+            current_cache: list[kvq.cache.Cache] = current_cache, llama: Llama = llama
+        ) -> jax.Array:
             logits, current_cache[0] = step(llama, current_cache[0], token)
             return logits
 

@@ -52,8 +52,8 @@ class Row:
     text."""
 
     cache: str
-    spec: kvq.CacheSpec
-    sizes: tuple[kvq.Size, ...]
+    spec: kvq.cache.CacheSpec
+    sizes: tuple[kvq.size.Size, ...]
     measured: tuple[QualityRow, ...]
 
 
@@ -89,11 +89,11 @@ def _read_row(cache: str, reports: Sequence[QualityReport]) -> Row:
         for report in reports
     )
     config = llama_8b.llama_config()
-    sizes = tuple(kvq.size(measured[0].cache, config, batch, CONTEXT) for batch in BATCHES)
+    sizes = tuple(kvq.size.of(measured[0].cache, config, batch, CONTEXT) for batch in BATCHES)
     return Row(cache, kvq.parse(measured[0].cache), sizes, measured)
 
 
-def _default_windows(cache: str) -> kvq.CacheSpec:
+def _default_windows(cache: str) -> kvq.cache.CacheSpec:
     spec = kvq.parse(cache)
     windows = dataclasses.asdict(spec.k.windows())
     return dataclasses.replace(spec, **windows) if spec.k == spec.v else spec
@@ -119,7 +119,7 @@ def _note(reports: Sequence[QualityReport], rows: Sequence[Row], results: str) -
     largest = ", ".join(f"`{row.spec.k.name}`" for row in rows if row.spec.block == blocks[-1])
     contexts = prompt + 1, window - 1
     body = [row.spec.regions(window).body(context) for row in rows for context in contexts]
-    dense = [kvq.size("dense", llama_8b.llama_config(), batch, CONTEXT) for batch in BATCHES]
+    dense = [kvq.size.of("dense", llama_8b.llama_config(), batch, CONTEXT) for batch in BATCHES]
     bf16 = " and ".join(f"{size.resident / 2**30:.0f}" for size in dense)
     pages = " and ".join(
         f"[{text}]({results}{name}.md)"

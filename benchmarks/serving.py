@@ -93,7 +93,7 @@ def one_at_a_time(
 ) -> ServingRow:
     """Generate for one request after another. Every prompt and the loop run once before, so that
     they are compiled."""
-    size = kvq.nbytes(kvq.layout(cache, llama.config, 1, capacity))
+    size = kvq.size.nbytes(kvq.cache.layout(cache, llama.config, 1, capacity))
 
     def generated(request: Request, most: int) -> float:
         """Return the seconds to the first token, once all are there."""

@@ -1,15 +1,16 @@
 """Quantized caches in the attention layers of Flax Linen, as an `attention_fn`.
 
     class Block(nn.Module):
-        plan: kvq.CachePlan
+        plan: kvq.cache.CachePlan
 
         @nn.compact
         def __call__(self, x, prefill):
             attend = cached_attention(self, self.plan, prefill=prefill)
             return nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=attend)(x)
 
-The module's "cache" collection keeps a `kvq.LayerCache`, so `nn.scan` stacks the caches of its
-layers with `variable_axes={"cache": 0}`, and `module.apply(..., mutable=["cache"])` returns them.
+The module's "cache" collection keeps a `kvq.cache.LayerCache`, so `nn.scan` stacks the caches of
+its layers with `variable_axes={"cache": 0}`, and `module.apply(..., mutable=["cache"])` returns
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ Attend = Callable[
 
 
 def cached_attention(
-    module: nn.Module, plan: kvq.CachePlan, *, prefill: bool, name: str = "layer", **options: Any
+    module: nn.Module,
+    plan: kvq.cache.CachePlan,
+    *,
+    prefill: bool,
+    name: str = "layer",
+    **options: Any,
 ) -> Attend:
     """Return an `attention_fn` (query, key, value) -> attention that keeps keys and values in a
     variable of a module's "cache" collection. Call it in the module's compact method or `setup`.

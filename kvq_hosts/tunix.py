@@ -4,8 +4,8 @@
     sampler = Sampler(model, tokenizer, CacheConfig(cache_size=4096, ...))
 
 tunix pads prompts on the left and keeps a dict of one entry for each layer. Here an entry is a
-`kvq.LayerCache`. The sampler's attention mask says how many tokens of a row are real and how long
-the cache is. Greedy sampling, top-p and beam search work on these caches as on tunix' own.
+`kvq.cache.LayerCache`. The sampler's attention mask says how many tokens of a row are real and how
+long the cache is. Greedy sampling, top-p and beam search work on these caches as on tunix' own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Model = llama3.Llama3 | qwen2.Qwen2 | qwen3.Qwen3 | gemma3.Gemma3
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 
 
-def with_cache(model: Model, spec: kvq.CacheSpec | str) -> Model:
+def with_cache(model: Model, spec: kvq.cache.CacheSpec | str) -> Model:
     """Return a model with the same weights whose cache is quantized.
 
     Args:
@@ -57,7 +57,7 @@ def with_cache(model: Model, spec: kvq.CacheSpec | str) -> Model:
         config.head_dim,
         config.embed_dim,
     )
-    kvq.layout(spec, dims, batch=1, capacity=1)  # an error comes here, not from a traced step
+    kvq.cache.layout(spec, dims, batch=1, capacity=1)  # an error comes here, not from a traced step
     model = nnx.clone(model)
     object.__setattr__(model, "__class__", MODELS[type(model)])
     for number, layer in enumerate(model.layers):
@@ -70,12 +70,12 @@ def with_cache(model: Model, spec: kvq.CacheSpec | str) -> Model:
 class _Layer:
     """What makes the plan of one layer, once the sampler says how long a cache is."""
 
-    spec: kvq.CacheSpec
+    spec: kvq.cache.CacheSpec
     dims: kvq.CacheDims
     number: int
     attention: kvq.Attention
 
-    def plan(self, capacity: int, dtype: DTypeLike) -> kvq.CachePlan:
+    def plan(self, capacity: int, dtype: DTypeLike) -> kvq.cache.CachePlan:
         return kvq.layer_plan(
             self.spec,
             self.dims,
@@ -97,7 +97,7 @@ def _attention(attention: Any) -> kvq.Attention:
 
 def _init_cache(
     model: Any, batch_size: int, cache_size: int, dtype: DTypeLike
-) -> dict[str, kvq.LayerCache]:
+) -> dict[str, kvq.cache.LayerCache]:
     """Return the cache that the sampler asks a model for."""
     return {
         f"layer_{i}": layer.attn.kvq.plan(cache_size, dtype).init(batch_size)
@@ -108,10 +108,10 @@ def _init_cache(
 def _through_cache(
     attention: Any,
     qkv: QKV,
-    cache: kvq.LayerCache,
+    cache: kvq.cache.LayerCache,
     mask: Bool[Array, "B T S"],
     project: Callable[[Float[Array, "B T N H"]], Float[Array, "B T D"]],
-) -> tuple[kvq.LayerCache, Float[Array, "B T D"]]:
+) -> tuple[kvq.cache.LayerCache, Float[Array, "B T D"]]:
     """Return the cache with new tokens, and the output of an attention layer."""
     tokens, dtype = mask.shape[1], cache.state.ring[0].dtype
     out, cache = attention.kvq.plan(mask.shape[2], dtype).attend(

@@ -85,14 +85,14 @@ class SoakReport(Report):
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def segment(
-    llama: Llama, cache: kvq.Cache, token: Int[Array, "B"], key: Array
-) -> tuple[Digest, kvq.Cache]:
+    llama: Llama, cache: kvq.cache.Cache, token: Int[Array, "B"], key: Array
+) -> tuple[Digest, kvq.cache.Cache]:
     """Decode SEGMENT steps: `token`, then what is sampled. Return (a sum over all bits of their
     logits, the cache)."""
 
     def one(
-        carry: tuple[kvq.Cache, Array, Array], step: Array
-    ) -> tuple[tuple[kvq.Cache, Array, Array], None]:
+        carry: tuple[kvq.cache.Cache, Array, Array], step: Array
+    ) -> tuple[tuple[kvq.cache.Cache, Array, Array], None]:
         cache, token, digest = carry
         logits, cache = decode_step(llama, cache, token)
         token = jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
@@ -111,7 +111,7 @@ def digest_of(logits: Float[Array, "B V"]) -> Digest:
     return jnp.sum(bits * weights, dtype=jnp.uint32)
 
 
-trim = jax.jit(kvq.trim, donate_argnames="cache")
+trim = jax.jit(kvq.rows.trim, donate_argnames="cache")
 
 
 class Soak:
@@ -123,13 +123,17 @@ class Soak:
         self.llamas = [prepare(llama, spec) for spec in self.specs]
         self.caches = [self.new(i) for i in range(len(specs))]
 
-    def new(self, i: int) -> kvq.Cache:
+    def new(self, i: int) -> kvq.cache.Cache:
         return kvq.init_cache(self.specs[i], self.llamas[i].config, BATCH, CAPACITY)
 
-    def trimmed(self, i: int, cache: kvq.Cache, lengths: Int[np.ndarray, "B"]) -> kvq.Cache:
+    def trimmed(
+        self, i: int, cache: kvq.cache.Cache, lengths: Int[np.ndarray, "B"]
+    ) -> kvq.cache.Cache:
         return trim(cache, lengths.astype(np.int32), parameters_for(self.llamas[i], cache.spec))
 
-    def round(self, number: int, i: int, cache: kvq.Cache) -> tuple[list[int], kvq.Cache]:
+    def round(
+        self, number: int, i: int, cache: kvq.cache.Cache
+    ) -> tuple[list[int], kvq.cache.Cache]:
         """Run a round through a cache of spec i. Return (the digests of its prompt and of its
         segments, the cache)."""
         draw, llama = np.random.default_rng(number), self.llamas[i]
@@ -170,14 +174,14 @@ class Soak:
 
     def save(self, folder: pathlib.Path) -> None:
         for i, cache in enumerate(self.caches):
-            kvq.save_cache(cache, folder / f"cache{i}.safetensors")
+            kvq.files.save(cache, folder / f"cache{i}.safetensors")
 
     def load(self, folder: pathlib.Path) -> None:
         """Take the caches that an earlier process saved, where there are any."""
         for i, spec in enumerate(self.specs):
             file = folder / f"cache{i}.safetensors"
             if file.exists():
-                self.caches[i] = kvq.load_cache(
+                self.caches[i] = kvq.files.load(
                     file, spec=spec, config=self.llamas[i].config, capacity=CAPACITY
                 )
 

@@ -42,7 +42,7 @@ def candidate(shape: Shape, spec: str) -> Candidate:
     plan = cache.layer(0, dims, shape.tokens + cache.block, "float32")
 
     @jax.jit
-    def prefill(state: LayerState, inputs: kvq.LayerInputs) -> tuple[Array, LayerState]:
+    def prefill(state: LayerState, inputs: kvq.types.LayerInputs) -> tuple[Array, LayerState]:
         out, state, _ = prefill_layer(plan, (), state, inputs, ())
         return out, state
 
@@ -54,13 +54,15 @@ def candidate(shape: Shape, spec: str) -> Candidate:
         "float32",
         lambda: wait(program(empty, prompt)),
         _error(plan, state, _inputs(shape, shape.tokens, 1)),
-        kvq.nbytes(state),
+        kvq.size.nbytes(state),
         program.memory_analysis(),
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _decoded(plan: LayerPlan, state: LayerState, inputs: kvq.LayerInputs) -> tuple[Array, Array]:
+def _decoded(
+    plan: LayerPlan, state: LayerState, inputs: kvq.types.LayerInputs
+) -> tuple[Array, Array]:
     """Return (attention of one more token, the same by its definition over the rows that the cache
     stands for)."""
     out, state, _ = decode_layer(plan, (), state, inputs, ())
@@ -71,11 +73,11 @@ def _decoded(plan: LayerPlan, state: LayerState, inputs: kvq.LayerInputs) -> tup
     )
 
 
-def _error(plan: LayerPlan, state: LayerState, inputs: kvq.LayerInputs) -> float:
+def _error(plan: LayerPlan, state: LayerState, inputs: kvq.types.LayerInputs) -> float:
     return relative_error(*_decoded(plan, state, inputs))
 
 
-def _inputs(shape: Shape, start: int, tokens: int) -> kvq.LayerInputs:
+def _inputs(shape: Shape, start: int, tokens: int) -> kvq.types.LayerInputs:
     rng = np.random.default_rng(start)
 
     def normal(heads: int) -> Array:
@@ -87,12 +89,12 @@ def _inputs(shape: Shape, start: int, tokens: int) -> kvq.LayerInputs:
     positions = jnp.broadcast_to(
         jnp.arange(start, start + tokens, dtype=jnp.int32), (shape.batch, tokens)
     )
-    rope = kvq.Rope(
+    rope = kvq.types.Rope(
         jnp.asarray(1e4 ** (-np.arange(shape.head_dim // 2) / (shape.head_dim // 2)), jnp.float32),
         jnp.ones((), jnp.float32),
     )
     q_rot, k_rot = (rotate(rows, positions, rope) for rows in (q, k))
-    return kvq.LayerInputs(None, q, q_rot, k, k_rot, v, positions, positions >= 0, rope)
+    return kvq.types.LayerInputs(None, q, q_rot, k, k_rot, v, positions, positions >= 0, rope)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ class MethodCase:
 
     spec: windows are small, so that a short sequence fills all three regions.
     body_bits: stored bits of one body element at 2 KV heads of 64 channels
-    (`kvq.body_bits_per_element`). Exact.
+    (`kvq.size.body_bits_per_element`). Exact.
     attention_error: relative error of attention through this cache against attention over
     full-precision rows (test_method_error.py, which prints what it measured). A pin, not a goal: a
     change in either direction is a change of the method.

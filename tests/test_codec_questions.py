@@ -45,7 +45,7 @@ def folder(kind: type) -> str:
 def rooms() -> dict[str, tuple[str, ...]]:
     """Return the folders that may look at a class, by its name: its own for codecs and methods,
     more for what bodies hold."""
-    assert len(kvq.METHODS) > 10, "methods are registered"
+    assert len(kvq.methods.METHODS) > 10, "methods are registered"
     assert issubclass(bias_subtracting.BiasSubtracting, Codec)
     ours = {
         kind

@@ -40,10 +40,10 @@ def test_the_python_example_reads_quantized_tokens(capsys):
     names: dict[str, Any] = {}
     exec(compile(block, "README.md", "exec"), names)
     live = names["out"].cache.lengths.tolist()[0]
-    assert kvq.quantized_tokens(names["out"].cache, live) > live / 2
-    said = f"{kvq.quantized_tokens(names['out'].cache, live)} of {live} tokens quantized"
+    assert kvq.size.quantized_tokens(names["out"].cache, live) > live / 2
+    said = f"{kvq.size.quantized_tokens(names['out'].cache, live)} of {live} tokens quantized"
     assert said in capsys.readouterr().out
-    assert kvq.quantized_tokens(names["cache"], int(names["cache"].lengths[0])) > live / 2
+    assert kvq.size.quantized_tokens(names["cache"], int(names["cache"].lengths[0])) > live / 2
 
 
 def generated(text: str) -> list[str]:
@@ -63,8 +63,8 @@ def test_generated_text_is_long_enough_to_be_quantized(line: str):
     options = build_parser(arguments[0]).parse_args(arguments)
     tokenizer = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
     tokens = len(text_input.encode(tokenizer, options.prompt)) + options.max_new_tokens
-    cache = kvq.layout(options.cache.spec, read_config(EMBEDDED), 1, tokens)
-    assert kvq.quantized_tokens(cache, tokens) > tokens / 2
+    cache = kvq.cache.layout(options.cache.spec, read_config(EMBEDDED), 1, tokens)
+    assert kvq.size.quantized_tokens(cache, tokens) > tokens / 2
     assert options.temperature, "a small model repeats itself if it is greedy"
 
 

@@ -168,7 +168,7 @@ def sound(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> path
     filled = jax.tree.map(
         lambda leaf: jnp.asarray(numbers.integers(0, 40, leaf.shape).astype(leaf.dtype)), cache
     )
-    kvq.save_cache(
+    kvq.files.save(
         dataclasses.replace(filled, lengths=jnp.array([30], jnp.int32)),
         folder / "cache.safetensors",
     )
@@ -269,13 +269,13 @@ def test_a_command_refuses_a_damaged_file_in_one_line(
 
 
 def test_a_damaged_cache_is_refused_in_one_line(sound, mutated, types_unchecked):
-    kvq.load_cache(sound / "cache.safetensors")
+    kvq.files.load(sound / "cache.safetensors")
     for number in range(COUNT // len(CASES)):
         folder = mutated("cache", number)
         accepted, message = True, ""
         with limited():
             try:
-                kvq.load_cache(folder / "cache.safetensors")
+                kvq.files.load(folder / "cache.safetensors")
             except ValueError as error:
                 accepted, message = False, str(error)
         assert not accepted, f"mutation {number} of cache.safetensors is accepted"
@@ -323,7 +323,7 @@ def test_tensors_that_change_places_in_a_cache_are_found(sound, tmp_path):
     assert shapes[one] == shapes[other]
     (tmp_path / "cache.safetensors").write_bytes(content[:8] + header + content[size:])
     with pytest.raises(ValueError, match="is damaged: its content does not have the checksum"):
-        kvq.load_cache(tmp_path / "cache.safetensors")
+        kvq.files.load(tmp_path / "cache.safetensors")
 
 
 @pytest.mark.filterwarnings("default")

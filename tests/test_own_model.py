@@ -50,7 +50,7 @@ def plain(page: dict[str, Any]) -> np.ndarray:
             q, k, v = (
                 page["split"](x @ w[name], count) for name, count in (("q", 8), ("k", 2), ("v", 2))
             )
-            q, k = (kvq.rotate(a, positions, page["ROPE"]) for a in (q, k))
+            q, k = (kvq.types.rotate(a, positions, page["ROPE"]) for a in (q, k))
             k, v = (jnp.repeat(a, 4, axis=1) for a in (k, v))
             scores = jnp.where(
                 causal[None, None], jnp.einsum("bnth,bnsh->bnts", q, k) * 32**-0.5, -jnp.inf
@@ -129,7 +129,7 @@ def test_quantized_caches_are_close_and_smaller(page: dict[str, Any], plain: np.
     assert page["divergence"](logits[:, 1:], plain[:, :-1]) > 0.3, (
         "predictions of the token before would pass"
     )
-    assert kvq.nbytes(cache) < 0.65 * kvq.nbytes(dense)
+    assert kvq.size.nbytes(cache) < 0.65 * kvq.size.nbytes(dense)
     assert np.asarray(cache.lengths).tolist() == [200, 137]
 
 
@@ -146,8 +146,8 @@ def test_the_page_names_every_method_that_reads_more_than_queries_keys_and_value
     table = PAGE.read_text().partition("## What a method reads")[2].partition("## ")[0]
     named = set(re.findall(r"`([a-z_]+)", table))
     codecs = {
-        name: kvq.layout(name, kvq.CacheDims(4, 4, 2, 64, 256), 1, 256).plans[-1].k
-        for name in kvq.METHODS
+        name: kvq.cache.layout(name, kvq.CacheDims(4, 4, 2, 64, 256), 1, 256).plans[-1].k
+        for name in kvq.methods.METHODS
     }
     more = {
         name

@@ -247,7 +247,7 @@ def test_a_stale_reference_is_found(path: str, text: str):
         (
             "docs/design.md",
             (
-                "`codec.dequantize`, `kvq.trim`, `kvq_models.load_llama`, `jnp.take`,"
+                "`codec.dequantize`, `kvq.rows.trim`, `kvq_models.load_llama`, `jnp.take`,"
                 " `packing.unpack`, kvq_jax.cache.cache.Cache.lengths"
             ),
         ),

@@ -30,7 +30,7 @@ from kvq_models.inference.sampling import Sampling, sample
 PACKAGES = (pallas_kernels, kvq, kvq_models, kvq_tools)
 ROWS = jnp.zeros((2, 2, 32, 64))
 FORMAT = GroupFormat(2, "asym", "tokens", 32, 64, 32)
-ROPE = kvq.Rope(jnp.ones(32), jnp.ones(()))
+ROPE = kvq.types.Rope(jnp.ones(32), jnp.ones(()))
 
 PLANTED = """
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_every_annotation_can_be_resolved():
         (lambda: rotate(ROWS, jnp.zeros((2, 31), int), ROPE), "positions"),
         (lambda: reference.attend(ROWS, ROWS, ROWS[..., :32], jnp.ones((2, 32, 32), bool)), "v"),
         (
-            lambda: kvq.LayerInputs(
+            lambda: kvq.types.LayerInputs(
                 None,
                 None,
                 ROWS,

@@ -114,7 +114,7 @@ def test_every_method_has_a_row_that_slow_tests_run_by_default():
     def methods(rows) -> set[str]:
         return {kind(re.split("[:=]", row.spec)[0]) for row in rows}
 
-    named = set(map(kind, kvq.METHODS))
+    named = set(map(kind, kvq.methods.METHODS))
     assert named <= methods(ONE_OF_EACH), (
         f"{named - methods(ONE_OF_EACH)} runs with --exhaustive alone"
     )

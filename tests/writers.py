@@ -75,7 +75,7 @@ def directory(name: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
 def write_cache(folder: pathlib.Path, content: int) -> None:
     cache = kvq.init_cache("kivi:sink=0,recent=8,block=8,group_size=4", DIMS, 1, 16, "float32")
     filled = jax.tree.map(lambda leaf: np.full(leaf.shape, content, leaf.dtype), cache)
-    kvq.save_cache(
+    kvq.files.save(
         dataclasses.replace(filled, lengths=jnp.array([content], jnp.int32)),
         folder / "cache.safetensors",
     )

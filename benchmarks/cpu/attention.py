@@ -115,7 +115,7 @@ def _baseline(shape: Shape, name: str, function: Callable, dtype: str) -> Candid
         dtype,
         lambda: wait(program(q, layers, length)),
         _baseline_error(program(q, layers, length)[0], q, *layers[0], length),
-        kvq.nbytes(layers[0]),
+        kvq.size.nbytes(layers[0]),
         attend.lower(q, layers[:1], length).compile().memory_analysis(),
         len(layers),
     )
@@ -141,7 +141,7 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(
-        states: list[LayerState], inputs: kvq.LayerInputs
+        states: list[LayerState], inputs: kvq.types.LayerInputs
     ) -> tuple[list[Array], list[LayerState]]:
         outputs, after = [inputs.q_rot], []
         for state in states:
@@ -168,12 +168,16 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, route: Route) -> Candidate:
         outputs, current_states[0] = program(current_states[0], inputs)
         wait(outputs)
 
-    return Candidate(name, "float32", step, error, kvq.nbytes(states[0]), memory, len(states))
+    return Candidate(name, "float32", step, error, kvq.size.nbytes(states[0]), memory, len(states))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _reference(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: kvq.LayerInputs, rope: kvq.Rope
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    inputs: kvq.types.LayerInputs,
+    rope: kvq.types.Rope,
 ) -> Array:
     """Return attention by its definition over the rows that a cache stands for."""
     lengths = inputs.positions[:, 0] + 1
@@ -183,7 +187,7 @@ def _reference(
     )
 
 
-def _inputs(shape: Shape) -> kvq.LayerInputs:
+def _inputs(shape: Shape) -> kvq.types.LayerInputs:
     heads = shape.kv_heads * shape.group
     q = _normal((shape.batch, heads, 1, shape.head_dim), "float32", 3)
     k, v = (
@@ -192,10 +196,10 @@ def _inputs(shape: Shape) -> kvq.LayerInputs:
     )
     positions = jnp.full((shape.batch, 1), shape.tokens, jnp.int32)
     half = shape.head_dim // 2
-    rope = kvq.Rope(
+    rope = kvq.types.Rope(
         jnp.asarray(1e4 ** (-np.arange(half) / half), jnp.float32), jnp.ones((), jnp.float32)
     )
-    return kvq.LayerInputs(
+    return kvq.types.LayerInputs(
         None,
         None,
         q,

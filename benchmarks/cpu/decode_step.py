@@ -86,7 +86,7 @@ def random_llama(config: LlamaConfig) -> Llama:
     return Llama(config, rngs=nnx.Rngs(0))
 
 
-def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.Cache:
+def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.cache.Cache:
     """Return a cache of `tokens` tokens with random contents."""
     cache = kvq.init_cache(spec, llama.config, shape.batch, capacity, "float32")
     layers = tuple(
@@ -97,7 +97,7 @@ def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.Ca
     )
 
 
-def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
+def decoded(llama: Llama, cache: kvq.cache.Cache) -> kvq.cache.Cache:
     """Return a dense cache of the rows that `cache` stands for."""
     rope = rope_for(llama.config, cache.capacity)
     dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
@@ -135,13 +135,13 @@ def candidates(
 def _candidate(
     spec: str,
     llama: Llama,
-    cache: kvq.Cache,
+    cache: kvq.cache.Cache,
     token: Array,
     program: jax.stages.Compiled,
     expected: Array,
 ) -> Candidate:
     current_cache = [cache]
-    size = kvq.nbytes(cache)
+    size = kvq.size.nbytes(cache)
 
     def step() -> Array:
         logits, current_cache[0] = program(llama, current_cache[0], token)

@@ -85,7 +85,9 @@ def ours(llama: Llama, spec: str, prompt: np.ndarray, steps: int) -> Step:
     return step
 
 
-def _greedy(llama: Llama, cache: kvq.Cache, token: jax.Array) -> tuple[jax.Array, kvq.Cache]:
+def _greedy(
+    llama: Llama, cache: kvq.cache.Cache, token: jax.Array
+) -> tuple[jax.Array, kvq.cache.Cache]:
     logits, cache = decode_step(llama, cache, token)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 

@@ -83,7 +83,9 @@ def products(llama: Llama, rows: int) -> Task:
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _greedy(llama: Llama, cache: kvq.Cache, token: jax.Array) -> tuple[jax.Array, kvq.Cache]:
+def _greedy(
+    llama: Llama, cache: kvq.cache.Cache, token: jax.Array
+) -> tuple[jax.Array, kvq.cache.Cache]:
     logits, cache = decode_step(llama, cache, token)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
@@ -207,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ids = np.asarray(checkpoint.tokenizer().encode(args.text.read_text("utf-8")), np.int32)
     rows = tuple(measured(checkpoint, ids, args))
     sizes = {
-        w: kvq.nbytes(load_weights(checkpoint, dtype="float32", weights=w))  # type: ignore[arg-type]  # of WEIGHTS
+        w: kvq.size.nbytes(load_weights(checkpoint, dtype="float32", weights=w))  # type: ignore[arg-type]  # of WEIGHTS
         for w in WEIGHTS
     }
     report = WeightsReport(

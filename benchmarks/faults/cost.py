@@ -72,7 +72,7 @@ def measured(
         f"{name}_ms": [] for name in ("step", "one_layer", "all_layers", "sweep")
     }
 
-    def step(cache: kvq.Cache, offsets: programs.Offsets) -> tuple:
+    def step(cache: kvq.cache.Cache, offsets: programs.Offsets) -> tuple:
         return programs.step_slots(
             llama,
             cache,
@@ -84,7 +84,7 @@ def measured(
             rules,
         )
 
-    kvq.seal(cache)  # compiled before the sweep looks at the clock
+    kvq.files.seal(cache)  # compiled before the sweep looks at the clock
     for number in range(rounds + 2):
         took, (_, cache, offsets) = timed(step, cache, offsets)
         for one in accepted:
@@ -93,8 +93,8 @@ def measured(
         swept, damaged = timed(sweep.damaged, cache, accepted)
         assert not damaged
         layer = number % len(cache.layers)
-        one, _ = timed(kvq.seal, cache, [layer])
-        whole, _ = timed(kvq.seal, cache)
+        one, _ = timed(kvq.files.seal, cache, [layer])
+        whole, _ = timed(kvq.files.seal, cache)
         if number >= 2:  # before, programs were compiled
             for name, value in zip(times, (took, one, whole, swept), strict=True):
                 times[name].append(value)

@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 def write_cache(folder: Path) -> None:
     """Write a cache with a prompt beside it, as `kvq prefill` does."""
     cache, rng = kvq.init_cache(SPEC, DIMS, 2, 96, "float32"), np.random.default_rng(0)
-    kvq.save_cache(
+    kvq.files.save(
         jax.tree.map(lambda leaf: _random(rng, np.asarray(leaf)), cache),
         folder / "cache",
         beside={"text": np.frombuffer(TEXT.encode(), np.uint8), "chat": np.ones(1, np.uint8)},
@@ -65,8 +65,8 @@ def _random(rng: np.random.Generator, leaf: np.ndarray) -> jax.Array:
 
 
 def read_cache(folder: Path) -> object:
-    return fingerprint(kvq.load_cache(folder / "cache", spec=SPEC)), {
-        name: array.tobytes() for name, array in kvq.load_beside(folder / "cache").items()
+    return fingerprint(kvq.files.load(folder / "cache", spec=SPEC)), {
+        name: array.tobytes() for name, array in kvq.files.load_beside(folder / "cache").items()
     }
 
 

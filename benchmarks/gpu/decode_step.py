@@ -56,11 +56,11 @@ def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
 
 def steps_program(
     implementation: Implementation, steps: int
-) -> Callable[[Llama, kvq.Cache, Array], tuple[Array, kvq.Cache]]:
+) -> Callable[[Llama, kvq.cache.Cache, Array], tuple[Array, kvq.cache.Cache]]:
     """Return the program of `steps` decode steps, which returns (the last logits, the cache)."""
 
-    def run(llama: Llama, cache: kvq.Cache, token: Array) -> tuple[Array, kvq.Cache]:
-        def step(_: Array, carry: tuple[Array, kvq.Cache]) -> tuple[Array, kvq.Cache]:
+    def run(llama: Llama, cache: kvq.cache.Cache, token: Array) -> tuple[Array, kvq.cache.Cache]:
+        def step(_: Array, carry: tuple[Array, kvq.cache.Cache]) -> tuple[Array, kvq.cache.Cache]:
             logits, cache = carry
             return decoding.decode_step(
                 llama,
@@ -99,10 +99,10 @@ def compiled(row: KernelRow, config: LlamaConfig, capacity: int) -> Program:
     batch = row.shape.batch
     arguments = (
         abstract_llama(config, "bfloat16"),
-        kvq.layout(row.candidate, config, batch, capacity, "bfloat16"),
+        kvq.cache.layout(row.candidate, config, batch, capacity, "bfloat16"),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
-    needed = kvq.nbytes(arguments[0]) + kvq.nbytes(arguments[1].layers)
+    needed = kvq.size.nbytes(arguments[0]) + kvq.size.nbytes(arguments[1].layers)
     if needed > memory_limit():
         return Program(row, capacity, needed)
     try:
@@ -131,7 +131,7 @@ def timed(
         cache = random_cache(
             row.candidate, llama.config, row.shape.batch, row.shape.tokens, program.capacity
         )
-        read = kvq.nbytes(llama) - kvq.nbytes(llama.embed) + kvq.nbytes(cache.layers)
+        read = kvq.size.nbytes(llama) - kvq.size.nbytes(llama.embed) + kvq.size.nbytes(cache.layers)
         row = dataclasses.replace(row, moved_bytes=read, copies=1, cold=True)
         token = jnp.arange(row.shape.batch, dtype=jnp.int32)
         current_cache = [jax.block_until_ready(cache)]

@@ -233,7 +233,7 @@ class Body:
     def nbytes(self) -> int:
         """Count the bytes of the stored arrays. Parameters do not grow with tokens and do not
         count."""
-        return kvq.nbytes(self.leaves)
+        return kvq.size.nbytes(self.leaves)
 
     @functools.cached_property
     def reader(self) -> Reader:

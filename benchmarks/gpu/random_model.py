@@ -50,9 +50,9 @@ def random_llama(config: LlamaConfig) -> Llama:
 
 def random_cache(
     spec: str, config: LlamaConfig, batch: int, tokens: int, capacity: int
-) -> kvq.Cache:
+) -> kvq.cache.Cache:
     """Return a random cache of `tokens` tokens in each batch row."""
-    empty = kvq.layout(spec, config, batch, capacity, "bfloat16")
+    empty = kvq.cache.layout(spec, config, batch, capacity, "bfloat16")
 
     @functools.cache
     def maker(plan: Any) -> Callable[[Array], LayerState]:

@@ -61,11 +61,11 @@ def config(head_dim: int) -> LlamaConfig:
 
 
 def steps_program(
-    llama: Any, cache: kvq.Cache, tokens: Array, active: Array, *, implementation: Any
-) -> tuple[Array, kvq.Cache]:
+    llama: Any, cache: kvq.cache.Cache, tokens: Array, active: Array, *, implementation: Any
+) -> tuple[Array, kvq.cache.Cache]:
     """Return (logits [N, B, V] of each step, the cache after them) for tokens and active [N, B]."""
 
-    def step(cache: kvq.Cache, now: tuple[Array, Array]) -> tuple[kvq.Cache, Array]:
+    def step(cache: kvq.cache.Cache, now: tuple[Array, Array]) -> tuple[kvq.cache.Cache, Array]:
         logits, cache = decoding.decode_step(
             llama, cache, now[0], now[1], implementation=implementation
         )
@@ -94,7 +94,7 @@ def histories(steps: int, capacity: int) -> tuple[np.ndarray, np.ndarray, np.nda
     return starts, tokens, active
 
 
-def filled(spec: str, config: LlamaConfig, starts: np.ndarray, capacity: int) -> kvq.Cache:
+def filled(spec: str, config: LlamaConfig, starts: np.ndarray, capacity: int) -> kvq.cache.Cache:
     """Return a cache of random contents whose rows have these lengths: a prompt would take longer
     to compile than the steps."""
     return dataclasses.replace(
@@ -102,7 +102,7 @@ def filled(spec: str, config: LlamaConfig, starts: np.ndarray, capacity: int) ->
     )
 
 
-def stored_of(cache: kvq.Cache) -> list[np.ndarray]:
+def stored_of(cache: kvq.cache.Cache) -> list[np.ndarray]:
     """Return the first layer's windows and bodies, floats in fp32."""
     plan, state = cache.plans[0], cache.layers[0]
     bodies = [
@@ -195,7 +195,7 @@ def run(
 
 
 def _ran(
-    program: Any, llama: Any, cache: kvq.Cache, tokens: np.ndarray, active: np.ndarray
+    program: Any, llama: Any, cache: kvq.cache.Cache, tokens: np.ndarray, active: np.ndarray
 ) -> Run | str:
     if isinstance(program, str):
         return program

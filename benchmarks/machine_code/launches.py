@@ -165,8 +165,8 @@ def over_limit(beside: int, limit_us: float) -> float:
 
 def limit_us(spec: str, batch: int, tokens: int, target: Target = H200) -> float:
     """Return the microseconds in which the target copies the bytes of a layer's cache."""
-    cache = kvq.layout(spec, llama_config(1), batch, tokens, "bfloat16")
-    return kvq.nbytes(cache.layers[0]) / target.copy_bandwidth * 1e6
+    cache = kvq.cache.layout(spec, llama_config(1), batch, tokens, "bfloat16")
+    return kvq.size.nbytes(cache.layers[0]) / target.copy_bandwidth * 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -
     """Compile a step of LAYERS layers of Llama 3.1 8B and count what its last but one layer
     launches."""
     config = llama_config(LAYERS)
-    cache = kvq.layout(spec, config, batch, tokens, "bfloat16")
+    cache = kvq.cache.layout(spec, config, batch, tokens, "bfloat16")
     step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
     llama = abstract_llama(config, "bfloat16")
     llama.cache_parameters = nnx.data(tuple(calibrated(plan) for plan in cache.plans))

@@ -143,7 +143,7 @@ class Bench:
                 context,
                 reading,
                 exact_share(spec, sizes),
-                kvq.size(spec, self.llama.config, 1, sizes.width).resident,
+                kvq.size.of(spec, self.llama.config, 1, sizes.width).resident,
                 calibrated,
                 numbers,
                 round(seconds, 1),
@@ -158,7 +158,7 @@ class Bench:
         bos = self.tokenizer.bos_token_id
         return np.concatenate([cut(text, sizes, bos) for _, text in self.texts])
 
-    def _prepared(self, spec: kvq.CacheSpec) -> tuple[Llama, kvq.CacheSpec, bool]:
+    def _prepared(self, spec: kvq.cache.CacheSpec) -> tuple[Llama, kvq.cache.CacheSpec, bool]:
         """Return the model with the cache's parameters, the cache as calibration decides it, and
         whether it was calibrated."""
         if not needs(spec, self.llama.config):

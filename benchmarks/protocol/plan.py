@@ -73,7 +73,7 @@ class Plan:
     def sizes(self, context: int) -> Sizes:
         return Sizes(context, self.scored, self.windows)
 
-    def spec(self, wanted: Wanted) -> kvq.CacheSpec:
+    def spec(self, wanted: Wanted) -> kvq.cache.CacheSpec:
         """Return the cache of a row, with its windows."""
         if wanted.own_windows:
             return kvq.parse(wanted.cache)

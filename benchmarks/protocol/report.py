@@ -57,15 +57,15 @@ class Row:
     def key(self) -> tuple[str, bool, int, Reading]:
         return self.cache, self.own_windows, self.context, self.reading
 
-    def sizes_8b(self) -> tuple[kvq.Size, ...]:
+    def sizes_8b(self) -> tuple[kvq.size.Size, ...]:
         """Return the sizes for an 8B model at 32K tokens, for each of COMPARED_BATCHES."""
         return _sizes_8b(self.spec)
 
 
 @functools.cache
-def _sizes_8b(spec: str) -> tuple[kvq.Size, ...]:
+def _sizes_8b(spec: str) -> tuple[kvq.size.Size, ...]:
     config = llama_8b.llama_config()
-    return tuple(kvq.size(spec, config, batch, CONTEXT) for batch in COMPARED_BATCHES)
+    return tuple(kvq.size.of(spec, config, batch, CONTEXT) for batch in COMPARED_BATCHES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

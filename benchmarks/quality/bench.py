@@ -266,11 +266,11 @@ def _run_alike(wanted: Wanted) -> tuple[bool, str, bool]:
 def _measured(cache: str, llama: Llama, quality: RowQuality, window: int) -> Measured:
     spec = kvq.parse(cache)
     return Measured(
-        stored_bits=kvq.body_bits_per_element(spec, llama.config),
+        stored_bits=kvq.size.body_bits_per_element(spec, llama.config),
         paper_bits=paper_bits(spec, llama.config, window),
-        outlier_fraction=kvq.outlier_fraction(spec, llama.config),
+        outlier_fraction=kvq.size.outlier_fraction(spec, llama.config),
         dropped=quality.dropped,
-        cache_bytes=kvq.nbytes(kvq.layout(spec, llama.config, 1, window, "bfloat16")),
+        cache_bytes=kvq.size.nbytes(kvq.cache.layout(spec, llama.config, 1, window, "bfloat16")),
         tokens=len(quality.kl) * quality.tokens,
         nats=float(quality.nats.mean()),
         kl=float(quality.kl.mean()),

@@ -198,7 +198,7 @@ def init_cache(
         return empty()
     if not isinstance(placement.mesh, Mesh):
         raise ValueError(
-            "a cache needs the devices of a mesh, and an AbstractMesh has none: kvq.layout"
+            "a cache needs the devices of a mesh, and an AbstractMesh has none: kvq.cache.layout"
             " describes such a cache"
         )
     described = axes(spec, dims, batch, capacity, name, placement)

@@ -47,7 +47,7 @@ def check_parameters(spec: str, layer: int, plan: LayerPlan, params: Tree, taker
     if missing := missing_parameters(plan, params):
         raise ValueError(
             f"{spec!r} needs parameters for {missing} of layer {layer}:"
-            f" kvq.prepare_layer({spec!r}, dims, {layer}, ...) makes them, {taker} takes them"
+            f" kvq.parameters.prepare({spec!r}, dims, {layer}, ...) makes them, {taker} takes them"
         )
 
 

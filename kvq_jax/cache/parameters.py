@@ -63,7 +63,7 @@ def prepare_layer(
         if weights is None:
             raise ValueError(
                 f"{str(spec)!r} needs the weights of layer {layer}: give prepare_layer"
-                " weights=kvq.LayerWeights(...)"
+                " weights=kvq.types.LayerWeights(...)"
             )
         _check_weights(weights, sizes)
         from_weights = plan.from_weights(weights)
@@ -221,7 +221,7 @@ def _with_calibrated(
     if calibrated is None:
         raise ValueError(
             f"{owner} needs {', '.join(declared)}: give prepare_layer"
-            " calibrated=kvq.calibrate_layer(...)"
+            " calibrated=kvq.parameters.calibrate(...)"
         )
     shapes = {name: jnp.shape(array) for name, array in calibrated.items()}
     wanted = {name: struct.shape for name, struct in declared.items()}

@@ -11,12 +11,12 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import UserError, format_bytes
 
 
-def check_memory(cache: kvq.Cache) -> None:
+def check_memory(cache: kvq.cache.Cache) -> None:
     """Raise UserError if a device's share of this layout exceeds its memory. Weights and working
     memory are not counted."""
     size, memory = (
         (
-            kvq.nbytes(cache)
+            kvq.size.nbytes(cache)
             if cache.placement is None
             else cache.placement.shard_nbytes(cache.axes)
         ),
@@ -30,17 +30,17 @@ def check_memory(cache: kvq.Cache) -> None:
 
 
 def new_cache(
-    spec: kvq.CacheSpec,
+    spec: kvq.cache.CacheSpec,
     config: LlamaConfig,
     capacity: int,
     dtype: str,
     placement: kvq.Placement | None = None,
-) -> kvq.Cache:
+) -> kvq.cache.Cache:
     """Return an empty cache of one row. Raises UserError if the device has no room for it."""
     try:
         return kvq.init_cache(spec, config, 1, capacity, dtype, placement)
     except jax.errors.JaxRuntimeError as error:
-        size = format_bytes(kvq.nbytes(kvq.layout(spec, config, 1, capacity, dtype)))
+        size = format_bytes(kvq.size.nbytes(kvq.cache.layout(spec, config, 1, capacity, dtype)))
         raise UserError(
             f"no room for a cache of {capacity} tokens, which takes {size}, beside the model:"
             f" {error}"

@@ -19,7 +19,10 @@ BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 
 def facts(
-    config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None
+    config: LlamaConfig,
+    spec: kvq.cache.CacheSpec,
+    hf: dict[str, Any],
+    biases: list[np.ndarray] | None,
 ) -> dict[str, str]:
     """Describe in words the facts about the model that matter to a cache."""
     h = config.head_dim
@@ -47,21 +50,21 @@ def facts(
         ),
         "prompt_statistics": (
             "fixed by the first prompt of a sequence"
-            if kvq.has_prompt_statistics(spec, config)
+            if kvq.cache.has_prompt_statistics(spec, config)
             else "none"
         ),
     }
 
 
-def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
+def rebuilds_keys(spec: kvq.cache.CacheSpec, config: LlamaConfig) -> bool:
     """Return whether any layer rebuilds its keys from cached rows."""
-    return any(plan.k.facts.rebuilds for plan in kvq.layout(spec, config, 1, 1).plans)
+    return any(plan.k.facts.rebuilds for plan in kvq.cache.layout(spec, config, 1, 1).plans)
 
 
-def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
+def _outliers(config: LlamaConfig, spec: kvq.cache.CacheSpec) -> str:
     width, fraction = (
         config.num_key_value_heads * config.head_dim,
-        kvq.outlier_fraction(spec, config),
+        kvq.size.outlier_fraction(spec, config),
     )
     return (
         f"full-precision slots for {fraction:.2%} of all elements; a token has {width} of each side"
@@ -134,7 +137,7 @@ def _bias_in_words(config: LlamaConfig, biases: list[np.ndarray] | None) -> str:
 
 
 def calibration_state(
-    model: str, config: LlamaConfig, spec: kvq.CacheSpec, file: str | None
+    model: str, config: LlamaConfig, spec: kvq.cache.CacheSpec, file: str | None
 ) -> tuple[str, list[str]]:
     """Return (the state of the calibration in words, warnings). Raises UserError if the file is not
     for this cache and model."""

@@ -11,7 +11,7 @@ from kvq_jax.layer.plan import LayerPlan
 
 
 def describe_layer(
-    index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int
+    index: int, plan: LayerPlan, spec: kvq.cache.CacheSpec, query_heads: int
 ) -> dict[str, Any]:
     """Describe a layer: both sides (`kv` if both are read from the same rows), why one is left in
     full precision, and why GPU and CPU kernels cannot read the layer (None if they can)."""
@@ -52,7 +52,7 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
     body = codec.body(1, plan.heads, tokens)
     described = codec.describe()
     described["stored_bits"] = (
-        8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1))
+        8 * kvq.size.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1))
     )
     if layout := codec.facts.code_layout:
         described["packing"] = {

@@ -16,7 +16,7 @@ LARGE_BIAS = 10.0
 
 
 def known_problems(
-    config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None
+    config: LlamaConfig, cache: kvq.cache.Cache, biases: list[np.ndarray] | None
 ) -> list[str]:
     """Return the known problems of this cache with this model, one sentence each."""
     spec, problems = cache.spec, []
@@ -40,7 +40,7 @@ def known_problems(
             f"head_dim {config.head_dim} fits no GPU kernel; attention on a GPU runs on the XLA"
             " path"
         )
-    problems += kvq.unmet_options(cache)
+    problems += kvq.size.unmet_options(cache)
     return (
         problems
         + _padding_warnings(cache)
@@ -50,7 +50,7 @@ def known_problems(
     )
 
 
-def _padding_warnings(cache: kvq.Cache) -> list[str]:
+def _padding_warnings(cache: kvq.cache.Cache) -> list[str]:
     padded: dict[int, int] = {}
     for layout in (codec.facts.code_layout for plan in cache.plans for codec in plan.codecs):
         if layout is not None:
@@ -65,7 +65,7 @@ def _padding_warnings(cache: kvq.Cache) -> list[str]:
     ]
 
 
-def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
+def _bias_warnings(cache: kvq.cache.Cache, biases: list[np.ndarray] | None) -> list[str]:
     """Warn of large key biases: channels that share a scale are quantized with the step of the
     channel with the largest constant part."""
     problems = []
@@ -88,7 +88,7 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
     return problems
 
 
-def _rounding_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
+def _rounding_warnings(cache: kvq.cache.Cache, biases: list[np.ndarray] | None) -> list[str]:
     """Warn of large key biases that are stored as floats: their rounding is as large as they are,
     while other channels keep their precision."""
     problems = []
@@ -105,7 +105,7 @@ def _rounding_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> lis
 
 
 def _turning_warnings(
-    config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None
+    config: LlamaConfig, cache: kvq.cache.Cache, biases: list[np.ndarray] | None
 ) -> list[str]:
     """Warn of key biases that RoPE turns within a group of tokens.
 

@@ -64,7 +64,7 @@ def size_of(
             dtype=inputs.rows_dtype(options),
         )
     device_memory.check_memory(
-        kvq.layout(
+        kvq.cache.layout(
             options.cache.spec, config, size.slots + 1, size.capacity, inputs.rows_dtype(options)
         )
     )

@@ -27,8 +27,8 @@ def report(
     implementation: Implementation,
 ) -> dict[str, Any]:
     """Return the facts about a run, from the cache after it and its new tokens `ids`."""
-    stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(config, 1, cache.capacity)
-    dropped, kept = kvq.dropped_outliers(cache)
+    stored, dense = kvq.size.nbytes(cache), kvq.size.dense_nbytes(config, 1, cache.capacity)
+    dropped, kept = kvq.size.dropped_outliers(cache)
     read_by = decoding.implementations(cache, implementation)
     obstacles = [
         reason
@@ -42,8 +42,10 @@ def report(
         "bf16_bytes": dense,
         "ratio": dense / stored,
         "windows": {name: getattr(cache.spec, name) for name in ("sink", "recent", "block")},
-        "bits_per_element": kvq.bits_per_element(cache.spec, config, cache.capacity, cache.dtype),
-        "quantized_tokens": kvq.quantized_tokens(cache, int(cache.lengths[0])),
+        "bits_per_element": kvq.size.bits_per_element(
+            cache.spec, config, cache.capacity, cache.dtype
+        ),
+        "quantized_tokens": kvq.size.quantized_tokens(cache, int(cache.lengths[0])),
         "outliers": {"exact": kept, "without_slot": dropped},
         "prompt_tokens": len(prompt),
         "new_tokens": len(ids),

@@ -19,7 +19,7 @@ from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.cli.opening import Opening, stored
 
-_trim = jax.jit(kvq.trim, donate_argnums=0)  # else the whole body is copied to write one block
+_trim = jax.jit(kvq.rows.trim, donate_argnums=0)  # else the whole body is copied to write one block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,11 @@ def save(
     beside = {"tokens": np.asarray(prompt, np.int32), "logits": np.asarray(logits, np.float32)}
     beside |= opening.arrays() if opening else {}
     with input_errors():
-        kvq.save_cache(
+        kvq.files.save(
             cache,
             path,
             model_fingerprint=model_fingerprint,
-            parameters_fingerprint=kvq.fingerprint(llama.cache_parameters),
+            parameters_fingerprint=kvq.files.fingerprint(llama.cache_parameters),
             beside=beside,
         )
 
@@ -61,8 +61,11 @@ def described(path: str, config: LlamaConfig) -> SavedPrompt:
     """Read everything that needs no weights. Raises UserError if `save` did not write the file, or
     if it belongs to a model with other dimensions."""
     with input_errors():
-        layout, beside = kvq.saved_layout(path), kvq.load_beside(path)
-        if kvq.layout(layout.spec, config, 1, layout.capacity, layout.dtype).dims != layout.dims:
+        layout, beside = kvq.files.saved_layout(path), kvq.files.load_beside(path)
+        if (
+            kvq.cache.layout(layout.spec, config, 1, layout.capacity, layout.dtype).dims
+            != layout.dims
+        ):
             raise UserError(
                 f"{path!r} holds the cache of a model of other dimensions: {layout.dims}"
             )
@@ -94,12 +97,12 @@ def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: Llama
     """Return the cache, bit for bit. Raises UserError if the model or its parameters differ, or if
     the file is damaged."""
     with input_errors():
-        cache = kvq.load_cache(
+        cache = kvq.files.load(
             saved.path,
             spec=saved.layout.spec,
             config=config,
             model_fingerprint=model_fingerprint,
-            parameters_fingerprint=kvq.fingerprint(llama.cache_parameters),
+            parameters_fingerprint=kvq.files.fingerprint(llama.cache_parameters),
         )
     if cache.lengths.tolist() != [len(saved.prompt)]:
         raise UserError(
@@ -111,8 +114,8 @@ def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: Llama
 
 def shortened(llama: Llama, cache: Cache, kept: int) -> Cache:
     """Return a cache of one sequence without the tokens after the first `kept`. Tokens that return
-    from the quantized body keep the value that attention saw (`kvq.trim`). Raises UserError if a
-    sliding window has left tokens that the shorter sequence needs."""
+    from the quantized body keep the value that attention saw (`kvq.rows.trim`). Raises UserError if
+    a sliding window has left tokens that the shorter sequence needs."""
     with input_errors():
         check_windows(cache, jnp.asarray([kept]))  # which a compiled trim cannot
         return _trim(cache, jnp.asarray([kept]), parameters_for(llama, cache.spec))

@@ -120,7 +120,7 @@ def model_dtype(options: argparse.Namespace) -> str:
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
-def rows_dtype(options: argparse.Namespace, spec: kvq.CacheSpec | None = None) -> str:
+def rows_dtype(options: argparse.Namespace, spec: kvq.cache.CacheSpec | None = None) -> str:
     """Return the dtype of the full-precision rows of `spec` (default: the spec of --cache).
 
     Without --dtype, a cache that quantizes nothing has the model's dtype, so that it changes
@@ -233,7 +233,7 @@ def read_config(model: str, *caches: NamedCache, warn_unmet: bool = True) -> Lla
     with input_errors():
         config = checkpoint.read_config(model)
         for name, spec in caches:
-            unmet = kvq.unmet_options(kvq.layout(spec, config, 1, 1))
+            unmet = kvq.size.unmet_options(kvq.cache.layout(spec, config, 1, 1))
             check_weights(spec, config)
             for sentence in unmet if warn_unmet else ():
                 warn(f"{name}: {sentence}")
@@ -289,7 +289,7 @@ def quantized_in_words(quantized: int, read: int | None = None) -> str:
     return f"{quantized}" + ("" if read is None else f" of {read}") if quantized else "NONE"
 
 
-def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
+def warn_if_exact(name: str, cache: kvq.cache.Cache, read: int | None, where: str) -> None:
     """Warn if no quantized token is ever read although the cache is not dense: its numbers then say
     nothing.
 
@@ -306,7 +306,7 @@ def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> 
             f"{name}: no layer of this model quantizes anything, so this is the full-precision"
             " model up to rounding"
         )
-    elif read is not None and not kvq.quantized_tokens(cache, read):
+    elif read is not None and not kvq.size.quantized_tokens(cache, read):
         warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
 
 

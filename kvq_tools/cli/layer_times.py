@@ -39,7 +39,7 @@ class _Layer:
         self._cache = kvq.init_cache(cache.spec, DIMS, 1, capacity, dtype)
         (plan,) = self._cache.plans
         self.reads = dispatch.choose(None, plan, DIMS.num_attention_heads, 1).name
-        self.bytes = kvq.nbytes(self._cache)
+        self.bytes = kvq.size.nbytes(self._cache)
         heads = (DIMS.num_attention_heads, DIMS.num_key_value_heads, DIMS.num_key_value_heads)
         keys = jax.random.split(jax.random.key(0), 3)
         self._rows = tuple(
@@ -62,8 +62,8 @@ class _Layer:
 
 
 def _attend(
-    cache: kvq.Cache, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, kvq.Cache]:
+    cache: kvq.cache.Cache, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, kvq.cache.Cache]:
     """Append one token and attend to all."""
     step = kvq.begin(cache, 1, prefill=False)
     out, step = kvq.append_and_attend(step, q, k, v, q_pre=q, k_pre=k)

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         "batch": options.batch,
         "dtype": options.dtype,
         "budget_bytes": options.budget,
-        "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
+        "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
         "measured_on": tables.model,
         "texts": list(tables.texts),
         "caches": caches,
@@ -66,7 +66,7 @@ def _described(
 ) -> dict[str, Any] | None:
     """Return the facts about a cache, or None if this model cannot have it."""
     try:
-        size = kvq.size(cache.spec, config, options.batch, context, options.dtype)
+        size = kvq.size.of(cache.spec, config, options.batch, context, options.dtype)
         calibrated = bool(needs(cache.spec, config))
     except ValueError:
         return None

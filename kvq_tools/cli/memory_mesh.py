@@ -93,7 +93,7 @@ class DeviceShare:
 
 
 def describe(
-    spec: kvq.CacheSpec,
+    spec: kvq.cache.CacheSpec,
     config: LlamaConfig,
     batch: int,
     context: int,
@@ -127,7 +127,7 @@ def describe(
 
 
 def share(
-    spec: kvq.CacheSpec,
+    spec: kvq.cache.CacheSpec,
     config: LlamaConfig,
     batch: int,
     context: int,
@@ -137,11 +137,11 @@ def share(
 ) -> DeviceShare:
     """Return what each device of a mesh holds and reads. Bytes are exact; times follow from the
     formula above."""
-    cache = kvq.axes(spec, config, batch, context, dtype, placement)
+    cache = kvq.cache.axes(spec, config, batch, context, dtype, placement)
     body = placement.shard_nbytes([layer.body for layer in cache.layers])
     windows = placement.shard_nbytes(
         [(layer.sink, layer.ring, layer.stats, layer.intact) for layer in cache.layers]
-    ) + kvq.nbytes(cache.lengths)
+    ) + kvq.size.nbytes(cache.lengths)
     parameters = sum(parameter_bytes(cache))
     working = max((placement.shard_nbytes(one) for one in accumulators(cache)), default=0)
     weights, embedding = _weights(config, dtype, placement)

@@ -19,7 +19,7 @@ from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.results import finite
 
-BLOCKS = 32  # blocks whose bytes are counted, as in `kvq.body_bits_per_element`
+BLOCKS = 32  # blocks whose bytes are counted, as in `kvq.size.body_bits_per_element`
 NOTHING = "attention reads codes directly and rebuilds nothing"
 EXPLAINED = """\
 FLOPs and bytes are per layer and cached token, in a step with one new token;
@@ -120,7 +120,7 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     """
     tokens = BLOCKS * plan.regions.block
     bodies = [codec.body(1, plan.heads, tokens) for codec in plan.codecs]
-    read = kvq.nbytes(bodies) / tokens
+    read = kvq.size.nbytes(bodies) / tokens
     heads, kv_width = config.num_attention_heads, plan.heads * plan.head_dim
     cross = plan.cross_layer
     if cross is None:
@@ -134,7 +134,7 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     flops = roofline.flops_of_keys(width, width, kv_width, heads)
     flops += 0 if cross.starts else cross.flops
     return LayerCost(
-        flops, read + (2 if cross.starts else 3) * kvq.nbytes(accumulator), weight_bytes
+        flops, read + (2 if cross.starts else 3) * kvq.size.nbytes(accumulator), weight_bytes
     )
 
 

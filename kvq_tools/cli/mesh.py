@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def placement_of(
     text: str | None,
-    specs: Sequence[kvq.CacheSpec],
+    specs: Sequence[kvq.cache.CacheSpec],
     config: LlamaConfig,
     batch: int,
     capacity: int,
@@ -48,7 +48,7 @@ def placement_of(
                 [
                     plan
                     for spec in specs
-                    for plan in kvq.layout(spec, config, batch, capacity, dtype).plans
+                    for plan in kvq.cache.layout(spec, config, batch, capacity, dtype).plans
                 ]
             )
         else:
@@ -56,5 +56,5 @@ def placement_of(
         if placement.devices == 1:
             return None
         for spec in specs:
-            kvq.layout(spec, config, batch, capacity, dtype, placement)
+            kvq.cache.layout(spec, config, batch, capacity, dtype, placement)
         return placement

@@ -136,7 +136,11 @@ def _checked(options: argparse.Namespace) -> GenerationRequest:
     tokenizer, known, prompt, capacity = _prompt(options, config, saved)
     rows = inputs.rows_dtype(options, cache.spec)
     placement = mesh.placement_of(options.mesh, [cache.spec], config, 1, capacity, rows)
-    layout = saved.layout if saved else kvq.layout(cache.spec, config, 1, capacity, rows, placement)
+    layout = (
+        saved.layout
+        if saved
+        else kvq.cache.layout(cache.spec, config, 1, capacity, rows, placement)
+    )
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)

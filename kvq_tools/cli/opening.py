@@ -28,7 +28,7 @@ class Opening:
     chat: bool
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that `kvq.save_cache` keeps beside a cache."""
+        """Return the arrays that `kvq.files.save` keeps beside a cache."""
         return {
             "text": np.frombuffer(self.text.encode(), np.uint8),
             "chat": np.array([self.chat], np.uint8),

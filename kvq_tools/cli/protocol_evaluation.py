@@ -111,7 +111,7 @@ def sizes_for(config: LlamaConfig, text: ScoredText, context: int | None) -> Siz
 
 def _cache(
     name: str,
-    spec: kvq.CacheSpec,
+    spec: kvq.cache.CacheSpec,
     config: LlamaConfig,
     sizes: Sizes,
     measured: dict[Reading, Measured],
@@ -147,7 +147,7 @@ def _estimate(name: str, estimate: Estimate) -> dict[str, Any]:
 
 def _verdict(
     names: list[str],
-    specs: list[kvq.CacheSpec],
+    specs: list[kvq.cache.CacheSpec],
     config: LlamaConfig,
     sizes: Sizes,
     measured: list[Measured],
@@ -157,7 +157,7 @@ def _verdict(
             choice(
                 name,
                 spec,
-                kvq.size(spec, config, 1, sizes.width).resident_bits,
+                kvq.size.of(spec, config, 1, sizes.width).resident_bits,
                 numbers,
                 range(sizes.windows),
                 exact_share(spec, sizes),

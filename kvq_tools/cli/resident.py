@@ -12,12 +12,16 @@ from kvq_tools.cli.console import format_bytes
 
 
 def by_batch(
-    spec: kvq.CacheSpec | str, config: kvq.ModelDims, capacity: int, dtype: str, batch: int = 1
+    spec: kvq.cache.CacheSpec | str,
+    config: kvq.types.ModelDims,
+    capacity: int,
+    dtype: str,
+    batch: int = 1,
 ) -> list[dict[str, int]]:
     """Return the resident bytes of a cache for the batches that are always compared, and for
     `batch`."""
     return [
-        {"batch": rows, "bytes": kvq.size(spec, config, rows, capacity, dtype).resident}
+        {"batch": rows, "bytes": kvq.size.of(spec, config, rows, capacity, dtype).resident}
         for rows in sorted({*COMPARED_BATCHES, batch})
     ]
 
@@ -32,13 +36,13 @@ def cells(cache: dict[str, Any]) -> tuple[str, ...]:
 
 
 def largest_context(
-    spec: kvq.CacheSpec, config: kvq.ModelDims, batch: int, dtype: str, budget: int
+    spec: kvq.cache.CacheSpec, config: kvq.types.ModelDims, batch: int, dtype: str, budget: int
 ) -> int:
     """Return the largest capacity whose resident bytes are at most `budget`, or 0. A cache never
     shrinks when its capacity grows."""
 
     def fits(capacity: int) -> bool:
-        return kvq.size(spec, config, batch, capacity, dtype).resident <= budget
+        return kvq.size.of(spec, config, batch, capacity, dtype).resident <= budget
 
     if not fits(1):
         return 0

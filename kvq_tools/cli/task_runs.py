@@ -238,7 +238,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     for text, spec in caches:
         inputs.warn_if_exact(
             text,
-            kvq.layout(spec, config, 1, longest),
+            kvq.cache.layout(spec, config, 1, longest),
             longest - 1,
             f"in samples of at most {longest} tokens",
         )
@@ -345,19 +345,19 @@ def _means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
 
 
 def _sizes(
-    spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[TaskSample]
+    spec: kvq.cache.CacheSpec, config: LlamaConfig, samples: Sequence[TaskSample]
 ) -> dict[str, Any]:
     """Return the sizes of the longest sample's cache."""
     longest = max(capacity(sample, config) for sample in samples)
-    layout = kvq.layout(spec, config, 1, longest, CACHE_DTYPE)
+    layout = kvq.cache.layout(spec, config, 1, longest, CACHE_DTYPE)
     read = max(len(sample.prompt) + sample.max_new_tokens for sample in samples) - 1
-    bits = kvq.bits_per_element(spec, config, longest, CACHE_DTYPE)
+    bits = kvq.size.bits_per_element(spec, config, longest, CACHE_DTYPE)
     return {
         "cache": str(spec),
         "capacity": longest,
-        "quantized_tokens": kvq.quantized_tokens(layout, read),
-        "cache_bytes": kvq.nbytes(layout),
-        "ratio": kvq.dense_nbytes(config, 1, longest) / kvq.nbytes(layout),
+        "quantized_tokens": kvq.size.quantized_tokens(layout, read),
+        "cache_bytes": kvq.size.nbytes(layout),
+        "ratio": kvq.size.dense_nbytes(config, 1, longest) / kvq.size.nbytes(layout),
         "bits_per_element": bits,
         "resident_by_batch": resident.by_batch(spec, config, longest, CACHE_DTYPE),
     }

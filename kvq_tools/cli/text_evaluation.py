@@ -145,7 +145,7 @@ def checked(
     return config, text, settings, files
 
 
-def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
+def warn_if_exact(name: str, cache: kvq.cache.Cache, settings: Settings) -> None:
     """Warn if nothing is quantized in windows of the cache's capacity."""
     window, newest = cache.capacity, settings.read_tokens(cache.capacity)
     chunks = f" and chunks of {settings.chunk}" if settings.mode == "chunked" else ""

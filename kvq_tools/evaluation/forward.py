@@ -50,7 +50,7 @@ def hidden_states(
         inputs = attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v
         if fake is not None:
-            keys, values, carry = kvq.roundtrip_layer(
+            keys, values, carry = kvq.cache.roundtrip_layer(
                 fake, _last_repeated(inputs, lengths), layer_parameters, number, carry
             )
         attended = causal_attention(

@@ -104,7 +104,7 @@ class KvqLM(TemplateLM):
     def __init__(
         self,
         pretrained: str | os.PathLike[str] = "embedded",
-        cache: str | kvq.CacheSpec = "dense",
+        cache: str | kvq.cache.CacheSpec = "dense",
         calibration: str | os.PathLike[str] | None = None,
         dtype: str = "float32",
         max_length: int | None = None,
@@ -130,7 +130,7 @@ class KvqLM(TemplateLM):
                 " positions"
             )
         self.llama = prepare(llama, self.spec, calibration)
-        self.needs_prompt = kvq.has_prompt_statistics(self.spec, llama.config)
+        self.needs_prompt = kvq.cache.has_prompt_statistics(self.spec, llama.config)
         if self.needs_prompt and context == "decode":
             raise ValueError(
                 f"{str(self.spec)!r} takes statistics from a prompt, and context='decode' gives it"

@@ -200,7 +200,9 @@ def cut(text: ScoredText, sizes: Sizes, bos: int | None) -> Int[np.ndarray, "R T
     )
 
 
-def windowed(cache: kvq.CacheSpec | str, config: ModelDims, sizes: Sizes) -> kvq.CacheSpec:
+def windowed(
+    cache: kvq.cache.CacheSpec | str, config: ModelDims, sizes: Sizes
+) -> kvq.cache.CacheSpec:
     """Return the cache with the protocol's windows and the smallest of BLOCKS that its method
     allows. Raises ValueError, with the last reason, if it allows none."""
     spec, reason = kvq.parse(cache), None
@@ -209,7 +211,7 @@ def windowed(cache: kvq.CacheSpec | str, config: ModelDims, sizes: Sizes) -> kvq
     for block in BLOCKS:
         try:
             equal = dataclasses.replace(spec, sink=SINK, recent=RECENT, block=block)
-            kvq.layout(equal, config, 1, sizes.width)
+            kvq.cache.layout(equal, config, 1, sizes.width)
         except ValueError as error:
             reason = error
         else:
@@ -217,7 +219,7 @@ def windowed(cache: kvq.CacheSpec | str, config: ModelDims, sizes: Sizes) -> kvq
     raise ValueError(f"{cache} has no block of {', '.join(map(str, BLOCKS))} tokens: {reason}")
 
 
-def exact_share(spec: kvq.CacheSpec, sizes: Sizes) -> float:
+def exact_share(spec: kvq.cache.CacheSpec, sizes: Sizes) -> float:
     """Return the mean share of exact tokens among those that a scored one reads."""
     regions = spec.regions(sizes.width)
     reads = range(sizes.context + 1, sizes.width)
@@ -271,7 +273,7 @@ def _measured(
 
 def choice(
     name: str,
-    spec: kvq.CacheSpec,
+    spec: kvq.cache.CacheSpec,
     bits: float,
     measured: Measured,
     windows: Sequence[int],
@@ -311,7 +313,7 @@ class Cost:
 
 
 def cost(
-    spec: kvq.CacheSpec, config: LlamaConfig, texts: int, sizes: Sizes, reading: Reading
+    spec: kvq.cache.CacheSpec, config: LlamaConfig, texts: int, sizes: Sizes, reading: Reading
 ) -> Cost:
     """Estimate the cost of a cache from shapes. Reads no weights."""
     windows, prompt = texts * sizes.windows, prompt_of(reading, sizes)
@@ -325,7 +327,7 @@ def cost(
 
     logits = 4 * head * sizes.scored  # of the cache and of full precision
     states = windows * sizes.width * config.hidden_size * 4
-    cache = kvq.nbytes(kvq.layout(spec, config, BATCH, sizes.width, "float32"))
+    cache = kvq.size.nbytes(kvq.cache.layout(spec, config, BATCH, sizes.width, "float32"))
     return Cost(
         windows * prompt,
         windows * (sizes.width - 1 - prompt),

@@ -205,17 +205,19 @@ def measure_rows(
     first = prompt + 1 if scored is None else length - scored
     prefilled = prompt if mode == "decode" else 0
     settings = Settings(length, length, mode, batch, prompt=prefilled, step=step)
-    outliers: list[dict[str, kvq.OutlierTotals]] = [{} for _ in candidates]
+    outliers: list[dict[str, kvq.size.OutlierTotals]] = [{} for _ in candidates]
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
         for totals_by_side, run in zip(outliers, through, strict=True):
             for layer in (
-                kvq.outlier_totals(kvq.select_rows(run.cache, np.arange(fresh)))
+                kvq.size.outlier_totals(kvq.rows.select(run.cache, np.arange(fresh)))
                 if mode != "fake"
                 else ()
             ):
                 for side, totals in layer.items():
-                    totals_by_side[side] = totals_by_side.get(side, kvq.OutlierTotals()) + totals
+                    totals_by_side[side] = (
+                        totals_by_side.get(side, kvq.size.OutlierTotals()) + totals
+                    )
 
     _, compared = _run(
         candidates,

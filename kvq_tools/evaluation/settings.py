@@ -51,13 +51,13 @@ class Settings(NamedTuple):
         """Return the number of tokens in the cache when a window reads it for the last time."""
         return (window - 1) // self.chunk * self.chunk if self.mode == "chunked" else window - 1
 
-    def quantized_tokens(self, cache: kvq.Cache) -> int:
+    def quantized_tokens(self, cache: kvq.cache.Cache) -> int:
         """Return how many of these are quantized, in windows of the cache's capacity. In mode
         `fake` all of them are."""
         newest = self.read_tokens(cache.capacity)
         if self.mode == "fake":
             return newest if any(plan.quantizes for plan in cache.plans) else 0
-        return kvq.quantized_tokens(cache, newest)
+        return kvq.size.quantized_tokens(cache, newest)
 
 
 class Choices(TypedDict, total=False):

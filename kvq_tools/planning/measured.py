@@ -21,7 +21,7 @@ class MeasuredCache:
     """A cache by its text, and its mean KL to full precision on each text in nats per token."""
 
     name: str
-    spec: kvq.CacheSpec
+    spec: kvq.cache.CacheSpec
     kl: tuple[float, ...]
 
     @property

@@ -95,7 +95,7 @@ class PlanRequest(NamedTuple):
 
     def check(self, config: LlamaConfig) -> None:
         """Raise ValueError, in one line, if the text or the sizes do not allow the measurements."""
-        plan = kvq.layout(METHOD, config, 1, self.window).plans[0].regions
+        plan = kvq.cache.layout(METHOD, config, 1, self.window).plans[0].regions
         least = plan.sink + plan.recent + plan.block
         if self.prompt < least:
             raise ValueError(
@@ -304,7 +304,7 @@ def rivals(config: LlamaConfig, bits: float) -> list[str]:
     ours, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
     for spec in (f"{rival},sink={ours.sink},recent={ours.recent}" for rival in RIVALS):
         try:
-            stored = kvq.body_bits_per_element(spec, config)
+            stored = kvq.size.body_bits_per_element(spec, config)
         except ValueError:
             continue  # it does not fit this model
         if stored <= bits + 1e-6:

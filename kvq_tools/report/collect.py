@@ -123,7 +123,7 @@ def _request(
         step=settings.step if settings.mode == "decode" else None,
         batch=settings.batch,
         capacity=capacity,
-        bf16_bytes=kvq.dense_nbytes(config, 1, capacity),
+        bf16_bytes=kvq.size.dense_nbytes(config, 1, capacity),
         seconds=round(seconds, 1),
     )
 
@@ -137,8 +137,8 @@ def _cache(
     errors: tuple[schema.LayerErrors, ...],
 ) -> schema.CacheNumbers:
     spec, capacity = evaluation.spec, evaluation.window
-    layout = kvq.layout(spec, config, 1, capacity, CACHE_DTYPE)
-    size = kvq.size(spec, config, 1, capacity, CACHE_DTYPE)
+    layout = kvq.cache.layout(spec, config, 1, capacity, CACHE_DTYPE)
+    size = kvq.size.of(spec, config, 1, capacity, CACHE_DTYPE)
     return schema.CacheNumbers(
         name=name,
         spec=str(spec),
@@ -147,9 +147,9 @@ def _cache(
         kl=finite(evaluation.mean_kl),
         agreement=evaluation.agreement,
         bytes=size.cache,
-        ratio=kvq.dense_nbytes(config, 1, capacity) / size.cache,
+        ratio=kvq.size.dense_nbytes(config, 1, capacity) / size.cache,
         bits_per_element=size.stored_bits,
-        body_bits_per_element=kvq.body_bits_per_element(spec, config),
+        body_bits_per_element=kvq.size.body_bits_per_element(spec, config),
         parameter_bytes=size.parameters,
         working_bytes=size.working,
         sink=spec.sink,

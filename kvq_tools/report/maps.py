@@ -6,7 +6,7 @@ full-precision model's activations.
     error[(k, c)]        = mean_t |x^[k, t, c] - x[k, t, c]|
     relative             = ||x^ - x|| / ||x||               over all tokens and channels of a layer
 
-x^ is `kvq_jax.roundtrip_layer`, without a full-precision window. Every layer gets the
+x^ is `kvq_jax.cache.roundtrip_layer`, without a full-precision window. Every layer gets the
 full-precision model's inputs, so errors do not accumulate over layers, except in methods that carry
 state upwards.
 """
@@ -92,7 +92,7 @@ def _errors(
     layer."""
     layers, carry = [], ()
     for number, (layer_inputs, layer_parameters) in enumerate(zip(inputs, parameters, strict=True)):
-        keys, values, carry = kvq.roundtrip_layer(
+        keys, values, carry = kvq.cache.roundtrip_layer(
             spec, layer_inputs, layer_parameters, number, carry
         )
         (k, by_key), (v, by_value) = (

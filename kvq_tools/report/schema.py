@@ -110,7 +110,7 @@ class ArrayBytes:
 @dataclasses.dataclass(frozen=True)
 class LayerErrors:
     """The errors of one layer if every token of the sample is quantized
-    (`kvq_jax.roundtrip_layer`).
+    (`kvq_jax.cache.roundtrip_layer`).
 
         keys, values            mean |k^ - k| (after RoPE) and |v^ - v| of each channel, KV head by
                                 KV head

@@ -111,11 +111,11 @@ class _Side:
         return (4 if self.side == "k" else 2) * self.shape.kv_heads * self.shape.tokens
 
     def bytes(self, part: str) -> int:
-        sparse = kvq.nbytes(self.leaves.outliers)
+        sparse = kvq.size.nbytes(self.leaves.outliers)
         return {
-            "dense": kvq.nbytes(self.leaves) - sparse,
+            "dense": kvq.size.nbytes(self.leaves) - sparse,
             "sparse": sparse,
-            "total": kvq.nbytes(self.leaves),
+            "total": kvq.size.nbytes(self.leaves),
         }[part]
 
     def random_rows(self, seed: Array, tokens: int) -> Array:
@@ -182,7 +182,7 @@ class _Side:
             return codec.quantize(params, (), x, at)
 
         size = (
-            kvq.nbytes(codec.body(1, self.shape.kv_heads, tokens))
+            kvq.size.nbytes(codec.body(1, self.shape.kv_heads, tokens))
             + 2 * self.shape.kv_heads * tokens * self.shape.head_dim
         )
         return Task(

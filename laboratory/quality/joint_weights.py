@@ -142,7 +142,9 @@ def _measure(bench: Bench, name: str, caches: Sequence[str]) -> None:
             weights=name,
             cache=cache,
             weight_bits=bits,
-            stored_bits=EXACT_BITS if spec.exact else kvq.body_bits_per_element(spec, llama.config),
+            stored_bits=EXACT_BITS
+            if spec.exact
+            else kvq.size.body_bits_per_element(spec, llama.config),
             window_nats=tuple(found.nats.tolist()),
             weights_kl=(
                 weights_kl(plain, llama, bench.rows, bench.options.prompt) if alone else None

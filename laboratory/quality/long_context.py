@@ -299,7 +299,7 @@ class Bench:
             if cache == FULL_PRECISION or self.chosen(place):
                 yield place
 
-    def _prepared(self, spec: kvq.CacheSpec) -> Llama:
+    def _prepared(self, spec: kvq.cache.CacheSpec) -> Llama:
         if not needs(spec, self.llama.config):
             return prepare(self.llama, spec)
         text, content = self.texts["calibration_text"]
@@ -353,7 +353,7 @@ def run(options: argparse.Namespace) -> None:
         tasks=tuple(options.tasks),
         lengths=tuple(options.lengths),
         caches=tuple(
-            CacheSize(cache, kvq.body_bits_per_element(kvq.parse(cache), config))
+            CacheSize(cache, kvq.size.body_bits_per_element(kvq.parse(cache), config))
             for cache in bench.caches
         ),
         count=options.count,

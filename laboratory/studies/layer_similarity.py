@@ -33,7 +33,7 @@ from laboratory.study import first_tokens
 KINDS = ("post-norm X", "unit-norm X", "residual stream", "keys", "values")
 
 
-def rows_of(inputs: kvq.LayerInputs) -> tuple[Float[np.ndarray, "T C"], ...]:
+def rows_of(inputs: kvq.types.LayerInputs) -> tuple[Float[np.ndarray, "T C"], ...]:
     """Return the rows of one sequence in the order of `KINDS`, fp32."""
     assert inputs.x is not None
     assert inputs.residual is not None
@@ -70,7 +70,7 @@ def relative_range(
 
 
 def measured(
-    layers: Sequence[kvq.LayerInputs], group: int
+    layers: Sequence[kvq.types.LayerInputs], group: int
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Return the cosines and the ranges of one sequence, [pairs][kinds]."""
     rows = list(map(rows_of, layers))

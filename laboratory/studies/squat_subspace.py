@@ -60,7 +60,7 @@ def continued(
     return np.concatenate([prompt, np.asarray(out.tokens)[0, -count:]])
 
 
-def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerInputs]:
+def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.types.LayerInputs]:
     """Return queries, keys and values of one sequence at every layer, from the exact forward
     pass."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
@@ -76,7 +76,7 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerI
 @jax.jit
 def _layer(
     layer: Layer, hidden: HiddenBTD, positions: PositionsBT, valid: ValidBT, rope: Ropes
-) -> tuple[kvq.LayerInputs, HiddenBTD]:
+) -> tuple[kvq.types.LayerInputs, HiddenBTD]:
     """Return what attention sees in a layer, and the layer's output."""
     inputs = layer.attention_inputs(hidden, positions, valid, rope)
     return inputs, layer.finish(
@@ -84,7 +84,7 @@ def _layer(
     )
 
 
-def tokens_of(inputs: kvq.LayerInputs, start: int, stop: int) -> kvq.LayerInputs:
+def tokens_of(inputs: kvq.types.LayerInputs, start: int, stop: int) -> kvq.types.LayerInputs:
     """Return tokens start .. stop - 1 alone; positions are kept."""
     cut: dict[str, Any] = {
         f: getattr(inputs, f)[:, :, start:stop] for f in ("q_pre", "q_rot", "k_pre", "k_rot", "v")
@@ -99,7 +99,7 @@ def tokens_of(inputs: kvq.LayerInputs, start: int, stop: int) -> kvq.LayerInputs
     )
 
 
-def before_rope(inputs: kvq.LayerInputs) -> kvq.LayerInputs:
+def before_rope(inputs: kvq.types.LayerInputs) -> kvq.types.LayerInputs:
     """Return the layer's inputs as in a model without RoPE, where Figure 2 looks."""
     assert inputs.q_pre is not None
     assert inputs.k_pre is not None
@@ -140,11 +140,11 @@ class Setting:
     name: str
     squat: str
     kivi: str
-    given: kvq.LayerInputs
+    given: kvq.types.LayerInputs
     asking: Float[Array, "1 N R H"]
 
 
-def settings(inputs: kvq.LayerInputs, prompt: int) -> list[Setting]:
+def settings(inputs: kvq.types.LayerInputs, prompt: int) -> list[Setting]:
     plain, given, later = (
         before_rope(inputs),
         tokens_of(inputs, 0, prompt),
@@ -184,12 +184,12 @@ def settings(inputs: kvq.LayerInputs, prompt: int) -> list[Setting]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _coded(spec: str, inputs: kvq.LayerInputs) -> Float[Array, "B K T H"]:
-    return kvq.roundtrip_layer(spec, inputs)[0]
+def _coded(spec: str, inputs: kvq.types.LayerInputs) -> Float[Array, "B K T H"]:
+    return kvq.cache.roundtrip_layer(spec, inputs)[0]
 
 
 def layer_errors(
-    inputs: kvq.LayerInputs, prompt: int, ranks: Sequence[int], lams: Sequence[float]
+    inputs: kvq.types.LayerInputs, prompt: int, ranks: Sequence[int], lams: Sequence[float]
 ) -> Iterator[tuple[tuple[str, int | None, float | None], float]]:
     """Yield (setting, rank, lam) and the error, for KIVI and SQuat on the prompt's keys in every
     setting."""
@@ -212,7 +212,7 @@ def layer_errors(
 
 
 def layer_deviations(
-    response: kvq.LayerInputs, sources: dict[str, kvq.LayerInputs]
+    response: kvq.types.LayerInputs, sources: dict[str, kvq.types.LayerInputs]
 ) -> Iterator[tuple[tuple[str, bool], tuple[float, ...]]]:
     """Yield (source, rope) and the deviations by rank, of the response's queries from the subspace
     of each source's."""

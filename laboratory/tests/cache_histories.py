@@ -210,8 +210,8 @@ class Histories:
         self.check()
 
     def save_and_load(self, folder: pathlib.Path) -> None:
-        kvq.save_cache(self.cache, folder / "cache.safetensors")
-        self.cache = kvq.load_cache(
+        kvq.files.save(self.cache, folder / "cache.safetensors")
+        self.cache = kvq.files.load(
             folder / "cache.safetensors", spec=self.cache.spec, config=DIMS, capacity=CAPACITY
         )
         self.check()
@@ -309,7 +309,7 @@ class Histories:
     def _near_exact(
         self,
         layer: int,
-        inputs: kvq.LayerInputs,
+        inputs: kvq.types.LayerInputs,
         out: jax.Array,
         start: np.ndarray,
         counts: np.ndarray,
@@ -362,7 +362,7 @@ class Histories:
 
     def _run(
         self, program: Callable, ids: np.ndarray, start: np.ndarray, counts: np.ndarray
-    ) -> list[tuple[kvq.LayerInputs, jax.Array]]:
+    ) -> list[tuple[kvq.types.LayerInputs, jax.Array]]:
         """Run all layers. Return the inputs and the output of each."""
         layers, outputs, carry = [], [], ()
         for layer, (plan, state) in enumerate(zip(self.plans, self.cache.layers, strict=True)):

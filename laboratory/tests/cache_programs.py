@@ -25,7 +25,7 @@ def _returning(codec: Codec, given: jax.Array, returned: jax.Array) -> Codec:
     `returned` [B, T] from the body."""
 
     class Returning(type(codec)):
-        def rows(self, params: Tree, inputs: kvq.LayerInputs) -> jax.Array:
+        def rows(self, params: Tree, inputs: kvq.types.LayerInputs) -> jax.Array:
             rows = super().rows(params, inputs)
             return jnp.where(returned[:, None, :, None], given.astype(rows.dtype), rows)
 
@@ -38,7 +38,7 @@ def _fill(
     plan: LayerPlan,
     params: Tree,
     state: LayerState,
-    inputs: kvq.LayerInputs,
+    inputs: kvq.types.LayerInputs,
     carry: Tree,
     given: tuple[tuple[jax.Array, ...], jax.Array],
     sources: tuple[tuple[jax.Array, ...], jax.Array],
@@ -88,11 +88,11 @@ def compiled() -> Programs:
         fill=quick_jit(lambda *a: _fill(*a), static_argnums=0),
         prefill=quick_jit(lambda *a: prefill_layer(*a), static_argnums=0),
         decode=quick_jit(lambda *a: decode_layer(*a, route=XLA), static_argnums=0),
-        trim=quick_jit(lambda *a: kvq.trim(*a)),
-        selected=quick_jit(lambda cache, index: kvq.select_rows(cache, index)),
-        repeated=quick_jit(lambda cache, index: kvq.select_rows(kvq.repeat_rows(cache, 2), index)),
+        trim=quick_jit(lambda *a: kvq.rows.trim(*a)),
+        selected=quick_jit(lambda cache, index: kvq.rows.select(cache, index)),
+        repeated=quick_jit(lambda cache, index: kvq.rows.select(kvq.rows.repeat(cache, 2), index)),
         merged=quick_jit(
-            lambda cache, other, index: kvq.select_rows(kvq.merge_rows(cache, other), index)
+            lambda cache, other, index: kvq.rows.select(kvq.rows.merge(cache, other), index)
         ),
     )
 

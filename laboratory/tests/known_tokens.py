@@ -12,7 +12,7 @@ import kvq_jax as kvq
 from tests.kvq_jax.cache_runs import DIMS
 
 
-def exact_attention(inputs: kvq.LayerInputs, held: kvq.LayerInputs) -> np.ndarray:
+def exact_attention(inputs: kvq.types.LayerInputs, held: kvq.types.LayerInputs) -> np.ndarray:
     """Return softmax(q k^T / sqrt(H)) v [B, N, T, H] of the queries of `inputs` over the tokens of
     `held` up to their own, in float64."""
     real = np.asarray(held.valid)[:, None, :, None]

@@ -205,7 +205,7 @@ def the_window_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def a_window_is_its_neighbours(patch: pytest.MonkeyPatch) -> None:
     """The windows of selected rows are those of the rows beside them."""
-    real = kvq.select_rows
+    real = kvq.rows.select
 
     def select_rows(cache: Any, index: Any) -> Any:
         rows = real(cache, index)

@@ -39,7 +39,7 @@ _rotate = quick_jit(rotate)
 
 def layer_inputs(
     layer: int, ids: np.ndarray, start: np.ndarray, counts: np.ndarray
-) -> kvq.LayerInputs:
+) -> kvq.types.LayerInputs:
     """Return the inputs of tokens ids [B, T] at positions start[b] + t, of which counts[b] are
     real. Padding is NaN."""
     words = vocabulary(layer)
@@ -52,7 +52,7 @@ def layer_inputs(
     )
     x = np.where(valid[..., None], inputs_of_words(layer)[ids], np.float32(np.nan))
     q_rot, k_rot = (_rotate(jnp.asarray(rows), positions, words.rope) for rows in (q, k))
-    return kvq.LayerInputs(
+    return kvq.types.LayerInputs(
         jnp.asarray(x),
         jnp.asarray(q),
         q_rot,

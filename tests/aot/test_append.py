@@ -44,7 +44,7 @@ CASES = (
 )
 def test_a_token_is_appended_in_place_and_within_registers(spec, side, arithmetic, target):
     batch, tokens = 16, 4096
-    plan = kvq.layout(spec, llama_config(1), batch, tokens, "bfloat16").plans[0]
+    plan = kvq.cache.layout(spec, llama_config(1), batch, tokens, "bfloat16").plans[0]
     codec, block, heads = plan.codecs[side], plan.regions.block, plan.heads
     body = [
         jax.ShapeDtypeStruct(spec.shape, spec.dtype)

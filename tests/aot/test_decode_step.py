@@ -60,13 +60,13 @@ def moved(hlo: str, at_least: int) -> list[str]:
 )
 def test_a_step_moves_and_needs_nothing_of_the_size_of_a_cache(spec: str, layers: int):
     config = llama_config(layers)
-    cache = kvq.layout(spec, config, BATCH, CAPACITY, "bfloat16")
+    cache = kvq.cache.layout(spec, config, BATCH, CAPACITY, "bfloat16")
     step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
     token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     program = compile_for(H200, step, (abstract_llama(config, "bfloat16"), cache, token))
     memory = program.compiled.memory_analysis()
-    layer = kvq.nbytes(cache.layers[0])
-    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), (
+    layer = kvq.size.nbytes(cache.layers[0])
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(cache.layers), (
         "the donated cache is not updated in place"
     )
     assert memory.temp_size_in_bytes < layer / 20, (
@@ -92,7 +92,7 @@ def test_a_step_rebuilds_keys_chunk_by_chunk():
     dense rows of the context never exist.
     """
     spec, config = "xquant_cl:bits=2,base_layer=1,accumulator_dtype=bfloat16", llama_config(3)
-    cache = kvq.layout(spec, config, BATCH, CAPACITY, "bfloat16")
+    cache = kvq.cache.layout(spec, config, BATCH, CAPACITY, "bfloat16")
     llama = prepare(abstract_llama(config, "bfloat16"), spec)
     token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     program = compile_for(
@@ -106,9 +106,9 @@ def test_a_step_rebuilds_keys_chunk_by_chunk():
         for p in cache.plans
         if p.cross_layer
     ]
-    declared = max((kvq.nbytes(struct) for struct in accumulators), default=0)
-    dense_layer = kvq.dense_nbytes(config, BATCH, CAPACITY) / 3
-    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), (
+    declared = max((kvq.size.nbytes(struct) for struct in accumulators), default=0)
+    dense_layer = kvq.size.dense_nbytes(config, BATCH, CAPACITY) / 3
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(cache.layers), (
         "the donated cache is not updated in place"
     )
     assert memory.temp_size_in_bytes <= 1.2 * declared + dense_layer / 10, (

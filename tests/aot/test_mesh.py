@@ -60,7 +60,7 @@ def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(
     placement = kvq.Placement(
         mesh_of(H200, {"heads": heads, "tokens": tokens}), heads="heads", tokens="tokens"
     )
-    cache = kvq.layout(spec, CONFIG, 1, CAPACITY, "bfloat16", placement)
+    cache = kvq.cache.layout(spec, CONFIG, 1, CAPACITY, "bfloat16", placement)
 
     def everywhere(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=placement.everywhere)

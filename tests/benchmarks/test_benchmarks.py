@@ -151,7 +151,9 @@ def test_specs_that_name_kernels_store_the_bits_of_their_rows():
     }
     for spec, head_dim, bits in specs:
         assert (
-            kvq.body_bits_per_element(f"{spec},block=32", kvq.CacheDims(1, 8, 8, head_dim, 512))
+            kvq.size.body_bits_per_element(
+                f"{spec},block=32", kvq.CacheDims(1, 8, 8, head_dim, 512)
+            )
             == bits
         ), spec
 

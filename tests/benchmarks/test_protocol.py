@@ -60,7 +60,7 @@ def test_every_cache_has_equal_windows_and_at_most_three_percent_exact(cache):
     assert share <= MOST_EXACT or spec.block > BLOCKS[0], share
     if spec.block > BLOCKS[0]:
         with pytest.raises(ValueError, match="does not divide the block"):
-            kvq.layout(dataclasses.replace(spec, block=BLOCKS[0]), config, 1, sizes.width)
+            kvq.cache.layout(dataclasses.replace(spec, block=BLOCKS[0]), config, 1, sizes.width)
         assert exact_share(spec, Sizes(4096)) <= MOST_EXACT
 
 

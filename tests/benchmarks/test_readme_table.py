@@ -32,7 +32,7 @@ def test_a_line_holds_the_counted_bytes_and_both_measured_divergences(reports):
         if line.startswith("| `xquant:bits=4` |")
     )
     config = llama_8b.llama_config()
-    one, many = (kvq.size(cache, config, batch, 32768) for batch in (1, 16))
+    one, many = (kvq.size.of(cache, config, batch, 32768) for batch in (1, 16))
     in_domain, novel = (
         next(row for row in report.rows if row.cache == cache) for report in reports
     )

@@ -18,7 +18,7 @@ from tests.kvq_jax.layer_runs import row_errors  # noqa: E402
 LAYERS, HEADS, WIDTH, TOKENS, CAPACITY = 2, 2, 64, 12, 16
 
 
-def plan_of(spec: str) -> kvq.CachePlan:
+def plan_of(spec: str) -> kvq.cache.CachePlan:
     dims = kvq.CacheDims(LAYERS, HEADS, HEADS, WIDTH // HEADS, WIDTH)
     return kvq.layer_plan(spec, dims, layer=0, capacity=CAPACITY, dtype="float32")
 
@@ -26,7 +26,7 @@ def plan_of(spec: str) -> kvq.CachePlan:
 class Block(nn.Module):
     """A layer with a quantized cache, or with Linen's own if there is no plan."""
 
-    plan: kvq.CachePlan | None
+    plan: kvq.cache.CachePlan | None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    plan: kvq.CachePlan | None = None
+    plan: kvq.cache.CachePlan | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ def test_scanned_layers_equal_linens_own_cache(inputs: jax.Array, linens_own: An
     out, cache = generated("dense", params, inputs, prompt=8)
     assert row_errors(out, expected).max() < 1e-5
     kept = cache["layers"]["layer"]
-    assert isinstance(kept, kvq.LayerCache)
+    assert isinstance(kept, kvq.cache.LayerCache)
     assert kept.lengths.tolist() == [[TOKENS] * 2] * LAYERS
     coarse, _ = generated("int2:sink=0,recent=0,block=4", params, inputs, prompt=8)
     assert row_errors(coarse, expected).max() > 1e-2, "the cache is not read"

@@ -100,7 +100,7 @@ def test_the_model_is_not_changed_and_its_cache_is_smaller():
     dense = 2 * 2 * 2 * 1024 * 2 * 32 * 4
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert stored < 0.5 * dense
-    assert all(isinstance(layer, kvq.LayerCache) for layer in cache.values())
+    assert all(isinstance(layer, kvq.cache.LayerCache) for layer in cache.values())
 
 
 def test_what_has_no_adapter_is_refused():

@@ -31,17 +31,17 @@ LENGTHS = (0, 1, 15, 16, 17, 40, 89, 90)
 trim_layer = quick_jit(row_operations._trim_layer, static_argnums=0)
 
 
-def trim(cache: kvq.Cache, lengths: np.ndarray) -> kvq.Cache:
+def trim(cache: kvq.cache.Cache, lengths: np.ndarray) -> kvq.cache.Cache:
     """Return the trimmed cache. Layers of equal plans, in all files, share a compiled program."""
     parameters = tuple(parameters_of(plan) for plan in cache.plans)
     with mock.patch.object(row_operations, "_trim_layer", trim_layer):
-        return kvq.trim(cache, lengths, parameters)
+        return kvq.rows.trim(cache, lengths, parameters)
 
 
 @functools.cache
 def filled(
     spec: str, lengths: tuple[int, ...] = (CAPACITY,) * 8, dtype: str = "float32"
-) -> kvq.Cache:
+) -> kvq.cache.Cache:
     """Return a cache whose layers hold prompts of these lengths. Shared: do not donate it."""
     cache = kvq.init_cache(spec, DIMS, len(lengths), CAPACITY, dtype)
     stop = np.array(lengths, np.int32)
@@ -55,7 +55,7 @@ def filled(
     return dataclasses.replace(cache, layers=tuple(states), lengths=jnp.asarray(stop))
 
 
-def rows_of(cache: kvq.Cache) -> list[list[np.ndarray]]:
+def rows_of(cache: kvq.cache.Cache) -> list[list[np.ndarray]]:
     """Decoded rows of every layer, zeros from the live length on."""
     found, carry = [], ()
     for plan, state in zip(cache.plans, cache.layers, strict=True):
@@ -67,7 +67,7 @@ def rows_of(cache: kvq.Cache) -> list[list[np.ndarray]]:
     return found
 
 
-def continued(cache: kvq.Cache, stop: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def continued(cache: kvq.cache.Cache, stop: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """New tokens decoded onto the first layer up to `stop`: (each row's last output, that of the
     reference; NaN where there is none)."""
     plan, state, start = cache.plans[0], cache.layers[0], np.asarray(cache.lengths)

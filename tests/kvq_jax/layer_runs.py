@@ -57,7 +57,7 @@ def _reference(
     params: Any,
     state: LayerState,
     lengths: jax.Array,
-    inputs: kvq.LayerInputs,
+    inputs: kvq.types.LayerInputs,
     seen: jax.Array,
     carry: Any = (),
 ) -> jax.Array:
@@ -90,7 +90,7 @@ class Sequences:
     k_pre: np.ndarray
     k_rot: np.ndarray
     v: np.ndarray
-    rope: kvq.Rope
+    rope: kvq.types.Rope
 
     @property
     def x(self) -> np.ndarray:
@@ -118,7 +118,7 @@ class Sequences:
 
     def window(
         self, start: np.ndarray, stop: np.ndarray, tokens: int, padding: float = np.nan
-    ) -> kvq.LayerInputs:
+    ) -> kvq.types.LayerInputs:
         """Tokens start[b] .. min(start[b] + tokens, stop[b]) of every row, right-padded to
         `tokens`."""
         positions = start[:, None] + np.arange(tokens)
@@ -135,7 +135,7 @@ class Sequences:
             )
 
         x, q, k_pre, k_rot, v = map(cut, (self.x[:, None], self.q, self.k_pre, self.k_rot, self.v))
-        return kvq.LayerInputs(
+        return kvq.types.LayerInputs(
             x[:, 0],
             q,
             q,
@@ -170,7 +170,7 @@ def sequences(
     k, v = (rng.normal(size=(batch, dims.num_key_value_heads, capacity, h)) for _ in range(2))
     k[..., :: h // 4] *= 3
     k[:, :, :5] = np.sign(k[:, :, :5]) * np.abs(k).max(axis=2, keepdims=True)
-    rope = kvq.Rope(
+    rope = kvq.types.Rope(
         jnp.asarray(100.0 ** (-np.arange(h // 2) / (h // 2)), jnp.float32),
         jnp.ones((), jnp.float32),
     )

@@ -24,7 +24,7 @@ SINKS = np.linspace(-1, 3, DIMS.num_attention_heads).astype(np.float32)
 class WithSinks(Sequences):
     """Sequences of a layer whose attention has sinks."""
 
-    def window(self, *arguments: Any, **options: Any) -> kvq.LayerInputs:
+    def window(self, *arguments: Any, **options: Any) -> kvq.types.LayerInputs:
         return dataclasses.replace(super().window(*arguments, **options), sinks=jnp.asarray(SINKS))
 
 

@@ -32,7 +32,7 @@ def model() -> Llama:
     return random_llama(tiny_config(num_hidden_layers=1))
 
 
-def new_cache(batch: int = 1) -> kvq.Cache:
+def new_cache(batch: int = 1) -> kvq.cache.Cache:
     return kvq.init_cache("kivi", model().config, batch, 32)
 
 
@@ -97,7 +97,7 @@ def test_a_number_of_new_tokens_is_an_integer():
 
 @pytest.mark.parametrize("dtype", ["int8", "complex64", "float64", "no_such"])
 def test_a_cache_of_another_dtype_is_refused_in_one_line(dtype):
-    for make in (kvq.init_cache, kvq.layout, kvq.axes):
+    for make in (kvq.init_cache, kvq.cache.layout, kvq.cache.axes):
         message = (
             f"dtype='{dtype}' is not supported in a cache; supported: bfloat16, float32, float16"
         )
@@ -113,7 +113,7 @@ def test_a_cache_has_its_models_dtype(dtype, tmp_path):
     cache = kvq.init_cache("kivi", llama.config, 1, 32)
     assert cache.dtype == dtype
     assert cache.layers[0].ring[0].dtype == dtype
-    assert kvq.layout("kivi", llama.config, 1, 32).dtype == dtype, (
+    assert kvq.cache.layout("kivi", llama.config, 1, 32).dtype == dtype, (
         "the layout is another than the cache's"
     )
     assert kvq.init_cache("kivi", llama.config, 1, 32, "bfloat16").dtype == "bfloat16", (
@@ -126,9 +126,9 @@ def test_a_cache_has_its_models_dtype(dtype, tmp_path):
 
 def test_dims_without_a_dtype_give_a_bfloat16_cache_and_transformers_dtypes_are_read():
     dims = kvq.CacheDims(1, 4, 2, 16, 64)
-    assert kvq.layout("kivi", dims, 1, 32).dtype == "bfloat16"
+    assert kvq.cache.layout("kivi", dims, 1, 32).dtype == "bfloat16"
     theirs: Any = types.SimpleNamespace(**vars(dims), dtype="torch.float32")
-    assert kvq.layout("kivi", theirs, 1, 32).dtype == "float32"
+    assert kvq.cache.layout("kivi", theirs, 1, 32).dtype == "float32"
 
 
 def saved(directory, **fields):
@@ -158,7 +158,7 @@ def test_more_layers_than_the_files_hold_are_missed_before_they_are_made(tmp_pat
     ):
         load_llama(directory)
     config = read_config(directory)
-    assert len(parameter_bytes(kvq.layout("kivi", config, 1, 32))) == MOST_LAYERS
+    assert len(parameter_bytes(kvq.cache.layout("kivi", config, 1, 32))) == MOST_LAYERS
 
 
 @pytest.mark.parametrize(

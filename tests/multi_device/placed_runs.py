@@ -85,7 +85,7 @@ def as_far_as_allowed(spec: str) -> str:
     """
     if any(name in spec for name in PRODUCTS):
         return "tokens=4"
-    plans = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
+    plans = kvq.cache.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
     return (
         "rows=2,tokens=4"
         if any(unsplittable(plan, 2) for plan in plans)
@@ -98,7 +98,7 @@ class Run:
     """A cache after a prompt and some steps, the attention of its tokens, and the program of a
     step, lowered and compiled."""
 
-    cache: kvq.Cache
+    cache: kvq.cache.Cache
     outputs: np.ndarray
     parameters: tuple[Any, ...]
     lowered: Any
@@ -110,8 +110,8 @@ def step_of_layers(implementation: Any) -> Callable[..., Any]:
     inputs."""
 
     def step(
-        cache: kvq.Cache, inputs: kvq.LayerInputs, parameters: Any, prefill: bool
-    ) -> tuple[jax.Array, kvq.Cache]:
+        cache: kvq.cache.Cache, inputs: kvq.types.LayerInputs, parameters: Any, prefill: bool
+    ) -> tuple[jax.Array, kvq.cache.Cache]:
         tokens = inputs.positions.shape[1]
         lengths = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
         begun = kvq.begin(
@@ -183,7 +183,9 @@ def texts(head_dim: int, more: int = 0) -> Sequences:
 def parameters_for(spec: str, head_dim: int = 32) -> tuple[Any, ...]:
     return tuple(
         parameters_of(plan)
-        for plan in kvq.layout(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32").plans
+        for plan in kvq.cache.layout(
+            spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32"
+        ).plans
     )
 
 
@@ -197,7 +199,7 @@ def on(spec: str, mesh: str) -> Run:
     return run(spec, parse(mesh))
 
 
-def standing(cache: kvq.Cache) -> list[Any]:
+def standing(cache: kvq.cache.Cache) -> list[Any]:
     """Return the entries of each layer that stand for a token, and the rows' lengths."""
     lengths = np.asarray(cache.lengths)
     layers = zip(cache.plans, cache.layers, strict=True)

@@ -48,7 +48,7 @@ EACH_WAY = ("rows=2", "heads=2", "tokens=3")  # one of 3 shards holds a block mo
 
 def check(spec: str, mesh: str) -> None:
     one, placed = on_one_device(spec), on(spec, mesh)
-    wrong = differing(one.cache, kvq.move(placed.cache, None))
+    wrong = differing(one.cache, kvq.rows.move(placed.cache, None))
     assert not wrong, f"{spec} on {mesh}: {wrong}"
     error = np.abs(placed.outputs - one.outputs).max() / np.abs(one.outputs).max()
     assert error <= 1e-6 * (10 if "xquant" in spec else 1), (
@@ -117,7 +117,7 @@ def test_shards_speak_of_one_token_at_any_capacity_and_only_where_tokens_are_spl
     merge shards of tokens are all."""
 
     def spoken(mesh: str, capacity: int = CAPACITY) -> list[tuple[int, str]]:
-        cache = kvq.layout(spec, dims_of(spec), BATCH, capacity, "float32", parse(mesh))
+        cache = kvq.cache.layout(spec, dims_of(spec), BATCH, capacity, "float32", parse(mesh))
         inputs = texts(32).window(np.zeros(BATCH, np.int32), np.ones(BATCH, np.int32), 1)
         traced = str(program("xla").trace(cache, inputs, parameters_for(spec), prefill=False).jaxpr)
         found = re.findall(
@@ -126,7 +126,7 @@ def test_shards_speak_of_one_token_at_any_capacity_and_only_where_tokens_are_spl
         )
         return sorted((4 * math.prod(map(int, shape.split(","))), name) for shape, name in found)
 
-    plans = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
+    plans = kvq.cache.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
     alone = "rows=2" if any(unsplittable(plan, 2) for plan in plans) else "rows=2,heads=2"
     assert not spoken(alone)
     dims, found = dims_of(spec), spoken("tokens=4")
@@ -151,24 +151,24 @@ def test_each_device_holds_its_share_and_a_donated_cache_is_updated_in_place(spe
         )
         assert held == share, f"{device} holds {held} bytes, the layout says {share}"
     assert placed.step.memory_analysis().alias_size_in_bytes >= 0.99 * share
-    whole = kvq.layout(spec, cache.dims, BATCH, CAPACITY, "float32")
+    whole = kvq.cache.layout(spec, cache.dims, BATCH, CAPACITY, "float32")
     bodies, dealt = (
         [layer.body for layer in layers] for layers in (whole.layers, cache.axes.layers)
     )
-    assert cache.placement.shard_nbytes(dealt) <= 0.5 * kvq.nbytes(bodies), "nothing is split"
+    assert cache.placement.shard_nbytes(dealt) <= 0.5 * kvq.size.nbytes(bodies), "nothing is split"
 
 
 @pytest.mark.parametrize("spec", [KIVI, CROSS_LAYER])
 def test_trimmed_tokens_come_back_into_the_window_of_every_shard(spec: str):
     mesh = as_far_as_allowed(spec)
     one, placed = on_one_device(spec), on(spec, mesh)
-    trim = quick_jit(kvq.trim)
+    trim = quick_jit(kvq.rows.trim)
     for lengths in ([66, 30], [30, 0]):
         found, expected = (trim(r.cache, np.array(lengths), r.parameters) for r in (placed, one))
         # the spare codes of a cut block lie elsewhere on shards, and do not move
         wrong = differing(
             standing(expected),
-            standing(kvq.move(found, None)),
+            standing(kvq.rows.move(found, None)),
             tolerance=1e-6 if spec == CROSS_LAYER else 0,
         )
         assert not wrong, f"{spec} on {mesh}, trimmed to {lengths}: {wrong}"
@@ -180,16 +180,16 @@ def test_trimmed_tokens_come_back_into_the_window_of_every_shard(spec: str):
 def test_rows_are_selected_repeated_and_merged_across_devices():
     one, placed = on_one_device(KIVI).cache, on(KIVI, "rows=2").cache
     for operation in (
-        lambda cache: kvq.select_rows(cache, [1, 0]),
-        lambda cache: kvq.repeat_rows(cache, 2),
-        lambda cache: kvq.merge_rows(cache, kvq.select_rows(cache, [1, 1])),
+        lambda cache: kvq.rows.select(cache, [1, 0]),
+        lambda cache: kvq.rows.repeat(cache, 2),
+        lambda cache: kvq.rows.merge(cache, kvq.rows.select(cache, [1, 1])),
     ):
         found = operation(placed)
-        assert not differing(operation(one), kvq.move(found, None))
+        assert not differing(operation(one), kvq.rows.move(found, None))
         assert (
             found.layers[0].ring[0].sharding.is_equivalent_to(placed.layers[0].ring[0].sharding, 4)
         )
-    assert differing(one, kvq.move(kvq.select_rows(placed, [1, 0]), None)), (
+    assert differing(one, kvq.rows.move(kvq.rows.select(placed, [1, 0]), None)), (
         "the order of rows would not be seen"
     )
 
@@ -197,20 +197,20 @@ def test_rows_are_selected_repeated_and_merged_across_devices():
 def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
     one, placed = (
         on_one_device(INNERQ).cache,
-        kvq.move(on_one_device(INNERQ).cache, parse("heads=2,tokens=3")),
+        kvq.rows.move(on_one_device(INNERQ).cache, parse("heads=2,tokens=3")),
     )
     for cache, name in ((one, "one"), (placed, "placed")):
-        kvq.save_cache(cache, tmp_path / name)
+        kvq.files.save(cache, tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "placed").read_bytes()
-    assert not differing(one, kvq.load_cache(tmp_path / "placed"))
+    assert not differing(one, kvq.files.load(tmp_path / "placed"))
     for mesh in ("tokens=4", "rows=2"):
-        loaded = kvq.load_cache(tmp_path / "placed", placement=parse(mesh))
-        assert not differing(kvq.move(one, parse(mesh)), loaded)
+        loaded = kvq.files.load(tmp_path / "placed", placement=parse(mesh))
+        assert not differing(kvq.rows.move(one, parse(mesh)), loaded)
         assert (
             loaded.layers[0]
             .body[0]
             .scale.sharding.is_equivalent_to(
-                kvq.move(one, parse(mesh)).layers[0].body[0].scale.sharding, 4
+                kvq.rows.move(one, parse(mesh)).layers[0].body[0].scale.sharding, 4
             )
         )
 
@@ -219,7 +219,7 @@ def test_the_native_kernel_reads_each_shards_part():
     if reason := dispatch.no_device("native"):
         pytest.skip(reason)
     one, placed = on_one_device(KIVI), run(KIVI, parse("tokens=3"), "native")
-    assert not differing(one.cache, kvq.move(placed.cache, None))
+    assert not differing(one.cache, kvq.rows.move(placed.cache, None))
     assert np.abs(placed.outputs - one.outputs).max() <= 1e-5 * np.abs(one.outputs).max()
     assert "custom-call" in placed.step.as_text(), "no kernel was called"
     assert "custom-call" not in on(KIVI, "tokens=3").step.as_text(), "XLA calls kernels, too"
@@ -237,7 +237,7 @@ def test_gpu_kernels_read_and_write_each_shards_part(spec: str):
     one, placed = (
         run(spec, where, Launch(interpret=True), head_dim=64, more=96) for where in (None, mesh)
     )
-    assert not differing(one.cache, kvq.move(placed.cache, None))
+    assert not differing(one.cache, kvq.rows.move(placed.cache, None))
     assert np.abs(placed.outputs - one.outputs).max() <= 5e-4 * np.abs(one.outputs).max()
     assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, (
         "attention of other tokens would pass"
@@ -252,7 +252,7 @@ def test_gpu_kernels_on_shards_are_lowered_for_cuda():
         abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu"),
     )
     placement = kvq.Placement(gpus, heads="heads", tokens="tokens")
-    cache = kvq.layout(
+    cache = kvq.cache.layout(
         "kivi:recent=32,block=32", dims_of(KIVI, head_dim=64), BATCH, 160, "float32", placement
     )
     inputs = texts(64).window(np.zeros(BATCH, np.int32), np.ones(BATCH, np.int32), 1)
@@ -297,5 +297,5 @@ def test_an_explicit_mesh_may_split_new_tokens_in_any_way(names: str, split: tup
         for take in (jax.jit(step), step):
             out, cache = take(new(placement), *placed)
             np.testing.assert_allclose(np.asarray(out), wanted, atol=1e-5)
-            assert not differing(kvq.move(alone, None), kvq.move(cache, None))
+            assert not differing(kvq.rows.move(alone, None), kvq.rows.move(cache, None))
     assert np.abs(np.asarray(out)[:, ::-1] - wanted).max() > 0.1, "other heads would pass"

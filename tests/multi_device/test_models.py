@@ -59,7 +59,7 @@ def check_text(llama: Llama, placement: kvq.Placement, tokens: Any, expected: np
     assert len(np.unique(expected)) > 4, "one token over and over"
 
 
-def two_parts(llama: Llama, cache: kvq.Cache, tokens: Any) -> np.ndarray:
+def two_parts(llama: Llama, cache: kvq.cache.Cache, tokens: Any) -> np.ndarray:
     """Return the logits [2, B, V] after each part of a prompt that is given in two; the second
     reads the first as it was quantized."""
     first, cache = prefill(llama, cache, tokens)
@@ -109,13 +109,15 @@ def test_rows_apart_are_the_rows_alone():
         then, alone = step(model(), alone, token[row : row + 1])
         assert np.array_equal(first[0], logits[row])
         assert np.array_equal(then[0], after[row])
-        assert not differing(alone, kvq.move(kvq.select_rows(kvq.move(both, None), [row]), None))
+        assert not differing(
+            alone, kvq.rows.move(kvq.rows.select(kvq.rows.move(both, None), [row]), None)
+        )
     assert not np.array_equal(after[0], after[1])
 
 
 @functools.cache
 def moved_in_a_step(mesh: str, capacity: int) -> list[tuple[int, str]]:
-    cache = kvq.layout(
+    cache = kvq.cache.layout(
         SPEC, CONFIG, 2, capacity, "float32", parse(mesh)
     )  # of any capacity: nothing is allocated
     lowered = jax.jit(decode_step, donate_argnames="cache").lower(
@@ -216,7 +218,7 @@ def test_the_plan_of_memory_counts_what_devices_hold(mesh: str):
         )
     assert held == [planned.weight_bytes, planned.body_bytes + planned.window_bytes]
     assert planned.total_bytes == sum(held)
-    assert planned.body_bytes < kvq.nbytes([layer.body for layer in cache_of().layers]) / 2
+    assert planned.body_bytes < kvq.size.nbytes([layer.body for layer in cache_of().layers]) / 2
 
 
 def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.Path):
@@ -259,12 +261,12 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
         assert process["held"] / 1.05 < process["read"] <= 1.05 * process["held"], (
             "bytes of the checkpoint"
         )
-    assert found["held"] < 0.6 * kvq.nbytes(model()), "each process holds all weights"
+    assert found["held"] < 0.6 * kvq.size.nbytes(model()), "each process holds all weights"
     assert found["written"] == found["streamed"] == text_of_one_device().tolist()
-    expected = kvq.trim(kvq.load_cache(tmp_path / "cache"), np.array([40, 40]))
-    trimmed = kvq.load_cache(tmp_path / "trimmed")
+    expected = kvq.rows.trim(kvq.files.load(tmp_path / "cache"), np.array([40, 40]))
+    trimmed = kvq.files.load(tmp_path / "trimmed")
     assert not differing(standing(expected), standing(trimmed))
-    assert differing(expected, kvq.load_cache(tmp_path / "cache")), (
+    assert differing(expected, kvq.files.load(tmp_path / "cache")), (
         "a cache that was not trimmed would pass"
     )
     prepared = [
@@ -284,7 +286,7 @@ def test_an_own_model_runs_on_a_mesh_of_explicit_axes():
         for i, n in enumerate((8, 2, 2))
     )
 
-    def step(cache: kvq.Cache, scale: jax.Array) -> tuple[jax.Array, kvq.Cache]:
+    def step(cache: kvq.cache.Cache, scale: jax.Array) -> tuple[jax.Array, kvq.cache.Cache]:
         begun = kvq.begin(cache, 1, prefill=False)
         out, begun = kvq.append_and_attend(begun, q * scale, k, v)
         return jnp.sum(out * scale, axis=-1), kvq.finish(begun)

@@ -15,7 +15,7 @@ from tests.multi_device.tiny_model import TOKENS, cache_of, model
 def test_the_rule_splits_heads_first_and_tokens_for_the_rest():
     def chosen(spec: str, devices: int, heads: int = 8) -> str:
         dims = kvq.CacheDims(2, 16, heads, 32, 256)
-        return str(choose(kvq.layout(spec, dims, 1, 4096).plans, devices))
+        return str(choose(kvq.cache.layout(spec, dims, 1, 4096).plans, devices))
 
     assert chosen("kivi", 8) == "heads=8"
     assert chosen("kivi", 16) == "heads=8,tokens=2"
@@ -69,11 +69,11 @@ REFUSED = {
         "one mesh axis cannot split two things",
     ),
     "merge": (
-        lambda: kvq.merge_rows(cache_of("heads=2"), cache_of("tokens=2")),
+        lambda: kvq.rows.merge(cache_of("heads=2"), cache_of("tokens=2")),
         "caches with different placement cannot be merged",
     ),
     "select": (
-        lambda: kvq.select_rows(cache_of("rows=2"), [1]),
+        lambda: kvq.rows.select(cache_of("rows=2"), [1]),
         "1 rows do not divide into 2 parts",
     ),
     "other mesh": (

@@ -22,7 +22,7 @@ START, STOP = 150, np.array([158, 151], np.int32)
 
 
 @functools.partial(jax.jit, static_argnames="prompt")
-def taken(cache: kvq.Cache, rows: jax.Array, lengths: jax.Array, prompt: bool):
+def taken(cache: kvq.cache.Cache, rows: jax.Array, lengths: jax.Array, prompt: bool):
     """Return (attention of each layer, cache) after new tokens with these rows."""
     step, outs = kvq.begin(cache, rows.shape[2], lengths, prefill=prompt), []
     sinks = jnp.arange(4.0)
@@ -33,13 +33,13 @@ def taken(cache: kvq.Cache, rows: jax.Array, lengths: jax.Array, prompt: bool):
 
 
 @functools.cache
-def run(mesh: str | None) -> tuple[kvq.Cache, np.ndarray]:
+def run(mesh: str | None) -> tuple[kvq.cache.Cache, np.ndarray]:
     rows = jax.random.normal(jax.random.key(0), (2, 8, int(STOP.max()), 32))
     cache = kvq.init_cache(SPEC, DIMS, 2, 256, "float32", mesh and parse(mesh))
     assert [plan.regions.wraps for plan in cache.plans] == [True, False]
     _, cache = taken(cache, rows[:, :, :START], jnp.full(2, START), True)
     out, cache = taken(cache, rows[:, :, START:], jnp.asarray(STOP) - START, False)
-    cache = kvq.trim(cache, STOP - 20)
+    cache = kvq.rows.trim(cache, STOP - 20)
     more, cache = taken(cache, rows[:, :, START:], jnp.full(2, 8), False)
     outs = np.concatenate([np.asarray(out), np.asarray(more)], axis=3)
     real = np.arange(16) % 8 < np.where(np.arange(16) < 8, (STOP - START)[:, None], 8)
@@ -50,18 +50,18 @@ def run(mesh: str | None) -> tuple[kvq.Cache, np.ndarray]:
 def test_windowed_layers_are_the_same_on_a_mesh(mesh: str):
     one, outputs = run(None)
     placed, found = run(mesh)
-    wrong = differing(one.layers[0], kvq.move(placed, None).layers[0])
+    wrong = differing(one.layers[0], kvq.rows.move(placed, None).layers[0])
     assert not wrong, wrong
     assert np.abs(found - outputs).max() <= 1e-6 * np.abs(outputs).max()
     assert np.abs(np.roll(found, 1, axis=2) - outputs).max() > 1e-2
     shard = placed.layers[0].body[0].words[0].addressable_shards[0].data
     parts = placed.placement.size("rows") * placed.placement.size("heads")
     assert shard.size * parts == one.layers[0].body[0].words[0].size
-    back = kvq.move(one, parse(mesh))
+    back = kvq.rows.move(one, parse(mesh))
     assert not differing(placed.layers[0], back.layers[0])
 
 
 def test_a_trim_too_deep_is_refused_on_a_mesh():
     cache, _ = run("tokens=3")
     with pytest.raises(ValueError, match="window of 24"):
-        kvq.trim(cache, [40, 40])
+        kvq.rows.trim(cache, [40, 40])

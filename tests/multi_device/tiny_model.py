@@ -33,7 +33,7 @@ def model(mesh: str = "") -> Llama:
     return shard_llama(plain, parse(mesh)) if mesh else plain
 
 
-def cache_of(mesh: str = "", spec: str = SPEC, batch: int = 2) -> kvq.Cache:
+def cache_of(mesh: str = "", spec: str = SPEC, batch: int = 2) -> kvq.cache.Cache:
     return kvq.init_cache(
         spec, CONFIG, batch, CAPACITY, "float32", placement=parse(mesh) if mesh else None
     )

@@ -53,14 +53,16 @@ def main(rank: int, port: str, directory: pathlib.Path) -> None:
     prepared = prepare(llama, "xquant").cache_parameters
     tokens = np.random.default_rng(0).integers(3, 90, (2, 50))
 
-    def new_cache() -> kvq.Cache:
+    def new_cache() -> kvq.cache.Cache:
         return kvq.init_cache(spec, llama.config, 2, 128, placement=placement)
 
     first = generate(llama, new_cache(), tokens, max_new_tokens=20)
     text = np.asarray(first.tokens).tolist()
-    kvq.save_cache(first.cache, directory / "cache")
-    trimmed = kvq.trim(kvq.load_cache(directory / "cache", placement=placement), np.array([40, 40]))
-    kvq.save_cache(trimmed, directory / "trimmed")
+    kvq.files.save(first.cache, directory / "cache")
+    trimmed = kvq.rows.trim(
+        kvq.files.load(directory / "cache", placement=placement), np.array([40, 40])
+    )
+    kvq.files.save(trimmed, directory / "trimmed")
     found = {
         "read": read,
         "held": held,

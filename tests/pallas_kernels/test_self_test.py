@@ -21,7 +21,9 @@ SERVED = ("kivi:bits=4", *SPECS)
 
 
 def format(spec: str) -> self_test.Format:
-    return format_of(kvq.layout(spec, DIMS, 1, 416, "bfloat16").plans[0], DIMS.num_attention_heads)
+    return format_of(
+        kvq.cache.layout(spec, DIMS, 1, 416, "bfloat16").plans[0], DIMS.num_attention_heads
+    )
 
 
 @pytest.mark.usefixtures("assembler")

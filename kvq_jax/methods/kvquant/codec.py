@@ -313,7 +313,7 @@ class KVQuantCodec(OneSideCodec):
     def _parameter(self, params: Tree, name: str) -> Array:
         if not params:
             raise ValueError(
-                f"kvquant needs calibrated {name} of {self.side}: kvq.prepare_layer or"
+                f"kvquant needs calibrated {name} of {self.side}: kvq.parameters.prepare or"
                 " kvq_models.prepare attaches them"
             )
         return params[name]

@@ -30,7 +30,7 @@ def own_parameters(params: Tree) -> dict[str, Tree]:
     """Return `params`. If there are none, raise a ValueError that says how to make them."""
     if not params:
         raise ValueError(
-            "xquant rebuilds keys and values from the layer's weights: kvq.prepare_layer or"
+            "xquant rebuilds keys and values from the layer's weights: kvq.parameters.prepare or"
             " kvq_models.prepare attaches them"
         )
     return params

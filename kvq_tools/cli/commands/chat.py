@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
             mesh=placement,
             weights=options.weights,
         )
-    model_fingerprint = "" if saved is None else kvq.fingerprint(llama)
+    model_fingerprint = "" if saved is None else kvq.files.fingerprint(llama)
     with input_errors():
         llama = prepare(llama, options.cache.spec, options.calibration, progress=bar)
     if saved is None:
@@ -187,7 +187,7 @@ def _checked(
         inputs.warn_beyond(capacity, config)
         rows = inputs.rows_dtype(options)
         placement = mesh.placement_of(options.mesh, [options.cache.spec], config, 1, capacity, rows)
-        layout = kvq.layout(options.cache.spec, config, 1, capacity, rows, placement)
+        layout = kvq.cache.layout(options.cache.spec, config, 1, capacity, rows, placement)
     else:
         _check_saved(options, saved)
         capacity, placement, layout = saved.layout.capacity, None, saved.layout
@@ -309,17 +309,17 @@ def holds(conversation: Conversation) -> dict[str, Any]:
     """Return the contents of the cache: its tokens, and the bytes that this cache and a bf16 cache
     need for them."""
     cache, tokens = conversation.cache, int(conversation.cache.lengths[0])
-    exact = kvq.layout(cache.spec, cache.dims, 1, max(tokens, 1), cache.dtype)
-    quantized = kvq.quantized_tokens(cache, tokens)
+    exact = kvq.cache.layout(cache.spec, cache.dims, 1, max(tokens, 1), cache.dtype)
+    quantized = kvq.size.quantized_tokens(cache, tokens)
     return {
         "cache": str(cache.spec),
         "tokens": tokens,
         "capacity": cache.capacity,
         "quantized_tokens": quantized,
         "full_precision_tokens": tokens - quantized,
-        "bytes": kvq.nbytes(exact),
-        "bf16_bytes": kvq.dense_nbytes(cache.dims, 1, max(tokens, 1)),
-        "reserved_bytes": kvq.nbytes(cache),
+        "bytes": kvq.size.nbytes(exact),
+        "bf16_bytes": kvq.size.dense_nbytes(cache.dims, 1, max(tokens, 1)),
+        "reserved_bytes": kvq.size.nbytes(cache),
     }
 
 

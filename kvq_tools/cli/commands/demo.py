@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> None:
     for name, spec in caches:
         inputs.warn_if_exact(
             name,
-            kvq.layout(spec, config, 1, task.capacity),
+            kvq.cache.layout(spec, config, 1, task.capacity),
             task.capacity - 1,
             f"in {task.capacity} tokens",
         )
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> None:
         "scored_tokens": len(task.rest) - 1,
         "new_tokens": task.new_tokens,
         "prompt_end": tokenizer.decode(task.prompt[-48:]),
-        "bf16_bytes": kvq.dense_nbytes(config, 1, task.capacity),
+        "bf16_bytes": kvq.size.dense_nbytes(config, 1, task.capacity),
         "compile_seconds": compile_seconds,
         "sampling": dataclasses.asdict(SAMPLING) | {"seed": 0},
         "caches": _with_agreement(measured),
@@ -194,7 +194,7 @@ class DemoRun:
     """One cache of the demo."""
 
     name: str
-    spec: kvq.CacheSpec
+    spec: kvq.cache.CacheSpec
     llama: Llama
     task: DemoTask
 
@@ -203,7 +203,7 @@ class DemoRun:
         """Return the dtype of full-precision rows: the model's in a dense cache."""
         return MODEL_DTYPE if self.spec.exact else CACHE_DTYPE
 
-    def new_cache(self) -> kvq.Cache:
+    def new_cache(self) -> kvq.cache.Cache:
         return kvq.init_cache(self.spec, self.llama.config, 1, self.task.capacity, self.rows)
 
     def compile(self) -> TimedGeneration:
@@ -228,8 +228,8 @@ class DemoRun:
         perplexity = math.exp(
             -float(jnp.mean(logprobs[0, 1:]))
         )  # the first token of the rest is read but not scored
-        stored = kvq.nbytes(cache)
-        dense = kvq.dense_nbytes(self.llama.config, 1, task.capacity)
+        stored = kvq.size.nbytes(cache)
+        dense = kvq.size.dense_nbytes(self.llama.config, 1, task.capacity)
         return {
             "name": self.name,
             "cache": str(self.spec),
@@ -240,7 +240,7 @@ class DemoRun:
             "resident_by_batch": resident.by_batch(
                 self.spec, self.llama.config, task.capacity, self.rows
             ),
-            "quantized_tokens": kvq.quantized_tokens(cache, task.capacity - 1),
+            "quantized_tokens": kvq.size.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
             "implementation": "+".join(sorted(set(decoding.implementations(cache)))),

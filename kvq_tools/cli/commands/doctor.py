@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache, warn_unmet=False)
     context = options.context or config.positions
-    cache = kvq.layout(options.cache.spec, config, 1, context)
+    cache = kvq.cache.layout(options.cache.spec, config, 1, context)
     biases = doctor_facts.key_biases(options.model, config)
     calibration, missing = doctor_facts.calibration_state(
         options.model, config, cache.spec, options.calibration

@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
             for (_, spec), file in zip(options.cache, files, strict=True)
         ]
     for name, spec in options.cache:
-        text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, window), settings)
+        text_evaluation.warn_if_exact(name, kvq.cache.layout(spec, config, 1, window), settings)
     started = time.perf_counter()
     evaluations = evaluate_caches(
         models,
@@ -152,7 +152,7 @@ def report(
     """Return all numbers, from the evaluations of the caches in their order."""
     first = evaluations[0]
     parts = first.by_position(options.buckets)
-    bf16 = kvq.dense_nbytes(config, 1, first.window)
+    bf16 = kvq.size.dense_nbytes(config, 1, first.window)
     return {
         "model": options.model,
         "text": options.text,
@@ -189,8 +189,8 @@ def _cache_report(
     settings: Settings,
 ) -> dict[str, Any]:
     spec, parts = evaluation.spec, evaluation.by_position(options.buckets)
-    layout = kvq.layout(spec, config, 1, evaluation.window, CACHE_DTYPE)
-    size = kvq.nbytes(layout)
+    layout = kvq.cache.layout(spec, config, 1, evaluation.window, CACHE_DTYPE)
+    size = kvq.size.nbytes(layout)
     return {
         "name": name,
         "cache": str(spec),
@@ -202,10 +202,10 @@ def _cache_report(
         "quantized_tokens": settings.quantized_tokens(layout),
         "cache_bytes": size,
         "ratio": bf16 / size,
-        "bits_per_element": kvq.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
+        "bits_per_element": kvq.size.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
         "resident_by_batch": resident.by_batch(spec, config, evaluation.window, CACHE_DTYPE),
         "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
-        "prompt_statistics": kvq.has_prompt_statistics(spec, config),
+        "prompt_statistics": kvq.cache.has_prompt_statistics(spec, config),
         "by_position": {
             "nats": [finite(b.nats) for b in parts],
             "kl": [finite(b.kl) for b in parts],

@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
         "dtype": options.dtype,
         "budget_bytes": options.budget,
         "max_position_embeddings": config.max_position_embeddings,
-        "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
+        "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
         "device": (
             None
             if options.roofline is None
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _on_mesh(
-    options: argparse.Namespace, spec: kvq.CacheSpec, config: LlamaConfig, context: int
+    options: argparse.Namespace, spec: kvq.cache.CacheSpec, config: LlamaConfig, context: int
 ) -> dict[str, Any] | None:
     if options.mesh is None:
         return None
@@ -141,7 +141,7 @@ def _on_mesh(
 
 
 def describe(
-    spec: kvq.CacheSpec,
+    spec: kvq.cache.CacheSpec,
     config: LlamaConfig,
     batch: int,
     context: int,
@@ -151,23 +151,23 @@ def describe(
 ) -> dict[str, Any]:
     """Return the numbers of one cache, all counted from its layout. `roofline` is there only with a
     device."""
-    layout = kvq.layout(spec, config, batch, context, dtype)
-    size = kvq.size(spec, config, batch, context, dtype)
+    layout = kvq.cache.layout(spec, config, batch, context, dtype)
+    size = kvq.size.of(spec, config, batch, context, dtype)
     return {
         "cache": str(spec),
         "cache_bytes": size.cache,
-        "ratio": kvq.dense_nbytes(config, batch, context) / size.cache,
-        "bits_per_element": kvq.bits_per_element(spec, config, context, dtype),
-        "quantized_tokens": kvq.quantized_tokens(layout, context),
-        "body_bits_per_element": kvq.body_bits_per_element(spec, config),
-        "components": [dataclasses.asdict(component) for component in kvq.components(layout)],
+        "ratio": kvq.size.dense_nbytes(config, batch, context) / size.cache,
+        "bits_per_element": kvq.size.bits_per_element(spec, config, context, dtype),
+        "quantized_tokens": kvq.size.quantized_tokens(layout, context),
+        "body_bits_per_element": kvq.size.body_bits_per_element(spec, config),
+        "components": [dataclasses.asdict(component) for component in kvq.size.components(layout)],
         "parameter_bytes": size.parameters,
         "working_bytes": size.working,
         "resident_bytes": size.resident,
         "resident_by_batch": resident.by_batch(spec, config, context, dtype, batch),
         "paper_layout_bytes": paper_layout_bytes(layout),
         "paper_bits_per_element": paper_bits(spec, config, context),
-        "outlier_fraction": kvq.outlier_fraction(spec, config),
+        "outlier_fraction": kvq.size.outlier_fraction(spec, config),
         "largest_context": (
             None if budget is None else resident.largest_context(spec, config, batch, dtype, budget)
         ),
@@ -193,8 +193,8 @@ def paper_layout_bytes(cache: Cache) -> int | None:
                 * codec.facts.row_width(plan.heads, plan.head_dim)
             )
             if count := codec.facts.paper.bytes:
-                saved.append(kvq.nbytes(body) - count(elements))
-    return kvq.nbytes(cache) - sum(saved) if saved else None
+                saved.append(kvq.size.nbytes(body) - count(elements))
+    return kvq.size.nbytes(cache) - sum(saved) if saved else None
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -46,15 +46,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _name(text: str) -> str:
-    if text not in kvq.METHODS:
+    if text not in kvq.methods.METHODS:
         raise argparse.ArgumentTypeError(
-            with_hint(f"unknown cache method {text!r}; methods: {', '.join(kvq.METHODS)}")
+            with_hint(f"unknown cache method {text!r}; methods: {', '.join(kvq.methods.METHODS)}")
         )
     return text
 
 
 def run(options: argparse.Namespace) -> None:
-    described = [describe(kvq.METHODS[name]) for name in options.names or kvq.METHODS]
+    described = [
+        describe(kvq.methods.METHODS[name]) for name in options.names or kvq.methods.METHODS
+    ]
     if options.json:
         print_json(
             "methods",
@@ -85,13 +87,15 @@ def describe(method: Method) -> dict[str, Any]:
         "name": method.name,
         "summary": method.summary,
         "source": method.source,
-        "average_bits": {spec: kvq.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs},
+        "average_bits": {
+            spec: kvq.size.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs
+        },
         "resident_by_batch": {
             spec: resident.by_batch(spec, REFERENCE_DIMS, REFERENCE_CONTEXT, CACHE_DTYPE)
             for spec in specs
         },
         "windows": dataclasses.asdict(method.windows()),
-        "prompt_statistics": kvq.has_prompt_statistics(method.name, REFERENCE_DIMS),
+        "prompt_statistics": kvq.cache.has_prompt_statistics(method.name, REFERENCE_DIMS),
         "presets": dict(method.presets),
         "options": [
             {

@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> None:
         "budget_bytes": asked if isinstance(asked, int) else None,
         "context": context,
         "batch": options.batch,
-        "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
+        "bf16_bytes": kvq.size.dense_nbytes(config, options.batch, context),
         **(
             _fast(options, config, context, bits)
             if options.text is None or options.fast
@@ -261,8 +261,8 @@ def _measured(
 ) -> dict[str, Any]:
     """Return the plan that measurements on a text give."""
 
-    def fits(spec: kvq.CacheSpec) -> bool:
-        size = kvq.size(spec, config, options.batch, context, options.dtype)
+    def fits(spec: kvq.cache.CacheSpec) -> bool:
+        size = kvq.size.of(spec, config, options.batch, context, options.dtype)
         return isinstance(budget, float) or size.resident <= budget
 
     planner = _planner(options, config)
@@ -340,7 +340,7 @@ def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype:
 
     def size(sixteenths: int) -> int:
         spec = f"{METHOD}:bits={sixteenths / 16}"
-        return kvq.size(spec, config, batch, context, dtype).resident
+        return kvq.size.of(spec, config, batch, context, dtype).resident
 
     choices = range(16 * FEWEST_BITS, 16 * MOST_BITS + 1)
     fitting = bisect.bisect_right(choices, budget, key=size)
@@ -359,8 +359,8 @@ def described(
     return {
         "name": name,
         "bits": bits,
-        "body_bits_per_element": kvq.body_bits_per_element(name, config),
-        "bytes": kvq.nbytes(kvq.layout(name, config, batch, context, dtype)),
+        "body_bits_per_element": kvq.size.body_bits_per_element(name, config),
+        "bytes": kvq.size.nbytes(kvq.cache.layout(name, config, batch, context, dtype)),
         "resident_by_batch": resident.by_batch(name, config, context, dtype, batch),
     }
 

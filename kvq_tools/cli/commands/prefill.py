@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     if capacity < len(prompt):
         raise UserError(f"the prompt has {len(prompt)} tokens, over the capacity of {capacity}")
     inputs.warn_beyond(capacity, config)
-    layout = kvq.layout(options.cache.spec, config, 1, capacity, inputs.rows_dtype(options))
+    layout = kvq.cache.layout(options.cache.spec, config, 1, capacity, inputs.rows_dtype(options))
     device_memory.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
@@ -115,9 +115,9 @@ def run(options: argparse.Namespace) -> None:
         "cache": str(cache.spec),
         "out": str(out),
         "prompt_tokens": len(prompt),
-        "quantized_tokens": kvq.quantized_tokens(cache, len(prompt)),
+        "quantized_tokens": kvq.size.quantized_tokens(cache, len(prompt)),
         "capacity": capacity,
-        "cache_bytes": kvq.nbytes(cache),
+        "cache_bytes": kvq.size.nbytes(cache),
         "bytes": out.stat().st_size,
         "seconds": seconds,
         "dtype": inputs.model_dtype(options),

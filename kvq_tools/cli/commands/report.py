@@ -166,7 +166,7 @@ def _made(options: argparse.Namespace) -> schema.CacheReport:
         ]
     for name, spec in options.cache:
         text_evaluation.warn_if_exact(
-            name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings
+            name, kvq.cache.layout(spec, config, 1, min(settings.window, text.ids.size)), settings
         )
     sample = min(options.sample, text.ids.size, config.positions)
     plan = ReportPlan(

@@ -62,7 +62,7 @@ def partial_fingerprint(llama: Llama) -> str:
 
     It is the sha256, as 64 hex digits, of the RoPE settings and of the bfloat16 values of every
     norm, the first layer's key projection and the last layer's value projection.
-    `kvq_jax.fingerprint` hashes all weights exactly.
+    `kvq_jax.files.fingerprint` hashes all weights exactly.
     """
     weights = {weight.name: weight for weight in hf_names.weights(llama).values()}
 

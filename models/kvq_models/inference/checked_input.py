@@ -99,7 +99,7 @@ def check_mesh(llama: Llama, cache: Cache) -> None:
         return
     placement, remedy = (
         cache.placement,
-        "kvq_models.shard_llama moves the model, kvq_jax.move the cache",
+        "kvq_models.shard_llama moves the model, kvq_jax.rows.move the cache",
     )
     if placement is None and len(of_model.device_set) > 1:
         raise ValueError(

@@ -41,7 +41,7 @@ class Generated:
     logprobs  [B, max_new_tokens] fp32, under the model's unfiltered softmax
     finite    [B] bool; False if a token was drawn from logits with nan or inf: the row
               means nothing from there on. If a cache's dtype is too small for its rows,
-              `kvq_jax.overflowed(cache)` names them
+              `kvq_jax.size.overflowed(cache)` names them
     """
 
     tokens: Int[Array, "B new"]

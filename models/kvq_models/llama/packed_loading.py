@@ -75,7 +75,7 @@ def dense_llama(llama: Llama) -> Llama:
 
 
 def fingerprint(llama: Llama) -> str:
-    """Return `kvq_jax.fingerprint` of the model with its weights as arrays, which is the same
+    """Return `kvq_jax.files.fingerprint` of the model with its weights as arrays, which is the same
     whether they are packed or not."""
     return fingerprint_of(map(dense, jax.tree.leaves(llama, is_leaf=is_packed)))
 

@@ -40,7 +40,7 @@ cache = kvq.init_cache("dense", decode_step.TINY, 2, 256, "bfloat16")
 logits, after = jax.jit(step)(llama, cache, jnp.asarray([1, 2]))
 assert jnp.isfinite(logits).all()
 assert after.lengths.tolist() == [1, 1]
-print(kvq.nbytes(llama), len(jax.tree.leaves(llama)))
+print(kvq.size.nbytes(llama), len(jax.tree.leaves(llama)))
 """
 
 
@@ -57,4 +57,7 @@ def test_stand_ins_give_the_model_and_its_steps(tmp_path: pathlib.Path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     llama = abstract_llama(TINY, "bfloat16")
-    assert [int(n) for n in done.stdout.split()] == [kvq.nbytes(llama), len(jax.tree.leaves(llama))]
+    assert [int(n) for n in done.stdout.split()] == [
+        kvq.size.nbytes(llama),
+        len(jax.tree.leaves(llama)),
+    ]

@@ -139,11 +139,11 @@ def test_the_scale_of_a_sequence_follows_its_size(spec: str):
 
 def test_scales_are_those_of_all_heads_or_of_each():
     cache = {
-        scale: kvq.layout(f"fp8:scale={scale}", DIMS, 1, 64).plans[0].k
+        scale: kvq.cache.layout(f"fp8:scale={scale}", DIMS, 1, 64).plans[0].k
         for scale in ("tensor", "head")
     }
     k = jnp.asarray([1.0, 4.0])[None, :, None, None] * jnp.ones((1, 2, 3, 32))
-    inputs = kvq.LayerInputs(
+    inputs = kvq.types.LayerInputs(
         None, None, k, None, k, k, jnp.arange(3)[None], jnp.ones((1, 3), bool), None
     )
     found = {
@@ -158,4 +158,4 @@ def test_a_head_that_is_not_whole_blocks_is_refused_by_name():
         ValueError, match=r"\Amxfp4 has blocks of 32 channels, which do not divide head_dim 80\Z"
     ):
         kvq.init_cache("mxfp4", kvq.CacheDims(1, 2, 2, 80, 160), 1, 64)
-    kvq.layout("nvfp4", kvq.CacheDims(1, 2, 2, 80, 160), 1, 64)
+    kvq.cache.layout("nvfp4", kvq.CacheDims(1, 2, 2, 80, 160), 1, 64)

@@ -199,7 +199,7 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
 
 def test_an_odd_head_dim_has_no_pairs():
     with pytest.raises(ValueError, match=r"\Ahead_dim 33 has no pairs"):
-        kvq.layout("polarquant", CacheDims(1, 4, 2, 33, 132), 1, 256)
+        kvq.cache.layout("polarquant", CacheDims(1, 4, 2, 33, 132), 1, 256)
 
 
 @pytest.mark.parametrize("bits", [3])

@@ -119,20 +119,20 @@ def test_numbers_are_those_of_the_better_mode_with_a_zero_point_in_fp32(axis: st
 
 
 def keys_and_values(spec: str) -> LayerPlan:
-    return kvq.layout(spec, CacheDims(1, 4, 2, 128, 512), 1, 256).plans[0]
+    return kvq.cache.layout(spec, CacheDims(1, 4, 2, 128, 512), 1, 256).plans[0]
 
 
 def test_stored_bytes_are_those_that_the_paper_counts():
     slot, planes = keys_and_values("innerq:bits=2,storage=slot"), keys_and_values("innerq:bits=2")
     elements = 2 * 256 * 128
     for side in ("k", "v"):
-        stored = kvq.nbytes(getattr(slot, side).body(1, 2, 256))
+        stored = kvq.size.nbytes(getattr(slot, side).body(1, 2, 256))
         assert (
             stored
             == getattr(planes, side).facts.paper.bytes(elements)
             == elements * (2 + 1 + 0.5 + 1 / 32) / 8
         )
-        assert stored < kvq.nbytes(getattr(planes, side).body(1, 2, 256))
+        assert stored < kvq.size.nbytes(getattr(planes, side).body(1, 2, 256))
         assert getattr(slot, side).facts.paper.bytes is None, (
             "nothing else is counted where that is what is stored"
         )

@@ -149,7 +149,7 @@ def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int
 )
 def test_options_that_fit_no_cache_are_refused_in_one_line(spec: str, message: str):
     with pytest.raises(ValueError, match=message) as refused:
-        kvq.layout(spec, CacheDims(1, 4, 2, 32, 128), 1, 64)
+        kvq.cache.layout(spec, CacheDims(1, 4, 2, 32, 128), 1, 64)
     assert "\n" not in str(refused.value)
 
 
@@ -161,24 +161,26 @@ def test_a_fraction_that_is_named_as_usable_is_usable():
 
 def test_where_a_fraction_is_less_than_one_entry_keys_share_slots_and_values_have_none():
     dims = CacheDims(1, 4, 2, 32, 128)  # 64 entries a token: one is 1.6 %
-    cache = kvq.layout("kvquant", dims, 1, 64)
+    cache = kvq.cache.layout("kvquant", dims, 1, 64)
     keys, values = (codec.facts.outlier_slots(2) for codec in cache.plans[0].codecs)
     assert keys == pytest.approx(0.01 * 64 * 2.25, abs=1 / 32), (
         "keys: the fraction times `slots`, rounded up for a pool of 32 tokens"
     )
     assert values == 0, "a token of values cannot have less than one outlier"
-    (told,) = kvq.unmet_options(cache)
+    (told,) = kvq.size.unmet_options(cache)
     assert "values have no outliers" in told, "said for the side that it is true of"
     remedy = float(told.rsplit("outliers=", 1)[1].split()[0])
-    assert not kvq.unmet_options(kvq.layout(f"kvquant:outliers={remedy}", dims, 1, 64)), (
-        "the remedy that is named is one"
-    )
+    assert not kvq.size.unmet_options(
+        kvq.cache.layout(f"kvquant:outliers={remedy}", dims, 1, 64)
+    ), "the remedy that is named is one"
     for spec in ("kvquant:thresholds=matrix", "kvquant:outliers=0"):
-        assert not kvq.unmet_options(kvq.layout(spec, dims, 1, 64)), f"{spec} has what it asks for"
+        assert not kvq.size.unmet_options(kvq.cache.layout(spec, dims, 1, 64)), (
+            f"{spec} has what it asks for"
+        )
     assert (
         sum(
             c.facts.outlier_slots(2)
-            for c in kvq.layout("kvquant:outliers=0", dims, 1, 64).plans[0].codecs
+            for c in kvq.cache.layout("kvquant:outliers=0", dims, 1, 64).plans[0].codecs
         )
         == 0
     )
@@ -203,9 +205,9 @@ def test_dropped_outliers_of_live_tokens_are_counted():
         expected.append(
             {"k": keys, "v": OutlierTotals(64 * count.size, 0)}
         )  # every value's slots are used
-    found = kvq.outlier_totals(cache)
+    found = kvq.size.outlier_totals(cache)
     assert list(found) == expected
-    dropped, kept = kvq.dropped_outliers(cache)
+    dropped, kept = kvq.size.dropped_outliers(cache)
     assert dropped == sum(layer["k"].dropped for layer in found) > 1000
     assert kept == sum(side.kept for layer in found for side in layer.values())
     assert (
@@ -214,14 +216,14 @@ def test_dropped_outliers_of_live_tokens_are_counted():
         > 0.1
     )
     assert found[0]["v"].share_dropped == 0
-    short = kvq.select_rows(cache, [0])
-    assert kvq.dropped_outliers(short)[0] * 3 < dropped
-    fewer = kvq.outlier_totals(dataclasses.replace(cache, lengths=jnp.full(4, 40)))
+    short = kvq.rows.select(cache, [0])
+    assert kvq.size.dropped_outliers(short)[0] * 3 < dropped
+    fewer = kvq.size.outlier_totals(dataclasses.replace(cache, lengths=jnp.full(4, 40)))
     assert [layer["v"] for layer in fewer] == [OutlierTotals(64 * 4 * 2, 0)] * len(fewer), (
         "two live blocks"
     )
-    assert kvq.dropped_outliers(filled("kivi:sink=0,recent=12,block=16", (90,) * 4)) == (0, 0)
-    assert kvq.outlier_totals(filled("kivi:sink=0,recent=12,block=16", (90,) * 4))[0] == {}
+    assert kvq.size.dropped_outliers(filled("kivi:sink=0,recent=12,block=16", (90,) * 4)) == (0, 0)
+    assert kvq.size.outlier_totals(filled("kivi:sink=0,recent=12,block=16", (90,) * 4))[0] == {}
 
 
 def test_an_outlier_is_exact_and_its_neighbours_are_coded_without_it():

@@ -146,7 +146,7 @@ def test_without_a_gpu_nothing_is_tested(monkeypatch):
 
 @pytest.mark.usefixtures("with_gpu")
 def test_the_doctor_says_what_was_found(monkeypatch):
-    plans = kvq.layout("kivi:bits=4,skip_layers=0", DIMS, 1, 416, "bfloat16").plans
+    plans = kvq.cache.layout("kivi:bits=4,skip_layers=0", DIMS, 1, 416, "bfloat16").plans
     answering(monkeypatch, None)
     assert (
         dispatch.arithmetic_here(plans, HEADS)

@@ -72,7 +72,7 @@ def tokens():
 
 
 def plan_of(spec, dims=DIMS, capacity=CAPACITY, dtype="bfloat16"):
-    return kvq.layout(spec, dims, 1, capacity, dtype).plans[0]
+    return kvq.cache.layout(spec, dims, 1, capacity, dtype).plans[0]
 
 
 @pytest.fixture

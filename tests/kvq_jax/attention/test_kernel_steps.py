@@ -210,7 +210,7 @@ def test_a_codec_says_whether_stored_rows_are_vectors_or_lack_their_rotation_alo
 ):
     """The kernel of windows reads what is stored, and at most rotates it; so nothing else may be
     left to do with it."""
-    for plan in dict.fromkeys(kvq.layout(case.spec, CASE_DIMS, 1, 128, "float32").plans):
+    for plan in dict.fromkeys(kvq.cache.layout(case.spec, CASE_DIMS, 1, 128, "float32").plans):
         params = by_side(parameters_of(plan))
         for codec, own, ring in zip(
             plan.codecs, params, plan.layout(1, "float32").ring, strict=False

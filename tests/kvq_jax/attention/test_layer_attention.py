@@ -160,7 +160,7 @@ def test_a_windowed_step_of_many_tokens_equals_single_steps(case: MethodCase):
 def test_a_window_that_holds_the_whole_cache_is_none():
     for window, kept in ((CAPACITY, None), (CAPACITY - 1, CAPACITY - 1)):
         dims = dataclasses.replace(DIMS, attention=(Attention(window=window),) * 2)
-        plan = kvq.layout("kivi:bits=4", dims, 1, CAPACITY).plans[0]
+        plan = kvq.cache.layout("kivi:bits=4", dims, 1, CAPACITY).plans[0]
         assert plan.attention.window == kept
         assert plan.regions.sink == (kvq.parse("kivi:bits=4").sink if kept is None else 0)
 

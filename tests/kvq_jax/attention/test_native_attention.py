@@ -39,7 +39,7 @@ SERVED = [
     case
     for case in METHOD_CASES
     if dispatch.unsupported(
-        kvq.layout(case.spec, DIMS, 1, CAPACITY, "float32").plans[-1], 4, 1, "native"
+        kvq.cache.layout(case.spec, DIMS, 1, CAPACITY, "float32").plans[-1], 4, 1, "native"
     )
     is None
 ]

@@ -80,4 +80,4 @@ def test_the_choice_by_platform_costs_the_cpu_nothing(cache):
         counts.append((calls(text), text.count(" copy("), text.count(" conditional(")))
     assert memory[0] == memory[1]
     assert counts[0] == counts[1] != counts[2]
-    assert memory[0][0] >= kvq.nbytes(cache) - cache.lengths.nbytes, "the cache was copied"
+    assert memory[0][0] >= kvq.size.nbytes(cache) - cache.lengths.nbytes, "the cache was copied"

@@ -32,7 +32,7 @@ DIMS = CacheDims(3, 4, 2, 32, 128)
 @pytest.mark.parametrize("capacity", [1, 90])
 def test_layout_is_what_is_allocated(case: MethodCase, capacity: int):
     for dtype in ("float32", "bfloat16"):
-        promised = kvq.layout(case.spec, DIMS, 2, capacity, dtype)
+        promised = kvq.cache.layout(case.spec, DIMS, 2, capacity, dtype)
         cache = kvq.init_cache(case.spec, DIMS, 2, capacity, dtype)
         assert jax.tree.structure(promised) == jax.tree.structure(cache)
         for (path, struct), leaf in zip(
@@ -43,8 +43,8 @@ def test_layout_is_what_is_allocated(case: MethodCase, capacity: int):
             )
             assert leaf.shape[0] == 2, f"{jax.tree_util.keystr(path)} has no batch axis"
         assert (
-            kvq.nbytes(promised)
-            == kvq.nbytes(cache)
+            kvq.size.nbytes(promised)
+            == kvq.size.nbytes(cache)
             == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
         )
 
@@ -52,13 +52,13 @@ def test_layout_is_what_is_allocated(case: MethodCase, capacity: int):
 @cases(every=True)
 def test_components_add_up_to_the_cache(case: MethodCase):
     cache = kvq.init_cache(case.spec, DIMS, 2, 90)
-    parts = kvq.components(cache)
-    assert sum(part.bytes for part in parts) == kvq.nbytes(cache)
+    parts = kvq.size.components(cache)
+    assert sum(part.bytes for part in parts) == kvq.size.nbytes(cache)
     assert len({(part.side, part.name) for part in parts}) == len(parts), (
         "a component is listed twice"
     )
     for name in ("sink", "ring", "stats"):
-        held = kvq.nbytes([getattr(layer, name) for layer in cache.layers])
+        held = kvq.size.nbytes([getattr(layer, name) for layer in cache.layers])
         assert sum(part.bytes for part in parts if part.name == name) == held, name
 
 
@@ -71,7 +71,7 @@ def test_no_buffer_is_shared(case: MethodCase):
 def test_body_bits_do_not_depend_on_the_dtype_of_the_model():
     for spec in ("dense", "k=kivi:bits=2+v=dense"):
         bits = {
-            kvq.body_bits_per_element(spec, dataclasses.replace(tiny_config(), dtype=dtype))
+            kvq.size.body_bits_per_element(spec, dataclasses.replace(tiny_config(), dtype=dtype))
             for dtype in ("float32", "bfloat16")
         }
         assert bits == {16.0 if spec == "dense" else 9.5}, spec
@@ -79,13 +79,16 @@ def test_body_bits_do_not_depend_on_the_dtype_of_the_model():
 
 def test_windows_count_and_fade_with_the_context():
     dims = CacheDims(2, 8, 2, 128, 1024)
-    short, long = (kvq.bits_per_element("kivi:bits=2", dims, s) for s in (1024, 65536))
+    short, long = (kvq.size.bits_per_element("kivi:bits=2", dims, s) for s in (1024, 65536))
     assert 3.0 < long < 3.1 < short
-    assert kvq.bits_per_element("dense", dims, 65536) == pytest.approx(16, rel=1e-3)
+    assert kvq.size.bits_per_element("dense", dims, 65536) == pytest.approx(16, rel=1e-3)
 
 
 def test_dense_bytes_are_those_of_a_plain_cache():
-    assert kvq.dense_nbytes(CacheDims(2, 8, 2, 128, 1024), 3, 100) == 2 * 2 * 3 * 2 * 100 * 128 * 2
+    assert (
+        kvq.size.dense_nbytes(CacheDims(2, 8, 2, 128, 1024), 3, 100)
+        == 2 * 2 * 3 * 2 * 100 * 128 * 2
+    )
 
 
 # A method that nothing else knows: the sign of each entry, the mean size of each head's row, and
@@ -165,12 +168,12 @@ def toy(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("wrapped", ["", "subtract_bias=true"])
 def test_an_unknown_methods_outliers_are_counted(toy: None, wrapped: str):
-    assert kvq.outlier_fraction(f"toy:{wrapped}".rstrip(":"), DIMS) == 1 / DIMS.head_dim
+    assert kvq.size.outlier_fraction(f"toy:{wrapped}".rstrip(":"), DIMS) == 1 / DIMS.head_dim
     assert (
-        kvq.outlier_fraction(f"k=toy+v=kivi{wrapped and '+cache:'}{wrapped}", DIMS)
+        kvq.size.outlier_fraction(f"k=toy+v=kivi{wrapped and '+cache:'}{wrapped}", DIMS)
         == 0.5 / DIMS.head_dim
     )
-    assert kvq.body_bits_per_element("toy", DIMS) == 8 + (32 + 16 + 32) / DIMS.head_dim
+    assert kvq.size.body_bits_per_element("toy", DIMS) == 8 + (32 + 16 + 32) / DIMS.head_dim
 
 
 def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy: None):
@@ -188,7 +191,7 @@ def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy
         )  # a row without an outlier
     layers = tuple(dataclasses.replace(layer, body=tuple(bodies)) for layer in cache.layers)
     filled = dataclasses.replace(cache, layers=layers, lengths=jnp.asarray(lengths))
-    assert kvq.dropped_outliers(filled) == (
+    assert kvq.size.dropped_outliers(filled) == (
         0,
         DIMS.num_hidden_layers * 2 * (8 * DIMS.num_key_value_heads - 1),
     )

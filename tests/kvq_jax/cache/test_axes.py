@@ -47,14 +47,14 @@ def misnamed(one: Any, other: Any, name: AxisName) -> list[str]:
 
 def last_plan(case: MethodCase) -> LayerPlan:
     """Return the last layer: in a cross-layer method, one that may build on another."""
-    return kvq.layout(case.spec, DIMS, 2, CAPACITY, "float32").plans[-1]
+    return kvq.cache.layout(case.spec, DIMS, 2, CAPACITY, "float32").plans[-1]
 
 
 @cases(every=True)
 def test_axes_describe_every_array_of_a_cache(case: MethodCase):
     dtype = "bfloat16"
     cache = kvq.init_cache(case.spec, DIMS, 2, CAPACITY, dtype)
-    specs = kvq.axes(case.spec, DIMS, 2, CAPACITY, dtype)
+    specs = kvq.cache.axes(case.spec, DIMS, 2, CAPACITY, dtype)
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
     assert cache.axes == specs
     for (path, spec), array in zip(described(specs).items(), jax.tree.leaves(cache), strict=True):
@@ -67,13 +67,13 @@ def test_axes_describe_every_array_of_a_cache(case: MethodCase):
             if times > 1 and name != "none"
         ]
         assert not repeated, f"{path} has {repeated} twice"
-    assert kvq.nbytes(specs) == kvq.nbytes(cache)
+    assert kvq.size.nbytes(specs) == kvq.size.nbytes(cache)
 
 
 @cases(every=True)
 def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
     one, wider, longer = (
-        kvq.axes(case.spec, DIMS, b, s)
+        kvq.cache.axes(case.spec, DIMS, b, s)
         for b, s in ((2, CAPACITY), (3, CAPACITY), (2, 3 * CAPACITY))
     )
     assert not misnamed(one, wider, "batch")
@@ -97,7 +97,7 @@ def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
 @cases("kivi2", "innerq2", "nf4_two_heads", "kvquant4", "polar44", "xquant_cl2")
 def test_another_name_for_the_tokens_is_noticed(case: MethodCase):
     one, longer = (
-        [layer.body for layer in kvq.axes(case.spec, DIMS, 2, s).layers]
+        [layer.body for layer in kvq.cache.axes(case.spec, DIMS, 2, s).layers]
         for s in (CAPACITY, 3 * CAPACITY)
     )
     assert not misnamed(one, longer, "tokens")
@@ -205,7 +205,7 @@ def described_weights(plan: LayerPlan) -> LayerWeights:
 
 
 def test_entries_follow_from_what_shares_them():
-    spec = kvq.ArraySpec(
+    spec = kvq.types.ArraySpec(
         (
             Axis("batch", 2),
             Axis("kv_heads", 4, per=4),
@@ -215,10 +215,12 @@ def test_entries_follow_from_what_shares_them():
         "float16",
     )
     assert spec.shape == (2, 1, 2, 96)
-    assert kvq.nbytes(spec) == 2 * 2 * 96 * 2
+    assert kvq.size.nbytes(spec) == 2 * 2 * 96 * 2
     assert spec.axis("tokens") == 3
     assert spec["channels"] == Axis("channels", 64, per=32)
-    assert kvq.ArraySpec((Axis("model", 8), Axis("kv_heads", 2, each=16)), "bfloat16").shape == (
+    assert kvq.types.ArraySpec(
+        (Axis("model", 8), Axis("kv_heads", 2, each=16)), "bfloat16"
+    ).shape == (
         8,
         32,
     )

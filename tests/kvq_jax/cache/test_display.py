@@ -23,14 +23,14 @@ def cache():
 
 
 def test_a_cache_tells_spec_rows_lengths_and_bytes(cache):
-    size = f"{kvq.nbytes(cache) / 1024:.2f} KiB"
+    size = f"{kvq.size.nbytes(cache) / 1024:.2f} KiB"
     assert (
         repr(cache) == f"Cache({kvq.parse(SPEC)}, rows 2, lengths [0, 0], of 64 tokens, in {size})"
     )
     html = cache._repr_html_()
     for part in ("<table>", "<th>spec</th>", f"<td>{size}</td>"):
         assert part in html
-    many = kvq.layout(SPEC, tiny_config(), 100, 64)
+    many = kvq.cache.layout(SPEC, tiny_config(), 100, 64)
     assert "rows 100, lengths not allocated" in repr(many)
 
 

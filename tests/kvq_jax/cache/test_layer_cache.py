@@ -51,7 +51,7 @@ def padded_left(arrays: dict[str, Any], real: list[int]) -> dict[str, Any]:
     return {n: a if n == "rope" else moved(a) for n, a in arrays.items()}
 
 
-def plan_of(spec: str, **options: Any) -> kvq.CachePlan:
+def plan_of(spec: str, **options: Any) -> kvq.cache.CachePlan:
     return kvq.layer_plan(spec, DIMS, layer=1, capacity=CAPACITY, dtype="float32", **options)
 
 
@@ -95,7 +95,7 @@ def test_one_layer_is_the_layer_of_the_whole_cache_bit_for_bit(case: MethodCase)
         before = state
 
 
-def prompted(plan: kvq.CachePlan, seed: int) -> kvq.LayerCache:
+def prompted(plan: kvq.cache.CachePlan, seed: int) -> kvq.cache.LayerCache:
     arrays = rows(0, TOKENS, REAL, seed)
     return plan.attend(plan.init(2), **arrays, prefill=True, lengths=REAL, layout="BNTH")[1]
 
@@ -110,7 +110,7 @@ def test_stacked_layers_are_scanned_in_place():
         for c, a in zip(caches, arrays, strict=True)
     ]
 
-    def layers(caches: kvq.LayerCache, arrays: Any) -> Any:
+    def layers(caches: kvq.cache.LayerCache, arrays: Any) -> Any:
         def one(carry: Any, layer: Any) -> Any:
             cache, (q, k, v) = layer
             out, cache = plan.attend(cache, q, k, v, prefill=False)

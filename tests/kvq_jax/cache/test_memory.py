@@ -27,7 +27,7 @@ DIMS = CacheDims(1, 8, 2, 64, 512)
 CAPACITY = 131072
 
 
-def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
+def structs(tokens: int, dtype: str) -> kvq.types.LayerInputs:
     def rows(heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, heads, tokens, DIMS.head_dim), jnp.dtype(dtype))
 
@@ -37,7 +37,7 @@ def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
         jax.ShapeDtypeStruct((DIMS.head_dim // 2,), jnp.float32),
         jax.ShapeDtypeStruct((), jnp.float32),
     )
-    rope = describe(kvq.Rope, inverse_frequencies=frequencies, attention_factor=factor)
+    rope = describe(kvq.types.Rope, inverse_frequencies=frequencies, attention_factor=factor)
     names = dict(
         x=None,
         q_pre=q,
@@ -48,7 +48,7 @@ def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
         positions=positions,
         valid=jax.ShapeDtypeStruct((1, tokens), bool),
     )
-    return describe(kvq.LayerInputs, **names, rope=rope, residual=None)
+    return describe(kvq.types.LayerInputs, **names, rope=rope, residual=None)
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def temporary_bytes(
 ) -> tuple[int, int]:
     """Return (temporary bytes of one compiled call with a donated state, bytes of the layer's
     cache)."""
-    cache = kvq.layout(spec, DIMS, 1, capacity, "bfloat16")
+    cache = kvq.cache.layout(spec, DIMS, 1, capacity, "bfloat16")
     bias = {"bias": jax.ShapeDtypeStruct((DIMS.num_key_value_heads * DIMS.head_dim,), jnp.bfloat16)}
     calibrated = (
         {
@@ -81,10 +81,10 @@ def temporary_bytes(
         .compile(USUAL_COMPILE)
         .memory_analysis()
     )
-    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), (
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(cache.layers), (
         "the donated state is not updated in place"
     )
-    return memory.temp_size_in_bytes, kvq.nbytes(cache.layers)
+    return memory.temp_size_in_bytes, kvq.size.nbytes(cache.layers)
 
 
 @pytest.mark.parametrize("spec", ["innerq", "kvquant", "int4:subtract_bias=true"])
@@ -127,7 +127,7 @@ def test_chunks_read_follow_the_live_length():
         (3 * streaming.BODY_CHUNK + 5, 4),
     ):
         positions = jnp.asarray([[longest], [min(longest, 7)]], jnp.int32)
-        inputs = kvq.LayerInputs(
+        inputs = kvq.types.LayerInputs(
             None,
             None,
             jnp.ones((2, 4, 1, 32)),

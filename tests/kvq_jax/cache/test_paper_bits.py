@@ -101,4 +101,4 @@ def _pools(slots: int, heads: int) -> float:
     ],
 )
 def test_stored_bits_come_from_the_arrays(spec: str, dims: CacheDims, stored: float):
-    assert kvq.body_bits_per_element(spec, dims) == pytest.approx(stored, rel=1e-12)
+    assert kvq.size.body_bits_per_element(spec, dims) == pytest.approx(stored, rel=1e-12)

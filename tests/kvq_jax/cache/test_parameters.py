@@ -26,17 +26,17 @@ def ones(of: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def test_calibrated_arrays_become_the_parameters_of_both_sides():
-    calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
+    calibrated = kvq.parameters.calibrate(SPEC, DIMS, 0, rows(), ones(rows()))
     assert set(calibrated) == {"k", "v"}
-    k, v = kvq.prepare_layer(SPEC, DIMS, 0, calibrated=calibrated)
+    k, v = kvq.parameters.prepare(SPEC, DIMS, 0, calibrated=calibrated)
     flat = np.moveaxis(rows()["k"], 1, 2).reshape(-1, 2, 32)
     low, high = np.percentile(flat, [2.5, 97.5], axis=0)
     np.testing.assert_allclose(k["lower"], low, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(k["upper"], high, rtol=1e-5, atol=1e-6)
     assert k["levels"].shape == v["levels"].shape == (8,)
-    again = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
+    again = kvq.parameters.calibrate(SPEC, DIMS, 0, rows(), ones(rows()))
     jax.tree.map(np.testing.assert_array_equal, again, calibrated)
-    weighed = kvq.calibrate_layer(
+    weighed = kvq.parameters.calibrate(
         SPEC, DIMS, 0, rows(), {side: array**2 for side, array in rows().items()}
     )
     assert np.abs(weighed["k"]["levels"] - calibrated["k"]["levels"]).max() > 1e-3, (
@@ -47,15 +47,15 @@ def test_calibrated_arrays_become_the_parameters_of_both_sides():
 def test_ranges_of_channels_come_in_the_dtype_of_kernels_too():
     """Where kernels scale the rows of keys: before RoPE. A cache takes parameters with them and
     without."""
-    calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
-    k, v = kvq.prepare_layer(SPEC, DIMS, 0, calibrated=calibrated)
+    calibrated = kvq.parameters.calibrate(SPEC, DIMS, 0, rows(), ones(rows()))
+    k, v = kvq.parameters.prepare(SPEC, DIMS, 0, calibrated=calibrated)
     assert {name for name in k | v if name.startswith("kernel_")} == {"kernel_scale", "kernel_zero"}
     for name in ("scale", "zero"):
         np.testing.assert_array_equal(k[f"kernel_{name}"], np.asarray(k[name]).astype(np.float16))
         assert (np.asarray(k[f"kernel_{name}"], np.float32) != np.asarray(k[name])).any(), (
             "they are not rounded"
         )
-    after_rope = kvq.prepare_layer(f"{SPEC},pre_rope=false", DIMS, 0, calibrated=calibrated)[0]
+    after_rope = kvq.parameters.prepare(f"{SPEC},pre_rope=false", DIMS, 0, calibrated=calibrated)[0]
     assert set(after_rope) == set(calibrated["k"])
     plan = parameter_plans(kvq.parse(SPEC), dims_of(DIMS))[0]
     for given in ((k, v), (after_rope, v)):
@@ -67,52 +67,55 @@ def test_ranges_of_channels_come_in_the_dtype_of_kernels_too():
 
 def test_sides_and_layers_without_parameters_are_left_out():
     spec = f"k={SPEC}+v=int4+cache:sink=1,recent=0,block=32,skip_layers=0"
-    assert kvq.calibrate_layer(spec, DIMS, 0, {}, {}) == {}
-    assert kvq.prepare_layer(spec, DIMS, 0) == ((), ())
-    calibrated = kvq.calibrate_layer(spec, DIMS, 1, rows(), ones(rows()))
+    assert kvq.parameters.calibrate(spec, DIMS, 0, {}, {}) == {}
+    assert kvq.parameters.prepare(spec, DIMS, 0) == ((), ())
+    calibrated = kvq.parameters.calibrate(spec, DIMS, 1, rows(), ones(rows()))
     assert set(calibrated) == {"k"}
-    assert kvq.prepare_layer(spec, DIMS, 1, calibrated=calibrated)[1] == ()
-    assert kvq.prepare_layer("kivi", DIMS, 0, weights=WEIGHTS, calibrated=calibrated) == ((), ())
+    assert kvq.parameters.prepare(spec, DIMS, 1, calibrated=calibrated)[1] == ()
+    assert kvq.parameters.prepare("kivi", DIMS, 0, weights=WEIGHTS, calibrated=calibrated) == (
+        (),
+        (),
+    )
 
 
 def test_weights_that_are_used_as_they_are_are_shared():
     spec = "xquant:latent=false"
-    k, v = kvq.prepare_layer(spec, DIMS, 0, weights=WEIGHTS)
+    k, v = kvq.parameters.prepare(spec, DIMS, 0, weights=WEIGHTS)
     assert k is v, "one body for both sides"
     assert k["k"]["kernel"] is WEIGHTS.k_kernel
     biased = layer_weights(2, 32, key_bias(64))
     assert (
-        kvq.prepare_layer("int8:subtract_bias=true", DIMS, 0, weights=biased)[0]["bias"]
+        kvq.parameters.prepare("int8:subtract_bias=true", DIMS, 0, weights=biased)[0]["bias"]
         is biased.k_bias
     )
 
 
 def test_both_kinds_stand_beside_each_other():
     spec, biased = f"{SPEC},subtract_bias=true", layer_weights(2, 32, key_bias(64))
-    calibrated = kvq.calibrate_layer(spec, DIMS, 0, rows(), ones(rows()))
-    k, _ = kvq.prepare_layer(spec, DIMS, 0, weights=biased, calibrated=calibrated)
+    calibrated = kvq.parameters.calibrate(spec, DIMS, 0, rows(), ones(rows()))
+    k, _ = kvq.parameters.prepare(spec, DIMS, 0, weights=biased, calibrated=calibrated)
     assert {"bias", "levels", "scale"} <= set(k)
 
 
 def test_what_is_missing_or_of_another_model_is_named():
     refused(
         r"'xquant' needs the weights of layer 1: give prepare_layer weights=",
-        kvq.prepare_layer,
+        kvq.parameters.prepare,
         "xquant",
         DIMS,
         1,
     )
     refused(
         r"k of layer 0 needs levels, .*: give prepare_layer calibrated=",
-        kvq.prepare_layer,
+        kvq.parameters.prepare,
         SPEC,
         DIMS,
         0,
     )
-    calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
+    calibrated = kvq.parameters.calibrate(SPEC, DIMS, 0, rows(), ones(rows()))
     refused(
         "needs calibrated arrays of shapes",
-        kvq.prepare_layer,
+        kvq.parameters.prepare,
         "kvquant:bits=2,outliers=0.05",
         DIMS,
         0,
@@ -121,7 +124,7 @@ def test_what_is_missing_or_of_another_model_is_named():
     narrow = layer_weights(1, 32)
     refused(
         r"k_kernel must be \[D, K \* H\] = \[128, 64\], got \[64, 32\]",
-        kvq.prepare_layer,
+        kvq.parameters.prepare,
         "xquant",
         DIMS,
         0,
@@ -129,7 +132,7 @@ def test_what_is_missing_or_of_another_model_is_named():
     )
     refused(
         r"give rows\['v'\] and gradients\['v'\]",
-        kvq.calibrate_layer,
+        kvq.parameters.calibrate,
         SPEC,
         DIMS,
         0,
@@ -138,12 +141,16 @@ def test_what_is_missing_or_of_another_model_is_named():
     )
     refused(
         r"rows\['k'\] must be \[B, 2, T, 32\]",
-        kvq.calibrate_layer,
+        kvq.parameters.calibrate,
         SPEC,
         DIMS,
         0,
         {**rows(), "k": rows()["k"][0]},
         ones(rows()),
     )
-    refused("have 180 and 160 tokens", kvq.calibrate_layer, SPEC, DIMS, 0, rows(), ones(rows(80)))
-    refused("has no bias", kvq.prepare_layer, "int8:subtract_bias=true", DIMS, 0, weights=WEIGHTS)
+    refused(
+        "have 180 and 160 tokens", kvq.parameters.calibrate, SPEC, DIMS, 0, rows(), ones(rows(80))
+    )
+    refused(
+        "has no bias", kvq.parameters.prepare, "int8:subtract_bias=true", DIMS, 0, weights=WEIGHTS
+    )

@@ -169,9 +169,9 @@ def test_kept_codes_go_with_their_rows(case: MethodCase, tmp_path: Any):
     cache = dataclasses.replace(
         shell, layers=(cut.state, *shell.layers[1:]), lengths=jnp.asarray(KEPT)
     )
-    kvq.save_cache(cache, tmp_path / "cache")
-    turned = kvq.select_rows(kvq.load_cache(tmp_path / "cache"), np.arange(8)[::-1])
-    back = kvq.select_rows(turned, np.arange(8)[::-1]).layers[0]
+    kvq.files.save(cache, tmp_path / "cache")
+    turned = kvq.rows.select(kvq.files.load(tmp_path / "cache"), np.arange(8)[::-1])
+    back = kvq.rows.select(turned, np.arange(8)[::-1]).layers[0]
     after = dataclasses.replace(cut, state=back).filled(0)
     assert not changed_blocks(before, after, KEPT)
     np.testing.assert_array_equal(back.intact, cut.state.intact)

@@ -17,7 +17,10 @@ from tests.methods_table import MethodCase, cases
 
 
 def assert_same_rows(
-    found: kvq.Cache, expected: kvq.Cache, found_rows: list[int], expected_rows: list[int]
+    found: kvq.cache.Cache,
+    expected: kvq.cache.Cache,
+    found_rows: list[int],
+    expected_rows: list[int],
 ) -> None:
     """Bitwise: rows `found_rows` of one cache are rows `expected_rows` of the other, in every
     leaf."""
@@ -96,24 +99,24 @@ def test_trim_never_lengthens_a_row():
 @cases("innerq2")
 def test_rows_are_selected_reordered_and_repeated(case: MethodCase):
     cache = filled(case.spec, LENGTHS)
-    assert_same_rows(kvq.select_rows(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 2])
+    assert_same_rows(kvq.rows.select(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 2])
     assert_same_rows(
-        jax.jit(kvq.select_rows)(cache, jnp.arange(8)[::-1]),
+        jax.jit(kvq.rows.select)(cache, jnp.arange(8)[::-1]),
         cache,
         list(range(8)),
         list(range(8))[::-1],
     )
-    twice = kvq.repeat_rows(cache, 2)
+    twice = kvq.rows.repeat(cache, 2)
     assert twice.batch == 16
     assert_same_rows(twice, cache, list(range(16)), [i // 2 for i in range(16)])
     with pytest.raises(AssertionError):
-        assert_same_rows(kvq.select_rows(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 3])
+        assert_same_rows(kvq.rows.select(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 3])
 
 
 @cases("innerq2")
 def test_merged_rows_are_those_of_both_caches(case: MethodCase):
-    first, second = filled(case.spec, LENGTHS), kvq.select_rows(filled(case.spec), [1, 3])
-    merged = kvq.merge_rows(first, second)
+    first, second = filled(case.spec, LENGTHS), kvq.rows.select(filled(case.spec), [1, 3])
+    merged = kvq.rows.merge(first, second)
     assert_same_rows(merged, first, list(range(8)), list(range(8)))
     assert_same_rows(merged, second, [8, 9], [0, 1])
     assert jax.tree.structure(merged) == jax.tree.structure(first)
@@ -121,8 +124,8 @@ def test_merged_rows_are_those_of_both_caches(case: MethodCase):
 
 @cases("innerq2")
 def test_a_row_replaces_another_and_nothing_else(case: MethodCase):
-    cache, other = filled(case.spec, LENGTHS), kvq.select_rows(filled(case.spec), [3])
-    replace = jax.jit(lambda cache, index, row: kvq.replace_row(cache, index, row))
+    cache, other = filled(case.spec, LENGTHS), kvq.rows.select(filled(case.spec), [3])
+    replace = jax.jit(lambda cache, index, row: kvq.rows.replace(cache, index, row))
     for index in (0, 5, 7):
         found = replace(cache, jnp.int32(index), other)
         kept = [row for row in range(8) if row != index]
@@ -134,19 +137,19 @@ def test_a_row_replaces_another_and_nothing_else(case: MethodCase):
 
 
 def test_a_donated_cache_is_written_one_row_at_a_time():
-    cache = kvq.layout("kivi:bits=2", DIMS, 64, 4096)
-    row = kvq.layout("kivi:bits=2", DIMS, 1, 4096)
+    cache = kvq.cache.layout("kivi:bits=2", DIMS, 64, 4096)
+    row = kvq.cache.layout("kivi:bits=2", DIMS, 1, 4096)
     compiled = (
-        jax.jit(kvq.replace_row, donate_argnums=0)
+        jax.jit(kvq.rows.replace, donate_argnums=0)
         .lower(cache, jax.ShapeDtypeStruct((), jnp.int32), row)
         .compile()
     )
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache), (
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(cache), (
         "the donated cache is not updated in place"
     )
-    assert memory.temp_size_in_bytes <= kvq.nbytes(row), (
-        f"{memory.temp_size_in_bytes} temporary bytes for a row of {kvq.nbytes(row)}"
+    assert memory.temp_size_in_bytes <= kvq.size.nbytes(row), (
+        f"{memory.temp_size_in_bytes} temporary bytes for a row of {kvq.size.nbytes(row)}"
     )
 
 
@@ -171,7 +174,7 @@ def test_caches_that_differ_share_no_rows(field: str, other: dict):
         other.get("capacity", cache.capacity),
         other.get("dtype", cache.dtype),
     )
-    for operation in (kvq.merge_rows, lambda cache, row: kvq.replace_row(cache, 0, row)):
+    for operation in (kvq.rows.merge, lambda cache, row: kvq.rows.replace(cache, 0, row)):
         with pytest.raises(ValueError, match=rf"\Acaches with different {field} [^\n]+\Z"):
             operation(cache, changed)
 
@@ -180,20 +183,20 @@ def test_caches_that_differ_share_no_rows(field: str, other: dict):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: kvq.select_rows(c, [8]), "row 8"),
-        (lambda c: kvq.select_rows(c, [-1]), "row -1"),
-        (lambda c: kvq.select_rows(c, []), "vector of row numbers"),
-        (lambda c: kvq.select_rows(c, [[0]]), "vector of row numbers"),
-        (lambda c: kvq.select_rows(c, [0.5]), "index must be integers, got 0.5"),
-        (lambda c: kvq.repeat_rows(c, 0), "repeats=0"),
-        (lambda c: kvq.trim(c, [1, 2]), r"lengths must be \[8\]"),
+        (lambda c: kvq.rows.select(c, [8]), "row 8"),
+        (lambda c: kvq.rows.select(c, [-1]), "row -1"),
+        (lambda c: kvq.rows.select(c, []), "vector of row numbers"),
+        (lambda c: kvq.rows.select(c, [[0]]), "vector of row numbers"),
+        (lambda c: kvq.rows.select(c, [0.5]), "index must be integers, got 0.5"),
+        (lambda c: kvq.rows.repeat(c, 0), "repeats=0"),
+        (lambda c: kvq.rows.trim(c, [1, 2]), r"lengths must be \[8\]"),
         (
-            lambda c: kvq.replace_row(c, 8, kvq.select_rows(c, [0])),
+            lambda c: kvq.rows.replace(c, 8, kvq.rows.select(c, [0])),
             "index=8, but the cache has rows 0 to 7",
         ),
-        (lambda c: kvq.replace_row(c, -1, kvq.select_rows(c, [0])), "index=-1"),
-        (lambda c: kvq.replace_row(c, 0, kvq.select_rows(c, [0, 1])), "got a cache of 2 rows"),
-        (lambda c: kvq.replace_row(c, [0], kvq.select_rows(c, [0])), r"an index of shape \(1,\)"),
+        (lambda c: kvq.rows.replace(c, -1, kvq.rows.select(c, [0])), "index=-1"),
+        (lambda c: kvq.rows.replace(c, 0, kvq.rows.select(c, [0, 1])), "got a cache of 2 rows"),
+        (lambda c: kvq.rows.replace(c, [0], kvq.rows.select(c, [0])), r"an index of shape \(1,\)"),
     ],
 )
 def test_arguments_that_name_no_rows_are_refused(call, message: str):

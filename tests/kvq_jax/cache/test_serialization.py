@@ -25,7 +25,7 @@ SPEC = "kivi:sink=2,recent=12,block=16"
 ONE_LINE = r"\A[^\n]*{}[^\n]*\Z"
 
 
-def assert_equal(found: kvq.Cache, expected: kvq.Cache) -> None:
+def assert_equal(found: kvq.cache.Cache, expected: kvq.cache.Cache) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, one), other in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
@@ -39,8 +39,8 @@ def assert_equal(found: kvq.Cache, expected: kvq.Cache) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_cache_comes_back_bit_for_bit(case: MethodCase, dtype: str, tmp_path: pathlib.Path):
     cache = filled(case.spec, LENGTHS) if dtype == "float32" else random_cache(case.spec)
-    kvq.save_cache(cache, tmp_path / "c.safetensors")
-    found = kvq.load_cache(
+    kvq.files.save(cache, tmp_path / "c.safetensors")
+    found = kvq.files.load(
         tmp_path / "c.safetensors",
         spec=case.spec,
         config=DIMS,
@@ -52,7 +52,7 @@ def test_a_saved_cache_comes_back_bit_for_bit(case: MethodCase, dtype: str, tmp_
         assert_equal(dataclasses.replace(found, lengths=found.lengths + 1), cache)
 
 
-def random_cache(spec: str) -> kvq.Cache:
+def random_cache(spec: str) -> kvq.cache.Cache:
     """Return a bfloat16 cache of random bits, NaN among them: nothing may be converted on the
     way."""
     rng = np.random.default_rng(0)
@@ -82,16 +82,16 @@ def test_a_cache_of_something_else_is_refused_by_name(
     field: str, expected: dict, tmp_path: pathlib.Path
 ):
     path = tmp_path / "c.safetensors"
-    kvq.save_cache(filled(SPEC, LENGTHS), path, model_fingerprint="a")
-    kvq.load_cache(path, model_fingerprint="a", parameters_fingerprint="")
+    kvq.files.save(filled(SPEC, LENGTHS), path, model_fingerprint="a")
+    kvq.files.load(path, model_fingerprint="a", parameters_fingerprint="")
     with pytest.raises(ValueError, match=ONE_LINE.format(f"another {field}: ")):
-        kvq.load_cache(path, **expected)
+        kvq.files.load(path, **expected)
 
 
 @pytest.fixture
 def saved(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "c.safetensors"
-    kvq.save_cache(filled(SPEC, LENGTHS), path)
+    kvq.files.save(filled(SPEC, LENGTHS), path)
     return path
 
 
@@ -136,7 +136,7 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
     tensors: dict, message: str, saved: pathlib.Path
 ):
     with pytest.raises(ValueError, match=ONE_LINE.format(message)):
-        kvq.load_cache(rewritten(saved, tensors))
+        kvq.files.load(rewritten(saved, tensors))
 
 
 @pytest.mark.parametrize(
@@ -163,47 +163,47 @@ def test_tensors_that_the_header_does_not_promise_are_refused(
 )
 def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
     with pytest.raises(ValueError, match=ONE_LINE.format(message)):
-        kvq.load_cache(rewritten(saved, header=header))
+        kvq.files.load(rewritten(saved, header=header))
 
 
 def test_equal_caches_give_equal_bytes(saved: pathlib.Path):
-    kvq.save_cache(kvq.load_cache(saved), saved.with_name("again"))
+    kvq.files.save(kvq.files.load(saved), saved.with_name("again"))
     assert saved.read_bytes() == saved.with_name("again").read_bytes()
 
 
 def test_a_file_of_an_older_version_is_loaded_with_a_note_and_a_new_one_must_have_its_checksum(
     saved: pathlib.Path,
 ):
-    cache = kvq.load_cache(saved)
+    cache = kvq.files.load(saved)
     with safe_open(saved, framework="numpy") as file:
         header = {field: value for field, value in file.metadata().items() if field != SHA256}
     tensors = load_file(saved)
     save_file(tensors, saved, metadata=header)
     with pytest.raises(ValueError, match=ONE_LINE.format("has no checksum")):
-        kvq.load_cache(saved)
+        kvq.files.load(saved)
     tensors = {name: array for name, array in tensors.items() if not name.endswith("intact")}
     save_tensors(saved, tensors, header | {"format_version": "2"})
-    assert_equal(kvq.load_cache(saved), cache)
+    assert_equal(kvq.files.load(saved), cache)
     save_file(tensors, saved, metadata=header | {"format_version": "1"})
     with pytest.warns(NoChecksum, match="written before files had checksums"):
-        assert_equal(kvq.load_cache(saved), cache)
+        assert_equal(kvq.files.load(saved), cache)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path):
     (tmp_path / "text").write_text("hello " * 100)
     with pytest.raises(ValueError, match=ONE_LINE.format("not a readable safetensors file")):
-        kvq.load_cache(tmp_path / "text")
+        kvq.files.load(tmp_path / "text")
     save_file({"a": np.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=ONE_LINE.format("not a saved cache")):
-        kvq.load_cache(tmp_path / "other.safetensors")
+        kvq.files.load(tmp_path / "other.safetensors")
     with pytest.raises(FileNotFoundError, match="nothing"):
-        kvq.load_cache(tmp_path / "nothing")
+        kvq.files.load(tmp_path / "nothing")
 
 
 def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path):
     old = os.umask(0o027)
     try:
-        kvq.save_cache(filled(SPEC, LENGTHS), tmp_path / "c.safetensors")
+        kvq.files.save(filled(SPEC, LENGTHS), tmp_path / "c.safetensors")
         (tmp_path / "plain").touch()
     finally:
         os.umask(old)
@@ -222,18 +222,18 @@ def test_a_header_that_a_method_stumbles_over_is_refused(
         def stumble(*_, error=error):
             raise error
 
-        monkeypatch.setattr(type(kvq.METHODS["kivi"]), "codec", stumble)
+        monkeypatch.setattr(type(kvq.methods.METHODS["kivi"]), "codec", stumble)
         plans.cache_clear()
         with pytest.raises(
             ValueError, match=ONE_LINE.format("the header does not describe a cache")
         ):
-            kvq.load_cache(saved)
+            kvq.files.load(saved)
 
 
 def test_fingerprints_tell_trees_apart():
     tree = {"a": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "b": jnp.ones((), jnp.bfloat16)}
-    found = kvq.fingerprint(tree)
-    assert found == kvq.fingerprint(jax.tree.map(np.asarray, tree))
+    found = kvq.files.fingerprint(tree)
+    assert found == kvq.files.fingerprint(jax.tree.map(np.asarray, tree))
     assert len(found) == 64
     others = (
         tree | {"a": tree["a"].reshape(3, 2)},
@@ -241,4 +241,4 @@ def test_fingerprints_tell_trees_apart():
         tree | {"b": jnp.ones((), jnp.float16)},
         {"a": tree["a"]},
     )
-    assert len({found, *(kvq.fingerprint(other) for other in others)}) == 5
+    assert len({found, *(kvq.files.fingerprint(other) for other in others)}) == 5

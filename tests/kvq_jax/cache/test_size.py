@@ -17,8 +17,8 @@ CONTEXT = 32768
 MIB = 2**20
 
 
-def size(spec: str, batch: int = 1, dtype: str = "bfloat16") -> kvq.Size:
-    return kvq.size(spec, LLAMA_8B, batch, CONTEXT, dtype)
+def size(spec: str, batch: int = 1, dtype: str = "bfloat16") -> kvq.size.Size:
+    return kvq.size.of(spec, LLAMA_8B, batch, CONTEXT, dtype)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_caches_and_working_memory_grow_with_the_batch_and_parameters_do_not(spe
     assert many.working == 16 * one.working
     assert many.parameters == one.parameters
     assert many.elements == 16 * one.elements
-    assert many.stored_bits == one.stored_bits == kvq.bits_per_element(spec, LLAMA_8B, CONTEXT)
+    assert many.stored_bits == one.stored_bits == kvq.size.bits_per_element(spec, LLAMA_8B, CONTEXT)
 
 
 def test_calibrated_parameters_are_those_that_are_prepared():
@@ -69,17 +69,17 @@ def test_calibrated_parameters_are_those_that_are_prepared():
         for _ in range(2)
     )
     prepared = [
-        kvq.prepare_layer(
+        kvq.parameters.prepare(
             spec,
             dims,
             layer,
-            calibrated=kvq.calibrate_layer(spec, dims, layer, rows, gradients),
+            calibrated=kvq.parameters.calibrate(spec, dims, layer, rows, gradients),
         )
         for layer in range(2)
     ]
-    assert kvq.size(spec, dims, 1, 256).parameters == kvq.nbytes(prepared)
+    assert kvq.size.of(spec, dims, 1, 256).parameters == kvq.size.nbytes(prepared)
 
 
 def test_a_config_of_another_library_is_enough():
     config = SimpleNamespace(**dataclasses.asdict(LLAMA_8B))
-    assert kvq.size("xquant:bits=4", config, 1, CONTEXT) == size("xquant:bits=4")
+    assert kvq.size.of("xquant:bits=4", config, 1, CONTEXT) == size("xquant:bits=4")

@@ -62,7 +62,11 @@ def method(default: Method) -> st.SearchStrategy[Drawn]:
 
 def methods(keys: bool = True) -> st.SearchStrategy[Drawn]:
     return st.one_of(
-        [method(default) for default in kvq.METHODS.values() if keys or not default.keys_only]
+        [
+            method(default)
+            for default in kvq.methods.METHODS.values()
+            if keys or not default.keys_only
+        ]
     )
 
 
@@ -87,13 +91,13 @@ def built(default: Method, options: dict[str, Any]) -> Method:
 @given(specs())
 def test_parse_inverts_str(drawn: tuple[Any, ...]):
     k, v, *rest = drawn
-    spec = kvq.CacheSpec(built(*k), built(*v), *rest)
+    spec = kvq.cache.CacheSpec(built(*k), built(*v), *rest)
     assert kvq.parse(str(spec)) == spec
     assert hash(kvq.parse(str(spec))) == hash(spec)
 
 
 def test_a_name_alone_is_the_method_that_the_registry_has_under_it():
-    for name, method in kvq.METHODS.items():
+    for name, method in kvq.methods.METHODS.items():
         assert (kvq.parse(name).k, method.name, str(kvq.parse(name))) == (method, name, name)
 
 
@@ -154,7 +158,7 @@ def test_equal_specs_hash_equal_and_jit_traces_once():
 
 def test_bits_and_skipped_layers_differ_by_layer():
     spec = kvq.parse("k=kivi:bits=4@0/8@1-2/2+v=kivi:bits=2@3/3+cache:skip_layers=2")
-    plans = kvq.layout(spec, DIMS, 1, 256).plans
+    plans = kvq.cache.layout(spec, DIMS, 1, 256).plans
     assert [plan.k.format.bits for plan in plans if not isinstance(plan.k, DenseCodec)] == [4, 8, 2]
     assert [plan.v.format.bits for plan in plans if not isinstance(plan.v, DenseCodec)] == [3, 3, 2]
     assert isinstance(plans[2].k, DenseCodec)
@@ -240,19 +244,19 @@ def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[s
 
 
 def test_a_spec_built_by_hand_is_checked_before_it_is_used():
-    polar, dense = (kvq.METHODS[name] for name in ("polarquant", "dense"))
+    polar, dense = (kvq.methods.METHODS[name] for name in ("polarquant", "dense"))
     for spec, message in (
-        (kvq.CacheSpec(dense, polar, 0, 0, 128), "write v=dense"),
-        (kvq.CacheSpec(dense, dense, 0, 0, 0), "block=0 is too small"),
+        (kvq.cache.CacheSpec(dense, polar, 0, 0, 128), "write v=dense"),
+        (kvq.cache.CacheSpec(dense, dense, 0, 0, 0), "block=0 is too small"),
     ):
         with pytest.raises(ValueError, match=ONE_LINE) as error:
             kvq.init_cache(spec, DIMS, 1, 64)
         assert message in str(error.value)
-    kvq.init_cache(kvq.CacheSpec(polar, polar, 0, 0, 128), DIMS, 1, 64)
+    kvq.init_cache(kvq.cache.CacheSpec(polar, polar, 0, 0, 128), DIMS, 1, 64)
 
 
 def test_no_method_makes_a_block_of_nothing():
-    for name, method in kvq.METHODS.items():
+    for name, method in kvq.methods.METHODS.items():
         if "group_size" in {option.name for option in method.options()}:
             spec = kvq.parse(f"{name}:group_size=0")
             assert spec.block >= 1, name

@@ -39,7 +39,7 @@ def given(start: list[int], tokens: int, seed: int = 0) -> tuple[dict[str, Any],
 
 
 def through(
-    cache: kvq.Cache,
+    cache: kvq.cache.Cache,
     start: list[int],
     tokens: int,
     lengths: list[int] | None = None,
@@ -59,7 +59,7 @@ def through(
     return found, step, kvq.finish(step)
 
 
-def new(spec: str = SPEC, capacity: int = CAPACITY) -> kvq.Cache:
+def new(spec: str = SPEC, capacity: int = CAPACITY) -> kvq.cache.Cache:
     return kvq.init_cache(spec, DIMS, 2, capacity, "float32")
 
 
@@ -140,7 +140,7 @@ def test_steps_in_a_scan_equal_single_steps():
     _, _, start = through(new(), [0, 0], 20, prefill=True)
     per_layer = [given([20, 20], 6, seed) for seed in range(2)]
 
-    def one(cache: kvq.Cache, t: Any) -> tuple[kvq.Cache, Any]:
+    def one(cache: kvq.cache.Cache, t: Any) -> tuple[kvq.cache.Cache, Any]:
         step, outs = kvq.begin(cache, 1, prefill=False), []
         for rows, rest in per_layer:
             here = {name: lax.dynamic_slice_in_dim(a, t, 1, 2) for name, a in rows.items()}
@@ -175,7 +175,7 @@ def refused(message: str, function: Any, *arguments: Any, **options: Any) -> Non
             "kvquant:outliers=0.05",
             (
                 r"'kvquant:outliers=0.05' needs parameters for keys and values of layer 0:"
-                r" kvq.prepare_layer\('kvquant"
+                r" kvq.parameters.prepare\('kvquant"
             ),
         ),
         (
@@ -204,7 +204,7 @@ def test_what_a_method_reads_beside_queries_keys_and_values_is_named(
     spec: str, missing: str, message: str
 ):
     weights = layer_weights(DIMS.num_key_value_heads, DIMS.head_dim)
-    parameters = [kvq.prepare_layer(spec, DIMS, i, weights=weights) for i in range(2)]
+    parameters = [kvq.parameters.prepare(spec, DIMS, i, weights=weights) for i in range(2)]
     step = kvq.begin(new(spec), 8, prefill=True, parameters=parameters)
     rows, rest = given([0, 0], 8)
     refused(message, kvq.append_and_attend, step, **rows, **(rest | {missing: None}))

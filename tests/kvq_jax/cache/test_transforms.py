@@ -32,7 +32,7 @@ from tests.kvq_jax.layer_runs import (
 from tests.methods_table import MethodCase, cases
 
 
-def stacked(start: np.ndarray, count: int) -> kvq.LayerInputs:
+def stacked(start: np.ndarray, count: int) -> kvq.types.LayerInputs:
     """`count` single-token inputs on a new leading axis."""
     tokens = sequences(seed=4)
     return jax.tree.map(

@@ -17,7 +17,7 @@ from tests.kvq_jax.layer_runs import CAPACITY, STEP, decode, parameters_of, sequ
 from tests.methods_table import MethodCase, cases
 
 
-def grown(cache: kvq.Cache) -> kvq.Cache:
+def grown(cache: kvq.cache.Cache) -> kvq.cache.Cache:
     """Return the cache with some more tokens in its first layer."""
     plan, state, start = cache.plans[0], cache.layers[0], np.asarray(cache.lengths)
     stop = np.minimum(start + STEP, CAPACITY)
@@ -28,7 +28,9 @@ def grown(cache: kvq.Cache) -> kvq.Cache:
     )
 
 
-def flipped(cache: kvq.Cache, layer: int, path: str, index: tuple[int, ...]) -> kvq.Cache:
+def flipped(
+    cache: kvq.cache.Cache, layer: int, path: str, index: tuple[int, ...]
+) -> kvq.cache.Cache:
     """Return the cache with one flipped bit."""
 
     def flip(place, leaf: jax.Array) -> jax.Array:
@@ -47,9 +49,11 @@ def flipped(cache: kvq.Cache, layer: int, path: str, index: tuple[int, ...]) -> 
 @cases()
 def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(case: MethodCase):
     cache = filled(case.spec, LENGTHS)
-    seals = kvq.seal(cache)
+    seals = kvq.files.seal(cache)
     later = grown(cache)
-    assert kvq.verify(cache, seals) == kvq.verify(later, seals) == (), "a cache damages itself"
+    assert kvq.files.verify(cache, seals) == kvq.files.verify(later, seals) == (), (
+        "a cache damages itself"
+    )
     rng, damaged, expected = np.random.default_rng(0), later, set()
     for layer in range(2):
         regions = cache.plans[layer].regions
@@ -64,17 +68,19 @@ def test_what_is_sealed_stays_and_every_flipped_bit_of_it_is_found(case: MethodC
                     if tokens is not None:
                         index[tokens] = part
                     damaged = flipped(damaged, layer, array.path, tuple(index))
-                    expected |= {kvq.Damage(layer, row, array.path, (part,))} if kept else set()
-    assert set(kvq.verify(damaged, seals)) == expected
+                    expected |= (
+                        {kvq.files.Damage(layer, row, array.path, (part,))} if kept else set()
+                    )
+    assert set(kvq.files.verify(damaged, seals)) == expected
     assert len(expected) >= 8, "hardly anything is covered"
 
 
 def test_a_length_that_shrinks_is_damage():
     cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
-    seals = kvq.seal(cache, [1])
+    seals = kvq.files.seal(cache, [1])
     lengths = cache.lengths.at[5].add(-8)
-    assert kvq.verify(dataclasses.replace(cache, lengths=lengths), seals) == (
-        kvq.Damage(1, 5, "lengths", (0,)),
+    assert kvq.files.verify(dataclasses.replace(cache, lengths=lengths), seals) == (
+        kvq.files.Damage(1, 5, "lengths", (0,)),
     )
 
 
@@ -82,4 +88,4 @@ def test_caches_on_a_mesh_are_refused():
     cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
     placement = kvq.Placement(jax.sharding.AbstractMesh((1,), ("heads",)), heads="heads")
     with pytest.raises(NotImplementedError, match="on a mesh cannot be verified"):
-        kvq.seal(dataclasses.replace(cache, placement=placement))
+        kvq.files.seal(dataclasses.replace(cache, placement=placement))

@@ -40,8 +40,8 @@ trim_layer = quick_jit(_trim_layer, static_argnums=0)
 
 @functools.partial(jax.jit, static_argnames=("tokens", "prompt"))
 def taken(
-    cache: kvq.Cache, seed: Any, tokens: int, lengths: Any, prompt: bool
-) -> tuple[jax.Array, kvq.Cache]:
+    cache: kvq.cache.Cache, seed: Any, tokens: int, lengths: Any, prompt: bool
+) -> tuple[jax.Array, kvq.cache.Cache]:
     """Return (attention of each layer, cache) after new tokens that are random by position."""
     step, outs = kvq.begin(cache, tokens, lengths, prefill=prompt), []
     positions = step.positions
@@ -63,7 +63,7 @@ def taken(
 
 
 @functools.cache
-def filled() -> kvq.Cache:
+def filled() -> kvq.cache.Cache:
     """Return a cache with rows of LENGTHS tokens, whose first layer has a window. Shared."""
     cache = kvq.init_cache(SPEC, WINDOWED, 4, LONG, "float32")
     assert [plan.regions.wraps for plan in cache.plans] == [True, False]
@@ -73,7 +73,9 @@ def filled() -> kvq.Cache:
     return cache
 
 
-def equal_rows(one: kvq.Cache, other: kvq.Cache, rows: list[int], others: list[int]) -> bool:
+def equal_rows(
+    one: kvq.cache.Cache, other: kvq.cache.Cache, rows: list[int], others: list[int]
+) -> bool:
     return all(
         np.array_equal(np.asarray(a)[rows], np.asarray(b)[others])
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
@@ -82,17 +84,19 @@ def equal_rows(one: kvq.Cache, other: kvq.Cache, rows: list[int], others: list[i
 
 def test_bytes_follow_the_window():
     def layers(capacity: int) -> list[int]:
-        layout = kvq.layout(SPEC, WINDOWED, 1, capacity, "bfloat16")
-        return [kvq.nbytes(layer) for layer in layout.layers]
+        layout = kvq.cache.layout(SPEC, WINDOWED, 1, capacity, "bfloat16")
+        return [kvq.size.nbytes(layer) for layer in layout.layers]
 
     short, long = layers(4 * LONG), layers(64 * LONG)
     assert short[0] == long[0]
     assert long[1] > 15 * short[1]
     assert layers(WINDOW)[0] == layers(WINDOW)[1], "a window that holds all is none"
-    assert kvq.nbytes(filled()) == kvq.nbytes(kvq.layout(SPEC, WINDOWED, 4, LONG, "float32"))
-    elements = kvq.size(SPEC, WINDOWED, 1, LONG).elements
+    assert kvq.size.nbytes(filled()) == kvq.size.nbytes(
+        kvq.cache.layout(SPEC, WINDOWED, 4, LONG, "float32")
+    )
+    elements = kvq.size.of(SPEC, WINDOWED, 1, LONG).elements
     assert elements == 2 * DIMS.num_key_value_heads * DIMS.head_dim * (WINDOW + LONG)
-    assert kvq.dense_nbytes(WINDOWED, 3, LONG) == 3 * 2 * elements
+    assert kvq.size.dense_nbytes(WINDOWED, 3, LONG) == 3 * 2 * elements
 
 
 @cases("kivi2", "dense", "turboquant3", "xquant4", usual=("kivi2",))
@@ -131,22 +135,22 @@ def test_trimmed_rows_are_those_of_a_layer_that_keeps_all_tokens(case: MethodCas
 def test_a_window_that_is_left_behind_cannot_come_back():
     cache = filled()
     for kept in (230 - 64, 0):
-        assert kvq.trim(cache, [kept, 999, 999, 1]).lengths.tolist() == [kept, 200, 41, 1]
+        assert kvq.rows.trim(cache, [kept, 999, 999, 1]).lengths.tolist() == [kept, 200, 41, 1]
     with pytest.raises(
         ValueError, match=r"row 1 has 200 tokens.*window of 24.*back to 1\d\d, not to 99"
     ) as caught:
-        kvq.trim(cache, [999, 99, 999, 999])
+        kvq.rows.trim(cache, [999, 99, 999, 999])
     least = int(str(caught.value).partition("back to ")[2][:3])
-    assert kvq.trim(cache, [999, least, 999, 999]).lengths[1] == least
+    assert kvq.rows.trim(cache, [999, least, 999, 999]).lengths[1] == least
     with pytest.raises(ValueError, match=f"not to {least - 1}"):
-        kvq.trim(cache, [999, least - 1, 999, 999])
+        kvq.rows.trim(cache, [999, least - 1, 999, 999])
     # what was lost before a trim is lost after it, although the row is shorter
     with pytest.raises(ValueError, match=f"has {least} tokens.*back to {least}, not"):
-        kvq.trim(kvq.trim(cache, [999, least, 999, 999]), [999, least - 1, 999, 999])
+        kvq.rows.trim(kvq.rows.trim(cache, [999, least, 999, 999]), [999, least - 1, 999, 999])
 
 
 def test_attention_after_a_traced_trim_that_goes_too_far_is_nan():
-    trim = jax.jit(kvq.trim)
+    trim = jax.jit(kvq.rows.trim)
     cache = trim(filled(), np.array([230 - 64, 100, 20, 3], np.int32))
     out, _ = taken(cache, 1, 1, np.ones(4, np.int32), False)
     nan = np.isnan(np.asarray(out)).any(axis=(2, 3, 4))
@@ -155,29 +159,29 @@ def test_attention_after_a_traced_trim_that_goes_too_far_is_nan():
 
 def test_rows_are_selected_merged_and_replaced():
     cache = filled()
-    picked = kvq.select_rows(cache, [2, 0])
+    picked = kvq.rows.select(cache, [2, 0])
     assert equal_rows(picked, cache, [0, 1], [2, 0])
     assert not equal_rows(picked, cache, [0, 1], [0, 2])
-    assert equal_rows(kvq.merge_rows(cache, picked), cache, [4, 5], [2, 0])
-    one = kvq.select_rows(cache, [1])
-    replaced = kvq.replace_row(picked, 1, one)
+    assert equal_rows(kvq.rows.merge(cache, picked), cache, [4, 5], [2, 0])
+    one = kvq.rows.select(cache, [1])
+    replaced = kvq.rows.replace(picked, 1, one)
     assert equal_rows(replaced, cache, [0, 1], [2, 1])
     lengths = np.array([3, 3], np.int32)
     out, _ = taken(replaced, 1, 4, lengths, False)
-    alone, _ = taken(kvq.select_rows(replaced, [0]), 1, 4, lengths[:1], False)
+    alone, _ = taken(kvq.rows.select(replaced, [0]), 1, 4, lengths[:1], False)
     np.testing.assert_allclose(out[:, :1, :, :3], alone[:, :, :, :3], rtol=1e-5, atol=1e-6)
 
 
 def test_files_hold_windowed_caches(tmp_path):
-    cache = kvq.trim(filled(), [200, 190, 999, 999])
+    cache = kvq.rows.trim(filled(), [200, 190, 999, 999])
     assert np.asarray(cache.layers[0].floor).max() > 0
     path = tmp_path / "windowed.safetensors"
-    kvq.save_cache(cache, path)
-    loaded = kvq.load_cache(path, config=WINDOWED)
+    kvq.files.save(cache, path)
+    loaded = kvq.files.load(path, config=WINDOWED)
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
     assert equal_rows(loaded, cache, [0, 1, 2, 3], [0, 1, 2, 3])
     with pytest.raises(ValueError, match="another dims"):
-        kvq.load_cache(path, config=DIMS)
+        kvq.files.load(path, config=DIMS)
     with safe_open(path, "numpy") as file:
         header, names = dict(file.metadata()), list(file.keys())
         tensors = {name: file.get_tensor(name) for name in names}
@@ -191,14 +195,14 @@ def test_files_hold_windowed_caches(tmp_path):
         dims = json.loads(header["dims"]) | changed
         save_file(tensors, path, header | {"dims": json.dumps(dims)})
         with pytest.raises(ValueError, match=reason):
-            kvq.load_cache(path)
+            kvq.files.load(path)
 
 
 def test_damage_to_a_windowed_layer_is_found():
     before = filled()
     _, after = taken(before, 0, 8, np.full(4, 8, np.int32), False)
-    seals = kvq.seal(before)
-    assert kvq.verify(after, seals) == ()
+    seals = kvq.files.seal(before)
+    assert kvq.files.verify(after, seals) == ()
     for place, row, found in ((0, 0, True), (5, 0, False)):  # the last slot is for spare codes
         layer = after.layers[0]
         body = jax.tree.map(lambda a: np.array(a), layer.body)
@@ -208,7 +212,7 @@ def test_damage_to_a_windowed_layer_is_found():
         damaged = dataclasses.replace(
             after, layers=(dataclasses.replace(layer, body=body), after.layers[1])
         )
-        assert bool(kvq.verify(damaged, seals)) == found, f"{place=}"
+        assert bool(kvq.files.verify(damaged, seals)) == found, f"{place=}"
 
 
 def test_pieces_of_a_prefix_hold_windowed_layers():
@@ -222,7 +226,7 @@ def test_pieces_of_a_prefix_hold_windowed_layers():
 
 
 def test_counts_of_windowed_layers_look_at_what_they_hold():
-    assert kvq.overflowed(filled()) == ()
+    assert kvq.size.overflowed(filled()) == ()
     layer = filled().layers[0]
 
     def overflowed_with(*places: tuple) -> list[tuple[int, int, str]]:
@@ -233,7 +237,7 @@ def test_counts_of_windowed_layers_look_at_what_they_hold():
         leaves[1] = jnp.asarray(scale)
         damaged = dataclasses.replace(layer, body=jax.tree.unflatten(tree, leaves))
         cache = dataclasses.replace(filled(), layers=(damaged, filled().layers[1]))
-        return [(one.row, one.layer, one.side) for one in kvq.overflowed(cache)]
+        return [(one.row, one.layer, one.side) for one in kvq.size.overflowed(cache)]
 
     everywhere, spare = slice(None), slice(-1, None)
     assert overflowed_with((3,), (0, everywhere, spare)) == [], "an empty body, and spare codes"

@@ -145,7 +145,7 @@ def test_scores_are_those_of_the_restored_keys_and_grow_by_the_biass_share(spec:
 
 
 def test_the_attention_factor_scales_cosines_and_sines():
-    rope = kvq.Rope(
+    rope = kvq.types.Rope(
         jnp.asarray(1e4 ** (-np.arange(64) / 64), jnp.float32), jnp.asarray(1.5, jnp.float32)
     )
     positions = jnp.arange((1 << 20) - 100, 1 << 20)[None]
@@ -165,7 +165,7 @@ def test_the_attention_factor_scales_cosines_and_sines():
 
 def test_the_wrapped_codec_stores_what_the_plain_one_does_and_no_kernel_reads_it():
     plain, wrapped = (
-        kvq.layout(spec, DIMS, 1, 64).plans[0] for spec in ("int4", "int4:subtract_bias=true")
+        kvq.cache.layout(spec, DIMS, 1, 64).plans[0] for spec in ("int4", "int4:subtract_bias=true")
     )
     assert isinstance(wrapped.k, BiasSubtracting)
     assert wrapped.k.inner == plain.k

@@ -21,7 +21,7 @@ TOKENS, BATCH = 64, 2
 
 @functools.partial(quick_jit, static_argnums=(0, 1))
 def stored(
-    plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: jax.Array
+    plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.types.LayerInputs, rows: jax.Array
 ) -> tuple[Any, jax.Array, OutlierCounts | None]:
     """Return the body of rows in whole blocks, the decoded rows, and the body's outliers."""
     stats = codec.statistics.of(params, inputs)
@@ -57,7 +57,7 @@ def test_a_codec_is_exact_if_rows_come_back_as_they_are_and_counts_its_outliers(
             assert 0 < int(counts.kept.max()) <= slots * rows.shape[2] // runs
         if layout := codec.facts.code_layout:
             words = [layout.words(bits) * rows.shape[2] // layout.slots for bits in layout.sets]
-            assert kvq.nbytes(jax.tree.leaves(body)) >= 2 * sum(words), (
+            assert kvq.size.nbytes(jax.tree.leaves(body)) >= 2 * sum(words), (
                 "words take less than the layout says"
             )
 
@@ -87,9 +87,9 @@ def described(facts: Facts) -> dict[str, Any]:
     "polar44",
 )
 def test_subtracting_a_bias_changes_no_fact_but_the_ones_that_it_is_about(case: MethodCase):
-    plain = kvq.layout(case.spec, DIMS, 1, 90).plans[0].k
+    plain = kvq.cache.layout(case.spec, DIMS, 1, 90).plans[0].k
     spec = dataclasses.replace(kvq.parse(case.spec), subtract_bias=True)
-    wrapped = kvq.layout(spec, DIMS, 1, 90).plans[0].k
+    wrapped = kvq.cache.layout(spec, DIMS, 1, 90).plans[0].k
     changed = {"form": "other", "channel_group_bits": None, "token_group": None}
     assert described(wrapped.facts) == described(plain.facts) | changed
     assert wrapped.learning.before_rope == plain.learning.before_rope

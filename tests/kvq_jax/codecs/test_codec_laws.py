@@ -108,7 +108,9 @@ def test_a_wrapper_forwards_every_member_of_the_interface():
     assert not Identity.__abstractmethods__
 
 
-def decoded(plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> Any:
+def decoded(
+    plan: LayerPlan, codec: Codec, params: Any, inputs: kvq.types.LayerInputs, rows: Any
+) -> Any:
     return stored(plan, codec, params, inputs, rows)[1]
 
 

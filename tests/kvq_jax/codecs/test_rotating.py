@@ -61,15 +61,15 @@ def test_the_body_holds_what_the_method_makes_of_rotated_rows(spec: str):
 
 
 def test_it_is_an_option_of_each_side_and_of_rows_that_are_quantized():
-    plan = kvq.layout("k=int4:rotate=true+v=kivi", DIMS, 1, 64).plans[0]
+    plan = kvq.cache.layout("k=int4:rotate=true+v=kivi", DIMS, 1, 64).plans[0]
     assert (isinstance(plan.k, Rotating), isinstance(plan.v, Rotating)) == (True, False)
-    assert plan.k.describe() == kvq.layout("int4", DIMS, 1, 64).plans[0].k.describe() | {
+    assert plan.k.describe() == kvq.cache.layout("int4", DIMS, 1, 64).plans[0].k.describe() | {
         "rotate": True
     }
-    exact = kvq.layout("int4:rotate=true,skip_layers=0", DIMS, 1, 64).plans[0]
+    exact = kvq.cache.layout("int4:rotate=true,skip_layers=0", DIMS, 1, 64).plans[0]
     assert exact.k.facts.exact, "rows in full precision are not rotated"
     assert str(kvq.parse("int4:rotate=true,sink=3")) == "int4:rotate=true,sink=3"
-    for method in kvq.METHODS.values():
+    for method in kvq.methods.METHODS.values():
         names = [option.name for option in method.options()]
         assert ("rotate" in names) == ("rotate" not in method.declines)
         assert "rotate" not in names[:-1], f"{method.name} lists it among its own"
@@ -93,12 +93,12 @@ def test_kernels_read_rotated_rows_after_rope():
     for kernels in ("pallas", "native"):
         assert (
             dispatch.unsupported(
-                kvq.layout("int4:rotate=true", DIMS, 1, 256).plans[0], 4, 1, kernels
+                kvq.cache.layout("int4:rotate=true", DIMS, 1, 256).plans[0], 4, 1, kernels
             )
             is None
         )
         reason = dispatch.unsupported(
-            kvq.layout("int4:rotate=true,pre_rope=true", DIMS, 1, 256).plans[0], 4, 1, kernels
+            kvq.cache.layout("int4:rotate=true,pre_rope=true", DIMS, 1, 256).plans[0], 4, 1, kernels
         )
         assert reason == "k: rotate=true with keys cached before RoPE, which no kernel turns back"
 
@@ -108,14 +108,14 @@ def test_a_calibration_is_that_of_rotated_rows():
     keys = outliers(2, (1, 2, 96, 64))
     given, turned = ({"k": rows, "v": rows} for rows in (keys, keys @ rotation(64).T))
     ones = {"k": np.ones_like(keys), "v": np.ones_like(keys)}
-    found = kvq.calibrate_layer(f"{spec},rotate=true", DIMS, 0, given, ones)["k"]["scale"]
-    wanted = kvq.calibrate_layer(spec, DIMS, 0, turned, ones)["k"]["scale"]
+    found = kvq.parameters.calibrate(f"{spec},rotate=true", DIMS, 0, given, ones)["k"]["scale"]
+    wanted = kvq.parameters.calibrate(spec, DIMS, 0, turned, ones)["k"]["scale"]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     assert not np.allclose(
-        found, kvq.calibrate_layer(spec, DIMS, 0, given, ones)["k"]["scale"], rtol=0.1
+        found, kvq.parameters.calibrate(spec, DIMS, 0, given, ones)["k"]["scale"], rtol=0.1
     )
     keys_of = {
-        o: kvq.layout(f"{spec}{o}", DIMS, 1, 64).plans[0].k.learning.key
+        o: kvq.cache.layout(f"{spec}{o}", DIMS, 1, 64).plans[0].k.learning.key
         for o in ("", ",rotate=true")
     }
     assert keys_of[",rotate=true"] == f"{keys_of['']},rotate=true"

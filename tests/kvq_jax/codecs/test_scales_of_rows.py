@@ -1,4 +1,5 @@
-"""Rows of any size: what is stored of scales has two ends, and `kvq.overflowed` tells of both."""
+"""Rows of any size: what is stored of scales has two ends, and `kvq.size.overflowed` tells of
+both."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ STEPS = 4  # of these that an entry may be off besides, in the mean of squares
 
 
 @functools.partial(quick_jit, static_argnums=0)
-def decoded(codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> Any:
+def decoded(codec: Codec, params: Any, inputs: kvq.types.LayerInputs, rows: Any) -> Any:
     """Return the decoded rows, and whether some of them met the large and the small end."""
     stats = codec.statistics.of(params, inputs)
     at = TokensAt(inputs.positions[:, : rows.shape[2]], prefill=True)
@@ -34,7 +35,7 @@ def decoded(codec: Codec, params: Any, inputs: kvq.LayerInputs, rows: Any) -> An
     return codec.dequantize(params, stats, body), told
 
 
-def scaled(inputs: kvq.LayerInputs, size: float) -> kvq.LayerInputs:
+def scaled(inputs: kvq.types.LayerInputs, size: float) -> kvq.types.LayerInputs:
     names = ("x", "k_pre", "k_rot", "v")
     return dataclasses.replace(inputs, **{name: getattr(inputs, name) * size for name in names})
 
@@ -77,7 +78,7 @@ def test_saturated_tokens_of_the_body_are_named():
         cache = kvq.init_cache(spec, dims, 2, 80, "float32")
         _, step = kvq.append_and_attend(kvq.begin(cache, 64, prefill=True), q, k, v)
         cache = kvq.finish(step)
-        told = {(o.row, o.side, o.end) for o in kvq.overflowed(cache)}
+        told = {(o.row, o.side, o.end) for o in kvq.size.overflowed(cache)}
         expected = {(0, "v", "large"), (1, "k", "small")} if spec[0] != "f" else set()
         assert told == expected, f"{spec}: {told}"
-        assert not kvq.overflowed(kvq.trim(cache, [8, 0])), "dropped tokens are told of"
+        assert not kvq.size.overflowed(kvq.rows.trim(cache, [8, 0])), "dropped tokens are told of"

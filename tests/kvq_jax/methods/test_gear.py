@@ -136,11 +136,11 @@ def test_without_a_product_and_outliers_it_is_kivi():
 
 
 def test_a_fraction_of_the_tokens_and_not_of_the_width_are_outliers():
-    plan = kvq.layout("gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024), 1, 256).plans[0]
+    plan = kvq.cache.layout("gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024), 1, 256).plans[0]
     assert isinstance(plan.k, GearCodec)
     assert plan.k.per_side == 3, "of 64 tokens"
     assert plan.v.facts.outlier_slots(8) == 2 * 51, "of 1024 entries of a token"
-    assert kvq.outlier_fraction(
+    assert kvq.size.outlier_fraction(
         "gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)
     ) == pytest.approx(0.0967, abs=1e-3)
     body = plan.k.quantize(

@@ -63,7 +63,7 @@ def test_rows_that_are_not_finite_do_not_count():
 
 def test_ranges_of_a_prompt_replace_those_of_the_calibration_and_stand_back_where_there_are_none():
     plan, params = empty(SPEC, batch=4)[0], parameters_of(empty(SPEC)[0])[0]
-    calibrated = kvq.layout(SPEC.replace("=prompt", "=calibrated"), DIMS, 1, 90).plans[0].k
+    calibrated = kvq.cache.layout(SPEC.replace("=prompt", "=calibrated"), DIMS, 1, 90).plans[0].k
     rows = jnp.asarray(sequences(4).k_pre[:, :, 5:37])
     stats = np.zeros((4, 2, 4, 32), np.float32)
     stats[0] = np.asarray([2.0, 0.5, -1.0, 2.0])[:, None]
@@ -95,15 +95,17 @@ def test_ranges_of_a_prompt_replace_those_of_the_calibration_and_stand_back_wher
 def test_what_cannot_be_is_refused_or_has_a_reason():
     dims = CacheDims(1, 4, 2, 64, 256)
     with pytest.raises(ValueError, match="channel_ranges=prompt needs thresholds=vector"):
-        kvq.layout("kvquant:channel_ranges=prompt,thresholds=matrix,outliers=0.1", dims, 1, 64)
+        kvq.cache.layout(
+            "kvquant:channel_ranges=prompt,thresholds=matrix,outliers=0.1", dims, 1, 64
+        )
     online, other = (
-        kvq.layout(f"kvquant:outliers=0.04,channel_ranges={r}", dims, 1, 64).plans[0]
+        kvq.cache.layout(f"kvquant:outliers=0.04,channel_ranges={r}", dims, 1, 64).plans[0]
         for r in ("prompt", "calibrated")
     )
     assert "own ranges of channels" in str(online.k.kernels.reader())
     assert not isinstance(other.k.kernels.reader(), str)
     assert not isinstance(online.v.kernels.reader(), str), "values have ranges of tokens"
     assert jax.tree.leaves(online.v.statistics.spec(1, 2)) == []
-    assert kvq.has_prompt_statistics("kvquant:channel_ranges=prompt", dims)
-    assert not kvq.has_prompt_statistics("kvquant", dims)
+    assert kvq.cache.has_prompt_statistics("kvquant:channel_ranges=prompt", dims)
+    assert not kvq.cache.has_prompt_statistics("kvquant", dims)
     assert online.k.learning.key == other.k.learning.key, "one calibration serves both"

@@ -63,7 +63,7 @@ def test_attention_error_is_the_pinned_one(case: MethodCase):
 
 @cases(every=True)
 def test_stored_bits_of_the_body_are_the_pinned_ones(case: MethodCase):
-    assert kvq.body_bits_per_element(case.spec, CacheDims(2, 4, 2, 64, 256)) == pytest.approx(
+    assert kvq.size.body_bits_per_element(case.spec, CacheDims(2, 4, 2, 64, 256)) == pytest.approx(
         case.body_bits, rel=1e-12
     )
 
@@ -74,7 +74,7 @@ def test_roundtrip_gives_what_the_body_would_return(case: MethodCase):
     tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
     sink, body = plan.regions.sink, plan.regions.body_capacity
     inputs = tokens.window(np.zeros(8, np.int32), full, plan.regions.capacity)
-    k_hat, v_hat, _ = kvq.roundtrip_layer(
+    k_hat, v_hat, _ = kvq.cache.roundtrip_layer(
         case.spec, inputs, parameters_of(plan), layer=1, carry=tokens.below(plan, whole=True)
     )
     assert k_hat.shape == v_hat.shape == tokens.v.shape

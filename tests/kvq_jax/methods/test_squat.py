@@ -174,9 +174,9 @@ def test_without_weight_it_is_kivi():
         assert plan.codecs == plain.codecs
     assert empty("squat:bits=3,lam=0.1")[0].codecs != empty("kivi:bits=3")[0].codecs
     inputs = tokens.window(ZERO, FULL, CAPACITY)
-    tiny, wanted = (kvq.roundtrip_layer(s, inputs)[0] for s in ("squat:lam=1e-30", "kivi"))
+    tiny, wanted = (kvq.cache.roundtrip_layer(s, inputs)[0] for s in ("squat:lam=1e-30", "kivi"))
     assert row_errors(tiny, wanted).max() <= ROUNDING
-    assert row_errors(kvq.roundtrip_layer("squat:lam=0.1", inputs)[0], wanted).max() > 0.1
+    assert row_errors(kvq.cache.roundtrip_layer("squat:lam=0.1", inputs)[0], wanted).max() > 0.1
 
 
 def test_kernels_read_it_as_kivi_and_none_quantizes_it():
@@ -227,7 +227,7 @@ def test_a_preset_stands_for_the_papers_options_and_a_given_option_wins(preset: 
     assert kvq.parse(str(kvq.parse(preset))) == kvq.parse(preset)
 
 
-@pytest.mark.parametrize("method", [kvq.METHODS["squat"], kvq.METHODS["squat_pre"]])
+@pytest.mark.parametrize("method", [kvq.methods.METHODS["squat"], kvq.methods.METHODS["squat_pre"]])
 def test_every_preset_fits_a_model_of_head_dim_128(method):
     specs = {name: kvq.parse(f"{method.name}:preset={name}") for name in method.presets}
     for spec in specs.values():

@@ -179,10 +179,10 @@ def test_the_eigenbasis_of_values_makes_errors_of_channels_cost_what_their_energ
     "dims", [CacheDims(2, 4, 2, 64, 256), CacheDims(2, 4, 2, 128, 512)], ids=["64", "128"]
 )
 def test_a_budget_is_what_is_stored(bits: float, dims: CacheDims):
-    assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) == pytest.approx(
+    assert kvq.size.body_bits_per_element(f"waterfill:bits={bits}", dims) == pytest.approx(
         bits, abs=1 / 16
     )
-    assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) <= bits
+    assert kvq.size.body_bits_per_element(f"waterfill:bits={bits}", dims) <= bits
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_a_calibration_decides_the_widths_that_a_spec_leaves_open():
     twice = {"energies": np.repeat(flat["energies"], 2, axis=-1)}
     method = kvq.parse("waterfill:bits=2.25").k
     fitted = method.fitted({"k": [steep, flat, {}], "v": [twice, twice, {}]}, dims)
-    spec = kvq.CacheSpec(fitted, fitted, 32, 96, 32)
+    spec = kvq.cache.CacheSpec(fitted, fitted, 32, 96, 32)
     assert kvq.parse(str(spec)) == spec
-    plans = kvq.layout(spec, dims, 1, 256).plans
+    plans = kvq.cache.layout(spec, dims, 1, 256).plans
     keys, values = (
         [[int(digit) for digit in codec.describe()["widths"]] for codec in side]
         for side in zip(*(p.codecs for p in plans), strict=True)
@@ -235,7 +235,7 @@ def test_a_calibration_decides_the_widths_that_a_spec_leaves_open():
     assert {sum(own) for own in (*keys, *values)} == {8}, (
         "every side of every layer has the same budget"
     )
-    assert kvq.body_bits_per_element(spec, dims) == 2.25
+    assert kvq.size.body_bits_per_element(spec, dims) == 2.25
     assert fitted.fitted({"k": [flat] * 3, "v": [flat] * 3}, dims) == fitted, (
         "widths that a spec gives stay"
     )

@@ -106,9 +106,9 @@ def round_trips(
     wv: np.ndarray,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(K before RoPE, V), [T, K * H], of every layer as a cache of `spec` returns them."""
-    plans = kvq.layout(spec, dims, 1, x.shape[1]).plans
+    plans = kvq.cache.layout(spec, dims, 1, x.shape[1]).plans
     tokens, heads = x.shape[1], dims.num_key_value_heads
-    still = kvq.Rope(
+    still = kvq.types.Rope(
         jnp.zeros(dims.head_dim // 2), jnp.ones(())
     )  # angle 0: keys come back as they were before RoPE
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -119,7 +119,7 @@ def round_trips(
     carry: Any = ()
     found = []
     for i, plan in enumerate(plans):
-        inputs = kvq.LayerInputs(
+        inputs = kvq.types.LayerInputs(
             jnp.asarray(x[i])[None],
             None,
             q,
@@ -131,7 +131,7 @@ def round_trips(
             still,
         )
         own = plan.from_weights(weights_of(wk[i], wv[i]))
-        k, v, carry = kvq.roundtrip_layer(spec, inputs, own, i, carry)
+        k, v, carry = kvq.cache.roundtrip_layer(spec, inputs, own, i, carry)
         found.append(tuple(np.asarray(jnp.swapaxes(a, 1, 2)).reshape(tokens, -1) for a in (k, v)))
     return found
 

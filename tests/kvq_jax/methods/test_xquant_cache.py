@@ -46,7 +46,7 @@ LLAMA_3_8B = CacheDims(32, 32, 8, 128, 4096)
 def test_sizes_are_those_of_the_papers_tables(dims: CacheDims, spec: str, paper: float):
     """Tables 1, 4 and B.1: the body's bits by those of fp16, windows left out. Counted from the
     arrays."""
-    assert round(kvq.body_bits_per_element(spec, dims) / 16, 2) == paper
+    assert round(kvq.size.body_bits_per_element(spec, dims) / 16, 2) == paper
 
 
 # --- memory
@@ -57,7 +57,7 @@ def decode_temporaries(
 ) -> tuple[int, int, int]:
     """Return (temporary bytes of a compiled decode step of one layer, bytes of its cache, bytes of
     dense K and V)."""
-    cache = kvq.layout(spec, dims, 1, capacity, "float32")
+    cache = kvq.cache.layout(spec, dims, 1, capacity, "float32")
     plan = cache.plans[layer]
     width, kv = dims.hidden_size, dims.num_key_value_heads * dims.head_dim
 
@@ -70,7 +70,7 @@ def decode_temporaries(
         struct(1, dims.num_key_value_heads, 1, dims.head_dim),
     )
     rope = describe(
-        kvq.Rope, inverse_frequencies=struct(dims.head_dim // 2), attention_factor=struct()
+        kvq.types.Rope, inverse_frequencies=struct(dims.head_dim // 2), attention_factor=struct()
     )
     positions = struct(1, 1, dtype=jnp.int32)
     rows = dict(
@@ -82,7 +82,7 @@ def decode_temporaries(
         v=k,
         valid=struct(1, 1, dtype=jnp.bool_),
     )
-    inputs = describe(kvq.LayerInputs, **rows, positions=positions, rope=rope, residual=None)
+    inputs = describe(kvq.types.LayerInputs, **rows, positions=positions, rope=rope, residual=None)
     codec, carry = plan.cross_layer, ()
     if codec is not None and not codec.starts:
         carry = codec.accumulator(1, plan.regions.body_capacity).struct
@@ -92,7 +92,7 @@ def decode_temporaries(
         .compile(USUAL_COMPILE)
         .memory_analysis()
     )
-    return memory.temp_size_in_bytes, kvq.nbytes(cache.layers[layer]), 2 * kv * capacity * 4
+    return memory.temp_size_in_bytes, kvq.size.nbytes(cache.layers[layer]), 2 * kv * capacity * 4
 
 
 @pytest.mark.parametrize("latent", ["true", "false"])
@@ -142,11 +142,14 @@ def test_the_accumulator_is_the_only_memory_that_grows(layer: int):
 )
 def test_what_cannot_be_is_refused_in_one_line(spec: str, dims: CacheDims, message: str):
     with pytest.raises(ValueError, match=message) as caught:
-        kvq.layout(spec, dims, 1, 1024)
+        kvq.cache.layout(spec, dims, 1, 1024)
     assert "\n" not in str(caught.value)
 
 
 def test_other_methods_mix_with_latents_and_with_exact_layers_before_the_base():
-    assert kvq.layout("k=xquant+v=kivi:bits=4", LLAMA_3_8B, 1, 1024).plans[0].names == ("k", "v")
-    plans = kvq.layout("xquant_cl:skip_layers=0-1", LLAMA_3_8B, 1, 1024).plans
+    assert kvq.cache.layout("k=xquant+v=kivi:bits=4", LLAMA_3_8B, 1, 1024).plans[0].names == (
+        "k",
+        "v",
+    )
+    plans = kvq.cache.layout("xquant_cl:skip_layers=0-1", LLAMA_3_8B, 1, 1024).plans
     assert [plan.names for plan in plans[:4]] == [("k", "v"), ("k", "v"), ("kv",), ("kv",)]

@@ -16,16 +16,18 @@ DIMS = kvq.CacheDims(1, 4, 2, 32, 128)
 TOKENS = 24
 
 
-def inputs(seed: int = 0, valid: int = TOKENS) -> kvq.LayerInputs:
+def inputs(seed: int = 0, valid: int = TOKENS) -> kvq.types.LayerInputs:
     rng = np.random.default_rng(seed)
     q, k, v = (
         jnp.asarray(rng.normal(size=(1, heads, TOKENS, 32)), jnp.float32) for heads in (4, 2, 2)
     )
     real = jnp.arange(TOKENS)[None] < valid
-    return kvq.LayerInputs(None, None, 2 * q, None, k, v, jnp.arange(TOKENS)[None], real, None)
+    return kvq.types.LayerInputs(
+        None, None, 2 * q, None, k, v, jnp.arange(TOKENS)[None], real, None
+    )
 
 
-def wanted_saliency(given: kvq.LayerInputs, probes: np.ndarray, valid: int) -> np.ndarray:
+def wanted_saliency(given: kvq.types.LayerInputs, probes: np.ndarray, valid: int) -> np.ndarray:
     """The definition, probe after probe: [K, T], for tokens that some probe sees."""
     q, k = np.asarray(given.q_rot[0], np.float16).astype(float), np.asarray(given.k_rot[0], float)
     total, count = np.zeros((2, valid)), np.zeros(valid)

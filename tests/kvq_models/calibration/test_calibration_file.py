@@ -50,7 +50,7 @@ def test_a_calibration_decides_what_its_spec_leaves_open_and_serves_every_budget
     spec = "waterfill:bits=2,sink=1,recent=3,block=16"
     made = run(work, spec)
     assert made.spec == str(resolved(spec, made)) != spec
-    assert kvq.body_bits_per_element(made.spec, made.dims) == kvq.body_bits_per_element(
+    assert kvq.size.body_bits_per_element(made.spec, made.dims) == kvq.size.body_bits_per_element(
         spec, made.dims
     )
     path = tmp_path / "waterfill.safetensors"

@@ -221,14 +221,16 @@ def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
     )
     # float32: a CPU would widen bfloat16 weights, which are not measured here
     llama = random_llama(config)
-    cache = kvq.layout(spec, config, 1, 131072, "bfloat16")
+    cache = kvq.cache.layout(spec, config, 1, 131072, "bfloat16")
     lowered = step.lower(llama, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     compiled = lowered.compile(USUAL_COMPILE).memory_analysis()
-    layer = kvq.nbytes(cache.layers[0])
+    layer = kvq.size.nbytes(cache.layers[0])
     assert compiled.temp_size_in_bytes < layer / 10, (
         f"{spec}: temp {compiled.temp_size_in_bytes} of {layer} bytes a layer"
     )
-    assert compiled.alias_size_in_bytes >= kvq.nbytes(cache.layers), f"{spec}: the cache was copied"
+    assert compiled.alias_size_in_bytes >= kvq.size.nbytes(cache.layers), (
+        f"{spec}: the cache was copied"
+    )
 
 
 @pytest.mark.parametrize("spec", some(["kivi:bits=4", "innerq"], ["innerq"]))

@@ -53,7 +53,7 @@ def test_rows_beyond_the_caches_dtype_are_told_and_named():
     cache = kvq.init_cache("dense", llama.config, 2, 32, "float16")
     out = generate(llama, cache, [[7, 7, 7], [1, 2, 3]], max_new_tokens=1)
     assert np.asarray(out.finite).tolist() == [True, False]
-    assert Overflow(1, 0, "v") in kvq.overflowed(out.cache)
+    assert Overflow(1, 0, "v") in kvq.size.overflowed(out.cache)
     exact = generate(
         llama,
         kvq.init_cache("dense", llama.config, 2, 32),
@@ -61,7 +61,7 @@ def test_rows_beyond_the_caches_dtype_are_told_and_named():
         max_new_tokens=1,
     )
     assert np.asarray(exact.finite).all(), "float32 holds these rows"
-    assert not kvq.overflowed(exact.cache)
+    assert not kvq.size.overflowed(exact.cache)
 
 
 def test_a_consumed_cache_says_where_it_went(tmp_path):
@@ -72,10 +72,10 @@ def test_a_consumed_cache_says_where_it_went(tmp_path):
     uses = {
         "checked_tokens": lambda c: checked_input.checked_tokens(model(), c, [[1]], None),
         "begin": lambda c: kvq.begin(c, 1, prefill=False),
-        "trim": lambda c: kvq.trim(c, [1]),
-        "select_rows": lambda c: kvq.select_rows(c, [0]),
-        "merge_rows": lambda c: kvq.merge_rows(taken, c),
-        "save_cache": lambda c: kvq.save_cache(c, tmp_path / "f.safetensors"),
+        "trim": lambda c: kvq.rows.trim(c, [1]),
+        "select_rows": lambda c: kvq.rows.select(c, [0]),
+        "merge_rows": lambda c: kvq.rows.merge(taken, c),
+        "save_cache": lambda c: kvq.files.save(c, tmp_path / "f.safetensors"),
     }
     for name, use in uses.items():
         with pytest.raises(ValueError, match="consumed by a call that took it over") as refused:

@@ -19,7 +19,7 @@ def test_each_cache_is_the_one_of_its_own_prefill():
     llama, tokens = random_llama(tiny_config()), random_tokens((2, LENGTH))
     models = [prepare(llama, spec) for spec in SPECS]
 
-    def new() -> list[kvq.Cache]:
+    def new() -> list[kvq.cache.Cache]:
         return [kvq.init_cache(spec, llama.config, 2, 64, "float32") for spec in SPECS]
 
     logits, together = prefill_together(models, new(), tokens)

@@ -36,7 +36,7 @@ def model(model_type: str = "llama") -> Llama:
     return random_llama(tiny_config(model_type))
 
 
-def empty(spec: str) -> kvq.Cache:
+def empty(spec: str) -> kvq.cache.Cache:
     return kvq.init_cache(spec, model().config, 1, LENGTH + 8, "float32")
 
 

@@ -50,7 +50,7 @@ def model():
     return random_llama(tiny_config(num_hidden_layers=1))
 
 
-def new_cache(spec: kvq.CacheSpec | str = "dense", batch=1, capacity=CAPACITY, config=None):
+def new_cache(spec: kvq.cache.CacheSpec | str = "dense", batch=1, capacity=CAPACITY, config=None):
     return kvq.init_cache(spec, config or model().config, batch, capacity, "float32")
 
 

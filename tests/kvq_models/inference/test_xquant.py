@@ -63,7 +63,7 @@ def model(name: str):
 
 
 @functools.cache
-def exact_inputs(name: str) -> tuple[kvq.LayerInputs, ...]:
+def exact_inputs(name: str) -> tuple[kvq.types.LayerInputs, ...]:
     """Return the attention inputs of every layer of the exact model for two rows of tokens."""
     llama = model(name)
     tokens = random_tokens((2, LENGTH))
@@ -81,13 +81,13 @@ def test_without_quantization_keys_and_values_are_the_models_own(name: str, form
     llama = prepare(model(name), EXACT[form])
     carry: Any = ()
     for i, (inputs, own) in enumerate(zip(exact_inputs(name), llama.cache_parameters, strict=True)):
-        k, v, carry = kvq.roundtrip_layer(EXACT[form], inputs, own, i, carry)
+        k, v, carry = kvq.cache.roundtrip_layer(EXACT[form], inputs, own, i, carry)
         for side, found, wanted in (("k", k, inputs.k_rot), ("v", v, inputs.v)):
             assert row_errors(found, wanted).max() < 1e-5, (
                 f"layer {i}, {side}: {row_errors(found, wanted).max():.1e}"
             )
         assert row_errors(k, inputs.k_pre).max() > 1e-2, "keys before RoPE pass"
-    other = kvq.roundtrip_layer(
+    other = kvq.cache.roundtrip_layer(
         EXACT[form].replace("bits=16", "bits=8"),
         exact_inputs(name)[0],
         llama.cache_parameters[0],
@@ -135,7 +135,7 @@ def test_the_accumulator_serves_ragged_batches():
     llama = prepare(model("gqa4"), CROSS)
     tokens, lengths = random_tokens((2, LENGTH)), jnp.asarray([LENGTH, 27])
 
-    def empty() -> kvq.Cache:
+    def empty() -> kvq.cache.Cache:
         return kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32")
 
     together, _ = score(llama, empty(), tokens, lengths)
@@ -153,13 +153,13 @@ def test_a_trimmed_cache_is_decoded_through_the_layers():
     tokens = random_tokens((2, LENGTH))
     _, cache = prefill(llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens)
 
-    def next_logits(trimmed: kvq.Cache) -> jax.Array:
+    def next_logits(trimmed: kvq.cache.Cache) -> jax.Array:
         return step(llama, jax.tree.map(jnp.copy, trimmed), tokens[:, 0])[0]
 
-    short = kvq.trim(cache, [22, 31], llama.cache_parameters)
+    short = kvq.rows.trim(cache, [22, 31], llama.cache_parameters)
     first, again = (
         next_logits(short),
-        next_logits(kvq.trim(short, [22, 31], llama.cache_parameters)),
+        next_logits(kvq.rows.trim(short, [22, 31], llama.cache_parameters)),
     )
     assert row_errors(again, first).max() <= 1e-5
     assert np.isfinite(first).all()
@@ -171,7 +171,7 @@ def test_a_trimmed_cache_is_decoded_through_the_layers():
     )
     errors = row_errors(first, exact)
     assert errors.max() < 0.2, f"a trimmed cache is far from the exact model: {errors}"
-    broken = kvq.trim(
+    broken = kvq.rows.trim(
         cache, [22, 31], ((), *jax.tree.map(jnp.zeros_like, llama.cache_parameters[1:]))
     )
     assert row_errors(next_logits(broken), first).max() > 1e-2, "parameters are not used"

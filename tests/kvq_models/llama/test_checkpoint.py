@@ -76,7 +76,7 @@ def test_every_weight_has_axes_of_its_shape():
                 weight.leaf.shape,
                 weight.leaf.dtype.name,
             ), path
-        assert kvq.nbytes(hf_names.describe(abstract)) == kvq.nbytes(abstract)
+        assert kvq.size.nbytes(hf_names.describe(abstract)) == kvq.size.nbytes(abstract)
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,14 @@ def test_packed_weights_generate_the_tokens_of_dense_ones(file: pathlib.Path):
 def test_what_builds_on_weights_takes_their_values(file: pathlib.Path, tmp_path: pathlib.Path):
     packed, dense = (load_llama(file, dtype="float32", weights=w)[0] for w in ("packed", "dense"))
     assert partial_fingerprint(packed) == partial_fingerprint(dense)
-    assert packed_loading.fingerprint(packed) == kvq.fingerprint(dense)
-    assert packed_loading.fingerprint(random_llama(CONFIG)) != kvq.fingerprint(dense)
+    assert packed_loading.fingerprint(packed) == kvq.files.fingerprint(dense)
+    assert packed_loading.fingerprint(random_llama(CONFIG)) != kvq.files.fingerprint(dense)
     one, other = (prepare(llama, "xquant:bits=4").cache_parameters for llama in (packed, dense))
     jax.tree.map(np.testing.assert_array_equal, one, other)
     save_llama(packed, tmp_path / "saved")
     again = load_llama(tmp_path / "saved", dtype="float32")[0]
     jax.tree.map(np.testing.assert_array_equal, again, packed_loading.dense_llama(packed))
-    assert kvq.nbytes(packed) < 0.45 * kvq.nbytes(dense)
+    assert kvq.size.nbytes(packed) < 0.45 * kvq.size.nbytes(dense)
 
 
 def test_the_default_is_packed_on_a_cpu_with_kernels_alone(

@@ -27,7 +27,7 @@ CACHES = ("kivi:bits=2,recent=8,block=8", "innerq:bits=2,sink=4,recent=8,block=8
 CACHE = CACHES[0]
 NEW = 12  # tokens of an answer: one segment, and a part of another
 WIDTH = 128  # tokens of every prefill of a replay; `kvq chat` pads no further than it must
-STEP, TRIM = jax.jit(decode_step), jax.jit(kvq.trim)
+STEP, TRIM = jax.jit(decode_step), jax.jit(kvq.rows.trim)
 SAID = ("the cat is", "the dog", "the key of the key is seven")
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}END{% else"
@@ -286,10 +286,10 @@ def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talkin
             == contents["tokens"]
             == int(exact) + int(quantized)
         )
-        assert contents["bytes"] == kvq.nbytes(
+        assert contents["bytes"] == kvq.size.nbytes(
             kvq.init_cache(CACHE, llama.config, 1, contents["tokens"], "float32")
         )
-        assert contents["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, contents["tokens"])
+        assert contents["bf16_bytes"] == kvq.size.dense_nbytes(llama.config, 1, contents["tokens"])
         assert float(ratio) == pytest.approx(contents["bf16_bytes"] / contents["bytes"], abs=0.01)
         assert turn["finish"] == "max-new-tokens"
         before = contents["tokens"]

@@ -75,7 +75,7 @@ def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cach
     llama, tokenizer = load_llama(model, dtype="float32")
     tokens, lengths = right_padded([tokenizer(PROMPT).input_ids])
     cache = kvq.init_cache(CACHE, llama.config, 1, found["capacity"], "float32")
-    size = kvq.nbytes(cache)
+    size = kvq.size.nbytes(cache)
     out = generate(
         llama, cache, tokens, lengths, max_new_tokens=NEW, eos_ids=llama.config.eos_token_ids
     )
@@ -86,7 +86,7 @@ def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cach
         "the default capacity is prompt + new, up to a multiple of 64"
     )
     assert found["cache_bytes"] == size
-    assert found["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, found["capacity"])
+    assert found["bf16_bytes"] == kvq.size.dense_nbytes(llama.config, 1, found["capacity"])
     assert found["ratio"] == found["bf16_bytes"] / found["cache_bytes"]
     assert found["quantized_tokens"] > 0, "the test's windows are small: tokens must have left them"
     assert found["implementation"] == HERE
@@ -195,12 +195,12 @@ def test_memory_counts_the_bytes_of_the_real_cache(model, run_json):
     found = run_json("memory", model, "--cache", spec, "--context", 96, "--batch", 3)
     cache = kvq.init_cache(spec, read_config(model), 3, 96)
     (row,) = found["caches"]
-    assert row["cache_bytes"] == kvq.nbytes(cache)
+    assert row["cache_bytes"] == kvq.size.nbytes(cache)
     assert sum(part["bytes"] for part in row["components"]) == row["cache_bytes"], (
         "components add up to the cache"
     )
-    assert row["ratio"] == kvq.dense_nbytes(read_config(model), 3, 96) / row["cache_bytes"]
-    assert row["bits_per_element"] == kvq.bits_per_element(spec, read_config(model), 96)
+    assert row["ratio"] == kvq.size.dense_nbytes(read_config(model), 3, 96) / row["cache_bytes"]
+    assert row["bits_per_element"] == kvq.size.bits_per_element(spec, read_config(model), 96)
 
 
 def test_memory_finds_the_largest_context_that_fits_and_needs_no_weights(model, tmp_path, run_json):
@@ -208,7 +208,7 @@ def test_memory_finds_the_largest_context_that_fits_and_needs_no_weights(model, 
     budget = 100_000
     (row,) = run_json("memory", tmp_path, "--cache", CACHE, "--budget", budget)["caches"]
     fitting, above = (
-        kvq.nbytes(kvq.layout(CACHE, read_config(model), 1, row["largest_context"] + i))
+        kvq.size.nbytes(kvq.cache.layout(CACHE, read_config(model), 1, row["largest_context"] + i))
         for i in (0, 1)
     )
     assert fitting <= budget < above
@@ -230,9 +230,9 @@ def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
 
 def test_methods_lists_every_method_with_its_declared_options(run, run_json):
     found = {method["name"]: method for method in run_json("methods")["methods"]}
-    assert list(found) == list(kvq.METHODS)
+    assert list(found) == list(kvq.methods.METHODS)
     _, text, _ = run("methods")
-    for name, method in kvq.METHODS.items():
+    for name, method in kvq.methods.METHODS.items():
         assert f"{name}: {method.summary}" in text
         for option in found[name]["options"]:
             assert option["name"] in text, f"{name}: option {option['name']} is not printed"
@@ -266,8 +266,8 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json, monke
     dense, quantized = found["caches"]
     assert (dense["name"], quantized["name"]) == ("dense", tight)
     assert dense["tokens_as_dense"] == 8, "the dense row agrees with itself"
-    assert quantized["cache_bytes"] == kvq.nbytes(
-        kvq.layout(tight, read_config(model), 1, found["capacity"])
+    assert quantized["cache_bytes"] == kvq.size.nbytes(
+        kvq.cache.layout(tight, read_config(model), 1, found["capacity"])
     )
     assert found["prompt_tokens"] + found["scored_tokens"] + 1 == found["context"] == 96
     assert dense["perplexity"] != quantized["perplexity"], (

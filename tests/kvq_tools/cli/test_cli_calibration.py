@@ -375,12 +375,12 @@ def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(
     predicted = [caches[bits]["predicted_kl"] for bits in sorted(caches)]
     assert predicted == sorted(predicted, reverse=True)
     assert len(set(predicted)) == len(predicted)
-    size = kvq.size(by_bits["chosen"], llama.config, 2, 256).resident
+    size = kvq.size.of(by_bits["chosen"], llama.config, 2, 256).resident
     assert size > caches[3.0]["bytes"], "waterfill's calibration is in memory, too"
     for budget, allowed in ((size, size), (size - 1, size - 1)):
         found = run_json("plan", model, "--calibration", out, "--budget", budget, *sizes)
         chosen = {cache["name"]: cache for cache in found["caches"]}[found["chosen"]]
-        assert kvq.size(chosen["name"], llama.config, 2, 256).resident <= allowed
+        assert kvq.size.of(chosen["name"], llama.config, 2, 256).resident <= allowed
         assert (chosen["body_bits_per_element"] >= caches[3.0]["body_bits_per_element"]) == (
             budget == size
         )

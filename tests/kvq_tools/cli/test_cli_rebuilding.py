@@ -107,13 +107,13 @@ def test_flops_are_those_of_the_compiled_attention():
         hidden_size=512, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim
     )
     config = tiny_config(num_hidden_layers=1, **sizes)
-    (plan,) = kvq.layout("xquant:bits=2", config, 1, tokens, "float32").plans
+    (plan,) = kvq.cache.layout("xquant:bits=2", config, 1, tokens, "float32").plans
     params = plan.from_weights(layer_weights(abstract_llama(config, "float32").layers[0]))
     frequencies, factor = (
         jax.ShapeDtypeStruct((head_dim // 2,), jnp.float32),
         jax.ShapeDtypeStruct((), jnp.float32),
     )
-    rope = describe(kvq.Rope, inverse_frequencies=frequencies, attention_factor=factor)
+    rope = describe(kvq.types.Rope, inverse_frequencies=frequencies, attention_factor=factor)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def counted(read, codec, parameters, rows):
@@ -179,7 +179,7 @@ def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, r
         added = {
             id(leaf): leaf for leaf in parameters if id(leaf) not in model_leaves and leaf.ndim
         }
-        assert cache["parameter_bytes"] == kvq.nbytes(list(added.values())), spec
+        assert cache["parameter_bytes"] == kvq.size.nbytes(list(added.values())), spec
     working = [cache["working_bytes"] for cache in found]
     body = kvq.parse("xquant_cl:bits=2").regions(512).body_capacity
     assert working == [0, 3 * body * 64 * 4, 0], "an accumulator [B, S, D] in fp32"

@@ -74,7 +74,7 @@ def test_methods_shows_the_named_ones_alone(run, run_json):
     ]
     code, out, _ = run("methods", "kivi")
     assert code == 0
-    assert out.startswith(f"kivi: {kvq.METHODS['kivi'].summary}")
+    assert out.startswith(f"kivi: {kvq.methods.METHODS['kivi'].summary}")
     assert "\ninnerq: " not in out
     assert "\ninnerq: " in run("methods")[1]
 

@@ -28,13 +28,15 @@ def logits_error(spec, pair):
     rope = rope_for(CONFIG, CAPACITY)
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, CAPACITY, 128)) for i in range(2))
     positions = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
-    q, keys = (kvq.rotate(x, positions, rope) for x in (q, k + biased(pair)[None, None, None]))
+    q, keys = (
+        kvq.types.rotate(x, positions, rope) for x in (q, k + biased(pair)[None, None, None])
+    )
     stored, _ = kvq.roundtrip(spec, keys, keys, q=q)
     return float(jnp.std(jnp.einsum("bnth,bksh->ts", q, stored - keys))) / np.sqrt(128)
 
 
 def turning(spec, pair, capacity=CAPACITY):
-    cache = kvq.layout(spec, CONFIG, 1, capacity, "float32")
+    cache = kvq.cache.layout(spec, CONFIG, 1, capacity, "float32")
     return [w for w in known_problems(CONFIG, cache, [biased(pair)]) if "RoPE turns" in w]
 
 
@@ -62,7 +64,7 @@ def test_the_doctor_warns_of_the_biases_that_hurt_and_of_no_others(spec):
     """Pair 0 turns by a radian a token, the last one hardly: it hurts if channels share a scale, or
     are floats, and not if a channel or pair has its own."""
     plain = logits_error(spec, None)
-    cache = kvq.layout(spec, CONFIG, 1, CAPACITY, "float32")
+    cache = kvq.cache.layout(spec, CONFIG, 1, CAPACITY, "float32")
     for pair in (None, 0, PAIRS // 4, PAIRS - 1):
         error = logits_error(spec, pair)
         warnings = [w for w in known_problems(CONFIG, cache, [biased(pair)]) if "bias" in w]
@@ -83,10 +85,12 @@ def test_the_doctor_names_the_pair_that_turns(spec):
 
 def test_the_doctor_names_the_step_of_floats():
     """A step is at most an eighth of the entry, with three mantissa bits."""
-    cache = kvq.layout("fp8", CONFIG, 1, CAPACITY, "float32")
+    cache = kvq.cache.layout("fp8", CONFIG, 1, CAPACITY, "float32")
     (warning,) = (w for w in known_problems(CONFIG, cache, [biased(0)]) if "mantissa" in w)
     assert "in steps of up to 37.5; add subtract_bias=true or skip_layers=0" in warning
-    spared = kvq.layout("k=fp8+v=fp8+cache:subtract_bias=true", CONFIG, 1, CAPACITY, "float32")
+    spared = kvq.cache.layout(
+        "k=fp8+v=fp8+cache:subtract_bias=true", CONFIG, 1, CAPACITY, "float32"
+    )
     assert not any("mantissa" in w for w in known_problems(CONFIG, spared, [biased(0)]))
 
 

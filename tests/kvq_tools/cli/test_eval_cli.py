@@ -146,9 +146,9 @@ def test_json_holds_the_numbers_of_the_library(model, run_json):
         assert row["flip_positions"] == result.flips.tolist()
         assert row["flips"] == len(row["flip_positions"]) == sum(row["by_position"]["flips"])
         assert row["by_position"]["kl"] == [p.kl for p in result.by_position(3)]
-        size = kvq.nbytes(kvq.layout(cache, llama.config, 1, WINDOW, "bfloat16"))
+        size = kvq.size.nbytes(kvq.cache.layout(cache, llama.config, 1, WINDOW, "bfloat16"))
         assert (row["cache_bytes"], row["ratio"]) == (size, found["bf16_bytes"] / size)
-    assert found["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, WINDOW)
+    assert found["bf16_bytes"] == kvq.size.dense_nbytes(llama.config, 1, WINDOW)
     dense, coarse = found["caches"]
     assert dense["kl"] < 1e-6 < 1e-2 < coarse["kl"]
     assert coarse["ratio"] > dense["ratio"]

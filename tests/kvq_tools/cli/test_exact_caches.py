@@ -43,20 +43,20 @@ CODED += [
 
 
 def layout(spec):
-    return kvq.layout(spec, tiny_config("qwen2"), 1, 1024)
+    return kvq.cache.layout(spec, tiny_config("qwen2"), 1, 1024)
 
 
 @pytest.mark.parametrize("spec", EXACT)
 def test_a_cache_whose_layers_keep_all_rows_quantizes_no_token(spec):
-    assert kvq.quantized_tokens(layout(spec), 1024) == 0
+    assert kvq.size.quantized_tokens(layout(spec), 1024) == 0
 
 
 @pytest.mark.parametrize("spec", CODED)
 def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_windows(spec):
     cache = layout(spec)
     assert not cache.spec.exact
-    assert kvq.quantized_tokens(cache, 1024) == cache.spec.regions(1024).body(1024) > 0
-    assert kvq.quantized_tokens(cache, cache.spec.sink + cache.spec.recent) == 0
+    assert kvq.size.quantized_tokens(cache, 1024) == cache.spec.regions(1024).body(1024) > 0
+    assert kvq.size.quantized_tokens(cache, cache.spec.sink + cache.spec.recent) == 0
 
 
 def test_doctor_calls_a_layer_quantized_where_it_is():

@@ -33,7 +33,7 @@ def sizes(config, context=4096):
 
     dims = read_config(config.parent)
     names = ("dense", *(cache.name for cache in measured.measurements().caches))
-    return {name: kvq.size(name, dims, 8, context).resident for name in names}
+    return {name: kvq.size.of(name, dims, 8, context).resident for name in names}
 
 
 def test_what_fits_is_counted_in_resident_bytes(config, run_json):

@@ -76,10 +76,10 @@ def test_the_tokens_are_those_of_one_process(
         *SAMPLED,
     )
     assert other["tokens"] != whole["tokens"], "every cache gives these tokens"
-    assert kvq.load_cache(
+    assert kvq.files.load(
         handed, config=tiny_config(vocab_size=300, num_hidden_layers=1)
     ).lengths.tolist() == [len(whole["prompt_ids"])]
-    assert kvq.load_beside(handed)["tokens"].tolist() == whole["prompt_ids"]
+    assert kvq.files.load_beside(handed)["tokens"].tolist() == whole["prompt_ids"]
 
 
 @pytest.mark.parametrize(

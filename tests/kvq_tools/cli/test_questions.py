@@ -70,11 +70,11 @@ def test_a_quantized_text_is_read_from_its_cache(
     found = asked(run_json, model, file, QUESTIONS[0])
     llama, _ = load_llama(model, dtype="float32")
     ids, kept = np.array([found["prompt_ids"]]), found["saved_tokens"]
-    text = kvq.load_beside(file)["tokens"][None]
+    text = kvq.files.load_beside(file)["tokens"][None]
     cache = kvq.init_cache(QUANTIZED, llama.config, 1, 256, "bfloat16")
     _, cache = prefill(llama, cache, text)
     assert found["quantized_tokens"] >= 64
-    cache = kvq.trim(cache, jnp.array([kept]))
+    cache = kvq.rows.trim(cache, jnp.array([kept]))
     answer = generate(llama, cache, ids[:, kept:], max_new_tokens=12).tokens[0].tolist()
     assert found["tokens"] == answer[: len(found["tokens"])]
 

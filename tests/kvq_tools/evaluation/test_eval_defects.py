@@ -84,7 +84,7 @@ CAUGHT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class PlantedSpec(kvq.CacheSpec):
+class PlantedSpec(kvq.cache.CacheSpec):
     """A spec whose layers have a defect."""
 
     defect: str = "none"

@@ -120,7 +120,7 @@ def test_fake_is_one_forward_pass_over_round_tripped_keys_and_values(scene):
         hidden, carry = llama.embed_tokens(row[None]), ()
         for number, layer in enumerate(llama.layers):
             inputs = layer.attention_inputs(hidden, positions, valid, rope)
-            k, v, carry = kvq.roundtrip_layer(spec, inputs, (), number, carry)
+            k, v, carry = kvq.cache.roundtrip_layer(spec, inputs, (), number, carry)
             hidden = layer.finish(hidden, whole_attention(inputs.q_rot, k, v, valid))
         return llama.logits(hidden)[0, :-1]
 

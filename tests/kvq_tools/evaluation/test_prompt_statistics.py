@@ -62,7 +62,7 @@ def ids():
 
 def test_the_table_has_both_kinds():
     assert {
-        case.id for case in METHOD_CASES if kvq.has_prompt_statistics(case.spec, CONFIG)
+        case.id for case in METHOD_CASES if kvq.cache.has_prompt_statistics(case.spec, CONFIG)
     } == set(WITH)
     for spec in (
         "innerq:normalize=false",
@@ -70,7 +70,7 @@ def test_the_table_has_both_kinds():
         "polarquant",
         "k=dense+v=innerq",
     ):
-        assert not kvq.has_prompt_statistics(spec, CONFIG), spec
+        assert not kvq.cache.has_prompt_statistics(spec, CONFIG), spec
 
 
 @cases(every=True)

@@ -51,7 +51,7 @@ def test_quality_is_what_the_evaluation_finds(report, model):
 
 def test_sizes_of_layers_add_up_to_the_cache(report, model):
     for cache in report.caches:
-        size = kvq.nbytes(kvq.layout(cache.name, model[0].config, 1, WINDOW, "bfloat16"))
+        size = kvq.size.nbytes(kvq.cache.layout(cache.name, model[0].config, 1, WINDOW, "bfloat16"))
         lengths = 4
         assert (
             sum(part.bytes for layer in cache.sizes for part in layer) + lengths

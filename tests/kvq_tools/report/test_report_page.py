@@ -49,7 +49,7 @@ def test_the_page_holds_every_cache_and_every_number(made, report):
     exact = [f"{report.exact.perplexity:.3f}", f"{report.exact.bits_per_byte:.4f}"]
     assert rows["model without a cache"][1:3] == exact
     assert rows["model without a cache"][6] == str(
-        kvq.dense_nbytes(load_llama(EMBEDDED)[0].config, 1, WINDOW)
+        kvq.size.dense_nbytes(load_llama(EMBEDDED)[0].config, 1, WINDOW)
     )
     assert rows["model without a cache: nats"] == [f"{n:.4f}" for n in report.exact.nats]
     assert rows["tokens"] == [str(p.tokens) for p in report.positions]

@@ -52,7 +52,7 @@ class WriterCase:
             head_dim=self.head_dim,
             hidden_size=4 * self.head_dim,
         )
-        plan = kvq.layout(self.spec, dims, 1, 8 * 128, "bfloat16").plans[0]
+        plan = kvq.cache.layout(self.spec, dims, 1, 8 * 128, "bfloat16").plans[0]
         return plan.codecs[self.side], by_side(parameters_of(plan))[self.side], plan.regions.block
 
 

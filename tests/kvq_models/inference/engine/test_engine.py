@@ -87,11 +87,11 @@ def without_ticket(event: Event) -> tuple:
 
 
 @jax.jit
-def poisoned(cache: kvq.Cache, rows: jax.Array) -> kvq.Cache:
+def poisoned(cache: kvq.cache.Cache, rows: jax.Array) -> kvq.cache.Cache:
     """NaN, or ones in every bit, wherever the rows that are marked have an array, but for their
     lengths."""
 
-    def poison(spec: kvq.ArraySpec, array: jax.Array) -> jax.Array:
+    def poison(spec: kvq.types.ArraySpec, array: jax.Array) -> jax.Array:
         bad = (
             jnp.nan
             if jnp.issubdtype(array.dtype, jnp.floating)
@@ -102,7 +102,9 @@ def poisoned(cache: kvq.Cache, rows: jax.Array) -> kvq.Cache:
         return jnp.where(spec.along("batch", rows), jnp.asarray(bad, array.dtype), array)
 
     bad = jax.tree.map(poison, cache.axes, cache)
-    return kvq.Cache(bad.layers, cache.lengths, cache.spec, cache.dims, cache.capacity, cache.dtype)
+    return kvq.cache.Cache(
+        bad.layers, cache.lengths, cache.spec, cache.dims, cache.capacity, cache.dtype
+    )
 
 
 def traffic(

@@ -122,7 +122,7 @@ def test_a_row_from_pieces_has_the_bits_of_the_one_that_was_read(case):
     )
 
 
-def bits(row: kvq.Cache) -> dict[str, bytes]:
+def bits(row: kvq.cache.Cache) -> dict[str, bytes]:
     return {
         jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
         for path, leaf in jax.tree_util.tree_leaves_with_path(row)
@@ -140,7 +140,7 @@ def test_pieces_of_another_prompt_would_be_noticed(llama: Llama, monkeypatch: py
 
 
 def test_the_statistics_of_a_prompt_come_with_its_first_chunk(llama: Llama):
-    assert kvq.has_prompt_statistics(SPEC, llama.config)
+    assert kvq.cache.has_prompt_statistics(SPEC, llama.config)
     store, shared = PrefixStore(1 << 20), tokens_of(9, CHUNK)
     engine = engine_of(llama, store)
     answers(engine, [Request(shared + tokens_of(10, 30), 0)])

@@ -34,7 +34,7 @@ def engine(llama: Llama) -> Engine:
     return engine
 
 
-def flip(cache: kvq.Cache, field: str, row: int) -> kvq.Cache:
+def flip(cache: kvq.cache.Cache, field: str, row: int) -> kvq.cache.Cache:
     """Return the cache with a flipped bit in the first token of the last layer's window or body,
     or in its length."""
 
@@ -103,10 +103,10 @@ def test_an_answer_that_was_sent_from_damaged_memory_ends_with_an_error(engine: 
 def test_a_sweep_takes_its_share_of_the_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     clock, sums = [0.0], []
 
-    def slow(cache: kvq.Cache, layers: list[int]) -> dict:
+    def slow(cache: kvq.cache.Cache, layers: list[int]) -> dict:
         clock[0] += 0.5
         sums.append(layers)
-        return kvq.seal(cache, layers)
+        return kvq.files.seal(cache, layers)
 
     monkeypatch.setattr("kvq_models.inference.engine.sweep.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("kvq_models.inference.engine.sweep.seal", slow)
