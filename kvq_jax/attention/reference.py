@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvq_jax.arrays.stored import load_body
+from kvq_jax.attention.logits import attention_logits
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
@@ -90,7 +91,9 @@ def attend(
     batch, heads, tokens, head_dim = q.shape
     q_BKGTH = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, tokens, head_dim)
     products = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k.astype(jnp.float32))
-    logits = jnp.where(mask[:, None, None], attention.scaled(products, head_dim), -jnp.inf)
+    logits = jnp.where(
+        mask[:, None, None], attention_logits(attention, products, head_dim), -jnp.inf
+    )
     if sinks is not None:  # one more token, whose value is zero
         column = sinks.astype(jnp.float32).reshape(1, k.shape[1], -1, 1, 1)
         column = jnp.broadcast_to(column, (*logits.shape[:-1], 1))

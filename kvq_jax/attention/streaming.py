@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.attention import online_softmax
+from kvq_jax.attention.logits import attention_logits, inside_window
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
@@ -251,12 +252,12 @@ def _add_exact(
         )
         seen = (
             (positions <= queries.positions[..., None])
-            & attention.reaches(queries.positions[..., None], positions)
+            & inside_window(attention, queries.positions[..., None], positions)
             & outside_body(regions, positions, queries.limits[..., None])
             & real
             & fresh[None, None]
         )
-        scores = attention.scaled(dot_rows(rows, k), rows.shape[-1])
+        scores = attention_logits(attention, dot_rows(rows, k), rows.shape[-1])
         return online_softmax.extend(
             part, scores, _per_row(seen, rows), lambda weights: weigh_rows(weights, v)
         )
@@ -306,12 +307,12 @@ def read_chunks(
         )
         seen = (
             (index[:, None] < queries.limits[..., None])
-            & plan.attention.reaches(queries.positions[..., None], positions[:, None])
+            & inside_window(plan.attention, queries.positions[..., None], positions[:, None])
             & fresh[None, None]
         )
         if regions.wraps:
             seen &= index[:, None] >= 0
-        logits = plan.attention.scaled(scores, rows.shape[-1])
+        logits = attention_logits(plan.attention, scores, rows.shape[-1])
         return online_softmax.extend(part, logits, _per_row(seen, rows), weigh)
 
     end = jnp.max(regions.held(queries.limits))

@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import display
-from kvq_jax.cache.known_attention import attention_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer import attention as layer_attention
 from kvq_jax.layer.attention import Attention
+from kvq_jax.layer.known_attention import attention_of
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
 from kvq_jax.placement.allowed import check_rows, placed

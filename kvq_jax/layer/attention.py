@@ -6,6 +6,7 @@ keys and values.
 
 for a query at position p. Without a soft cap, s_t = scale q . k_t. Sources: Child et al., Sparse
 Transformers (windows); Gemma Team, Gemma 2 (soft cap); the gpt-oss model card (learned sinks).
+kvq_jax/attention/logits.py computes s_t. This file imports no JAX: configurations are read by it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
-
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 LARGEST = 2.0**62  # of the numbers below
 
@@ -66,20 +64,6 @@ class Attention:
         if self.window is None or self.window < capacity:
             return self
         return dataclasses.replace(self, window=None)
-
-    def scaled(self, scores: Float[Array, "..."], head_dim: int) -> Float[Array, "..."]:
-        """Return the logits of the softmax from products q . k."""
-        logits = scores * self.factor(head_dim)
-        if self.soft_cap is None:
-            return logits
-        return self.soft_cap * jnp.tanh(logits / self.soft_cap)
-
-    def reaches(
-        self, queries: Int[Array, "..."], positions: Int[Array, "..."]
-    ) -> Bool[Array, "..."] | bool:
-        """Return a mask of the positions that are inside the windows of queries at these
-        positions. Positions after a query count as inside."""
-        return True if self.window is None else positions > queries - self.window
 
 
 PLAIN = Attention()

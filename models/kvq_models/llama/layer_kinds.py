@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_jax.cache.known_attention import SUPPORTED_LAYERS
+from kvq_jax.layer.known_attention import SUPPORTED_LAYERS
 from kvq_models.llama.config_fields import check_positive, optional, required
 from kvq_models.llama.families import Family
 

@@ -39,6 +39,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvq_jax.attention.logits import attention_logits, inside_window
 from kvq_jax.layer.attention import PLAIN, Attention, of_layer
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
@@ -360,12 +361,13 @@ def causal_attention(
     batch, heads, length, head_dim = q_BNTH.shape
     groups = heads // k_BKTH.shape[1]
     q_BKGTH = q_BNTH.reshape(batch, -1, groups, length, head_dim)
-    scores_BKGTS = attention.scaled(
+    scores_BKGTS = attention_logits(
+        attention,
         jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k_BKTH, preferred_element_type=jnp.float32),
         head_dim,
     )
     query_T1, key_1S = jnp.arange(length)[:, None], jnp.arange(length)[None]
-    seen_TS = (key_1S <= query_T1) & attention.reaches(query_T1, key_1S)
+    seen_TS = (key_1S <= query_T1) & inside_window(attention, query_T1, key_1S)
     visible_BTS = seen_TS[None] & valid_BT[:, None, :]
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
     if sinks_N is not None:
