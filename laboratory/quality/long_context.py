@@ -53,6 +53,8 @@ NEW_TOKENS, MORE_NEW_TOKENS = (
 LENGTHS = 1024, 2048, 4096
 COUNT, BATCH, THRESHOLD = 50, 4, 0.1
 THROUGH = 64  # tokens: more than the longest question, and the beginning of its answer
+# what rows of one run share
+SETTINGS = ["count", "chat", "seed", "samples", "sample_length", "through", "choosing", "threshold"]
 CHOICE = "full precision on other samples"
 CHOOSING = 8  # samples of the seed after the asked one, by which tasks are chosen
 
@@ -174,19 +176,7 @@ class Bench:
             runner.check_samples(samples, self.llama.config)
         self.work = options.work or options.json.with_name(f"{options.json.stem}.unfinished")
         hashes = {name: text.sha256 for name, (text, _) in self.texts.items()}
-        given = {
-            name: getattr(options, name)
-            for name in (
-                "count",
-                "chat",
-                "seed",
-                "samples",
-                "sample_length",
-                "through",
-                "choosing",
-                "threshold",
-            )
-        }
+        given = {name: getattr(options, name) for name in SETTINGS}
         self.journal = Journal(
             self.work / f"{options.json.stem}.jsonl",
             {"model": partial_fingerprint(self.llama), **hashes, **given},
