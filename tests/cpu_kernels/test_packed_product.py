@@ -3,6 +3,8 @@ not fit."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +17,12 @@ if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 
-def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mins: bool):
+def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mins: bool) -> Any:
     """Return (codes, scales, coarse scales, minima, coarse minima), and the matrix [I, O]."""
     rng, panels = np.random.default_rng(0), -(-outputs // 32)
     values = rng.integers(0, 16, (panels, inputs, 32)) if bits == 4 else None
     values = rng.integers(-128, 128, (panels, inputs, 32)) if values is None else values
-    codes: np.ndarray = values.astype(np.int8)
+    codes: Any = values.astype(np.int8)
     if bits == 4:  # [P, runs, half, word, byte, lane] to the bits of words
         parts = values.reshape(panels, -1, 2, 4, 4, 32).astype(np.uint32)
         shifts = 4 * np.arange(2)[:, None, None, None] + 8 * np.arange(4)[:, None]
@@ -106,6 +108,8 @@ def test_a_mapped_product_is_the_product_of_each():
 )
 def test_arrays_that_do_not_fit_are_an_error_of_xla(change: dict, outputs: int, message: str):
     arrays, w = matrix(8, 32, 64, 32, coarse=False, mins=False)
-    changed = [jnp.asarray(change[i]) if i in change else array for i, array in enumerate(arrays)]
+    changed: list[Any] = [
+        jnp.asarray(change[i]) if i in change else array for i, array in enumerate(arrays)
+    ]
     with pytest.raises(Exception, match=message):
         product(np.ones((1, 64), np.float32), changed, outputs)

@@ -17,7 +17,7 @@ Source: ggml's block structures, as the gguf library reads them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,12 +58,16 @@ def packed_matrix(
     factors = (rows for rows in entries if rows is not None and rows.dtype == np.float16)
     finite = all(bool(np.all(rows.view(np.uint16) & _EXPONENT != _EXPONENT)) for rows in factors)
     matrix = PackedMatrix(
-        *(None if rows is None else jnp.asarray(panels_of(rows)) for rows in entries),
+        *map(_placed, entries),
         outputs=len(blocks),
         centre=8 if kind == "Q4_0" else 0,
         value_dtype=jnp.dtype(dtype).name,
     )
     return matrix, finite
+
+
+def _placed(rows: Shaped[np.ndarray, "O _"] | None) -> Any:
+    return None if rows is None else jnp.asarray(panels_of(rows))
 
 
 def _rows(entries: Shaped[np.ndarray, "O ..."]) -> Shaped[np.ndarray, "O _"]:

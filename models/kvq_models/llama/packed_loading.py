@@ -84,10 +84,11 @@ def in_words(llama: Llama) -> str:
     """Return how the weights are stored, and what that does to their values."""
     leaves = jax.tree.leaves(llama, is_leaf=is_packed)
     size = sum(nbytes(leaf) for leaf in leaves if is_packed(leaf))
+    dtype = llama.embed[...].dtype.name
     if not size:
-        return llama.config.dtype
+        return dtype
     bits = sorted({leaf.bits for leaf in leaves if is_packed(leaf)})
     return (
         f"packed ({' and '.join(map(str, bits))} bits, {size / 1e6:.0f} MB, exactly the file's"
-        f" values), activations {llama.config.dtype}"
+        f" values), activations {dtype}"
     )

@@ -122,7 +122,7 @@ class PackedMatrix(_Weight):
 class PackedTable(_Weight):
     """A table [V, D], such as an embedding: the transpose of `matrix` [D, V].
 
-    `table.T` is the matrix, so that x @ table.T are logits.
+    Its T is the matrix, so that x @ table.T are logits.
     """
 
     matrix: PackedMatrix
