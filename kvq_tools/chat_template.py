@@ -75,7 +75,7 @@ def marked_names(tokenizer: Any, template: str, value: Any) -> Any:
 
 
 def mark_text(pattern: re.Pattern[str] | None, text: str) -> str:
-    return text if pattern is None else pattern.sub(lambda found: found[0] + MARK, text)
+    return text if pattern is None else pattern.sub(lambda match: match[0] + MARK, text)
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:

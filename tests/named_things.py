@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = (
     "cpu_kernels",
     "kvq_jax",
+    "kvq_hosts",
     "pallas_kernels",
     "models",
     "kvq_tools",

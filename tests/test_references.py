@@ -18,7 +18,7 @@ import pytest
 from tests.named_things import FOLDERS, ROOT, parsed, project, text_files
 
 HEADS = (  # of dotted names, past ones included
-    "kvq|cpu_kernels|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks"
+    "kvq|cpu_kernels|kvq_jax|kvq_hosts|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks"
     "|laboratory|tests"
 )
 NOT_OURS = {
@@ -83,6 +83,15 @@ def file_exists(name: str, beside: str) -> bool:
     )
 
 
+def is_method(name: str) -> bool:
+    """Return whether a class of kvq_jax.methods has the name: kvq_jax makes specs by it."""
+    return name in project().members and any(
+        name in names
+        for module, names in project().modules.items()
+        if module.startswith("kvq_jax.methods.")
+    )
+
+
 def dotted_exists(name: str) -> bool:
     """Return whether a name of package, module, symbol and member exists, from as many of its parts
     as are a module."""
@@ -95,6 +104,8 @@ def dotted_exists(name: str) -> bool:
         found = project().modules.get(".".join(parts[:i]))
         if found is not None:
             rest = parts[i:]
+            if parts[:i] == ["kvq_jax"] and rest and is_method(rest[0]):
+                return len(rest) == 1
             return not rest or (
                 rest[0] in found
                 and (

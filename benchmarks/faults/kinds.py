@@ -22,8 +22,8 @@ class Listed(NamedTuple):
 
     def kind(self) -> Kind:
         module, _, name = self.place.partition(":")
-        found = getattr(importlib.import_module(f"benchmarks.faults.{module}"), name)
-        return found(*self.arguments) if self.arguments else found
+        function = getattr(importlib.import_module(f"benchmarks.faults.{module}"), name)
+        return function(*self.arguments) if self.arguments else function
 
 
 CHECKSUM, ANOTHER = "checksums are not verified", "digits are edited, and count as wrong"

@@ -259,12 +259,12 @@ def full_disk(folder: Path) -> Iterator[Inject]:
                 os._exit(3)
 
         status = waited(forked(write))
-        found = content_of(folder, writer.names[0])
+        content = content_of(folder, writer.names[0])
         writer.write(folder, 1)
         again = content_of(folder, writer.names[0])
         if status is None:
             return Outcome(False, "hang", name)
-        if found != contents[name, 1 if status == 0 else 0] or again != contents[name, 1]:
+        if content != contents[name, 1 if status == 0 else 0] or again != contents[name, 1]:
             return Outcome(status == 3, "wrong", f"{name}, at most {most} bytes")
         if status not in (0, 3):
             return Outcome(False, "crash", f"{name} ends with {status}")
@@ -310,7 +310,7 @@ def compilation_cache(folder: Path) -> Iterator[Inject]:
         else:
             for file, other in zip(programs, reversed(programs), strict=True):
                 file.write_bytes(kept_programs[other])
-        status, found = computed()
+        status, result = computed()
         said = "Error reading persistent" in (folder / "said").read_text(errors="replace")
         for file, content in kept_programs.items():
             file.write_bytes(content)
@@ -318,7 +318,7 @@ def compilation_cache(folder: Path) -> Iterator[Inject]:
             return Outcome(said, "hang")
         if status:
             return Outcome(said, "crash", f"the process ends with {status}")
-        return Outcome(said, "right" if found == expected else "wrong")
+        return Outcome(said, "right" if result == expected else "wrong")
 
     yield inject
 

@@ -85,8 +85,8 @@ def write_calibration(folder: Path) -> None:
 
 
 def read_fitted(folder: Path) -> object:
-    found = read_calibration(folder / "file", kvq.parse(CALIBRATED), DIMS, "fingerprint")
-    return {name: array.tobytes() for name, array in found.tensors.items()}
+    calibration = read_calibration(folder / "file", kvq.parse(CALIBRATED), DIMS, "fingerprint")
+    return {name: array.tobytes() for name, array in calibration.tensors.items()}
 
 
 @functools.cache

@@ -167,8 +167,8 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
                 runs = counts.kept.shape[1]
                 # of each run
                 first = jnp.arange(runs, dtype=jnp.int32) * regions.held_capacity // max(1, runs)
-                held = regions.body(cache.lengths)
-                live = first[None] < jnp.minimum(held, regions.slots * regions.block)[:, None]
+                in_body = regions.body(cache.lengths)
+                live = first[None] < jnp.minimum(in_body, regions.slots * regions.block)[:, None]
                 by_side[side] = OutlierTotals(
                     *(int(jnp.sum(jnp.where(live, count, 0))) for count in counts)
                 )

@@ -87,18 +87,18 @@ def check_sinks(layer: int, expected: bool, sinks: Array | None) -> None:
 
 
 def new_tokens(
-    held: LengthsB,
+    before: LengthsB,
     capacity: int,
     tokens: int,
     lengths: Integers | None,
     placement: Placement | None,
 ) -> tuple[PositionsBT, ValidBT]:
-    """Return the positions of T new tokens after the `held` ones of each row, and a mask of those
-    that are stored: the first lengths[b] (default: all) that the capacity has room for."""
-    batch = held.shape[0]
+    """Return the positions of T new tokens after the first `before` of each row, and a mask of
+    those that are stored: the first lengths[b] (default: all) that the capacity has room for."""
+    batch = before.shape[0]
     with crossing(placement) as mesh:
         new = jnp.arange(tokens, dtype=jnp.int32)[None]
-        positions = held[:, None] + new
+        positions = before[:, None] + new
         valid = positions < capacity
         if lengths is not None:
             real = mesh.taken(jnp.asarray(int32("lengths", lengths)))

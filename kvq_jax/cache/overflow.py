@@ -78,7 +78,7 @@ def _of_body(plan: LayerPlan, body: Tree, lengths: np.ndarray) -> Iterator[tuple
     regions = plan.regions
     aged = np.array([min(regions.body(int(n)), regions.slots * regions.block) for n in lengths])
     for array in jax.tree.leaves(body, is_leaf=lambda node: hasattr(node, "out_of_range")):
-        found = array.out_of_range() if hasattr(array, "out_of_range") else None
-        for end, runs in () if found is None else zip(("large", "small"), found, strict=True):
+        counted = array.out_of_range() if hasattr(array, "out_of_range") else None
+        for end, runs in () if counted is None else zip(("large", "small"), counted, strict=True):
             first = np.arange(runs.shape[1]) * regions.held_capacity // runs.shape[1]
             yield end, (np.asarray(runs) & (first[None] < aged[:, None])).any(axis=1)

@@ -86,12 +86,12 @@ def check_windows(cache: Cache, limits: Array) -> None:
     lengths, kept = fetched(cache.lengths), np.asarray(limits)
     for plan, state in wrapped:
         window = plan.regions.window
-        held = fetched(held_from(plan, state, cache.lengths))
-        lost = (kept > 0) & (kept < lengths) & (np.maximum(kept - window + 1, 0) < held)
+        oldest = fetched(held_from(plan, state, cache.lengths))
+        lost = (kept > 0) & (kept < lengths) & (np.maximum(kept - window + 1, 0) < oldest)
         for row in np.flatnonzero(lost):
             raise ValueError(
                 f"row {row} has {lengths[row]} tokens, and a layer with a window of {window} tokens"
-                f" can go back to {held[row] + window - 1}, not to {kept[row]}: trim the row to"
+                f" can go back to {oldest[row] + window - 1}, not to {kept[row]}: trim the row to"
                 " that length or to 0"
             )
 

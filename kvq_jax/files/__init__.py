@@ -39,8 +39,8 @@ def __getattr__(name: str) -> Any:
     # imported when first used: the cache imports this package for its files
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, own = _MODULES[name]
-    return getattr(importlib.import_module(f"kvq_jax.cache.{module}"), own)
+    module, attribute = _MODULES[name]
+    return getattr(importlib.import_module(f"kvq_jax.cache.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

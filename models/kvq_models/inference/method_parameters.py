@@ -117,11 +117,11 @@ def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
         for layer, (made, needed) in enumerate(
             zip(made_for, _purpose(spec, dims_of(llama.config)), strict=True)
         ):
-            for side, own, asked in zip(("keys", "values"), made, needed, strict=True):
-                if asked not in ("", own):
+            for side, method, asked in zip(("keys", "values"), made, needed, strict=True):
+                if asked not in ("", method):
                     raise ValueError(
                         f"the model's parameters for {side} of layer {layer} were made for"
-                        f" {own or 'no method'!r}, and the cache {str(spec)!r} needs those for"
+                        f" {method or 'no method'!r}, and the cache {str(spec)!r} needs those for"
                         f" {asked!r}: prepare(llama, {str(spec)!r}) makes them"
                     )
     return carried or ((),) * len(llama.layers)
@@ -162,11 +162,11 @@ def _parameters(
     calibrated: dict[int, dict[Side, dict[str, np.ndarray]]] = {}
     if calibration is not None:
         for name, need in needs(spec, llama.config).items():
-            own = {
+            arrays = {
                 parameter: calibration.tensors[f"{name}.{parameter}"]
                 for parameter in need.parameters
             }
-            calibrated.setdefault(need.layer, {})[need.side] = own
+            calibrated.setdefault(need.layer, {})[need.side] = arrays
     dims = dims_of(llama.config)
     layers: list[tuple[Tree, Tree]] = [((), ())] * len(llama.layers)
     needed = [i for i, sides in enumerate(_purpose(spec, dims)) if any(sides)]

@@ -95,7 +95,7 @@ class Sweep:
         tickets = [None if accepted is None else accepted.run for accepted in slots]
         expected = [0 if accepted is None else accepted.tokens_held for accepted in slots]
         lengths = np.array(cache.lengths)
-        found = {
+        changed = {
             slot
             for slot, run in enumerate(tickets)
             if run is not None and lengths[slot] != expected[slot]
@@ -107,7 +107,7 @@ class Sweep:
             now = seal(cache, [layer])[layer]
             if layer in self._seals:
                 runs, before = self._seals[layer]
-                found |= {
+                changed |= {
                     damage.row
                     for damage in changes(cache, layer, before, now)
                     if tickets[damage.row] is not None and tickets[damage.row] == runs[damage.row]
@@ -116,7 +116,7 @@ class Sweep:
         if turns:
             ended = time.monotonic()
             self._due = ended + (ended - started) * (1 / self._share - 1)
-        return found
+        return changed
 
     def seal_row(self, row: Cache, accepted: Accepted) -> None:
         """Seal all layers of a row after a chunk of its prompt."""
