@@ -96,9 +96,9 @@ def without_lost(
 ) -> QueryBNTH:
     """Return attention with NaN for tokens past the capacity, and for those whose window reaches
     below `floor`, the first body token that is held after a trim."""
-    lost = positions >= plan.regions.capacity
-    if floor is not None:
-        lost |= jnp.maximum(positions - plan.regions.window + 1, 0) < floor[:, None]
+    lost, window = positions >= plan.regions.capacity, plan.attention.window
+    if floor is not None and window is not None:
+        lost |= jnp.maximum(positions - window + 1, 0) < floor[:, None]
     return jnp.where(lost[:, None, :, None], jnp.nan, out)
 
 
