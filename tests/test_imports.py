@@ -43,7 +43,7 @@ KERNEL_DOORS = {
     "kvq_jax/attention/fused.py": ("pallas_kernels",),
     "kvq_jax/attention/native.py": (PARTIAL, "cpu_kernels"),
     "kvq_jax/attention/online_softmax.py": (PARTIAL,),
-    "kvq_jax/attention/prompt.py": (PARTIAL, "cpu_kernels.exact_attention"),
+    "kvq_jax/attention/prompt.py": (PARTIAL, "cpu_kernels.exact_attention", "cpu_kernels.library"),
     "kvq_jax/attention/streaming.py": (PARTIAL,),
     "kvq_jax/codecs/kernel_readers.py": (LAYOUT, "pallas_kernels.readers"),
     "kvq_jax/codecs/kernel_writers.py": ("pallas_kernels.quantize",),

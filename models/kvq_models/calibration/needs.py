@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,7 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.packed_weights import dense
+from kvq_models.llama.rope_config import RopeConfig
 
 
 class Need(NamedTuple):
@@ -73,10 +74,24 @@ def partial_fingerprint(llama: Llama) -> str:
     return partial_fingerprint_of(llama.config, read)
 
 
+# of RopeConfig; models of before do not have them, and keep their fingerprints
+_LATER = ("partial_rotary_factor", "short_factor", "long_factor")
+
+
+def _settings(rope: RopeConfig) -> tuple[Any, ...]:
+    return tuple(
+        getattr(rope, field.name)
+        for field in dataclasses.fields(rope)
+        if field.name not in _LATER or getattr(rope, field.name) != field.default
+    )
+
+
 def partial_fingerprint_of(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> str:
     """Return a model's `partial_fingerprint`. `read` returns its tensors by Hugging Face name, in
     Hugging Face's orientation."""
-    digest = hashlib.sha256(repr(dataclasses.astuple(config.rope)).encode())
+    digest = hashlib.sha256(repr(_settings(config.rope)).encode())
+    if config.local_rope is not None:
+        digest.update(repr(_settings(config.local_rope)).encode())
     last = config.num_hidden_layers - 1
     projections = (
         "model.layers.0.self_attn.k_proj.weight",

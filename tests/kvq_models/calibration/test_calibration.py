@@ -61,7 +61,7 @@ def exact(
             )[None]
             for side in ("k", "v")
         }
-        k_rot = rotate(inputs.k_pre + add["k"], positions, rope)
+        k_rot = rotate(inputs.k_pre + add["k"], positions, layer.rope(rope))
         hidden = layer.finish(
             hidden, causal_attention(inputs.q_rot, k_rot, inputs.v + add["v"], valid)
         )
