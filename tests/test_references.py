@@ -54,7 +54,6 @@ SUFFIXES = (
 QUOTES_HISTORY = (
     "benchmarks/results/",
     "laboratory/results/",
-    "docs/report/",
     "laboratory/notes/",
 )  # generated, or dated: their names are those of their day
 

@@ -1,7 +1,7 @@
 """Take the pictures of docs/screenshots: commands in a real terminal, a report in a real browser.
 
-    python -m tools.screenshots docs/screenshots                  both
-    python -m tools.screenshots docs/screenshots --only report    the page docs/report/index.html
+    python -m tools.screenshots docs/screenshots                      the commands
+    python -m tools.screenshots pictures --page report/index.html     a page of `kvq report`
 
 The terminal is xterm on a virtual screen, the browser is Chromium without a window. On Debian both
 come with `apt-get install chromium fonts-dejavu imagemagick xterm xvfb`. Commands run as they are,
@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REPORT = ROOT / "docs" / "report" / "index.html"
 PASSAGE = "kvq_tools/cli/passage.txt"
 COMMANDS = {
     "eval": (
@@ -155,23 +154,18 @@ def main() -> None:
         prog="python -m tools.screenshots", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("folder", type=Path, help="where the pictures go")
-    parser.add_argument("--only", choices=tuple(PROGRAMS), help="only these")
-    parser.add_argument(
-        "--page", type=Path, default=REPORT, help="the report's page (default: %(default)s)"
-    )
+    parser.add_argument("--page", type=Path, help="the page of a report, in place of commands")
     options = parser.parse_args()
-    kinds = [options.only] if options.only else list(PROGRAMS)
-    missing = sorted(
-        {program for kind in kinds for program in PROGRAMS[kind] if shutil.which(program) is None}
-    )
+    kind = "terminal" if options.page is None else "report"
+    missing = sorted(program for program in PROGRAMS[kind] if shutil.which(program) is None)
     if missing:
         parser.error(f"not installed: {', '.join(missing)}")
     options.folder.mkdir(parents=True, exist_ok=True)
-    if "terminal" in kinds:
+    if options.page is None:
         for name, command in COMMANDS.items():
             for columns in COLUMNS:
                 terminal(command, columns, options.folder / f"{name}_{columns}.png")
-    if "report" in kinds:
+    else:
         for width in WIDTHS:
             for theme in ("light", "dark"):
                 report(

@@ -29,6 +29,7 @@ from typing import Literal, TypeAlias
 import jax
 
 from cpu_kernels.library import instruction_set, unavailable
+from cpu_kernels.library import prompts_attended as prompts_attended
 from kvq_jax.arrays import stored as stored_arrays
 from kvq_jax.attention import arithmetic, native, prompt, streaming
 from kvq_jax.codecs.codec import Codec, TokensAt

@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from cpu_kernels.exact_attention import DTYPES, MOST_CHANNELS, MOST_GROUP, exact_attention
-from cpu_kernels.library import prompts_attended as prompts_attended
 from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides

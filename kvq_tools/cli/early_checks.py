@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvq_tools.cli.console import input_errors
 
-TEXTS = ("prompt_file", "prompts", "text")  # options that name a file to read, or - for stdin
+TEXTS = ("prompt_file", "text")  # options that name a file to read, or - for stdin
 
 
 def check(options: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvq_jax.attention.prompt import prompts_attended
+from kvq_jax.attention.dispatch import prompts_attended
 from kvq_tools.cli.console import progress
 
 

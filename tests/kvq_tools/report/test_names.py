@@ -22,7 +22,7 @@ from matplotlib.transforms import Bbox
 
 @pytest.fixture(scope="module")
 def report():
-    return schema.read(pathlib.Path(__file__).parents[3] / "docs/report/report.json")
+    return schema.read(pathlib.Path(__file__).with_name("smollm2_report.json"))
 
 
 def test_a_dollar_in_the_name_of_a_cache_begins_no_formula(report):
