@@ -47,8 +47,15 @@ Answers: TypeAlias = list[tuple[list[tuple[int, float]], str]]
 def engine_of(prefixes: PrefixStore, *, sweep: Sweep | None = None) -> Engine:
     """Return a compiled engine. sweep: in place of the one that takes a hundredth of the time."""
     llama, _ = load_llama(EMBEDDED, dtype="float32")
-    sizes = dict(slots=SLOTS, capacity=CAPACITY, widths=WIDTHS)
-    engine = Engine(llama, SPEC, prefixes=prefixes, verify=True, **sizes)
+    engine = Engine(
+        llama,
+        SPEC,
+        slots=SLOTS,
+        capacity=CAPACITY,
+        widths=WIDTHS,
+        prefixes=prefixes,
+        verify=True,
+    )
     if sweep is not None:
         engine._sweep = sweep
     engine.warm_up()
@@ -195,12 +202,12 @@ def live_memory(each: int, share: float, anywhere: bool) -> Kind:
         sweep = Sweep(each, share)
         engine = engine_of(PrefixStore(LIMIT), sweep=sweep)
         expected = answers(engine, QUESTIONS)
-        assert engine._rows is not None
 
         def inject(number: int, checked: bool) -> Outcome:
             rng, before = np.random.default_rng(number), engine.counts.damaged
             at, done = int(rng.integers(20)), False
             engine._sweep = sweep if checked else None
+            assert engine._rows is not None
             engine._rows._store = PrefixStore(LIMIT)
 
             def between(step: int) -> None:

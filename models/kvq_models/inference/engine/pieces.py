@@ -36,7 +36,8 @@ class RowPiece:
     def crc32(self) -> int:
         digest = zlib.crc32(repr((self.length, self.starts)).encode())
         for array in (*self.arrays, self.logits):
-            digest = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), digest)
+            content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            digest = zlib.crc32(content.data, digest)
         return digest
 
 
