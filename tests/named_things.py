@@ -17,6 +17,7 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = (
     "cpu_kernels",
+    "kvq_hosts",
     "kvq_jax",
     "pallas_kernels",
     "models",
