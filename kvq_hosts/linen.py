@@ -9,8 +9,8 @@
             return nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=attend)(x)
 
 The module's "cache" collection keeps a `kvq.cache.LayerCache`, so `nn.scan` stacks the caches of
-its layers with `variable_axes={"cache": 0}`, and `module.apply(..., mutable=["cache"])` returns
-them.
+its layers with `variable_axes={"cache": 0}`, and applying the module with
+mutable=["cache"] returns them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def cached_attention(
     **options: Any,
 ) -> Attend:
     """Return an `attention_fn` (query, key, value) -> attention that keeps keys and values in a
-    variable of a module's "cache" collection. Call it in the module's compact method or `setup`.
+    variable of a module's "cache" collection. Call it in the module's compact method or setup.
 
-    `module.init` makes the empty cache and adds nothing to it.
+    The module's initialization makes the empty cache and adds nothing to it.
 
     Args:
         module: the module that owns the cache, bound.

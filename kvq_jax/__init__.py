@@ -10,7 +10,7 @@ out, step = kvq.append_and_attend(step, q, k, v)      # in place of each layer's
 cache = kvq.finish(step)
 
 `layer_plan` keeps one layer's cache, and `roundtrip` says what a method does to keys and values. A
-spec is a text, or made by the class of its method: `kvq.Kivi(bits=2)` is `parse("kivi:bits=2")`.
+spec is a text, or made by the class of its method: Kivi(bits=2) is parse("kivi:bits=2").
 
     kvq.cache         types of caches and plans, their layout
     kvq.rows          trim, select, repeat, merge, replace and move the rows of caches

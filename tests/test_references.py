@@ -18,7 +18,7 @@ import pytest
 from tests.named_things import FOLDERS, ROOT, parsed, project, text_files
 
 HEADS = (  # of dotted names, past ones included
-    "kvq|cpu_kernels|kvq_jax|kvq_hosts|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks"
+    "kvq|cpu_kernels|kvq_hosts|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks"
     "|laboratory|tests"
 )
 NOT_OURS = {
@@ -54,6 +54,7 @@ SUFFIXES = (
 QUOTES_HISTORY = (
     "benchmarks/results/",
     "laboratory/results/",
+    "docs/report/",
     "laboratory/notes/",
 )  # generated, or dated: their names are those of their day
 

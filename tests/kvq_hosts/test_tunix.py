@@ -69,7 +69,9 @@ def model_of(family: str) -> Any:
 def sampled(model: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return (tokens, their log-probabilities) [B, T] that tunix' sampler makes of the prompts."""
     sampler = Sampler(model, Letters(), CacheConfig(SIZE, len(model.layers), 2, 32))
-    out = sampler(PROMPTS, STEPS, eos_tokens=[VOCAB + 1], return_logprobs=True, **options)
+    # tunix masks a generated token that has the padding's id, as no cache of kvq does
+    options |= dict(eos_tokens=[VOCAB + 1], forbidden_tokens=[0], return_logprobs=True)
+    out = sampler(PROMPTS, STEPS, **options)
     return np.stack(out.tokens), np.stack(out.logprobs)
 
 

@@ -10,6 +10,7 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
+from kvq_jax.methods.registry import register_installed
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_tools.cli import resident
 from kvq_tools.cli.console import print_json
@@ -47,6 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _name(text: str) -> str:
     if text not in kvq.methods.METHODS:
+        register_installed()
+    if text not in kvq.methods.METHODS:
         raise argparse.ArgumentTypeError(
             with_hint(f"unknown cache method {text!r}; methods: {', '.join(kvq.methods.METHODS)}")
         )
@@ -54,6 +57,7 @@ def _name(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
+    register_installed()
     described = [
         describe(kvq.methods.METHODS[name]) for name in options.names or kvq.methods.METHODS
     ]
