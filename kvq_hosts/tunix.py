@@ -8,6 +8,9 @@ tunix pads prompts on the left and keeps a dict of one entry for each layer. Her
 long the cache is. Greedy sampling, top-p and beam search work on these caches as on tunix' own.
 """
 
+# pyright: reportMissingImports=false, reportInvalidTypeForm=false
+# the host need not be installed where types are checked
+
 from __future__ import annotations
 
 import dataclasses
