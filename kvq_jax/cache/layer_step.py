@@ -144,8 +144,6 @@ def run_layer(
         dims.num_attention_heads // parts,
         1 if prefill else inputs.positions.shape[1],
     )
-    if prefill and not route.launch:
-        route = XLA  # which reads prompts whatever platform the program is compiled for
     static = plan, prefill, route
     if placement is None:
         through = _layer_step if attend else _layer_append
