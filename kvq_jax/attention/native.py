@@ -41,7 +41,7 @@ def attend(
     seen = _seen(plan, inputs, limits)
     windows = ExactRows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
     part = _of_body(plan, params, after.stats, body, inputs.rope, rows, limits, windows)
-    return streaming.finished(part, inputs.q_rot, inputs.sinks)
+    return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
 
 
 def _scaled(plan: LayerPlan, rows: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
