@@ -133,7 +133,7 @@ def config_of(model: Published) -> LlamaConfig:
         "hidden_size": model.width,
         "max_position_embeddings": model.positions,
     }
-    return LlamaConfig.from_hf(sizes | model.fields)
+    return LlamaConfig.from_hf({**sizes, **model.fields})
 
 
 def section() -> str:

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
+from kvq_jax.attention.logits import attention_logits, inside_window
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
@@ -101,11 +102,10 @@ def causal_attention(
     def one(i: Array) -> Array:
         at = i * size
         some = lax.dynamic_slice_in_dim(q_BKGTH, at, size, axis=3)
-        scores = attention.scaled(
-            jnp.einsum("bkgth,bksh->bkgts", some, k, preferred_element_type=jnp.float32), head_dim
-        )
+        products = jnp.einsum("bkgth,bksh->bkgts", some, k, preferred_element_type=jnp.float32)
+        scores = attention_logits(attention, products, head_dim)
         now = before + at + jnp.arange(size, dtype=jnp.int32)[:, None]
-        seen = (tokens <= now) & attention.reaches(now, tokens)
+        seen = (tokens <= now) & inside_window(attention, now, tokens)
         scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
         if sinks is not None:
             logits = sinks.astype(jnp.float32).reshape(k.shape[1], -1, 1, 1)

@@ -21,11 +21,11 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.cache.step import begin, finish, through_layer
-from kvq_jax.types.array_types import QueryBNTH, RowsBKTH
+from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH
 from kvq_models.inference.layer_by_layer import embed, head
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
-from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.compare import compare
 from kvq_tools.evaluation.forward import causal_attention

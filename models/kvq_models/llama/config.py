@@ -307,10 +307,10 @@ def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else ids[0] if ids else None
 
 
-def _factors(hf: Mapping[str, Any], family: Family) -> dict[str, float | None]:
+def _factors(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the family's factors of embedding, scores, logits and residual stream, and its soft
     caps."""
-    factors: dict[str, float | None] = {
+    factors: dict[str, Any] = {
         name: optional(hf, name, float, 1.0)  # the default of GraniteConfig
         for name in MULTIPLIERS
         if name in family.fields

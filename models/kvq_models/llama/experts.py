@@ -41,10 +41,14 @@ class Experts(nnx.Module):
         self.gate = random(count, width, inner)
         self.up = random(count, width, inner)
         self.down = random(count, inner, width)
-        biases = {"router": (count,), "gate": (count, inner), "up": (count, inner)}
-        for name, shape in (biases | {"down": (count, width)}).items():
-            bias = nnx.Param(jnp.zeros(shape, dtype)) if config.biased else None
-            setattr(self, f"{name}_bias", bias)
+
+        def bias(*shape: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros(shape, dtype)) if config.biased else None
+
+        self.router_bias = bias(count)
+        self.gate_bias = bias(count, inner)
+        self.up_bias = bias(count, inner)
+        self.down_bias = bias(count, width)
 
     def __call__(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         rows = y_BTD.reshape(-1, y_BTD.shape[-1])
@@ -69,8 +73,8 @@ class Experts(nnx.Module):
         self, rows: Float[Array, "n D"], chosen: Int[Array, "n k"]
     ) -> Float[Array, "n k D"]:
         gate, up, down = (kernel[...][chosen] for kernel in (self.gate, self.up, self.down))
-        products = (jnp.einsum("nd,nkdi->nki", rows, kernel) for kernel in (gate, up))
-        inner = self._inner(*products, chosen)
+        gate, up = (jnp.einsum("nd,nkdi->nki", rows, kernel) for kernel in (gate, up))
+        inner = self._inner(gate, up, chosen)
         return self._biased(jnp.einsum("nki,nkid->nkd", inner, down), self.down_bias, chosen)
 
     def _by_expert(
@@ -80,8 +84,8 @@ class Experts(nnx.Module):
         order = jnp.argsort(flat, stable=True)
         counts = jnp.bincount(flat, length=self.config.count).astype(jnp.int32)
         sorted_rows, expert = rows[order // self.config.per_token], flat[order]
-        products = (lax.ragged_dot(sorted_rows, k[...], counts) for k in (self.gate, self.up))
-        inner = self._inner(*products, expert)
+        gate, up = (lax.ragged_dot(sorted_rows, k[...], counts) for k in (self.gate, self.up))
+        inner = self._inner(gate, up, expert)
         computed = lax.ragged_dot(inner, self.down[...], counts)
         computed = self._biased(computed, self.down_bias, expert)
         return computed[jnp.argsort(order)].reshape(*chosen.shape, rows.shape[1])

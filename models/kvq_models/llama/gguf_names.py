@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -50,7 +50,7 @@ OUTPUT_NORMS = {
     "blk.#.post_ffw_norm.weight": "model.layers.#.post_feedforward_layernorm.weight",
 }
 # Names that an architecture uses for other tensors than Llama's, or not at all (None).
-_CHANGED: dict[str, dict[str, str | None]] = {
+_CHANGED: dict[str, Mapping[str, str | None]] = {
     "olmo2": {"blk.#.attn_norm.weight": None, "blk.#.ffn_norm.weight": None} | OUTPUT_NORMS,
     "gemma2": OUTPUT_NORMS
     | {"blk.#.ffn_norm.weight": "model.layers.#.pre_feedforward_layernorm.weight"},
@@ -83,7 +83,7 @@ _SWAPPED = ("llama", "mixtral", "granite", "smollm3")  # model types; the others
 def _table(architecture: str) -> dict[str, str]:
     """Return the Hugging Face names of an architecture's tensors. Files of before April 2024 hold
     each expert as a tensor of its own."""
-    changed = {gguf: hf for hf, gguf in TENSORS} | _CHANGED.get(architecture, {})
+    changed = {**{gguf: hf for hf, gguf in TENSORS}, **_CHANGED.get(architecture, {})}
     names = {gguf: hf for gguf, hf in changed.items() if hf is not None}
     family = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}.get(architecture)
     for gguf, (hf, *_) in zip(_STACKED, EXPERTS.get(family or "", ()), strict=False):

@@ -282,7 +282,7 @@ def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     path = Path(path_or_hub_id)
     if path.is_dir():
         return path
-    if not is_hub_id(path_or_hub_id):
+    if not isinstance(path_or_hub_id, str) or not is_hub_id(path_or_hub_id):
         raise CheckpointError(f"{str(path)!r} does not exist, and is no Hub id (organisation/name)")
     from huggingface_hub import snapshot_download  # imported late: only Hub ids need it
     from huggingface_hub.errors import LocalEntryNotFoundError

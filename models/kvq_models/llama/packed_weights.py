@@ -165,8 +165,8 @@ def is_packed(weight: Any) -> bool:
     return isinstance(weight, PackedMatrix | PackedTable)
 
 
-def dense(weight: Any) -> Array:
-    """Return a weight as an array. An array is returned as it is."""
+def dense(weight: Any) -> Any:
+    """Return a weight as an array. An array, or the description of one, is returned as it is."""
     return weight.dequantized() if is_packed(weight) else weight
 
 

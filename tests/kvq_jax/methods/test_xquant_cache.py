@@ -82,7 +82,9 @@ def decode_temporaries(
         v=k,
         valid=struct(1, 1, dtype=jnp.bool_),
     )
-    inputs = describe(kvq.types.LayerInputs, **rows, positions=positions, rope=rope, residual=None)
+    inputs = describe(
+        kvq.types.LayerInputs, **rows, positions=positions, rope=rope, residual=None, sinks=None
+    )
     codec, carry = plan.cross_layer, ()
     if codec is not None and not codec.starts:
         carry = codec.accumulator(1, plan.regions.body_capacity).struct

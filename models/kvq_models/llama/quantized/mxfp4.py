@@ -45,8 +45,8 @@ class Mxfp4(Layout):
         blocks, scales = parts.read("blocks"), parts.read("scales")
         pairs = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)  # of each byte
         weights = np.empty((*scales.shape[:2], scales.shape[2] * 2 * _BYTES), np.float32)
-        for expert, codes, exponents in zip(weights, blocks, scales, strict=True):
+        for i, (codes, exponents) in enumerate(zip(blocks, scales, strict=True)):
             values = pairs[codes].reshape(*exponents.shape, 2 * _BYTES)
             powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
-            np.multiply(values, powers[..., None], out=expert.reshape(values.shape))
+            weights[i] = (values * powers[..., None]).reshape(weights.shape[1:])
         return weights.swapaxes(1, 2)
