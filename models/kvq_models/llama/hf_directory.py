@@ -271,18 +271,13 @@ class HfDirectory:
                 shutil.copy(self.directory / name, directory / name)
 
 
-def is_hub_id(path_or_hub_id: str | os.PathLike[str]) -> bool:
-    """Return whether this may be organisation/name, if it is no path of this machine."""
-    return isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(path_or_hub_id) is not None
-
-
 def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
     """Return the local directory, or the local snapshot of a Hub checkpoint, of which only `part`
     is fetched."""
     path = Path(path_or_hub_id)
     if path.is_dir():
         return path
-    if not isinstance(path_or_hub_id, str) or not is_hub_id(path_or_hub_id):
+    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(f"{str(path)!r} does not exist, and is no Hub id (organisation/name)")
     from huggingface_hub import snapshot_download  # imported late: only Hub ids need it
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -38,7 +38,9 @@ def layer_weights(layer: Layer) -> LayerWeights | None:
 def _factor(norm: RMSNorm) -> Any:
     """Return the factor of each channel, or its description in an abstract model."""
     scale = norm.scale.get_value()
-    if not norm.unit_offset or isinstance(scale, jax.Array):
+    if not norm.unit_offset:
+        return scale
+    if isinstance(scale, jax.Array):
         return norm.factor()
     if isinstance(scale, ArraySpec):
         return dataclasses.replace(scale, dtype="float32")

@@ -48,6 +48,8 @@ def _gguf_file(path: Path, changed_ns: int, size: int) -> GgufFile:
 
 
 def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
-    """Return the configuration without touching (or downloading) weights. Raises as `load_llama`
-    does."""
+    """Return the configuration without touching (or downloading) weights, of a model or of its
+    config.json. Raises as `load_llama` does."""
+    if Path(path_or_hub_id).name == "config.json":
+        path_or_hub_id = Path(path_or_hub_id).parent
     return open_checkpoint(path_or_hub_id, "config").config

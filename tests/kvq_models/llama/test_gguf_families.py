@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from kvq_models.llama import checkpoint, fused_tensors, gguf_header, gguf_names, hf_names
+from kvq_models.llama import fused_tensors, gguf_header, gguf_names, hf_names
+from kvq_models.llama import open_checkpoint as opening
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama, forward
@@ -127,7 +128,7 @@ def test_a_model_computes_what_its_source_does(
         lambda config, name: 4 * (".q_proj." in name and MODELS_OF_HALVES[config.model_type]),
     )
     monkeypatch.setattr(fused_tensors, "_order", lambda *_: None)  # of Phi-3's slices
-    checkpoint._gguf_file.cache_clear()
+    opening._gguf_file.cache_clear()
     wrong = _logits(load_llama(path, dtype="float32")[0], TOKENS)
     assert row_errors(wrong, wanted).max() > 1e-3, "the other order of rows must be seen"
 

@@ -75,15 +75,11 @@ def test_what_cannot_work_is_refused_without_jax(tmp_path: pathlib.Path):
     unsupported, cut = gguf(tmp_path / "a.gguf", b"mamba"), tmp_path / "b.gguf"
     cut.write_bytes(b"GGUF")
     (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
-    missing = str(tmp_path / "none")
     cases = {
         ("generate", unsupported, "--prompt", "a"): "GGUF architecture 'mamba' is not supported",
         ("serve", unsupported): "GGUF architecture 'mamba' is not supported",
         ("chat", str(cut)): "b.gguf' is cut off or damaged",
         ("memory", str(tmp_path)): "model_type='bert'",
-        ("doctor", missing): f"{missing!r} does not exist",
-        ("generate", "embedded", "--prompt-file", missing): "No such file",
-        ("eval", "embedded", "--cache", "int4", "--text", missing): "No such file",
         ("generate", "embedded", "--promt", "a"): "no option --promt. Did you mean --prompt?",
         ("chat", "embedded", "--implementation", "cuda"): "invalid choice: 'cuda'",
         ("plan",): "required: MODEL",

@@ -103,7 +103,7 @@ def test_fetch_without_a_name_lists_what_there_is_and_whether_it_is_here(index, 
 
 
 def test_what_goes_wrong_is_one_line(index, run, tmp_path, monkeypatch):
-    assert_one_line_error(run("fetch", "huge"), "invalid choice: 'huge'")
+    assert_one_line_error(run("fetch", "huge"), "no model is called 'huge'; models: smollm2")
     assert_one_line_error(
         run("fetch", "tiny", "--index-url", "http://127.0.0.1:9/simple"),
         "tiny was not fetched: 127.0.0.1 cannot be reached",
