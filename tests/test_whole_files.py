@@ -16,6 +16,7 @@ SOURCES = (
     "cpu_kernels",
 )
 WRITERS = {"write_text", "write_bytes", "save_file", "savefig"}
+DAMAGING = "benchmarks/faults/"  # writes files as a fault leaves them
 MANAGERS = {"replacing", "replacing_directory", "TemporaryDirectory"}
 ELSEWHERE = {  # what calls them wrote elsewhere first
     ("kvq_tools/report/drawing.py", "savefig"),  # to memory
@@ -50,6 +51,8 @@ def test_every_file_is_written_whole_or_not_at_all():
     found, files = [], 0
     for file in (file for folder in SOURCES for file in sorted((ROOT / folder).rglob("*.py"))):
         name = file.relative_to(ROOT).as_posix()
+        if name.startswith(DAMAGING):
+            continue
         files += 1
         calls = in_place(ast.parse(file.read_text(encoding="utf-8")))
         found += [f"{name}:{line}: {call}" for line, call in calls if (name, call) not in ELSEWHERE]

@@ -8,6 +8,7 @@ import importlib
 import json
 from typing import Any
 
+from kvq_jax.files.whole import replacing
 from kvq_tools.cli import declared_options
 from kvq_tools.cli.main import COMMANDS, PASSED_ON
 
@@ -25,6 +26,6 @@ def declared() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    declared_options.FILE.write_text(
-        json.dumps(declared(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    with replacing(declared_options.FILE) as unfinished:
+        text = json.dumps(declared(), indent=1, ensure_ascii=False)
+        unfinished.write_text(f"{text}\n", encoding="utf-8")

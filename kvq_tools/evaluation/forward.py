@@ -22,7 +22,7 @@ import kvq_jax as kvq
 from kvq_jax.attention.logits import attention_logits, inside_window
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.attention import PLAIN, Attention
-from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
+from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH
 from kvq_models.inference import layer_by_layer
 from kvq_models.inference.layers import attention_inputs, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
@@ -81,8 +81,8 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
 @functools.partial(jax.jit, static_argnames="attention")
 def causal_attention(
     q: QueryBNTH,
-    k: RowsBKTH,
-    v: RowsBKTH,
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
     attention: Attention = PLAIN,
     sinks: Float[Array, " N"] | None = None,
 ) -> QueryBNTH:

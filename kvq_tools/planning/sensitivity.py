@@ -117,7 +117,9 @@ def one_side(spec: CacheSpec, side: str, windows: CacheSpec) -> CacheSpec:
 
 
 def _exact(
-    layer: Layer, inputs: LayerInputs, prompt: tuple[RowsBKTH, RowsBKTH] | None = None
+    layer: Layer,
+    inputs: LayerInputs,
+    prompt: tuple[Float[Array, "B K P H"], Float[Array, "B K P H"]] | None = None,
 ) -> QueryBNTH:
     """Return the exact attention of new tokens to the keys and values of a prompt, if there is one,
     and to each other."""

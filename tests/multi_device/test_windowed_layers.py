@@ -52,7 +52,8 @@ def test_windowed_layers_are_the_same_on_a_mesh(mesh: str):
     placed, found = run(mesh)
     wrong = differing(one.layers[0], kvq.rows.move(placed, None).layers[0])
     assert not wrong, wrong
-    assert np.abs(found - outputs).max() <= 1e-6 * np.abs(outputs).max()
+    # on one device the native kernel reads the plain layer, with an exponential of its own
+    assert np.abs(found - outputs).max() <= 1e-5 * np.abs(outputs).max()
     assert np.abs(np.roll(found, 1, axis=2) - outputs).max() > 1e-2
     shard = placed.layers[0].body[0].words[0].addressable_shards[0].data
     parts = placed.placement.size("rows") * placed.placement.size("heads")

@@ -48,7 +48,7 @@ def structs(tokens: int, dtype: str) -> kvq.types.LayerInputs:
         positions=positions,
         valid=jax.ShapeDtypeStruct((1, tokens), bool),
     )
-    return describe(kvq.types.LayerInputs, **names, rope=rope, residual=None)
+    return describe(kvq.types.LayerInputs, **names, rope=rope, residual=None, sinks=None)
 
 
 @functools.cache
