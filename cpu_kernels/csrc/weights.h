@@ -19,15 +19,15 @@ constexpr int64_t kCoarse = 256;
 constexpr int64_t kTokenBlock = 8;  // rows of x that lie interleaved
 
 struct Scales {
-  const void* fine = nullptr;         // [P, I / group, 32]: float16, or int8 if there are coarse ones
-  const uint16_t* coarse = nullptr;   // [P, I / kCoarse, 32], or null
+  const void* fine = nullptr;  // [P, I / group, 32]: float16, or int8 if there are coarse ones
+  const uint16_t* coarse = nullptr;  // [P, I / kCoarse, 32], or null
 };
 
 // Words of 4-bit codes are a GGUF file's: byte b of word w of a run of kWordInputs holds input
 // 4 w + b in its low bits, and input 16 + 4 w + b in its high ones.
 struct PackedMatrix {
-  int64_t bits;       // 4 or 8
-  int64_t group;      // 16 or 32, and 32 for 4 bits
+  int64_t bits;   // 4 or 8
+  int64_t group;  // 16 or 32, and 32 for 4 bits
   int64_t inputs, outputs;
   float centre;       // 0 for 8 bits
   const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 [P, I, 32]

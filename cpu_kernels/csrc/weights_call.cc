@@ -76,8 +76,11 @@ void multiply(const PackedCall& call, MultiplyPanels kernel, int64_t helpers,
                                             std::min(panels, std::max<int64_t>(1, most / chunks)));
   run_tasks(chunks * parts, helpers, schedule, [&](int64_t task, int64_t) {
     const int64_t chunk = task / parts, part = task % parts;
-    PanelProduct product{&weights, blocks.data(), panels * part / parts,
-                         panels * (part + 1) / parts, chunk * together,
+    PanelProduct product{&weights,
+                         blocks.data(),
+                         panels * part / parts,
+                         panels * (part + 1) / parts,
+                         chunk * together,
                          std::min(count, (chunk + 1) * together)};
     kernel(product);
   });

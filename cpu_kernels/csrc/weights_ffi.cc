@@ -59,8 +59,8 @@ std::string read_matrix(int64_t inputs, int64_t outputs, const ffi::AnyBuffer& c
   weights.bits = codes.element_type() == ffi::U32 ? 4 : 8;
   if (weights.bits == 8 && codes.element_type() != ffi::S8) return "codes must be u32 or s8";
   if (inputs % kvq::kWordInputs) return "I must be a multiple of 32";
-  if (!shaped(codes.dimensions(), {weights.panels(), weights.bits == 4 ? inputs / 8 : inputs,
-                                   kvq::kPanelOutputs}))
+  if (!shaped(codes.dimensions(),
+              {weights.panels(), weights.bits == 4 ? inputs / 8 : inputs, kvq::kPanelOutputs}))
     return "codes must be [P, I / 8, 32] of 4 bits or [P, I, 32] of 8 bits";
   weights.codes = codes.untyped_data();
   if (scales.dimensions().size() != 3) return "scales must have three axes";

@@ -18,7 +18,7 @@ using kvq::PackedMatrix;
 using kvq::PanelProduct;
 using kvq::TokenBlock;
 
-constexpr int kChains = 2;  // sums of a group, for the latency of additions
+constexpr int kChains = 2;        // sums of a group, for the latency of additions
 constexpr int64_t kAhead = 2048;  // bytes that are fetched before they are needed
 
 inline Floats load_bytes(const int8_t* p) {
@@ -113,8 +113,8 @@ KVQ_INLINE void multiply_lanes(const PackedMatrix& weights, int64_t panel, int64
   const int64_t groups = weights.inputs / kGroup;
   const Codes decoder(weights.centre);
   const int64_t per_input = kPanelOutputs * weights.bits / 8;  // bytes of a panel
-  const char* codes = static_cast<const char*>(weights.codes) +
-                      panel * weights.inputs * per_input + lane * (weights.bits == 4 ? 4 : 1);
+  const char* codes = static_cast<const char*>(weights.codes) + panel * weights.inputs * per_input +
+                      lane * (weights.bits == 4 ? 4 : 1);
   Floats total[T][V] = {};
   for (int64_t g = 0; g < groups; g++) {
     Floats part[kChains][T][V] = {};

@@ -47,7 +47,8 @@ struct RandomScales {
     const int64_t groups = s.inputs / s.group;
     const int64_t fine = (o / 32 * groups + i / s.group) * 32 + o % 32;
     if (coarse.empty()) return value_of(halves[fine]);
-    return bytes[fine] * value_of(coarse[(o / 32 * (s.inputs / kCoarse) + i / kCoarse) * 32 + o % 32]);
+    return bytes[fine] *
+           value_of(coarse[(o / 32 * (s.inputs / kCoarse) + i / kCoarse) * 32 + o % 32]);
   }
 };
 
@@ -65,7 +66,8 @@ static bool same(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && !std::memcmp(a.data(), b.data(), 4 * a.size());
 }
 
-static double code_of(const MatrixShape& s, const std::vector<uint8_t>& codes, int64_t i, int64_t o) {
+static double code_of(const MatrixShape& s, const std::vector<uint8_t>& codes, int64_t i,
+                      int64_t o) {
   const int64_t panel = o / 32 * s.inputs, lane = o % 32;
   if (s.bits == 8) return int8_t(codes[(panel + i) * 32 + lane]);
   const int64_t half = i % 32 / 16, word = i / 32 * 4 + i % 16 / 4;
