@@ -219,11 +219,11 @@ class CachePlan:
         rope: Rope | None = None,
     ) -> LayerCache:
         """Add the keys and values of new tokens to the cache, as `attend` does, and compute no
-        attention: for models whose own flash attention reads the prompt.
+        attention: for models whose own flash attention reads the prompt. Arguments not named here
+        are those of `attend`.
 
         Args:
             q: queries after RoPE, for methods that read them (SQuat, ZipCache).
-            Others: as in `attend`.
 
         Raises:
             ValueError: as `attend`, and if the method reads queries and q is None.
