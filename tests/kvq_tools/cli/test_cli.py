@@ -26,6 +26,7 @@ from kvq_tools.cli import (
     resident,
     text_input,
 )
+from kvq_tools.cli.commands import demo
 from kvq_tools.cli.console import printable
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.growing_text import UNFINISHED
@@ -248,6 +249,7 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
 
 
 def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json, monkeypatch):
+    assert f"{layer_times.CONTEXTS[-1] // 1024}K tokens" in demo.DESCRIPTION, "made on import"
     monkeypatch.setattr(layer_times, "CONTEXTS", (64, 128))
     tight = "kivi:bits=2,recent=0,block=8"
     found = run_json(
