@@ -28,9 +28,10 @@ from kvq_models import decode_step, prefill, prepare
 from kvq_models.llama import hf_names
 from kvq_models.llama.checkpoint import Checkpoint, load_weights, open_checkpoint
 from kvq_models.llama.model import Llama
+from kvq_models.llama.packed_loading import Weights
 from kvq_models.llama.packed_weights import logits_of
 
-WEIGHTS = ("dense", "packed")
+WEIGHTS: tuple[Weights, ...] = ("dense", "packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ def measured(
 
     yield from timed("load", 0, {w: loading(w) for w in WEIGHTS}, min(options.rounds, 3))
     models = {
-        w: prepare(load_weights(checkpoint, dtype="float32", weights=w), options.cache)  # type: ignore[arg-type]  # of WEIGHTS
+        w: prepare(load_weights(checkpoint, dtype="float32", weights=w), options.cache)
         for w in WEIGHTS
     }
     for rows in (1, 4, 8):
@@ -209,8 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ids = np.asarray(checkpoint.tokenizer().encode(args.text.read_text("utf-8")), np.int32)
     rows = tuple(measured(checkpoint, ids, args))
     sizes = {
-        w: kvq.size.nbytes(load_weights(checkpoint, dtype="float32", weights=w))  # type: ignore[arg-type]  # of WEIGHTS
-        for w in WEIGHTS
+        w: kvq.size.nbytes(load_weights(checkpoint, dtype="float32", weights=w)) for w in WEIGHTS
     }
     report = WeightsReport(
         title="Packed weights on a CPU",

@@ -32,14 +32,11 @@ SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 def attention_of(config: Any) -> tuple[Attention, ...]:
     """Return the attention of each layer of a model's config, or () if all are plain.
 
-    Raise NotImplementedError, in one line that names the field, if kvq does not compute it. If a
-    config of kvq_models has no `attention`, its model sees to the difference.
+    Raise NotImplementedError, in one line that names the field, if kvq does not compute it.
     """
     layers = getattr(config, "attention", None)
     if isinstance(layers, tuple) and all(isinstance(layer, Attention) for layer in layers):
         return layers
-    if hasattr(config, "windowed_layers"):
-        return ()
     if reason := _unsupported(config):
         raise NotImplementedError(
             f"{reason}, which kvq does not compute: pass kvq.CacheDims in place of the config if"

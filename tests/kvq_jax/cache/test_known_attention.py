@@ -95,5 +95,7 @@ def test_dimensions_alone_have_plain_attention():
 
 def test_a_config_of_kvq_models_says_what_its_attention_is():
     windowed = tiny_config(sliding_window=32, windowed_layers=(0,))
-    stated = getattr(windowed, "attention", ())
-    assert kvq.init_cache("kivi:bits=4", windowed, 1, 64, "float32").dims.attention == stated
+    rest = (Attention(),) * (windowed.num_hidden_layers - 1)
+    cache = kvq.init_cache("kivi:bits=4", windowed, 1, 64, "float32")
+    assert cache.dims.attention == (Attention(window=32), *rest)
+    assert kvq.init_cache("kivi:bits=4", tiny_config(), 1, 64, "float32").dims.attention == ()
