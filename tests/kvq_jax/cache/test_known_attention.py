@@ -94,8 +94,7 @@ def test_dimensions_alone_have_plain_attention():
 
 
 def test_a_config_of_kvq_models_says_what_its_attention_is():
-    windowed = tiny_config(sliding_window=32, windowed_layers=(0,))
-    rest = (Attention(),) * (windowed.num_hidden_layers - 1)
+    windowed = tiny_config("mistral", sliding_window=32)
     cache = kvq.init_cache("kivi:bits=4", windowed, 1, 64, "float32")
-    assert cache.dims.attention == (Attention(window=32), *rest)
+    assert cache.dims.attention == (Attention(window=32),) * windowed.num_hidden_layers
     assert kvq.init_cache("kivi:bits=4", tiny_config(), 1, 64, "float32").dims.attention == ()
