@@ -159,11 +159,12 @@ class Service:
         echo: bool,
     ) -> Pending:
         pending = Pending(self, Usage(sum(map(len, prompts))), len(requests))
-        answers = [
-            Answer(i, request, self.tokenizer, fields.stops, echo, pending.send)
-            for i, request in enumerate(requests)
-        ]
         try:
+            self.worker.check(requests)
+            answers = [
+                Answer(i, request, self.tokenizer, fields.stops, echo, pending.send)
+                for i, request in enumerate(requests)
+            ]
             pending.jobs = self.worker.submit(answers)
         except (ValueError, QueueFullError, Stopping) as error:
             raise errors.of_refusal(error) from None

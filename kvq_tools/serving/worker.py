@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvq_models.inference.engine.engine import Engine
-from kvq_models.inference.engine.requests import QueueFullError, Token
+from kvq_models.inference.engine.requests import QueueFullError, Request, Token
 from kvq_tools.serving.answer import Answer
 
 MOST_FAILURES = 3  # of the engine, one after the other
@@ -64,12 +64,15 @@ class Worker:
         """Number of accepted requests that have no slot yet."""
         return len(self._inbox) + self.engine.waiting
 
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise ValueError if a request does not fit the model or the capacity. An answer can be
+        made of any other: its tokens have a text."""
+        for request in requests:
+            request.check(self.engine.llama.config.vocab_size, self.engine.capacity)
+
     def submit(self, answers: Sequence[Answer]) -> list[AcceptedAnswer]:
-        """Accept all of these answers or none. Raises ValueError if one does not fit the model or
-        the capacity, QueueFullError if the queue has no room for all of them, and Stopping during
-        shutdown."""
-        for answer in answers:
-            answer.request.check(self.engine.llama.config.vocab_size, self.engine.capacity)
+        """Accept all of these answers to checked requests, or none. Raises QueueFullError if the
+        queue has no room for all of them, and Stopping during shutdown."""
         jobs = [AcceptedAnswer(answer) for answer in answers]
         with self._changed:
             if self._stopping or self.failure:

@@ -113,6 +113,8 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("completions", {"prompt": [[]]}, "prompt", "a prompt is empty"),
         ("completions", {"prompt": ["x", ""]}, "prompt", "a prompt is empty"),
         ("completions", {"prompt": [1, 5000]}, None, "token id 5000 is outside"),
+        ("completions", {"prompt": [1, -1]}, None, "token id -1 is outside"),
+        ("completions", {"prompt": [1, 1 << 63]}, None, f"token id {1 << 63} is outside"),
         ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
         (
             "completions",
