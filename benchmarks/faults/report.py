@@ -62,6 +62,11 @@ SAID = (
     " had no effect. In the last columns, injections of the same kind, with what protects kvq"
     " switched off, show that a wrong answer, crash or hang would be seen."
 )
+SOAKED = (
+    "A server of the embedded model, watched while clients come and go: resident memory, open files"
+    " and threads must not grow. Wrong: another answer than the first one to the same request."
+    " Failed: a request that was accepted and came to nothing, or a server's error."
+)
 OTHER = (
     "Another valid file: configurations, tokenizers, GGUF files, plans and prompts have no"
     " checksum, and damage that leaves one that can be read gives what that one says ({}). kvq's"
@@ -76,7 +81,16 @@ ANY = (
 
 
 def page(report: FaultReport, file: pathlib.Path) -> str:
-    """Render the table."""
+    """Render the tables of the kinds and of the soak, whichever were run."""
+    parts = head(report, file, SAID if report.rows else SOAKED)
+    if report.rows:
+        parts += _kinds(report)
+    if report.soak:
+        parts += ["## Soak", _soak(report)] if report.rows else [_soak(report)]
+    return "\n\n".join(parts)
+
+
+def _kinds(report: FaultReport) -> list[str]:
     lines = [
         (
             row.kind,
@@ -90,14 +104,12 @@ def page(report: FaultReport, file: pathlib.Path) -> str:
     sums = [f"{sum(getattr(row, name) for row in report.rows)}" for name in names]
     lines.append(("**all**", *(f"**{value}**" for value in sums), "", ""))
     others = ", ".join(f"{row.kind} {row.other}" for row in report.rows if row.other)
-    parts = [*head(report, file, SAID), table((*HEAD, *CONTROL), lines)]
+    parts = [table((*HEAD, *CONTROL), lines)]
     if others:
         parts.append(OTHER.format(others))
     if any("any bit" in row.kind for row in report.rows):
         parts.append(ANY)
-    if report.soak:
-        parts += ["## Soak", _soak(report)]
-    return "\n\n".join(parts)
+    return parts
 
 
 def _soak(report: FaultReport) -> str:

@@ -80,8 +80,8 @@ def test_prefixes_that_end_with_a_block_give_the_answers_without_them(llama: Lla
 
 
 def test_requests_that_leave_and_pieces_that_go_change_no_other_answer(llama: Llama):
-    """vLLM 38606: with full caches, evictions and cancelled requests, answers held what other
-    requests had written. Here a store for two pieces, requests that begin alike, and some that
+    """vLLM 38606, its first cause: answers held what requests that were cancelled, or evicted from
+    full caches, had written. Here a store for two pieces, requests that begin alike, and some that
     leave at random."""
     rng = random.Random(0)
     requests = [
@@ -89,35 +89,71 @@ def test_requests_that_leave_and_pieces_that_go_change_no_other_answer(llama: Ll
         for i in range(24)
     ]
     expected = right_answers(llama, requests)
-    probe = engine_of(llama, prefixes=PrefixStore(1 << 24))
-    answer(probe, requests[0])
-    assert probe.prefixes is not None
-    engine = engine_of(llama, prefixes=PrefixStore(2 * probe.prefixes.nbytes), queue_limit=50)
+    engine = engine_of(llama, prefixes=room_for(llama, 2, requests[0]), queue_limit=50)
     leaving = {i: rng.randint(1, 12) for i in range(0, len(requests), 4)}
-    found = answers(engine, requests, leaving)
+    answered = answers(engine, requests, leaving)
     for i, right in enumerate(expected):
-        got = found.get(i, [])
+        got = answered.get(i, [])
         assert got == right[: len(got)], f"request {i}"
         assert i in leaving or len(got) == len(right)
+    assert_told_apart(answered, expected)
+
+
+def test_owners_that_alternate_while_long_prompts_are_read_change_no_answer(llama: Llama):
+    """vLLM 38606: two requests with one long prefix were read in chunks while requests of two
+    adapters came in turns, and blocks that were kept by adapter and prefix held others' tokens.
+    Here prefixes are kept by owner and prefix, in a store for three pieces."""
+    anchors = [Request((*SHARED, *range(60, 70 + i)), 12, owner="a") for i in range(2)]
+    thrash = [
+        Request((*SHARED[: CHUNK - i % 3], 20 + i), 6, owner="ab"[i % 2], seed=i) for i in range(11)
+    ]
+    requests = [anchors[0], *thrash, anchors[1]]
+    expected = right_answers(llama, requests)
+    engine = engine_of(llama, prefixes=room_for(llama, 3, anchors[0]), queue_limit=50)
+    arriving = {i: i for i in range(len(requests))}
+    for _ in range(3):
+        answered = answers(engine, requests, {}, arriving)
+        assert [answered[i] for i in range(len(requests))] == expected
+    assert engine.counts.prefix_hits, "no prefix was shared within an owner"
+    assert_told_apart(answered, expected)
+
+
+def room_for(llama: Llama, pieces: int, request: Request) -> PrefixStore:
+    """Return a store that holds so many pieces like those of this request."""
+    probe = engine_of(llama, prefixes=PrefixStore(1 << 24))
+    answer(probe, request)
+    assert probe.prefixes is not None
+    return PrefixStore(pieces * probe.prefixes.nbytes)
+
+
+def assert_told_apart(answered: dict[int, list[tuple]], expected: list[list[tuple]]):
     wrong = [
-        one for i, one in found.items() if one != expected[(i + 1) % len(expected)][: len(one)]
+        one for i, one in answered.items() if one != expected[(i + 1) % len(expected)][: len(one)]
     ]
     assert wrong, "the answers of other requests are no different"
 
 
 def answers(
-    engine: Engine, requests: list[Request], leaving: dict[int, int]
+    engine: Engine,
+    requests: list[Request],
+    leaving: dict[int, int],
+    arriving: dict[int, int] | None = None,
 ) -> dict[int, list[tuple]]:
-    """Return the tokens of each request. leaving: those that are cancelled after so many steps."""
-    tickets = [engine.submit(request) for request in requests]
-    found: dict[int, list[tuple]] = {i: [] for i in range(len(requests))}
+    """Return the tokens of each request. leaving, arriving: the steps at which requests are
+    cancelled and submitted, the first one if not said."""
+    arriving = arriving or {}
+    tickets: dict[int, int] = {}
+    answered: dict[int, list[tuple]] = {i: [] for i in range(len(requests))}
     step = 0
-    while not engine.idle:
-        for i, when in leaving.items():
-            if step == when:
-                engine.cancel(tickets[i])
+    while not engine.idle or len(tickets) < len(requests):
+        for i, request in enumerate(requests):
+            if arriving.get(i, 0) == step:
+                tickets[engine.submit(request)] = i
+        for ticket, i in tickets.items():
+            if leaving.get(i) == step:
+                engine.cancel(ticket)
         for event in engine.advance():
             if isinstance(event, Token):
-                found[tickets.index(event.ticket)].append((event.token, event.logprob))
+                answered[tickets[event.ticket]].append((event.token, event.logprob))
         step += 1
-    return found
+    return answered
