@@ -174,49 +174,8 @@ def load_cache(
                     f" expected {_show(value)}"
                 )
         promised = _promised(path, fields)
-        described = axes(
-            promised.spec,
-            promised.dims,
-            promised.batch,
-            promised.capacity,
-            promised.dtype,
-            placement,
-        )
-        structs, tensors, checksum, counts = _named(promised), [], Checksum(), {}
-        saved = {
-            name: struct
-            for name, struct in structs.items()
-            if header["format_version"] == VERSION or not name.endswith(".intact")
-        }
-        _compare(path, file, saved)
-        for (name, struct), deal, place in zip(
-            structs.items(), deals(promised, placement), placers(described), strict=True
-        ):
-            if name in saved:
-                tensor = file.get_tensor(name)
-                checksum.add(name, tensor)
-            else:
-                tensor = np.zeros(struct.shape, struct.dtype)
-            if name.endswith((".intact", ".floor")):
-                counts[name] = tensor
-            tensors.append(place(deal(tensor)))
-        for name in _beside(file):
-            checksum.add(name, file.get_tensor(name))
-        checksum.check(
-            repr(str(path)), header, required=header["format_version"] != WITHOUT_CHECKSUM
-        )
-    cache = jax.tree.unflatten(jax.tree.structure(described), tensors)
-    if bool(jnp.any((cache.lengths < 0) | (cache.lengths > cache.capacity))):
-        raise ValueError(
-            f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}:"
-            f" {cache.lengths.tolist()}"
-        )
-    for name, tokens in counts.items():
-        if np.any((tokens < 0) | (tokens > cache.capacity)):
-            raise ValueError(
-                f"{str(path)!r}: {name} is not between 0 and the capacity {cache.capacity}:"
-                f" {tokens.tolist()}"
-            )
+        cache, counts = _read(path, file, header, promised, placement)
+    _check_counts(path, cache, counts)
     return cache
 
 
@@ -326,6 +285,62 @@ def _promised(path: pathlib.Path, fields: dict[str, Any]) -> Cache:
     # sizes that no method expects raise ArithmeticError or LookupError
     except (ValueError, ArithmeticError, LookupError) as error:
         raise ValueError(f"{str(path)!r}: the header does not describe a cache: {error}") from None
+
+
+def _read(
+    path: pathlib.Path,
+    file: Any,
+    header: dict[str, str],
+    promised: Cache,
+    placement: Placement | None,
+) -> tuple[Cache, dict[str, np.ndarray]]:
+    """Return the cache of an open file, and its counts of tokens by tensor name. Raise ValueError
+    if the tensors are not those of `promised`, or differ from the checksum."""
+    described = axes(
+        promised.spec,
+        promised.dims,
+        promised.batch,
+        promised.capacity,
+        promised.dtype,
+        placement,
+    )
+    structs, tensors, checksum, counts = _named(promised), [], Checksum(), {}
+    saved = {
+        name: struct
+        for name, struct in structs.items()
+        if header["format_version"] == VERSION or not name.endswith(".intact")
+    }
+    _compare(path, file, saved)
+    for (name, struct), deal, place in zip(
+        structs.items(), deals(promised, placement), placers(described), strict=True
+    ):
+        if name in saved:
+            tensor = file.get_tensor(name)
+            checksum.add(name, tensor)
+        else:
+            tensor = np.zeros(struct.shape, struct.dtype)
+        if name.endswith((".intact", ".floor")):
+            counts[name] = tensor
+        tensors.append(place(deal(tensor)))
+    for name in _beside(file):
+        checksum.add(name, file.get_tensor(name))
+    checksum.check(repr(str(path)), header, required=header["format_version"] != WITHOUT_CHECKSUM)
+    return jax.tree.unflatten(jax.tree.structure(described), tensors), counts
+
+
+def _check_counts(path: pathlib.Path, cache: Cache, counts: dict[str, np.ndarray]) -> None:
+    """Raise ValueError unless all counts of tokens are between 0 and the cache's capacity."""
+    if bool(jnp.any((cache.lengths < 0) | (cache.lengths > cache.capacity))):
+        raise ValueError(
+            f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}:"
+            f" {cache.lengths.tolist()}"
+        )
+    for name, tokens in counts.items():
+        if np.any((tokens < 0) | (tokens > cache.capacity)):
+            raise ValueError(
+                f"{str(path)!r}: {name} is not between 0 and the capacity {cache.capacity}:"
+                f" {tokens.tolist()}"
+            )
 
 
 def _compare(path: pathlib.Path, file: Any, promised: dict[str, jax.ShapeDtypeStruct]) -> None:
