@@ -17,7 +17,7 @@ from tests.crashes import killed_at, listing, steps_of
 from tests.writers import WRITERS, directory, llama, write_llama, write_tree
 
 EVERY_STEP = "KVQ_EVERY_STEP" in os.environ  # of long writers too; otherwise every third of theirs
-LONG, KILLS = 40, 40 if EVERY_STEP else 3  # kills of each writer at random moments
+LONG = 40  # steps of a writer
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +146,3 @@ def test_saving_over_a_directory_keeps_its_other_files_and_folders(tmp_path: pat
         "logs/one",
     }
     assert (tmp_path / "model" / "logs" / "one").read_text() == "log"
-
-
-# --- kills at any moment

@@ -183,7 +183,9 @@ def test_the_snippet_of_readme_runs_from_an_empty_folder(
         re.MULTILINE | re.DOTALL,
     )
     printed = run(snippet, site, tmp_path)
-    assert re.search(r"\w+.*\(\d+ bytes\)", printed, re.DOTALL), printed
+    said = re.search(r"\w.*\n(\d+) of (\d+) tokens quantized \(\d+ bytes\)", printed, re.DOTALL)
+    assert said, printed
+    assert int(said[1]) > int(said[2]) / 2, "the example reads few quantized tokens"
 
 
 def needed_alone() -> set[str]:
