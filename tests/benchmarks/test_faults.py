@@ -49,13 +49,6 @@ def test_faults_of_an_engine_give_no_wrong_answer(
         assert any(inject(number, False).bad for number in range(30)), "it sees nothing"
 
 
-def test_writers_that_are_killed_leave_old_or_new(capsys: pytest.CaptureFixture[str]):
-    row = runner.run_kind("kill -9 at any call", 10, FaultRow("kill -9 at any call"))
-    assert (row.tried, row.wrong, row.crash, row.hang) == (10, 0, 0, 0), row.notes
-    assert (row.controls, row.control > 0) == (CONTROLS, True)
-    assert f"control {row.control} of {CONTROLS}" in capsys.readouterr().out
-
-
 def test_processes_that_die_or_say_nothing_are_outcomes_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ):

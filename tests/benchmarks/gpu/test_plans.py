@@ -31,11 +31,3 @@ def test_the_plans_cover_the_shape_table():
     asked = [task.candidate for task in more.tasks(INTERPRETED, ("nf4",))]
     assert asked[-1] == "nf4", "a list on the command line goes for every case"
     assert not set(asked) & (set(MORE_SPECS) - {"nf4"})
-
-
-def test_tiny_cases_keep_their_sections():
-    for plan in PLANS.stages:
-        tiny = {case.tiny for case in PLANS.planned(plan)}
-        assert {case.section for case in tiny} == {case.section for case in PLANS.planned(plan)}
-        assert all(case.shape.tokens <= 2048 for case in tiny)
-        assert len(tiny) < 30
