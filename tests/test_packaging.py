@@ -276,7 +276,7 @@ best = {
     name: min(
         float(subprocess.run([sys.executable, "-c", timed.format(name)], capture_output=True,
                              text=True, check=True).stdout)
-        for _ in range(4)
+        for _ in range(2)
     )
     for name in ("jax, jax.numpy", "kvq_jax as k; k.init_cache; k.append_and_attend; k.finish")
 }

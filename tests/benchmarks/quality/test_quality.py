@@ -132,14 +132,6 @@ def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [file], "a complete run leaves its report alone"
 
 
-def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        quality.main(["equal_bits", *TEXTS, "--windows=1000", f"--json={tmp_path / 'none.json'}"])
-    assert stopped.value.code == 2
-    assert "fewer than 1000 windows" in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
-
-
 @pytest.mark.parametrize("name", quality.SUITES)
 def test_every_entry_of_a_suite_is_a_cache_with_a_place_of_its_own(name):
     for comparison in quality.SUITES[name]().comparisons:

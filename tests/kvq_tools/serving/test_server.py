@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-
 import openai
 import pytest
 
@@ -13,7 +9,6 @@ from tests.kvq_tools.serving.engine_answers import alone, text_of
 from tests.kvq_tools.serving.running import (
     CAPACITY,
     CHAT,
-    KEY,
     NAME,
     PROMPT,
     Running,
@@ -65,45 +60,6 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
     assert usage == whole.usage
     assert texts[0] != texts[1], "choices of one seed are the same"
     assert chunks > 20, "the answer came at once"
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_gets_the_whole_answer_and_the_stream(server: Running, client: openai.OpenAI):
-    fields = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    expected = client.completions.create(**fields).choices[0].text
-
-    def curl(asked: dict) -> str:
-        headers = [
-            "--header",
-            f"authorization: Bearer {KEY}",
-            "--header",
-            "content-type: application/json",
-        ]
-        command = [
-            "curl",
-            "--silent",
-            "--show-error",
-            "--fail",
-            "--no-buffer",
-            *headers,
-            "--data",
-            json.dumps(asked),
-        ]
-        return subprocess.run(
-            [*command, f"{server.url}/v1/completions"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-
-    assert json.loads(curl(fields))["choices"][0]["text"] == expected
-    *events, last = [
-        line.removeprefix("data: ") for line in curl(fields | {"stream": True}).splitlines() if line
-    ]
-    assert last == "[DONE]"
-    assert len(events) > 1
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == expected
 
 
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(client: openai.OpenAI):
