@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from kvq_models.llama import gguf_fields
+from kvq_models.llama import gguf_fields, gguf_header
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config, save_llama
 from kvq_models.llama.gguf_families import MODEL_TYPES
 from kvq_models.llama.gguf_header import GgufHeader
@@ -262,3 +262,20 @@ def test_a_file_is_opened_once_until_it_changes(llama: Llama, tmp_path: pathlib.
     assert len(second("THE").input_ids) == 3
     write_gguf(llama, path, tokenizer=byte_level(pre="qwen2"))
     assert open_checkpoint(path) is not files
+
+
+def test_another_architecture_is_refused_without_a_look_at_the_vocabulary(
+    llama: Llama, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(llama, tmp_path / "m.gguf", architecture="gemma", tokenizer=byte_level())
+    decoded = []
+    value = GgufHeader.value
+
+    def counted(header: GgufHeader, kind: int, at: int) -> Any:
+        decoded.append(kind)
+        return value(header, kind, at)
+
+    monkeypatch.setattr(gguf_header.GgufHeader, "value", counted)
+    assert "GGUF architecture 'gemma' is not supported" in refused(lambda: read_config(path))
+    assert gguf_header._ARRAY not in decoded
+    assert decoded, "the control: texts are decoded by this function"

@@ -152,3 +152,32 @@ def test_a_cache_of_which_nothing_is_read_quantized_is_told_loudly(report):
     assert told in page.sections(changed)[0].text
     cells = {row[0]: row[-1] for row in page.numbers(changed).rows}
     assert (cells[f"1 {CACHES[0]}"], cells[f"2 {CACHES[1]}"]) == ("NONE", str(WINDOW - 1))
+
+
+def test_a_dollar_in_the_name_of_a_cache_begins_no_formula(report):
+    """Matplotlib raises ValueError for a formula that it cannot read, when it draws."""
+    named = tuple(
+        dataclasses.replace(cache, name=f"$\\frac{{$ {cache.name}") for cache in report.caches
+    )
+    for section in page.sections(dataclasses.replace(report, caches=named)):
+        for picture in section.pictures:
+            assert picture.light, picture.name
+
+
+def test_headings_name_no_directories(report):
+    folder = "/home/someone/models/Llama-3.1-8B"
+    changed = dataclasses.replace(
+        report,
+        model=dataclasses.replace(report.model, name=folder),
+        text=dataclasses.replace(report.text, name="/tmp/wiki.txt"),
+    )
+    head = page.html(changed, ()).partition("<pre>")[0]
+    assert "<title>kvq report: Llama-3.1-8B</title>" in head
+    assert f"<h1>Llama-3.1-8B through {len(report.caches)} KV caches</h1>" in head
+    assert f"wiki.txt: {report.text.tokens} tokens" in head
+    assert folder not in head
+    assert "/tmp/" not in head
+    assert [page.title(name) for name in ("embedded", "meta-llama/Llama-3.1-8B")] == [
+        "embedded",
+        "meta-llama/Llama-3.1-8B",
+    ]

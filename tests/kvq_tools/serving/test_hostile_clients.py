@@ -18,6 +18,7 @@ from kvq_tools.serving.connections import ConnectionLimits, most_connections
 from kvq_tools.serving.errors import ApiError
 from kvq_tools.serving.guard import known_hosts
 from tests.kvq_tools.serving.running import (
+    CHAT,
     KEY,
     NAME,
     PROMPT,
@@ -282,3 +283,29 @@ def test_free_slots_take_what_the_queue_need_not_hold(server: Running):
     assert len(answer["choices"]) == SLOTS + QUEUE
     status, answer = server.post("/v1/completions", ASKED | {"n": SLOTS + QUEUE + 1})
     assert (status, answer["error"]["param"]) == (400, "n")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"model": "\ud800"},
+        {"\ud800": 1},
+        {"suffix": "\ud800"},
+        {"prompt": "\ud800"},
+        {"messages": "\ud800"},
+        {"logit_bias": {"\ud800": 1}},
+        {"temperature": 10**400},
+        {"seed": 10**400},
+        {"logit_bias": {"5": 10**400}},
+        {"tools": json.loads("[" * 900 + "]" * 900)},
+    ],
+    ids=lambda asked: min(asked),
+)
+def test_odd_values_are_the_clients_error(server: Running, asked: dict):
+    for path, body in (
+        ("/v1/completions", ASKED | asked),
+        ("/v1/chat/completions", {"model": NAME, "messages": CHAT, "max_tokens": 1} | asked),
+    ):
+        status, answer = server.post(path, body)
+        assert status in (400, 404), answer
+        assert answer["error"]["type"] == "invalid_request_error"
