@@ -276,7 +276,7 @@ def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
 
 def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client: openai.OpenAI):
     expected = (
-        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0)
+        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=100, temperature=0)
         .choices[0]
         .text
     )
@@ -286,7 +286,7 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client:
         with server.client as own:
             try:
                 found.append(
-                    own.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0)
+                    own.completions.create(model=NAME, prompt=PROMPT, max_tokens=100, temperature=0)
                     .choices[0]
                     .text
                 )

@@ -280,6 +280,7 @@ def test_metrics_and_health(server: Running, client: openai.OpenAI):
         metric('kvq_requests_ended_total{reason="length"}'),
     )
     assert [b - a for a, b in zip(before, after, strict=True)] == [7, 1, 1]
+    assert metric("kvq_prefix_tokens_total") >= 0
     assert metric("kvq_cache_bytes") == server.service.worker.engine.nbytes
     server.until_idle()
     assert (metric("kvq_slots"), metric("kvq_slots_busy"), metric("kvq_cache_live_tokens")) == (
