@@ -35,10 +35,8 @@ hypothesis.settings.load_profile("kvq")
 # other waits.
 LONGEST = (
     "tests/test_multi_device.py",
-    "tests/benchmarks/gpu/test_kernel_benchmarks.py",
     "tests/benchmarks/quality/test_quality.py",
     "tests/kvq_models/inference/test_decoding.py",
-    "tests/benchmarks/gpu/test_random_bodies.py",
     "tests/kvq_tools/cli/test_cli_calibration.py",
     "tests/kvq_tools/evaluation/test_lm_eval_model.py",
     "tests/kvq_tools/report/test_report.py",

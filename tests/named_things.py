@@ -38,9 +38,7 @@ class Project:
     modules: dict[
         str, set[str]
     ]  # dotted name -> what stands at the module's top; a package's modules too
-    members: dict[str, set[str]]  # class -> methods and fields, those of its bases included
     identifiers: set[str]  # every name in code, and every string that could be an option or a key
-    attributes: set[tuple[str, str]]  # (a, b) of every a.b in code
     programs: set[str]  # what `python -m` runs
     targets: set[str]  # of the Makefile
     commands: set[str]  # of kvq
@@ -102,33 +100,6 @@ def top_names(body: list[ast.stmt]) -> Iterator[str]:
             )
 
 
-def class_members(trees: list[ast.Module]) -> dict[str, set[str]]:
-    own: dict[str, set[str]] = collections.defaultdict(set)
-    bases: dict[str, set[str]] = collections.defaultdict(set)
-    for node in (
-        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    ):
-        own[node.name] |= set(top_names(node.body))
-        on_self = (
-            name
-            for name in ast.walk(node)
-            if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name)
-        )
-        own[node.name] |= {
-            name.attr
-            for name in on_self
-            if isinstance(name.value, ast.Name) and name.value.id == "self"
-        }
-        bases[node.name] |= {base.id for base in node.bases if isinstance(base, ast.Name)}
-
-    def inherited(name: str) -> set[str]:
-        return own[name].union(
-            *(inherited(base) for base in bases[name] if base in own and base != name)
-        )
-
-    return {name: inherited(name) for name in list(own)}
-
-
 def used_names(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
@@ -183,14 +154,7 @@ def project() -> Project:
     return Project(
         files,
         dict(modules),
-        class_members(trees),
         {name for tree in trees for name in used_names(tree)},
-        {
-            (node.value.id, node.attr)
-            for tree in trees
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        },
         programs,
         set(
             re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

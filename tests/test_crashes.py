@@ -4,6 +4,7 @@ same command works again."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from kvq_jax.files import whole
 from kvq_jax.files.whole import UNFINISHED, replacing
 from kvq_models import save_llama
 from tests.crashes import killed_at, listing, steps_of
+from tests.exhaustive import some
 from tests.writers import WRITERS, directory, llama, write_llama, write_tree
 
 EVERY_STEP = "KVQ_EVERY_STEP" in os.environ  # of long writers too; otherwise every third of theirs
-LONG, KILLS = 40, 40 if EVERY_STEP else 3  # kills of each writer at random moments
+LONG = 40  # steps of a writer
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +37,13 @@ def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-@pytest.mark.parametrize("begin", ["new", "replacing"])
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    some(
+        itertools.product(WRITERS, ("new", "replacing")),
+        [*((name, "replacing") for name in WRITERS), ("calibrate", "new"), ("tree", "new")],
+    ),
+)
 def test_a_writer_that_is_killed_at_any_step_leaves_old_or_new_and_works_again(
     name: str, begin: str, tmp_path: pathlib.Path
 ):
@@ -146,6 +153,3 @@ def test_saving_over_a_directory_keeps_its_other_files_and_folders(tmp_path: pat
         "logs/one",
     }
     assert (tmp_path / "model" / "logs" / "one").read_text() == "log"
-
-
-# --- kills at any moment

@@ -106,14 +106,3 @@ def test_a_docstring_that_begins_with_a_clause_is_refused(first: str):
 )
 def test_both_words_are_counted_outside_code(text: str, where: int, if_: int):
     assert where_and_if([text]) == collections.Counter(where=where, **{"if": if_})
-
-
-def test_docstrings_of_fields_and_comments_are_read():
-    source = 'class C:\n    """A."""\n\n    x: int\n    """B."""  # C\n'
-    assert (docstrings(source), comments(source)) == (["A.", "B."], ["# C"])
-
-
-def test_a_vague_local_name_is_refused_and_a_field_is_not():
-    loops = "def f(own, held=1):\n    found = [told for told in own]\n    return found\n"
-    assert vague_names(loops) == ["found", "held", "own", "told"]
-    assert vague_names("class C:\n    held: int\nfound = 1\ndef f(): return found") == []

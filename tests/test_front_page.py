@@ -7,7 +7,6 @@ import pathlib
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
-from typing import Any
 
 import pytest
 
@@ -21,29 +20,11 @@ from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_tools.cli import main, text_input
 from kvq_tools.cli.commands import calibrate, generate
 from kvq_tools.cli.main import build_parser
-from tests.test_pictures import texts_outside
 from tests.test_readme import README
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 SPEED = "decode_step_6k_smollm2_cpu"
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-
-
-def test_the_python_example_reads_quantized_tokens(capsys):
-    """Run as it stands."""
-    (block,) = blocks(README, "python")
-    names: dict[str, Any] = {}
-    exec(compile(block, "README.md", "exec"), names)
-    live = names["out"].cache.lengths.tolist()[0]
-    assert kvq.size.quantized_tokens(names["out"].cache, live) > live / 2
-    said = f"{kvq.size.quantized_tokens(names['out'].cache, live)} of {live} tokens quantized"
-    assert said in capsys.readouterr().out
-    assert kvq.size.quantized_tokens(names["cache"], int(names["cache"].lengths[0])) > live / 2
 
 
 def generated(text: str) -> list[str]:
@@ -68,19 +49,6 @@ def test_generated_text_is_long_enough_to_be_quantized(line: str):
     assert options.temperature, "a small model repeats itself if it is greedy"
 
 
-def test_a_short_example_is_noticed():
-    line = 'generate embedded --prompt "It was" --cache kivi:bits=2 --max-new-tokens 64'
-    with pytest.raises(AssertionError):
-        test_generated_text_is_long_enough_to_be_quantized(line)
-
-
-def test_the_client_of_the_serving_page_sets_a_temperature():
-    """A model of 135M parameters writes gibberish at OpenAI's default of 1."""
-    (client,) = blocks(SERVING, "python")
-    (temperature,) = re.findall(r"temperature=([\d.]+)", client)
-    assert float(temperature) <= 0.3
-
-
 def test_the_picture_is_drawn_from_the_committed_results():
     made = results_page.drawn_front(front_page.report_for_readme(), readme_table.read()[1])
     assert front_picture.FILE.read_text(encoding="utf-8") == made, (
@@ -103,23 +71,6 @@ def test_the_picture_names_the_caches_of_the_front_with_their_intervals():
         assert point.interval.low <= point.kl <= point.interval.high
     for point in best:
         assert re.sub(",(sink|recent)=[0-9]+", "", point.name) in drawn
-    assert not texts_outside(shown)
-
-
-def luminance(colour: str) -> float:
-    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_the_picture_can_be_read_in_both_themes(theme: int):
-    """WCAG's contrast: 4.5 for text, 3 for marks."""
-    paper = luminance(front_picture.COLOURS["paper"][theme])
-    for name, least in (("ink", 4.5), ("front", 3), ("other", 3)):
-        light, dark = sorted((luminance(front_picture.COLOURS[name][theme]), paper), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= least, name
-    assert "prefers-color-scheme: dark" in front_picture.FILE.read_text(encoding="utf-8")
 
 
 def test_the_speed_is_that_of_the_committed_results():
@@ -134,11 +85,3 @@ def test_the_speed_is_that_of_the_committed_results():
     assert dense in said, dense
     assert f"results/{SPEED}.md" in README
     assert {row.shape.tokens for row in report.rows} == {6144}
-
-
-def test_the_first_screen_says_why_before_it_says_what():
-    """The problem, one picture and a speed come before commands, and the table after them."""
-    order = [README.index(part) for part in ("front.svg", SPEED, "```sh", readme_table.BEGIN)]
-    assert order == sorted(order)
-    assert README.count("](docs/front.svg)") == 1
-    assert len(readme_table.CACHES) <= 10

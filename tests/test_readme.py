@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks import readme_table
-from kvq_tools.cli.console import UserError
 from kvq_tools.cli.main import COMMANDS, build_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -43,12 +42,6 @@ def parse(line: str) -> None:
     build_parser(arguments[0]).parse_args(arguments)
 
 
-def test_readme_can_be_read_in_a_minute():
-    lines = README.splitlines()
-    assert len(lines) <= 100
-    assert max(map(len, lines)) <= 160
-
-
 def test_the_table_of_caches_is_the_generator_s():
     made = readme_table.section(readme_table.read(), "benchmarks/results/")
     page = readme_table.replaced(README, made)
@@ -65,14 +58,6 @@ def test_every_command_has_an_example_and_a_line_in_its_page():
     page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
     assert {line.split()[0] for line in examples(page)} == set(COMMANDS)
     assert set(re.findall(r"`kvq ([\w-]+)`", page)) == set(COMMANDS)
-
-
-@pytest.mark.parametrize(
-    "line", ["eval embedded --text F --caches kivi:bits=2", "evaluate embedded"]
-)
-def test_a_command_that_does_not_exist_is_noticed(line: str):
-    with pytest.raises(UserError):
-        parse(line)
 
 
 def test_the_table_of_kvq_eval_is_that_of_its_output():

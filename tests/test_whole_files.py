@@ -58,14 +58,3 @@ def test_every_file_is_written_whole_or_not_at_all():
         found += [f"{name}:{line}: {call}" for line, call in calls if (name, call) not in ELSEWHERE]
     assert files > 150, "the sources were not there"
     assert not found, f"kvq_jax/files/whole.py has what writes these whole: {found}"
-
-
-def test_a_writer_in_place_is_seen():
-    assert in_place(ast.parse("path.write_text('a')")) == [(1, "write_text")]
-    assert in_place(ast.parse("with open(path) as file:\n    figure.savefig(path)")) == [
-        (2, "savefig")
-    ]
-    assert (
-        in_place(ast.parse("with replacing(path) as unfinished:\n    unfinished.write_text('a')"))
-        == []
-    )

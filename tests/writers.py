@@ -13,22 +13,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from benchmarks.report_file import Report
 from kvq_jax.files.whole import replacing, replacing_directory
-from kvq_models import Llama, save_calibration, save_llama
+from kvq_models import Llama, save_llama
 from kvq_models.inference.engine import prefix_folder
 from kvq_models.inference.engine.pieces import RowPiece
 from kvq_models.named_models.fetch import fetch
 from kvq_tools.evaluation.journal import Journal
-from kvq_tools.report import page, write
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.package_server import tiny
-from tests.kvq_models.work_directories import DIMS, calibrate, calibration
+from tests.kvq_models.work_directories import DIMS, calibrate
 
 
 class Writer(NamedTuple):
@@ -81,13 +78,6 @@ def write_cache(folder: pathlib.Path, content: int) -> None:
     )
 
 
-def write_calibration(folder: pathlib.Path, content: int) -> None:
-    save_calibration(
-        calibration({"layers.0.k.levels": np.full(4, content, np.float32)}, content),
-        folder / "calibration.safetensors",
-    )
-
-
 class Words:
     """A tokenizer, as far as saving it goes."""
 
@@ -106,34 +96,6 @@ def llama(content: int) -> Llama:
 
 def write_llama(folder: pathlib.Path, content: int) -> None:
     save_llama(llama(content), folder / "model", Words(content))
-
-
-def write_report(folder: pathlib.Path, content: int) -> None:
-    """Do what `kvq report` does with files, with a page and pictures that need no drawing."""
-
-    class Picture(NamedTuple):
-        name: str
-        light: bytes
-
-    class Section(NamedTuple):
-        pictures: tuple[Picture, ...]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        patch.setattr(
-            page, "sections", lambda _: (Section((Picture("size", b"png %d" % content * 100),)),)
-        )
-        patch.setattr(page, "html", lambda *_: f"<html>{content}" * 100)
-        patch.setattr(write, "dump", lambda _: f"{{{content}}}" * 100)
-        report: Any = None
-        write.write_numbers(report, folder)
-        write.write_page(report, folder)
-
-
-def write_benchmark(folder: pathlib.Path, content: int) -> None:
-    Report(title=f"content {content}", command="", date="", jax_version="").write(
-        folder / "results.json"
-    )
 
 
 def run_journal(folder: pathlib.Path, content: int) -> None:
@@ -203,11 +165,8 @@ def read_prefixes(folder: pathlib.Path) -> dict[str, bytes | None]:
 
 WRITERS = {
     "cache": Writer(write_cache, files("cache.safetensors")),
-    "calibration": Writer(write_calibration, files("calibration.safetensors")),
     "calibrate": Writer(calibrate, files("out.safetensors")),
     "llama": Writer(write_llama, directory("model")),
-    "report": Writer(write_report, files("report.json", "index.html", "size.png")),
-    "benchmark": Writer(write_benchmark, files("results.json")),
     "journal": Writer(run_journal, files("table.json")),
     "prefixes": Writer(write_prefixes, read_prefixes),
     "tree": Writer(write_tree, directory("tree")),

@@ -12,7 +12,8 @@ import pytest
 from benchmarks.faults import live
 from benchmarks.faults.kinds import CONTROLS, KINDS
 from benchmarks.faults.outcome import Inject, Outcome
-from benchmarks.faults.report import FaultReport, FaultRow, SoakSample, page
+from benchmarks.faults.report import FaultRow
+from tests.exhaustive import some
 
 runner = importlib.import_module("benchmarks.faults.__main__")
 
@@ -34,7 +35,7 @@ def test_damaged_files_give_no_wrong_answer(name: str, tmp_path: pathlib.Path):
         assert any(one.bad for one in injected(inject, range(30), checked=False)), "it sees nothing"
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", some(LIVE, ["live caches, sealed bits", "prefixes in memory"]))
 def test_faults_of_an_engine_give_no_wrong_answer(
     name: str, shallow: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -49,15 +50,8 @@ def test_faults_of_an_engine_give_no_wrong_answer(
         assert any(inject(number, False).bad for number in range(30)), "it sees nothing"
 
 
-def test_writers_that_are_killed_leave_old_or_new(capsys: pytest.CaptureFixture[str]):
-    row = runner.run_kind("kill -9 at any call", 10, FaultRow("kill -9 at any call"))
-    assert (row.tried, row.wrong, row.crash, row.hang) == (10, 0, 0, 0), row.notes
-    assert (row.controls, row.control > 0) == (CONTROLS, True)
-    assert f"control {row.control} of {CONTROLS}" in capsys.readouterr().out
-
-
 def test_processes_that_die_or_say_nothing_are_outcomes_and_the_next_one_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch,
 ):
     right = json.dumps([True, Outcome(True, "right")])
     control = json.dumps([False, Outcome(False, "wrong")])
@@ -85,17 +79,3 @@ print('["done"]', flush=True)
     assert (row.controls, row.control) == (CONTROLS, CONTROLS)
     assert "ends with -9" in row.notes[0]
     assert kept[-1] == row
-    report = FaultReport(
-        title="Injected faults",
-        command="python -m benchmarks.faults",
-        date="",
-        jax_version="",
-        rows=(row,),
-        connections=200,
-        soak=(SoakSample(60.0, 100, 0, 0, 2**30, 30, 20),),
-    )
-    report.write(tmp_path / "faults.json")
-    assert FaultReport.read(tmp_path / "faults.json") == report
-    text = page(report, tmp_path / "faults.json")
-    assert f"| plans | 4 | 2 | 2 | 0 | 1 | 1 | {CONTROLS} of {CONTROLS} |" in text
-    assert "| 1 | 100 | 0 | 0 | 1024 | 30 | 20 |" in text

@@ -14,7 +14,6 @@ from benchmarks.machine_code.launches import (
     POINTS,
     SPECS,
     LaunchReport,
-    captured,
     of_a_layer,
     thunks,
 )
@@ -93,28 +92,6 @@ def test_a_thunk_of_an_unknown_kind_is_an_error_and_not_a_launch_fewer():
 def test_a_line_of_another_form_is_an_error_and_not_a_launch_fewer():
     with pytest.raises(ValueError, match="unknown form"):
         thunks(LIST.replace("012: kCustomKernel", "kCustomKernel"))
-
-
-GRAPHS = """\
-000: kCommandBuffer [source        | next=003 (1)]
-    001: kCopy         [source        | next=002 (1)] kCopy
-    002: kCustomKernel [prev=001 (1)  | sink        ] decode_attention \
-grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
-003: kConditional  [prev=000 (1)  | next=005 (1)]
-  false_branch:
-    004: kCustomKernel [source       | sink        ] loop_transpose_fusion \
-grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
-005: kCustomKernel [prev=003 (1)  | next=006 (1)] gemm_fusion_dot_34 \
-grid: [3072, 1, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
-006: kCommandBuffer [prev=005 (1)  | sink        ]
-    007: kCopy         [source        | sink        ] kCopy
-"""
-
-
-def test_launches_outside_of_command_buffers_are_counted():
-    assert captured(GRAPHS) == (2, 1)
-    with pytest.raises(ValueError, match="no list"):
-        captured("")
 
 
 FILES = sorted((pathlib.Path(launches.__file__).parents[1] / "results").glob("launches*.json"))

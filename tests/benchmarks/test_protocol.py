@@ -4,7 +4,6 @@ recompute."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
 import jax.numpy as jnp
@@ -14,10 +13,8 @@ import pytest
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.protocol import __main__ as protocol
-from benchmarks.protocol import bench, front_page
-from benchmarks.protocol.caches import CACHES, OWN_WINDOWS, README
-from benchmarks.protocol.page import page
-from benchmarks.protocol.report import ProtocolReport, Row, Text
+from benchmarks.protocol.caches import CACHES
+from benchmarks.protocol.report import ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_models import load_llama
 from kvq_tools.evaluation import measure_rows
@@ -132,19 +129,6 @@ def test_both_readings_score_the_same_tokens_and_decoding_adds_errors(report):
     assert coarse.measured.rounding < 0.05
 
 
-def test_a_page_has_each_row_its_share_of_exact_tokens_and_a_verdict(report, file):
-    text = page(report, file)
-    assert "## 96 tokens, after an exact prompt" in text
-    assert "## 96 tokens, decoded from token 64 on" in text
-    assert text.count("| `int2` |") == 3, "two readings, and their ratio"
-    assert f"| {report.row('int2', 96, 'prompt').exact_share:.1%}! |" in text
-    assert "At " in text
-    assert "take `int2`" in text
-    assert "Partial" not in text
-    some = dataclasses.replace(report, rows=report.rows[:1])
-    assert f"**Partial: 1 of {report.planned} rows.**" in page(some, file)
-
-
 def test_rows_of_another_run_are_refused(shallow, file, capsys):
     with pytest.raises(SystemExit):
         protocol.main([str(shallow), *SMALL, "--windows=3", f"--json={file}"])
@@ -152,31 +136,6 @@ def test_rows_of_another_run_are_refused(shallow, file, capsys):
     with pytest.raises(SystemExit):
         protocol.main([str(shallow), "--text=novel", f"--json={file}"])
     assert "'novel' is not a text: write DOMAIN=FILE" in capsys.readouterr().err
-
-
-def test_a_dry_run_counts_tokens_without_weights_or_texts(tmp_path, capsys):
-    """A 7B config, as its file has it."""
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [str(tmp_path), "--text=novel=none.txt", "--contexts=2048", "--dry-run"]
-    protocol.main([*command, "--calibration-text=novel=none.txt", f"--json={tmp_path / 'a.json'}"])
-    out = capsys.readouterr().out
-    windows, decoded = 2 * 12, 2048 + 256 - 64
-    assert f"| {len(CACHES):,} | {len(CACHES) * windows * 64:,} |" in out
-    assert f"| {len(CACHES) * windows * decoded:,} |" in out
-    rows = 2 * len(CACHES) + 1 + len(OWN_WINDOWS)
-    assert f"| all |  | {rows} |" in out
-    assert not (tmp_path / "a.json").exists()
 
 
 def test_rounding_widens_an_interval_and_verdicts_are_paired():
@@ -193,54 +152,6 @@ def test_rounding_widens_an_interval_and_verdicts_are_paired():
     assert doubled.over(sure, every).value == pytest.approx(2)
 
 
-def test_the_readme_can_be_made_from_a_report_with_all_its_rows(tmp_path):
-    kl = tuple(np.geomspace(0.01, 0.04, 6).tolist())
-    measured = Measured(kl, kl, kl, 0.01, 0.1)
-    rows = tuple(
-        Row(
-            cache,
-            str(windowed(cache, llama_8b.llama_config(), Sizes())),
-            False,
-            2048,
-            reading,
-            0.025,
-            1000,
-            cache.startswith("waterfill"),
-            measured,
-            1.0,
-            "0123456789",
-        )
-        for cache in README
-        for reading in READINGS
-    )
-    texts = tuple(Text(domain, f"{domain}.txt", "", 1) for domain in ("encyclopedia", "novel"))
-    report = ProtocolReport(
-        command="",
-        date="",
-        jax_version="",
-        model="a model",
-        fingerprint="",
-        texts=texts,
-        calibration_text=texts[0],
-        scored=256,
-        windows=3,
-        planned=len(rows),
-        rows=rows,
-    )
-    report.write(tmp_path / "a.json")
-    read = front_page.report_for_readme(tmp_path / "a.json")
-    assert read == report
-    assert report.headline == [3, 4, 5], "outside the calibration's domain"
-    section = front_page.section(report, "benchmarks/results/")
-    assert section.count("\n| `") == len(README)
-    assert "| `waterfill:bits=2.5`* |" in section
-    assert f"{np.mean(kl[3:]):#.2g} [" in section
-    assert "2.5% of what a scored token reads" in section
-    assert len(front_page.points(report)) == len(README)
-    dataclasses.replace(report, rows=rows[1:]).write(tmp_path / "b.json")
-    assert front_page.report_for_readme(tmp_path / "b.json") is None
-
-
 def test_a_committed_row_recomputes_to_its_printed_digits(capsys):
     """The cheapest. `--recompute` alone does three."""
     report = ProtocolReport.read(COMMITTED)
@@ -251,17 +162,3 @@ def test_a_committed_row_recomputes_to_its_printed_digits(capsys):
     told = capsys.readouterr().out
     assert ended.value.code == 0, told
     assert told.rstrip().endswith("the same digits")
-
-
-def test_a_row_that_moves_says_how_far(monkeypatch, shallow, file, report):
-    row = report.row("int2", 96, "prompt")
-    moved = dataclasses.replace(
-        row, measured=dataclasses.replace(row.measured, window_kl=(0.5, 0.5))
-    )
-    monkeypatch.setattr(bench.Bench, "measured", lambda *_: [moved])
-    options = protocol.argument_parser().parse_args([str(shallow), *SMALL, f"--json={file}"])
-    alone = dataclasses.replace(report, rows=(row,))
-    (line,), equal = bench.recompute(protocol.Plan.of(options), alone, 1)
-    assert not equal
-    assert line.startswith("int2:")
-    assert "KL moved by +" in line

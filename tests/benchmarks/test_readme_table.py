@@ -47,13 +47,6 @@ def test_a_line_holds_the_counted_bytes_and_both_measured_divergences(reports):
     assert one.resident > one.cache, "its factors of the weights count"
 
 
-def test_the_paragraph_says_how_much_was_read_quantized(reports):
-    text = " ".join(readme_table.section(reports, "").split())
-    assert "the first 32 and the newest 96 tokens are exact" in text
-    assert "384 to 448 of the 513 to 604 tokens before a scored one are read" in text
-    assert "4 windows of each text, too few to tell close rows apart" in text
-
-
 def test_rows_with_other_windows_are_refused(reports):
     first, novel = reports
     cache = "kivi:bits=2,sink=32,recent=96,block=32"

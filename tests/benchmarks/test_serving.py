@@ -80,15 +80,6 @@ def test_the_sequences_that_fit_are_those_of_a_budget():
     assert serving.room_of("dense", config, 640, 100).sequences == 0
 
 
-def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        serving.main(["--capacity", "100", "--prompt", "90", "95", "--new", "1", "6"])
-    assert "101 tokens must fit --capacity 100" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        serving.main(["--timed", "int4"])
-    assert "--timed names caches of --cache" in capsys.readouterr().err
-
-
 def test_the_numbers_of_the_page_are_those_of_the_results():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     report, start = (

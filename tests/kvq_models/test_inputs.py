@@ -7,8 +7,6 @@ import functools
 import json
 import os
 import shutil
-import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,13 +120,6 @@ def test_a_cache_has_its_models_dtype(dtype, tmp_path):
     assert llama.config == read_config(tmp_path), (
         "the dtype is no part of the checkpoint's configuration"
     )
-
-
-def test_dims_without_a_dtype_give_a_bfloat16_cache_and_transformers_dtypes_are_read():
-    dims = kvq.CacheDims(1, 4, 2, 16, 64)
-    assert kvq.cache.layout("kivi", dims, 1, 32).dtype == "bfloat16"
-    theirs: Any = types.SimpleNamespace(**vars(dims), dtype="torch.float32")
-    assert kvq.cache.layout("kivi", theirs, 1, 32).dtype == "float32"
 
 
 def saved(directory, **fields):

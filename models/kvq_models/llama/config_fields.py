@@ -24,6 +24,8 @@ def typed(name: str, value: Any, kind: type) -> Any:
                 f"config field {name} is an integer of {value.bit_length()} bits, which no float"
                 " holds"
             ) from None
+    if kind is int and isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"config field {name} is an integer of {value.bit_length()} bits")
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"config field {name}={value!r} must be of type {kind.__name__}")
     return value

@@ -10,7 +10,6 @@ import pytest
 
 import kvq_jax as kvq
 import kvq_tools.cli
-from benchmarks import results_page
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import bench
 from benchmarks.quality.comparison import PLAIN, Suite, listed, swept
@@ -131,33 +130,6 @@ def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     assert measured == ["int2", "int3", "int4", "int4", "int8"]
     assert [row.cache for row in QualityReport.read(file).rows] == ["int2", "int3", "int4", "int8"]
     assert list(tmp_path.iterdir()) == [file], "a complete run leaves its report alone"
-
-
-def test_the_page_has_lists_and_grids(report, folder):
-    page = results_page.render(folder)[FILE.replace(".json", ".md")]
-    assert (
-        "| cache | spec | stored bits | the paper's count | KL | over that of two bits | KL, fake |"
-        " perplexity | same top token |" in page
-    )
-    coded, other = only(report, "B", "two bits"), only(report, "B", "a scale for a token")
-    assert f"| {coded.kl:.5f} [{coded.kl_interval.low:.5f}, {coded.kl_interval.high:.5f}] |" in page
-    ratio, (low, high) = other.kl_ratio(coded)
-    assert low < ratio < high
-    assert f"| {ratio:.2f} [{low:.2f}, {high:.2f}] |" in page
-    cells = " | ".join(
-        f"{row.perplexity:.2f} ({row.kl:.4f} [{row.kl_interval.low:.4f},"
-        f" {row.kl_interval.high:.4f}])"
-        for row in report.of("C")
-    )
-    assert f"| {PLAIN}: w_recent | 0 | 32 |\n| --- | --- | --- |\n| KIVI | {cells} |" in page
-
-
-def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        quality.main(["equal_bits", *TEXTS, "--windows=1000", f"--json={tmp_path / 'none.json'}"])
-    assert stopped.value.code == 2
-    assert "fewer than 1000 windows" in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
 
 
 @pytest.mark.parametrize("name", quality.SUITES)

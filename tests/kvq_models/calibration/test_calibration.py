@@ -15,7 +15,7 @@ import kvq_jax as kvq
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_jax.types.rope import rotate
 from kvq_models import forward, save_calibration
-from kvq_models.calibration import activations, fit, samples
+from kvq_models.calibration import fit, samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.needs import needs
 from kvq_models.llama.model import causal_attention
@@ -116,15 +116,6 @@ def test_recorded_gradients_are_the_slopes_of_the_loss():
                 assert abs(slope - float(np.sum(wrong * direction))) > 0.02 * size, (
                     f"layer {layer}, {side}: a wrong gradient passes too"
                 )
-
-
-def test_equal_layers_are_compiled_once():
-    llama = model(num_hidden_layers=4)
-    activations._forward.clear_cache()
-    activations._backward.clear_cache()
-    for seed in (0, 1):
-        recorded(llama, random_tokens((1, 13), seed=seed)[0])
-    assert (activations._forward._cache_size(), activations._backward._cache_size()) == (1, 1)
 
 
 # --- what a codec is given
@@ -236,49 +227,9 @@ def interrupts(function, after):
     return call
 
 
-def stopped(monkeypatch, name, replacement, work):
-    """Run a calibration that ends when `replacement` of a function of fit.py raises."""
-    with monkeypatch.context() as patch:
-        patch.setattr(fit, name, replacement)
-        with pytest.raises(Interrupted):
-            run(work)
-
-
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(expected, tmp_path):
     assert saved(run(tmp_path / "again"), tmp_path) == expected
     assert saved(run(tmp_path / "other", seed=1), tmp_path) != expected
-
-
-@pytest.mark.parametrize("after", [2])
-def test_a_run_that_was_interrupted_between_samples_ends_with_the_same_bytes(
-    after, expected, tmp_path, monkeypatch
-):
-    stopped(monkeypatch, "record", interrupts(record, after), tmp_path / "w")
-    calls = []
-    monkeypatch.setattr(fit, "record", lambda *a: calls.append(a) or record(*a))
-    assert saved(run(tmp_path / "w"), tmp_path) == expected
-    assert len(calls) == 3 - after, "complete samples were run again"
-
-
-def test_a_run_that_was_interrupted_inside_a_sample_ends_with_the_same_bytes(
-    expected, tmp_path, monkeypatch
-):
-    def cut(llama, window, write):
-        # three arrays of the sample are written, and not even the right ones
-        return record(llama, window[::-1], interrupts(write, 3))
-
-    stopped(monkeypatch, "record", cut, tmp_path / "w")
-    assert saved(run(tmp_path / "w"), tmp_path) == expected
-
-
-def test_a_run_that_was_interrupted_between_fits_ends_with_the_same_bytes_and_fits_only_the_rest(
-    expected, tmp_path, monkeypatch, given
-):
-    stopped(monkeypatch, "_rows", interrupts(fit._rows, 3), tmp_path / "w")
-    assert len(given.rows) == 3
-    monkeypatch.setattr(fit, "record", interrupts(record, 0))
-    assert saved(run(tmp_path / "w"), tmp_path) == expected
-    assert len(given.rows) == 4, "sides that were fitted are fitted again"
 
 
 def test_another_cache_is_calibrated_from_the_same_samples_without_running_the_model(
@@ -297,13 +248,3 @@ def test_fits_that_left_other_sinks_out_are_not_taken_up(work):
     few, many = run(work), run(work, f"{SPEC},sink=15")
     assert few.keys == many.keys, "windows are no part of the options"
     assert np.abs(few.tensors["layers.0.k.scale"] - many.tensors["layers.0.k.scale"]).max() > 0.01
-
-
-def test_windows_of_a_seed_are_the_same_and_reach_both_ends_of_the_text():
-    text = np.arange(50)
-    windows = samples.draw(text, 400, 10, 0)
-    np.testing.assert_array_equal(windows, samples.draw(text, 400, 10, 0))
-    assert windows.shape == (400, 11)
-    assert (np.diff(windows, axis=1) == 1).all(), "windows are stretches of the text"
-    assert (windows.min(), windows.max()) == (0, 49)
-    assert not np.array_equal(windows, samples.draw(text, 400, 10, 1))

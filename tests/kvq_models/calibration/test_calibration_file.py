@@ -194,13 +194,3 @@ def test_parameters_stand_in_the_order_of_layers_and_sides(work):
     np.testing.assert_array_equal(k1["scale"], calibration.tensors["layers.1.k.scale"])
     skipped = f"{SPEC},skip_layers=0"
     assert prepare(model(), skipped, run(work, skipped)).cache_parameters[0] == ((), ())
-
-
-def test_a_cache_that_needs_a_calibration_says_which_command_makes_it():
-    one_line(
-        f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}' --out F.safetensors",
-        prepare,
-        model(),
-        SPEC,
-    )
-    one_line("--calibration F.safetensors", prepare, model(), SPEC)

@@ -90,22 +90,13 @@ def test_a_directory_that_is_no_work_directory_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("projection", "place"),
-    [("v_proj", "layer 1, v: the values")],
+    ("path", "place"),
+    [
+        ("layers.1.v_proj.kernel", "layer 1, v: the values"),
+        ("head.kernel", "layer 1, k: the gradients in the keys"),
+    ],
 )
-def test_rows_that_are_not_finite_name_their_layer_and_side(projection, place, tmp_path):
+def test_what_is_not_finite_names_its_layer_and_side(path, place, tmp_path):
     llama = model()
-    path = f"layers.1.{projection}.kernel"
     broken = hf_names.weights(llama)[path].leaf.at[0, 0].set(jnp.nan)
     one_line(place, run, tmp_path / "w", llama=hf_names.replace_weights(llama, {path: broken}))
-
-
-def test_gradients_that_are_not_finite_name_their_layer_and_side(tmp_path):
-    llama = model()
-    broken = hf_names.weights(llama)["head.kernel"].leaf.at[0, 0].set(jnp.nan)
-    one_line(
-        "layer 1, k: the gradients in the keys",
-        run,
-        tmp_path / "w",
-        llama=hf_names.replace_weights(llama, {"head.kernel": broken}),
-    )

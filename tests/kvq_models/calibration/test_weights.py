@@ -99,29 +99,3 @@ def test_each_output_channel_has_few_values_and_the_rest_of_the_model_stays(
     assert stayed >= sparse * count.weights
     assert count.bits > bits + 32 * sparse
     assert 0 < count.weighted_error < 0.2
-
-
-def test_what_stays_is_what_is_most_sensitive_and_largest():
-    rng = np.random.default_rng(2)
-    kernel, sensitivity = rng.normal(size=(10, 90)), rng.gamma(0.5, size=(10, 90))
-    kept = weights.staying(kernel, sensitivity, 0.05)
-    assert kept.sum() == 45
-    assert kept.ravel()[np.argsort(-sensitivity.ravel())[:5]].all()
-    assert kept.ravel()[np.argsort(-np.abs(kernel.ravel()))[:40]].all()
-    assert not weights.staying(kernel, sensitivity, 0.0).any()
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"bits": 5}, "bits=5"),
-        ({"sparse": 0.5}, "sparse=0.5"),
-        ({"sparse": float("nan")}, "sparse=nan"),
-        ({"length": 500}, "at least 501 tokens"),
-    ],
-)
-def test_requests_that_cannot_be_met_are_refused(llama, changed, message):
-    with pytest.raises(ValueError, match=message):
-        weights.quantize_weights(
-            llama, TOKENS, **({"bits": 4, "samples": 1, "length": 16} | changed)
-        )

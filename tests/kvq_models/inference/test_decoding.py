@@ -13,7 +13,6 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention.reference import decode_rows
 from kvq_models import decode_step, forward, prefill, right_padded, score
-from kvq_models.inference.decoding import implementations
 from pallas_kernels.launch import Launch
 from tests.compile_options import USUAL_COMPILE
 from tests.exhaustive import some
@@ -55,7 +54,7 @@ def decoded(spec, tokens, prompt, step=step):
     return np.stack(found, axis=1), cache
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[2:]))
 def test_prefill_logits_equal_the_exact_model(spec):
     tokens = random_tokens((2, LENGTH))
     logits, cache = prefill(model(), new_cache(spec), tokens, logits="all")
@@ -88,17 +87,6 @@ def test_last_logits_are_those_of_each_rows_last_token():
     assert np.asarray(cache.lengths).tolist() == lengths
 
 
-def test_dense_decoding_equals_the_exact_model_for_every_split():
-    tokens = random_tokens((2, LENGTH))
-    exact = np.asarray(forward(model(), tokens))
-    for prompt in (1, 40):
-        found, _ = decoded("dense", tokens, prompt)
-        assert row_errors(found, exact[:, prompt:]).max() < 1e-5, f"prompt of {prompt}"
-        assert row_errors(found[:, 1:], exact[:, prompt:-1]).max() > 1e-3, (
-            "logits shifted by one token must differ"
-        )
-
-
 def test_eight_bit_cache_with_keys_before_rope_is_close_to_exact():
     """A rotation by the wrong position, or another RoPE than the model's, would show at any bit
     width."""
@@ -106,15 +94,6 @@ def test_eight_bit_cache_with_keys_before_rope_is_close_to_exact():
     exact = np.asarray(forward(model(), tokens))[:, 40:]
     errors = row_errors(decoded(EIGHT_BITS, tokens, 40)[0], exact)
     assert 1e-6 < errors.max() < 2e-2, "quantized, and close"
-
-
-def test_prompt_in_chunks_equals_one_prompt_for_dense():
-    tokens = random_tokens((2, LENGTH))
-    whole, _ = prefill(model(), new_cache("dense"), tokens)
-    _, cache = prefill(model(), new_cache("dense"), tokens[:, :30])
-    chunked, cache = prefill(model(), cache, tokens[:, 30:])
-    assert row_errors(chunked, whole).max() < 1e-5
-    assert np.asarray(cache.lengths).tolist() == [LENGTH, LENGTH]
 
 
 @pytest.mark.parametrize("spec", some(SPECS, SPECS[2:]))
@@ -194,20 +173,6 @@ def test_inactive_rows_freeze():
         assert jnp.array_equal(a[1], b[1]), "the inactive row was written"
 
 
-def test_decode_step_traces_once_for_equal_specs():
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnames="cache")
-    def counted(llama, cache, token):
-        traces.append(1)
-        return decode_step(llama, cache, token)
-
-    for text in ("kivi:bits=2", "kivi", "kivi:recent=96"):
-        _, cache = counted(model(), new_cache(text), jnp.asarray([1, 2]))
-        counted(model(), cache, jnp.asarray([3, 4]))
-    assert len(traces) == 1
-
-
 @pytest.mark.parametrize("spec", ["kivi:bits=4"])
 def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
     """Temporary memory is far below one layer's cache, in bfloat16 too, and the cache is updated in
@@ -231,43 +196,6 @@ def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
     assert compiled.alias_size_in_bytes >= kvq.size.nbytes(cache.layers), (
         f"{spec}: the cache was copied"
     )
-
-
-@pytest.mark.parametrize("spec", some(["kivi:bits=4", "innerq"], ["innerq"]))
-def test_a_decode_step_through_kernels_gives_the_logits_of_xla(spec):
-    llama = random_llama(
-        tiny_config(
-            hidden_size=128,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            num_hidden_layers=1,
-        ),
-        dtype=jnp.bfloat16,
-    )
-    tokens = random_tokens((1, 300))
-    found = {}
-    for implementation in ("xla", Launch(interpret=True)):
-        _, cache = prefill(
-            llama, kvq.init_cache(spec, llama.config, 1, 320, "bfloat16"), tokens[:, :-1]
-        )
-        kernel_step = jax.jit(
-            decode_step, static_argnames="implementation", donate_argnames="cache"
-        )
-        logits, cache = kernel_step(llama, cache, tokens[:, -1], implementation=implementation)
-        found[implementation] = np.asarray(logits, np.float32)
-        assert implementations(cache, implementation) == (
-            ("xla",) if implementation == "xla" else ("pallas",)
-        ) * len(cache.plans)
-    xla, kernels = found.values()
-    assert row_errors(kernels, xla).max() < 2e-2, spec
-    assert row_errors(kernels[:, ::-1], xla).max() > 0.3, "reversed logits would pass"
-    with pytest.raises(ValueError, match="2 new tokens in one step"):
-        jax.eval_shape(
-            lambda c, t: decode_step(llama, c, t, implementation=Launch(interpret=True)),
-            cache,
-            tokens[:, :2],
-        )
 
 
 def test_a_step_of_one_sequence_for_a_gpu_gives_the_logits_of_xla():

@@ -108,18 +108,6 @@ def test_generate_equals_a_loop_over_decode_step_and_returns_the_cache():
     assert np.asarray(found.lengths).tolist() == [20, 20]
 
 
-def test_the_returned_cache_continues_the_conversation():
-    tokens = random_tokens((1, 30))
-    whole = generate(model(), new_cache(batch=1), tokens, max_new_tokens=12)
-    first = generate(model(), new_cache(batch=1), tokens, max_new_tokens=4)
-    turn = random_tokens((1, 3), seed=9)
-    second = generate(model(), first.cache, turn, max_new_tokens=4)
-    assert np.asarray(second.cache.lengths).tolist() == [41]
-    prompt = jnp.concatenate([tokens, whole.tokens[:, :4], turn], axis=1)
-    again = generate(model(), new_cache(batch=1), prompt, max_new_tokens=4)
-    assert jnp.array_equal(second.tokens, again.tokens)
-
-
 def test_rows_stop_at_the_end_of_sequence_and_freeze():
     tokens = random_tokens((2, 20))
     free = np.asarray(generate(model(), new_cache(), tokens, max_new_tokens=16).tokens)
@@ -166,34 +154,6 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
     assert (pieces[0][:, :8] == np.asarray(whole.tokens)[:, :8]).all()
     assert not pieces[0][:, 8:].any()
     assert (pieces[-1] == np.asarray(whole.tokens)).all()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "options", "message"),
-    [
-        (
-            [[1, 2]],
-            None,
-            {"max_new_tokens": 127},
-            (
-                r"row 0 needs 129 tokens \(0 cached \+ 2 prompt \+ 127 new\), but the cache's"
-                r" capacity is 128"
-            ),
-        ),
-        ([[1, 96]], None, {}, "token id 96"),
-        ([[1]], None, {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-        ([[1]], None, {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan must be"),
-        ([[1]], None, {"sampling": Sampling(top_p=0.0)}, "top_p=0.0 must be"),
-    ],
-)
-def test_bad_requests_are_refused_before_any_work_and_the_cache_survives(
-    tokens, lengths, options, message
-):
-    cache = new_cache(batch=1)
-    with pytest.raises(ValueError, match=message) as refused:
-        generate(model(), cache, tokens, lengths, **({"max_new_tokens": 4} | options))
-    assert "\n" not in str(refused.value)
-    assert int(cache.lengths[0]) == 0, "the cache's buffers were consumed"
 
 
 def test_filters_keep_the_tokens_that_their_definitions_name():

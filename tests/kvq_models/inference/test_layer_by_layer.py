@@ -39,23 +39,6 @@ def test_each_cache_is_the_one_of_its_own_prefill():
         )
 
 
-def test_padding_of_shared_prompts_changes_nothing():
-    llama, tokens = random_llama(tiny_config()), random_tokens((2, LENGTH))
-    models, lengths = [prepare(llama, spec) for spec in SPECS], jnp.asarray([LENGTH, 25])
-    new = [kvq.init_cache(spec, llama.config, 2, 64, "float32") for spec in SPECS]
-    logits, together = prefill_together(models, new, jnp.asarray(tokens), lengths)
-    for model, spec, shared in zip(models, SPECS, together, strict=True):
-        own_logits, own = prefill(
-            model, kvq.init_cache(spec, llama.config, 2, 64, "float32"), tokens, lengths
-        )
-        assert row_errors(logits, own_logits).max() < 1e-5, spec
-        assert np.asarray(shared.lengths).tolist() == [LENGTH, 25], spec
-        read, expected = (prefill(model, copy, tokens[:, :4])[0] for copy in (shared, own))
-        assert row_errors(read, expected).max() < 1e-4, (
-            f"{spec}: what is read from the two caches differs"
-        )
-
-
 def test_a_cache_that_holds_tokens_is_refused():
     llama, tokens = random_llama(tiny_config()), random_tokens((2, 8))
     _, held = prefill(llama, kvq.init_cache("dense", llama.config, 2, 64, "float32"), tokens)

@@ -14,7 +14,6 @@ import kvq_jax as kvq
 from kvq_models import decode_step, prefill, prepare, score
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.forward import hidden_states
-from kvq_tools.evaluation.run import measure
 from tests.exhaustive import some
 from tests.kvq_models import calibration_runs
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
@@ -120,19 +119,3 @@ def test_a_model_prepared_twice_is_traced_once():
     assert len(traces) == 1, "a copy of the model lost what its parameters were made for"
     with pytest.raises(ValueError, match="were made for 'xquant:latent"):
         step(copied, empty(f"{CL},reading=unit_norm"), token)
-
-
-def test_parameters_put_in_by_hand_are_used_as_they_are():
-    spec = f"{CL},reading=unit_norm"
-    llama = prepare(model(), spec)
-    wanted = measure(llama, spec, random_tokens((1, LENGTH)))
-    llama.cache_parameters = tuple(llama.cache_parameters)
-    assert measure(llama, spec, random_tokens((1, LENGTH))) == wanted
-    broken = jax.tree.map(lambda leaf: leaf * 0.5, tuple(llama.cache_parameters))
-    llama.cache_parameters = broken
-    assert (
-        row_errors(
-            np.array([measure(llama, spec, random_tokens((1, LENGTH))).kl]), np.array([wanted.kl])
-        )
-        > 1e-3
-    )

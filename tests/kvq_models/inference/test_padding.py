@@ -15,7 +15,7 @@ from flax import nnx
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import plans
-from kvq_models import Sampling, forward, generate, prefill, score
+from kvq_models import Sampling, generate, prefill, score
 from kvq_models.inference.decoding import prefill_program
 from kvq_models.inference.padding import bucket, padded
 from tests.kvq_jax.layer_runs import beyond_rounding, live, parameters_of
@@ -63,7 +63,7 @@ def test_widths_are_powers_of_two_and_the_halves_between_them():
 
 
 @pytest.mark.parametrize("name", ["score", "generate"])
-def test_200_random_lengths_compile_a_program_for_each_width(name):
+def test_all_lengths_compile_a_program_for_each_width(name):
     """Without widths every length is a program."""
     rng = np.random.default_rng(0)
 
@@ -79,7 +79,7 @@ def test_200_random_lengths_compile_a_program_for_each_width(name):
             sampling=Sampling(1.0),
         )
 
-    lengths = [*range(1, CAPACITY + 1), *rng.integers(1, CAPACITY + 1, 150).tolist()]
+    lengths = range(1, CAPACITY + 1)
     widths = {min(bucket(n), CAPACITY) for n in lengths}
     for width in sorted(widths):  # the small programs that make arrays, too
         call(width, 1)
@@ -91,25 +91,6 @@ def test_200_random_lengths_compile_a_program_for_each_width(name):
     with counted() as other:
         jax.jit(lambda x: x + len(widths))(jnp.arange(3))
     assert other, "compilations are not counted"
-
-
-@pytest.mark.parametrize("length", [1, 17, CAPACITY])
-def test_results_of_a_padded_prompt_are_those_of_the_exact_model(length):
-    tokens = random_tokens((1, length))
-    want = np.asarray(forward(model(), tokens))
-    last, cache = prefill(model(), new_cache(), tokens)
-    assert last.shape == (1, 96)
-    assert row_errors(last, want[:, -1]).max() < 1e-5
-    every, _ = prefill(model(), new_cache(), tokens, logits="all")
-    assert every.shape == (1, length, 96)
-    assert row_errors(every, want).max() < 1e-5
-    scores, _ = score(model(), new_cache(), tokens)
-    assert scores.shape == (1, length)
-    logprobs = np.asarray(jax.nn.log_softmax(want, axis=-1))
-    np.testing.assert_allclose(
-        scores[0, 1:], logprobs[0, np.arange(length - 1), np.asarray(tokens)[0, 1:]], atol=1e-4
-    )
-    assert np.asarray(cache.lengths).tolist() == [length]
 
 
 def test_logits_at_padding_are_nan_in_any_width():

@@ -125,13 +125,3 @@ def test_a_text_that_repeats_itself_takes_fewer_steps():
         *PROMPTS[0, : LENGTHS[0]],
         *state.tokens[0, :NEW].tolist(),
     ]
-
-
-def test_what_cannot_be_drafted_is_refused():
-    with pytest.raises(ValueError, match="drafts=0 must be at least 1"):
-        generate_drafted(
-            model("dense"),
-            kvq.init_cache("dense", model("dense").config, 3, CAPACITY),
-            PROMPTS,
-            drafts=0,
-        )

@@ -1,4 +1,4 @@
-"""GGUF files of the families beside Llama load like the models they were made from: names of
+"""GGUF files of all families load like the models they were made from: names of
 tensors, order of rows, factors, norms, layers without RoPE, experts in one tensor or in many."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvq_models.llama import fused_tensors, gguf_header, gguf_names, hf_names
+from kvq_models.llama import fused_tensors, gguf_names, hf_names
 from kvq_models.llama import open_checkpoint as opening
 from kvq_models.llama.checkpoint import load_llama, open_checkpoint, read_config
 from kvq_models.llama.config import LlamaConfig
@@ -50,6 +50,14 @@ GEMMA = {
 }
 ONE = {"num_hidden_layers": 1}
 MODELS = {
+    "llama": ("llama", tiny_config(**ONE, head_dim=8)),
+    "llama_tied_mha": (
+        "llama",
+        tiny_config(**ONE, num_key_value_heads=4, tie_word_embeddings=True),
+    ),
+    "llama_biases": ("llama", tiny_config(**ONE, attention_bias=True, mlp_bias=True)),
+    "qwen2": ("qwen2", tiny_config("qwen2", **ONE)),
+    "qwen3": ("qwen3", tiny_config("qwen3", **ONE | {"head_dim": 32})),
     "granite": (
         "granite",
         tiny_config("granite", attention_bias=True, mlp_bias=True, **ONE | GRANITE),
@@ -166,10 +174,6 @@ def test_granites_factors_of_zero_are_none(tmp_path: pathlib.Path):
     assert "GGUF field granite.logit_scale is missing" in refusal(without)
 
 
-def test_every_fourth_layer_of_smollm3_has_no_rope(tmp_path: pathlib.Path):
-    assert read_config(written("smollm3", tmp_path)[1]).unrotated_layers == (3,)
-
-
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
@@ -179,6 +183,7 @@ def test_every_fourth_layer_of_smollm3_has_no_rope(tmp_path: pathlib.Path):
             {"attention.sliding_window_pattern": 2},
             "gemma3.attention.sliding_window_pattern=2",
         ),
+        ("granite", {"embedding_length": "wide"}, "embedding_length='wide' is of the wrong type"),
         ("phi3", {"rope.dimension_count": 8}, "short_factor has 6 entries for 4 pairs"),
         ("qwen3moe", {"expert_weights_norm": False}, "qwen3moe.expert_weights_norm=False"),
         ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale=2.5"),
@@ -229,26 +234,6 @@ def test_experts_of_their_own_tensors_are_those_of_one_tensor(
     for one in stacked.tensors:
         assert np.array_equal(stacked.read(one), each.read(one)), one
     assert not np.array_equal(stacked.read(experts[0]), stacked.read(experts[1]))
-
-
-def test_a_stacked_tensor_is_dequantized_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    _, path = written("mixtral", tmp_path, kind="Q8_0")
-    numbers, dequantized = [], gguf_header.dequantized
-
-    def counted(tensor: gguf_header.GgufTensor) -> np.ndarray:
-        values = dequantized(tensor)
-        if "_exps" in tensor.name:
-            numbers.append(values.size)
-        return values
-
-    monkeypatch.setattr("kvq_models.llama.gguf_file.dequantized", counted)
-    config = load_llama(path, dtype="float32")[0].config
-    assert config.experts is not None
-    per_matrix = config.hidden_size * config.intermediate_size
-    assert sum(numbers) == 3 * config.experts.count * per_matrix
-    assert max(numbers) == per_matrix
 
 
 def test_a_stacked_tensor_that_is_cut_off_or_no_stack_ends_in_one_line(tmp_path: pathlib.Path):

@@ -67,39 +67,6 @@ def test_every_field_of_the_architecture_is_read_harmless_or_refused(architectur
 
 
 @pytest.mark.parametrize(
-    "field",
-    [
-        {"rope.scaling.attn_factor": 1.19},
-        {"rope.scaling.yarn_ext_factor": 0.5},
-        {"rope.scaling.yarn_log_multiplier": 0.1},
-        {"attention.scale": 0.5},
-        {"attn_logit_softcapping": 30.0},
-        {"logit_scale": 8.0},
-        {"some_new_thing": 1},
-    ],
-)
-def test_a_field_that_is_not_computed_is_refused_by_name(field: dict, write):
-    name, value = next(iter(field.items()))
-    message = refused(lambda: read_config(write(fields=field)))
-    assert f"GGUF field llama.{name}={value}" in message
-
-
-def test_fields_at_neutral_values_change_nothing(write):
-    plain = read_config(write())
-    fields = {
-        "attention.scale": float(np.float32(16**-0.5)),
-        "expert_count": 0,
-        "expert_used_count": 0,
-        "logit_scale": 1.0,
-        "rope.scaling.attn_factor": 1.0,
-        "rope.scaling.finetuned": False,
-        "attention.causal": True,
-        "pooling_type": 3,
-    }
-    assert read_config(write(fields=fields)) == plain
-
-
-@pytest.mark.parametrize(
     ("fields", "rope"),
     [
         ({"rope.scaling.factor": 4.0}, RopeConfig(rope_type="linear", factor=4.0)),
@@ -272,23 +239,6 @@ def test_a_lora_adapter_is_named(llama: Llama, tmp_path: pathlib.Path):
     assert "general.type='adapter'; supported: model" in refused(lambda: open_checkpoint(path))
 
 
-def test_another_architecture_is_refused_without_a_look_at_the_vocabulary(
-    llama: Llama, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = write_gguf(llama, tmp_path / "m.gguf", architecture="gemma", tokenizer=byte_level())
-    decoded = []
-    value = GgufHeader.value
-
-    def counted(header: GgufHeader, kind: int, at: int) -> Any:
-        decoded.append(kind)
-        return value(header, kind, at)
-
-    monkeypatch.setattr(gguf_header.GgufHeader, "value", counted)
-    assert "GGUF architecture 'gemma' is not supported" in refused(lambda: read_config(path))
-    assert gguf_header._ARRAY not in decoded
-    assert decoded, "the control: texts are decoded by this function"
-
-
 def test_fields_are_those_that_the_library_reads(write):
     path = write(
         tokenizer=byte_level(chat_template="{{ messages }}"), fields={"rope.freq_base": 5e5}
@@ -312,3 +262,20 @@ def test_a_file_is_opened_once_until_it_changes(llama: Llama, tmp_path: pathlib.
     assert len(second("THE").input_ids) == 3
     write_gguf(llama, path, tokenizer=byte_level(pre="qwen2"))
     assert open_checkpoint(path) is not files
+
+
+def test_another_architecture_is_refused_without_a_look_at_the_vocabulary(
+    llama: Llama, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(llama, tmp_path / "m.gguf", architecture="gemma", tokenizer=byte_level())
+    decoded = []
+    value = GgufHeader.value
+
+    def counted(header: GgufHeader, kind: int, at: int) -> Any:
+        decoded.append(kind)
+        return value(header, kind, at)
+
+    monkeypatch.setattr(gguf_header.GgufHeader, "value", counted)
+    assert "GGUF architecture 'gemma' is not supported" in refused(lambda: read_config(path))
+    assert gguf_header._ARRAY not in decoded
+    assert decoded, "the control: texts are decoded by this function"

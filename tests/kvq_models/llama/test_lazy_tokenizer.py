@@ -54,14 +54,6 @@ def test_everything_else_is_that_of_transformers():
     assert lazy([TEXT, "AB"]).input_ids[0] == lazy(TEXT).input_ids
 
 
-def test_a_token_that_is_added_later_counts_in_every_text():
-    lazy = tokenizer()
-    before = lazy("THE").input_ids
-    lazy.add_tokens(["THE"])
-    assert len(before) == 3
-    assert lazy("THE").input_ids == [len(lazy) - 1]
-
-
 def test_a_named_token_that_the_file_calls_ordinary_is_left_to_transformers():
     kinds = [1] * len(byte_level()["tokens"])
     whole = tokenizer(token_type=kinds)

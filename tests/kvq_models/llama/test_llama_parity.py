@@ -13,6 +13,7 @@ from kvq_models.llama.checkpoint import load_llama, save_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, forward
 from kvq_models.llama.rope import rope_for
+from tests.exhaustive import some
 from tests.kvq_models.checkpoints import (
     CASES,
     LLAMA3,
@@ -54,7 +55,16 @@ def _layer_vectors(llama: Llama) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+# one of each family, and every feature once
+USUAL = (
+    *("llama_gqa4_tied", "llama_head_dim", "llama_attention_bias", "llama_mlp_bias"),
+    *("llama_llama3", "llama_yarn_new", "mistral_window", "mixtral_window"),
+    *("qwen2_tied_gqa7", "qwen2_window", "qwen3_attention_bias", "qwen3_moe_normalized"),
+    *("granite", "smollm3", "olmo2_gqa4", "olmo3", "gemma2", "gemma3", "phi3_partial", "gpt_oss"),
+)
+
+
+@pytest.mark.parametrize("name", some(CASES, USUAL))
 def test_logits_equal_those_of_transformers(name, tmp_path):
     reference = build_checkpoint(tmp_path, CASES[name])
     llama, tokenizer = load_llama(tmp_path, dtype="float32")
@@ -71,22 +81,6 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         assert control > 10 * TOLERANCE, (
             f"{name}: the comparison does not see that {suffix} was dropped ({control:.2e})"
         )
-
-
-def test_logits_differ_when_keys_and_values_are_swapped(tmp_path):
-    reference = build_checkpoint(tmp_path, CASES["llama_mha"])
-    llama, _ = load_llama(tmp_path, dtype="float32")
-    leaves = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
-    swapped = {
-        "layers.1.k_proj.kernel": leaves["layers.1.v_proj.kernel"],
-        "layers.1.v_proj.kernel": leaves["layers.1.k_proj.kernel"],
-    }
-    tokens = random_tokens((1, 16))
-    errors = row_errors(
-        jitted_forward(hf_names.replace_weights(llama, swapped), tokens),
-        torch_logits(reference, tokens),
-    )
-    assert errors.max() > 0.05, f"values read as keys pass as parity: {errors.max():.2e}"
 
 
 def test_dynamic_rope_beyond_the_trained_length_equals_transformers_at_the_capacity(tmp_path):
@@ -128,43 +122,6 @@ def test_a_saved_model_is_loaded_back_by_transformers_with_the_same_logits(name,
     np.testing.assert_array_equal(
         torch_logits(model, tokens), torch_logits(reference, tokens), err_msg=name
     )
-
-
-def test_a_saved_bfloat16_model_is_loaded_back_as_bfloat16(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    build_checkpoint(tmp_path / "theirs", CASES["llama_mha"])
-    llama, _ = load_llama(tmp_path / "theirs", dtype="bfloat16")
-    save_llama(llama, tmp_path / "ours")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert model.dtype == torch.bfloat16
-    kernel = model.model.layers[1].self_attn.k_proj.weight.detach().float().numpy()
-    np.testing.assert_array_equal(
-        kernel.T, np.asarray(llama.layers[1].k_proj.kernel[...], np.float32)
-    )
-
-
-def test_a_tied_checkpoint_that_safetensors_wrote_loads(tmp_path):
-    from safetensors.torch import load_file, save_model
-
-    reference = build_checkpoint(tmp_path, CASES["llama_gqa4_tied"])
-    save_model(reference, str(tmp_path / "model.safetensors"))
-    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors"), (
-        "save_model keeps the head's name"
-    )
-    llama, _ = load_llama(tmp_path, dtype="float32")
-    tokens = random_tokens((1, 16))
-    errors = row_errors(jitted_forward(llama, tokens), torch_logits(reference, tokens))
-    assert errors.max() < TOLERANCE, f"relative error {errors.max():.2e}"
-
-
-def test_sharded_checkpoints_of_transformers_load(tmp_path):
-    reference = build_checkpoint(tmp_path, CASES["llama_mha"], max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    llama, _ = load_llama(tmp_path, dtype="float32")
-    tokens = random_tokens((1, 16))
-    errors = row_errors(jitted_forward(llama, tokens), torch_logits(reference, tokens))
-    assert errors.max() < TOLERANCE, f"relative error {errors.max():.2e}"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvq_models.llama.checkpoint import CheckpointError, load_llama, save_llama
 from kvq_models.llama.gguf_blocks import KINDS, packed_matrix
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.model import Llama
-from kvq_models.llama.packed_weights import PackedMatrix, PackedTable, is_packed
+from kvq_models.llama.packed_weights import PackedTable, is_packed
 from kvq_models.llama.sharding import shard_llama
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 from tests.kvq_models.gguf_files import write_gguf
@@ -167,14 +167,6 @@ def test_a_damaged_scale_in_a_file_is_refused(tmp_path: pathlib.Path):
     if NATIVE:
         with pytest.raises(CheckpointError, match="holds nan, or values beyond"):
             load_llama(path, dtype="float32")
-
-
-def test_a_matrix_knows_its_shape():
-    matrix = packed_matrix(random_blocks("Q4_K", 40, 2), "Q4_K", None, "bfloat16")[0]
-    assert isinstance(matrix, PackedMatrix)
-    assert (matrix.shape, matrix.ndim, matrix.size, matrix.bits) == ((512, 40), 2, 20480, 4)
-    assert matrix.dtype == jnp.bfloat16
-    assert PackedTable(matrix).shape == (40, 512)
 
 
 def test_the_product_lowers_for_a_gpu_without_the_kernel():

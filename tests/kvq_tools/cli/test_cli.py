@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,15 +17,11 @@ from kvq_tools.cli import (
     console,
     inputs,
     layer_times,
-    main,
     one_generation,
-    resident,
     text_input,
 )
 from kvq_tools.cli.commands import demo
 from kvq_tools.cli.console import printable
-from kvq_tools.cli.continuation import Continuation
-from kvq_tools.growing_text import UNFINISHED
 from tests.kvq_models.checkpoints import PROMPT
 
 CACHE = "kivi:bits=2,recent=8,block=8"
@@ -51,21 +43,6 @@ def generate_arguments(directory, *more):
         "float32",
         *more,
     )
-
-
-def test_commands_do_not_import_each_other():
-    folder = pathlib.Path(main.__file__).parent / "commands"
-    files = {file: file.read_text(encoding="utf-8") for file in folder.glob("*.py")}
-    assert {file.stem for file in files} == {
-        "__init__",
-        *(command.replace("-", "_") for command in main.COMMANDS),
-    }
-    found = [
-        file.name
-        for file, text in files.items()
-        if re.search(r"kvq_tools\.cli\.commands|from kvq_tools\.cli import .*commands", text)
-    ]
-    assert not found, found
 
 
 # --- generate
@@ -126,21 +103,6 @@ def test_generate_prints_the_same_text_streamed_or_not_and_a_footer_that_agrees_
             assert part in footer, f"{name} footer lacks {part!r}"
 
 
-def test_generate_without_a_tokenizer_takes_ids_and_prints_ids(model, bare, run):
-    ids = text_input.load_tokenizer(str(model))(PROMPT).input_ids
-    arguments = (
-        "generate",
-        bare,
-        "--prompt-ids",
-        ",".join(map(str, ids)),
-        *generate_arguments(bare)[4:],
-    )
-    code, out, _ = run(*arguments)
-    printed = [int(part) for part in out.splitlines()[0].split()]
-    assert code == 0
-    assert len(printed) == NEW, "every generated id is printed"
-
-
 def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_json(
     model, run, monkeypatch
 ):
@@ -169,25 +131,6 @@ def test_a_chat_template_wraps_the_prompt_as_the_users_turn(model):
         text_input.encode(tokenizer, "hi", chat=True)
 
 
-@pytest.mark.parametrize("text", ["plain words", "né à l'été", "smile 😀 日本語"])
-def test_a_stream_never_shows_a_part_of_a_character_and_adds_up_to_the_text(model, text):
-    tokenizer = text_input.load_tokenizer(str(model))
-    prompt = tokenizer(PROMPT).input_ids
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    stream = Continuation(tokenizer, prompt)
-    parts = [stream.push(ids[:n]) for n in range(1, len(ids) + 1)]
-    assert not any(UNFINISHED in part for part in parts), (
-        f"a part of a character was shown: {parts}"
-    )
-    assert "".join(parts) + stream.push(ids, last=True) == text
-    cut = Continuation(tokenizer, prompt)
-    tail = tokenizer("é", add_special_tokens=False).input_ids[:1]
-    assert cut.push([*ids, *tail]) == text, "the first byte of a character must be held back"
-    assert cut.push([*ids, *tail], last=True) == UNFINISHED, (
-        "what never became a character is shown at the end"
-    )
-
-
 # --- memory
 
 
@@ -202,20 +145,6 @@ def test_memory_counts_the_bytes_of_the_real_cache(model, run_json):
     )
     assert row["ratio"] == kvq.size.dense_nbytes(read_config(model), 3, 96) / row["cache_bytes"]
     assert row["bits_per_element"] == kvq.size.bits_per_element(spec, read_config(model), 96)
-
-
-def test_memory_finds_the_largest_context_that_fits_and_needs_no_weights(model, tmp_path, run_json):
-    shutil.copy(model / "config.json", tmp_path)
-    budget = 100_000
-    (row,) = run_json("memory", tmp_path, "--cache", CACHE, "--budget", budget)["caches"]
-    fitting, above = (
-        kvq.size.nbytes(kvq.cache.layout(CACHE, read_config(model), 1, row["largest_context"] + i))
-        for i in (0, 1)
-    )
-    assert fitting <= budget < above
-    assert resident.largest_context(kvq.parse(CACHE), read_config(model), 1, "bfloat16", 10) == 0, (
-        "nothing fits 10 bytes"
-    )
 
 
 @pytest.mark.parametrize(
@@ -284,55 +213,7 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json, monke
     assert layer["caches"][0]["ratio"] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("ratios", "start"),
-    [([2, 0.9, 0.8, 0.7], 4096), ([0.5, 1.1, 0.8, 0.7], 16384), ([2, 2, 0.9, 1], None)],
-)
-def test_a_cache_is_faster_from_where_all_longer_contexts_are(ratios, start):
-    assert layer_times.faster_from(ratios) == start
-
-
 # --- the command itself
-
-
-WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan", "quantize-weights")
-
-
-@pytest.mark.parametrize("command", main.COMMANDS)
-def test_help_of_every_command_has_a_sentence_an_example_and_the_grammar(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main.main([command, "--help"])
-    text = capsys.readouterr().out
-    assert stop.value.code == 0
-    grammar = () if command in WITHOUT_A_CACHE else ("SPEC, the argument of --cache",)
-    json_option = () if command in main.PASSED_ON else ("--json",)
-    for part in ("example", f"kvq {command}", *json_option, *grammar):
-        assert part in text, f"kvq {command} --help lacks {part!r}"
-
-
-def test_help_waits_for_no_jax_and_commands_run_from_an_empty_directory_without_transformers(
-    tmp_path,
-):
-    code = """
-import sys
-from kvq_tools.cli import main
-main.build_parser().format_help()
-assert "jax" not in sys.modules, "`kvq --help` imports JAX"
-main.main(["methods", "--json"])
-assert "jax" in sys.modules, "the check above sees nothing"
-assert "transformers" not in sys.modules, "no tokenizer was read"
-"""
-    paths = ":".join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": paths, "PATH": "", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["methods"]
 
 
 def test_generate_drafts_the_same_text_and_tells_the_steps(model, run, run_json):

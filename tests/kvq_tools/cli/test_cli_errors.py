@@ -4,8 +4,6 @@ traceback."""
 from __future__ import annotations
 
 import importlib
-import json
-import shutil
 
 import jax
 import pytest
@@ -66,6 +64,41 @@ BEFORE_WEIGHTS = {
     ),
     "no chat template": (("generate", "{model}", "--prompt", "a", "--chat"), "no chat template"),
     "broken config.json": (("doctor", "{tmp}/broken"), "not valid JSON"),
+    "chat without a template": (("chat", "{model}"), "has no chat template"),
+    "chat without a tokenizer": (("chat", "{bare}"), "has no tokenizer"),
+    "calibration into no folder": (
+        (
+            "calibrate",
+            "{model}",
+            "--text",
+            "{tmp}/text",
+            "--cache",
+            "kvquant",
+            "--out",
+            "{tmp}/none/f",
+        ),
+        "must be a file in a directory that exists",
+    ),
+    "text that is not there": (
+        ("eval", "{model}", "--text", "{tmp}/none.txt", "--cache", "int4"),
+        "none.txt",
+    ),
+    "text of one token": (
+        ("eval", "{model}", "--text", "{tmp}/text", "--cache", "int4", "--limit", "1"),
+        "at least two tokens, and this one has 1",
+    ),
+    "window beyond the model": (
+        ("eval", "{model}", "--text", "{tmp}/text", "--cache", "int4", "--window", "257"),
+        "beyond the 256 positions",
+    ),
+    "option of another mode": (
+        ("eval", "{model}", "--text", "{tmp}/text", "--cache", "int4", "--chunk", "8"),
+        "--chunk is for --mode chunked, not decode",
+    ),
+    "no prompt for statistics": (
+        ("eval", "{model}", "--text", "{tmp}/text", "--cache", "squat", "--prompt", "0"),
+        "'squat' takes statistics from a prompt",
+    ),
     "malformed budget": (("memory", "{model}", "--cache", "dense", "--budget", "lots"), "24GiB"),
     "demo without a tokenizer": (("demo", "--model", "{bare}"), "has no tokenizer"),
     "demo that generates too much": (
@@ -105,13 +138,14 @@ BEFORE_WEIGHTS = {
 def test_bad_input_is_one_line_and_found_before_weights_are_read(
     case, model, bare, tmp_path, run, monkeypatch
 ):
-    for name in ("one_generation", "commands.demo"):
+    for name in ("one_generation", "commands.demo", "commands.chat", "commands.eval"):
         monkeypatch.setattr(
             importlib.import_module(f"kvq_tools.cli.{name}"),
             "load_llama",
             stop_before_weights,
         )
     (tmp_path / "empty").write_text("")
+    (tmp_path / "text").write_text("the key of the cat " * 99)
     (tmp_path / "prompts.jsonl").write_text('"a"\n""\n')
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
@@ -131,24 +165,6 @@ def assert_one_line_error(result, message):
     assert errors[0].startswith("kvq: error: ")
     assert message in errors[0], errors[0]
     assert "Traceback" not in err
-
-
-def test_a_truncated_weight_file_is_one_line(bare, tmp_path, run):
-    shutil.copytree(bare, tmp_path / "cut")
-    whole = (bare / "model.safetensors").read_bytes()
-    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert_one_line_error(
-        run("generate", tmp_path / "cut", "--prompt-ids", "1,2"), "not a whole safetensors file"
-    )
-
-
-def test_a_config_that_does_not_fit_the_tensors_is_one_line(bare, tmp_path, run):
-    shutil.copytree(bare, tmp_path / "odd")
-    fields = json.loads((bare / "config.json").read_text())
-    (tmp_path / "odd" / "config.json").write_text(json.dumps(fields | {"intermediate_size": 48}))
-    assert_one_line_error(
-        run("generate", tmp_path / "odd", "--prompt-ids", "1,2"), "the configuration asks for"
-    )
 
 
 def test_a_cache_without_room_beside_the_model_is_one_line_that_names_its_bytes(
@@ -179,15 +195,6 @@ def test_an_implementation_that_cannot_run_is_one_line_before_anything_is_loaded
         "pallas",
     )
     assert_one_line_error(run(*arguments), "implementation='pallas' cannot run: ")
-
-
-def test_ctrl_c_is_one_line_and_exits_130(run, monkeypatch):
-    monkeypatch.setattr(
-        importlib.import_module("kvq_tools.cli.commands.methods"),
-        "run",
-        raiser(KeyboardInterrupt()),
-    )
-    assert run("methods") == (130, "", "kvq: interrupted\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

@@ -78,16 +78,6 @@ def test_the_footer_says_pallas_where_kernels_read_the_cache(model, launched, ru
     assert len(set(found["tokens"])) > 1
 
 
-def test_layers_that_kernels_cannot_read_are_told(launched, run, tmp_path):
-    """A layer that is skipped holds float32 rows."""
-    _, out, _ = run(*arguments(saved(2, tmp_path), f"{CACHE},skip_layers=0"))
-    assert (
-        "; implementation pallas+xla (no kernel: k: full-precision rows in float32; kernels read"
-        " bfloat16 and float16); layers skipped: 0]" in out.splitlines()[-1]
-    )
-    assert launched
-
-
 def test_without_a_gpu_the_footer_says_native_or_why_not(model, run):
     """Negative control: the same command."""
     if jax.default_backend() == "gpu":

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.methods.xquant.roofline import DEVICES
 from kvq_jax.types.pytree import describe
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.layer_weights import layer_weights
@@ -43,19 +42,6 @@ def shapes(tmp_path):
     return write
 
 
-def test_the_papers_length_is_printed_for_its_model(shapes, run, run_json):
-    device = "h100-pcie"
-    arguments = ("memory", shapes(LLAMA_3_1_8B), "--cache", "xquant:bits=2", "--roofline", device)
-    found = run_json(*arguments)
-    (cache,) = found["caches"]
-    length = cache["roofline"]["paper_hidden_tokens"]
-    assert float(f"{length:.3g}") == 40.6e3, f"{length=}"
-    assert found["device"]["ridge"] == DEVICES[device].ridge
-    out = run(*arguments)[1]
-    assert f"by the paper's equation {length:.0f}" in out
-    assert device in out
-
-
 @pytest.mark.parametrize(
     ("sizes", "width"), [(LLAMA_2_7B, D), (LLAMA_3_1_8B, 1024)], ids=["x", "latents"]
 )
@@ -81,22 +67,6 @@ def test_here_keys_are_rebuilt_and_stored_bytes_are_read(sizes, width, shapes, r
     assert cache["roofline"]["hidden_tokens"] == pytest.approx(expected)
     assert cache["roofline"]["hidden_tokens"] > 1.9 * cache["roofline"]["paper_hidden_tokens"], (
         "values need not be rebuilt"
-    )
-
-
-def test_an_accumulator_is_read_and_written_and_the_tightest_layer_decides(shapes, run_json):
-    (cache,) = run_json(
-        "memory", shapes(LLAMA_3_1_8B), "--cache", "xquant_cl:bits=2", "--roofline"
-    )["caches"]
-    early, _, base, delta = (layer["here"] for layer in cache["roofline"]["layers"])
-    assert early["cache_bytes_per_token"] == 2 * 1024 * 4.25 / 8
-    assert base["cache_bytes_per_token"] == D * 4.25 / 8 + 2 * 4 * D
-    assert delta["cache_bytes_per_token"] == 2048 * 2.25 / 8 + 3 * 4 * D
-    assert delta["flops_per_token"] == 2 * D * 1024 + 2 * HEADS * D + 2 * 2048 * D
-    lengths = [layer["here"]["hidden_tokens"] for layer in cache["roofline"]["layers"]]
-    assert lengths[2] is None, "the base layer reads longer than it computes, at any length"
-    assert cache["roofline"]["hidden_tokens"] == min(
-        length for length in lengths if length is not None
     )
 
 
@@ -146,22 +116,6 @@ def test_flops_are_those_of_the_compiled_attention():
     assert values < 2 * width * kv_heads * head_dim / 3, "values are not rebuilt"
 
 
-def test_what_rebuilds_nothing_says_so_and_one_side_may_be_rebuilt_alone(shapes, run, run_json):
-    directory = shapes(LLAMA_3_1_8B)
-    caches = [
-        part
-        for spec in ("kivi:bits=2", "k=xquant:bits=2+v=kivi:bits=2", "dense")
-        for part in ("--cache", spec)
-    ]
-    kivi, mixed, dense = run_json("memory", directory, *caches, "--roofline")["caches"]
-    for cache in (kivi, dense):
-        assert (cache["roofline"]["rebuilds"], cache["roofline"]["hidden_tokens"]) == (False, None)
-    assert mixed["roofline"]["layers"][0]["here"]["flops_per_token"] == 2 * 1024 * 1024
-    assert mixed["roofline"]["paper_hidden_tokens"] is None
-    out = run("memory", directory, *caches, "--roofline")[1]
-    assert out.count("attention reads codes directly and rebuilds nothing") == 2
-
-
 def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, run, run_json):
     config = tiny_config(
         num_attention_heads=8, num_key_value_heads=2, head_dim=8, num_hidden_layers=4
@@ -199,29 +153,6 @@ def test_parameters_and_working_memory_are_those_of_a_prepared_model(tmp_path, r
     assert np.all([part in out for part in ("resident", "batch 1", "batch 16")])
     assert "beside the cache" in out
     assert np.all([part in out for part in ("parameters", "working memory")])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "sides", "bits"),
-    [(LLAMA_2_7B, ["kv"], 1.125), (LLAMA_3_1_8B, ["k", "v"], 2.25)],
-    ids=["x", "latents"],
-)
-def test_doctor_describes_rows_that_serve_both_sides_once(
-    sizes, sides, bits, shapes, run, run_json
-):
-    arguments = ("doctor", shapes(sizes), "--cache", "xquant:bits=2,skip_layers=0")
-    found = run_json(*arguments)
-    skipped, *others = found["layers"]
-    assert (skipped["quantized"], "k" in skipped, "v" in skipped) == (False, True, True)
-    for layer in others:
-        assert [side for side in ("k", "v", "kv") if side in layer] == sides
-        assert {layer[side]["stored_bits"] for side in sides} == {bits}, (
-            "of an element of keys or values"
-        )
-        assert "rebuilt" in layer["no_kernel"]
-    assert "made from the weights" in found["facts"]["calibration"]
-    out = run(*arguments)[1]
-    assert ("from the same rows" in out) == (sides == ["kv"])
 
 
 def test_doctor_says_where_qk_norm_is_applied(tmp_path, run_json):

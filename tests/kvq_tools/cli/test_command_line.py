@@ -23,11 +23,18 @@ def help_of(arguments, capsys, monkeypatch):
     return capsys.readouterr().out
 
 
+WITHOUT_A_CACHE = ("", "fetch", "lm-eval", "plan", "quantize-weights")
+
+
 @pytest.mark.parametrize("command", ["", *main.COMMANDS])
-def test_help_fits_80_columns(command, capsys, monkeypatch):
+def test_help_fits_80_columns_and_has_an_example_and_the_grammar(command, capsys, monkeypatch):
     text = help_of(command.split(), capsys, monkeypatch)
     wide = [line for line in text.splitlines() if len(line) > 80]
     assert not wide, "\n".join(wide)
+    grammar = () if command in WITHOUT_A_CACHE else ("SPEC, the argument of --cache",)
+    json_option = () if command in ("", *main.PASSED_ON) else ("--json",)
+    for part in (f"kvq {command}", *(["example"] if command else []), *json_option, *grammar):
+        assert part in text, f"kvq {command} --help lacks {part!r}"
 
 
 def test_kvq_alone_shows_its_help(run, capsys, monkeypatch):
@@ -76,7 +83,7 @@ def test_methods_shows_the_named_ones_alone(run, run_json):
     assert code == 0
     assert out.startswith(f"kivi: {kvq.methods.METHODS['kivi'].summary}")
     assert "\ninnerq: " not in out
-    assert "\ninnerq: " in run("methods")[1]
+    assert "\ninnerq: " in run("methods", "kivi", "innerq")[1]
 
 
 def test_a_context_is_written_alike_everywhere(run_json, tmp_path, model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import kvq_jax as kvq
 from kvq_models import load_llama, save_llama
 from kvq_tools import evaluate_caches, tokenize
 from kvq_tools.cli import text_input
-from kvq_tools.evaluation.windows import windows
 from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import (
     CheckpointCase,
@@ -154,37 +152,6 @@ def test_json_holds_the_numbers_of_the_library(model, run_json):
     assert coarse["ratio"] > dense["ratio"]
 
 
-def test_the_tables_hold_what_json_holds(model, run, run_json):
-    more = ("--mode", "chunked", "--chunk", 16, "--batch", 2)
-    expected = run_json(*request(model, *more, caches=(COARSE,)))
-    code, out, err = run(*request(model, *more, caches=(COARSE,)))
-    assert code == 0, err
-    row = expected["caches"][0]
-    cells = [
-        f"{row['perplexity']:.3f}",
-        f"{row['kl']:.5f}",
-        f"{row['agreement']:.2%}",
-        f"{row['ratio']:.2f}",
-        COARSE,
-        "no cache",
-    ]
-    cells += [
-        f"{expected['exact']['perplexity']:.3f}",
-        f"windows of {WINDOW} by {STRIDE}",
-        "mode chunked (16 tokens at a time)",
-    ]
-    cells += [f"{p['first']}-{p['last']}" for p in expected["positions"]] + [
-        f"{kl:.5f}" for kl in row["by_position"]["kl"]
-    ]
-    missing = [cell for cell in cells if cell not in out]
-    assert not missing, f"{missing} not in {out}"
-    assert "flip_positions" not in row
-    batches = -(-len(windows(expected["text_tokens"], WINDOW, STRIDE)) // 2)
-    assert f"kvq: evaluating, {3 * batches} ..." in err, (
-        "progress counts the chunks of all batches of windows"
-    )
-
-
 @pytest.mark.parametrize(
     ("cache", "more", "warned"),
     [
@@ -206,55 +173,6 @@ def test_a_warning_comes_exactly_when_nothing_is_read_quantized(model, run, cach
 
 
 # --- errors
-
-BEFORE_WEIGHTS = {
-    "missing text": (("--text", "{tmp}/none.txt"), "none.txt"),
-    "text of one token": (("--limit", "1"), "at least two tokens, and this one has 1"),
-    "stride over window": (("--stride", "60"), "between 1 and the window of 48"),
-    "window beyond the positions": (("--window", "65"), "beyond the 64 positions"),
-    "beyond the vocabulary": (("{small}",), "outside the vocabulary of 260"),
-    "no tokenizer": (("{bare}",), "has no tokenizer"),
-    "chunk without chunked": (("--chunk", "8"), "--chunk is for --mode chunked, not decode"),
-    "prompt in another mode": (
-        ("--mode", "fake", "--prompt", "4"),
-        "--prompt is for --mode decode, not fake",
-    ),
-    "prompt beyond the overlap": (("--prompt", "30"), "must fit into the 28"),
-    "no prompt for statistics": (
-        ("--cache", "squat", "--prompt", "0"),
-        "'squat' takes statistics from a prompt",
-    ),
-    "cache without its calibration": (("--cache", "kvquant:outliers=0.1"), "needs a calibration"),
-    "calibration that nothing needs": (("--calibration", "{tmp}/empty"), "is not needed for"),
-}
-
-
-@pytest.mark.parametrize("case", BEFORE_WEIGHTS)
-def test_bad_input_is_one_line_and_found_before_weights_are_read(
-    case, model, tmp_path, run, monkeypatch
-):
-    def stop(*_, **__):
-        raise ValueError("weights were read")
-
-    monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.eval"), "load_llama", stop)
-    (tmp_path / "empty").write_text("")
-    bare, small = tmp_path / "bare", tmp_path / "small"
-    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    shutil.copytree(model, small)
-    (small / "config.json").write_text(
-        json.dumps(json.loads((model / "config.json").read_text()) | {"vocab_size": 260})
-    )
-    more, message = BEFORE_WEIGHTS[case]
-    more = [part.format(tmp=tmp_path, bare=bare, small=small) for part in more]
-    arguments = list(request(model))
-    if not more[0].startswith("--"):
-        arguments[1], more = more[0], []
-    code, out, err = run(*arguments, *more)
-    assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
-    lines = err.splitlines()
-    assert len(lines) == 1, err
-    assert lines[0].startswith("kvq: error: ")
-    assert message in lines[0]
 
 
 def test_a_cache_that_gives_nan_is_reported_as_such(model, run, monkeypatch):

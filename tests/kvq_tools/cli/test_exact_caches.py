@@ -3,13 +3,10 @@ name."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import kvq_jax as kvq
 from kvq_models import save_llama
-from kvq_tools.cli.doctor_layers import describe_layer
 from laboratory.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
@@ -17,7 +14,6 @@ TEXT = "one two three four five six seven eight " * 8
 NO_LAYER = (
     "no layer of this model quantizes anything, so this is the full-precision model up to rounding"
 )
-SHORT = "nothing is read quantized, so this is the full-precision model"
 
 EXACT = [
     "dense",
@@ -59,16 +55,6 @@ def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_window
     assert kvq.size.quantized_tokens(cache, cache.spec.sink + cache.spec.recent) == 0
 
 
-def test_doctor_calls_a_layer_quantized_where_it_is():
-    cache = layout("xquant:bits=16@0/4,skip_layers=1")
-    described = [describe_layer(i, plan, cache.spec, 4) for i, plan in enumerate(cache.plans)]
-    assert [(d["quantized"], d["reason"]) for d in described] == [
-        (False, "its options keep rows as they are"),
-        (False, "skip_layers names it"),
-    ]
-    assert [plan.quantizes for plan in layout("xquant:bits=16@0/4").plans] == [False, True]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
@@ -97,35 +83,6 @@ def test_eval_warns_where_no_layer_quantizes(spec, warning, model, run):
     assert [line for line in err.splitlines() if "warning" in line] == (
         [f"kvq: warning: {spec}: {warning}"] if warning else []
     )
-
-
-@pytest.mark.parametrize(
-    ("spec", "warning"),
-    [
-        ("kivi:recent=256", f" tokens {SHORT}"),
-        ("kivi:recent=8,block=8,skip_layers=0", NO_LAYER),
-        ("kivi:recent=8,block=8", None),
-    ],
-)
-def test_a_task_warns_where_no_token_leaves_the_exact_windows(
-    spec, warning, model, run, monkeypatch, tmp_path
-):
-    from kvq_tools.cli import task_runs
-
-    monkeypatch.setattr(task_runs, "run", lambda *_, **__: iter(()))
-    monkeypatch.setattr(
-        task_runs, "summary", lambda *_: {"scores": {"accuracy": 0.0}, "by": {}, "answers": []}
-    )
-    (tmp_path / "data").write_text(
-        json.dumps({"input": "one two three four " * 20, "target": "12345"})
-    )
-    code, _, err = run(
-        "passkey", model, "--cache", spec, "--data", tmp_path / "data", "--max-new-tokens", 4
-    )
-    assert code == 0, err
-    found = [line for line in err.splitlines() if "warning" in line]
-    assert len(found) == bool(warning), err
-    assert not warning or found[0].endswith(warning), err
 
 
 def test_dense_rows_have_the_dtype_of_the_model(run_json, model, tmp_path):

@@ -112,15 +112,3 @@ def test_what_goes_wrong_is_one_line(index, run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "file"))
     assert_one_line_error(run("fetch", "tiny", "--index-url", index.url), "tiny was not fetched")
-
-
-def test_an_interrupted_fetch_says_that_it_can_go_on(index, run, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvq_tools.cli.commands.fetch.fetch", interrupt)
-    assert run("fetch", "tiny") == (
-        130,
-        "",
-        "kvq: interrupted: the same command continues from the bytes that are here\n",
-    )

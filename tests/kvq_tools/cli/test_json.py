@@ -17,7 +17,12 @@ from tests.kvq_tools.cli.json_page import sections, undescribed_keys
 
 @pytest.mark.parametrize(
     "arguments",
-    [("methods",), ("fetch",), ("memory", "embedded", "--cache", "kivi"), ("doctor", "embedded")],
+    [
+        ("methods", "kivi"),
+        ("fetch",),
+        ("memory", "embedded", "--cache", "kivi"),
+        ("doctor", "embedded"),
+    ],
 )
 def test_an_object_names_its_format(arguments, run_json):
     found = run_json(*arguments)

@@ -9,7 +9,6 @@ import pytest
 import kvq_jax as kvq
 from benchmarks import measured_caches, readme_table
 from kvq_tools.planning import measured
-from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 ACCUMULATING = "xquant_cl:bits=2,sink=32,recent=96"  # has working memory beside the cache
 ASKED = ("--context", "4K", "--batch", 8)
@@ -68,12 +67,6 @@ def test_if_nothing_fits_the_table_says_what_would(config, run, run_json):
     for name, context in longest.items():
         assert sizes(config, context)[name] <= budget < sizes(config, context + 1)[name], name
     assert "no measured cache fits" in run("memory", config, "--budget", budget, *ASKED)[1]
-
-
-def test_a_cache_or_a_budget_is_needed(config, run):
-    assert_one_line_error(run("memory", config), "kvq memory needs a cache")
-    asked = ("--budget", "1GiB", "--roofline", "h200")
-    assert_one_line_error(run("memory", config, *asked), "give --cache")
 
 
 def test_the_measured_caches_are_those_of_the_committed_results():

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvq_jax as kvq
 from kvq_models import save_llama
+from kvq_tools.cli import main
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 PROMPT, CACHE = "the key of the cat is 17, that of the dog 5; " * 3, "innerq:sink=4,recent=8"
@@ -27,22 +28,31 @@ def prompt(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
-@pytest.fixture
+def request(model: pathlib.Path, prompt: pathlib.Path, out: pathlib.Path) -> list[str]:
+    words = ("--cache", CACHE, "--prompt-file", prompt, "--out", out, "--capacity", 128)
+    return ["prefill", str(model), *map(str, words)]
+
+
+@pytest.fixture(scope="module")
 def handed(
-    run_json, model: pathlib.Path, prompt: pathlib.Path, tmp_path: pathlib.Path
+    model: pathlib.Path, prompt: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> pathlib.Path:
-    out = tmp_path / "prompt.safetensors"
-    result = run_json(
-        "prefill", model, "--cache", CACHE, "--prompt-file", prompt, "--out", out, "--capacity", 128
-    )
+    out = tmp_path_factory.mktemp("handed") / "prompt.safetensors"
+    assert main.main(request(model, prompt, out)) == 0
+    return out
+
+
+def test_the_file_is_described(
+    run_json, model: pathlib.Path, prompt: pathlib.Path, handed: pathlib.Path, tmp_path
+):
+    result = run_json(*request(model, prompt, tmp_path / "again"))
     assert (result["format"], result["cache"], result["bytes"], result["capacity"]) == (
         "kvq.prefill",
         CACHE,
-        out.stat().st_size,
+        handed.stat().st_size,
         128,
     )
     assert result["quantized_tokens"] > 0
-    return out
 
 
 def test_the_tokens_are_those_of_one_process(

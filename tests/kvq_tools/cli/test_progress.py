@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 from tqdm import tqdm
 
 from cpu_kernels.exact_attention import exact_attention
@@ -49,22 +48,6 @@ def test_loading_stays_on_one_line_of_a_terminal(monkeypatch):
     assert shown.endswith("\r" + console.ERASED), "the line is left behind"
 
 
-def test_two_libraries_would_flood_the_terminal(monkeypatch):
-    terminal = terminal_on_stderr(monkeypatch)
-    with Console(file=terminal, force_terminal=True).status("loading"):
-        load_slowly()
-    assert terminal.getvalue().count("\n") > 5, "the test above shows nothing"
-
-
-def test_a_terminal_shows_the_seconds_so_far(monkeypatch):
-    terminal = terminal_on_stderr(monkeypatch)
-    with console.progress("compiling"):
-        time.sleep(1.2)
-    shown = terminal.getvalue()
-    assert "\n" not in shown
-    assert re.findall(r"compiling \.\.\. (\d\d:\d\d)", shown)[-1] == "00:01"
-
-
 def test_a_pipe_gets_a_line_every_few_seconds_of_a_long_prompt(capsys, monkeypatch):
     monkeypatch.setattr(console, "PIPED_SECONDS", 0.1)
     with console.progress("reading the prompt", 640):
@@ -89,13 +72,6 @@ def test_a_pipe_gets_one_line_about_a_short_prompt_and_about_other_work(capsys):
     ]
 
 
-def test_an_error_ends_the_line_and_says_no_speed(capsys, monkeypatch):
-    monkeypatch.setattr(console, "PIPED_SECONDS", 0)
-    with pytest.raises(ValueError, match="x"), console.progress("reading the prompt", 6):
-        raise ValueError("x")
-    assert "tokens/s" not in capsys.readouterr().err
-
-
 def test_the_share_that_is_read_is_shown_with_its_speed_in_a_pipe(capsys, monkeypatch):
     monkeypatch.setattr(console, "PIPED_SECONDS", 0.1)
     shares = iter([0.0, 0.25, 0.5, 2.0, *[1.0] * 9])
@@ -108,15 +84,6 @@ def test_the_share_that_is_read_is_shown_with_its_speed_in_a_pipe(capsys, monkey
     )
     assert " 50%" in lines[3]
     assert " 100%" in lines[4]
-
-
-def test_the_share_that_is_read_is_shown_with_its_speed_in_a_terminal(monkeypatch):
-    terminal = terminal_on_stderr(monkeypatch)
-    with console.progress("reading the prompt", 640, lambda: 0.25):
-        time.sleep(1.2)
-    shown = terminal.getvalue()
-    assert "\n" not in shown
-    assert re.search(r"reading the prompt, 640 tokens ... 25%, 1\d\d tokens/s ... 00:01", shown)
 
 
 @pytest.mark.skipif(unavailable() is not None, reason="the CPU kernels are not compiled")

@@ -13,8 +13,6 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import generate, load_llama, prefill
-from kvq_tools.cli import opening
-from tests.kvq_tools.cli.test_prefill import assert_refused
 
 TEXT = "the key of the cat is 17, that of the dog 5; " * 3
 QUESTIONS = ("the key of the dog is", "the cat is")
@@ -99,12 +97,3 @@ def test_token_ids_and_files_without_text_go_on_too(
     text = asked(run_json, model, file, "the cat")
     assert text["prompt_ids"][:5] == [1, 2, 3, 4, 5]
     assert text["saved_tokens"] == 5
-
-
-def test_the_text_beside_a_cache_is_checked(run, run_json, model, tmp_path):
-    broken = {"text": np.zeros(3, np.int32), "chat": np.zeros(1, np.uint8)}
-    with pytest.raises(ValueError, match="the text beside the cache is int32"):
-        opening.stored(broken)
-    file = saved(run_json, model, tmp_path / "f", "--prompt", TEXT)
-    long = "the cat " * 60
-    assert_refused(run("generate", model, "--from", file, "--prompt", long), "has room for 256")

@@ -13,8 +13,7 @@ import jax
 import pytest
 
 import kvq_jax as kvq
-from kvq_models.inference.sampling import Sampling
-from kvq_tools.cli import inputs, sampling_options, text_input
+from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
 from tests.kvq_models.checkpoints import PROMPT, tiny_config
@@ -60,34 +59,6 @@ def test_a_stream_shows_no_end_token(model):
         assert stream.push([*ids, 7], last=True) == ""
 
 
-def options_of_sampling(*arguments):
-    parser = argparse.ArgumentParser()
-    sampling_options.add_sampling(parser, max_new_tokens=8)
-    return parser.parse_args(arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sampling", "words"),
-    [
-        ((), Sampling(0.0), "greedy"),
-        (("--top-k", "5"), Sampling(1.0, 5), "temperature 1, top-k 5"),
-        (("--top-p", "0.9"), Sampling(1.0, 0, 0.9), "temperature 1, top-p 0.9"),
-        (("--min-p", "0.1"), Sampling(1.0, min_p=0.1), "temperature 1, min-p 0.1"),
-        (("--temperature", "0.7", "--top-k", "5"), Sampling(0.7, 5), "temperature 0.7, top-k 5"),
-        (("--temperature", "0"), Sampling(0.0), "greedy"),
-    ],
-)
-def test_an_option_of_sampling_samples(arguments, sampling, words):
-    assert sampling_options.checked_sampling(options_of_sampling(*arguments)) == sampling
-    assert sampling_options.sampling_in_words(sampling) == words
-
-
-@pytest.mark.parametrize("option", [("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1")])
-def test_an_option_of_sampling_beside_a_greedy_temperature_is_an_error(option):
-    with pytest.raises(UserError, match=f"{option[0]} has no effect at --temperature 0"):
-        sampling_options.checked_sampling(options_of_sampling("--temperature", "0", *option))
-
-
 BOM = b"\xef\xbb\xbf"
 
 
@@ -119,14 +90,6 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
     assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", (
         "what is asked for is taken"
     )
-
-
-def test_memory_warns_beyond_the_positions_of_the_model(model, run):
-    assert (
-        "257 tokens go beyond the 256 positions"
-        in run("memory", model, "--cache", "dense", "--context", 257)[2]
-    )
-    assert "positions" not in run("memory", model, "--cache", "dense", "--context", 256)[2]
 
 
 def test_a_model_with_a_sliding_window_is_served_beyond_its_length(tmp_path, run, run_json):

@@ -3,7 +3,6 @@ exact model, a coarse one does not."""
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -152,35 +151,6 @@ def test_a_coarse_cache_is_further_away_in_every_mode_and_furthest_if_no_token_i
         assert set(coarse.flips) < set(dense.index)
 
 
-def test_the_first_tokens_of_a_window_are_exact_until_one_has_left_the_cache_windows(scene):
-    coarse = scene.found["decode"][1]
-    exact = coarse.position <= 1 + 5 + 8 - 1
-    assert coarse.kl[exact].max() < 1e-6, "nothing was in the body"
-    assert coarse.kl[~exact].min() > 1e-6
-
-
-def test_tokens_positions_and_windows_are_those_of_the_text(scene):
-    result = scene.found["decode"][0]
-    assert result.index.tolist() == list(range(1, TOKENS))
-    begins = np.concatenate([np.full(w.end - w.begin - w.first, w.begin) for w in CUT])
-    assert (result.position == result.index - begins).all()
-    assert result.tokens == TOKENS - 1
-    assert result.utf8_bytes is None
-    assert result.bits_per_byte is None
-
-
-def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(scene):
-    sizes = np.random.default_rng(1).integers(0, 5, TOKENS)
-    options = {"window": WINDOW, "stride": WINDOW, "batch": 3, "mode": "fake"}
-    result = evaluate(scene.llama, "dense", scene.ids, token_bytes=sizes, **options)
-    # windows do not overlap: nothing precedes their first tokens
-    unscored = np.arange(0, TOKENS, WINDOW)
-    assert result.utf8_bytes == sizes.sum() - sizes[unscored].sum()
-    assert result.bits_per_byte == pytest.approx(
-        result.nats.sum() / np.log(2) / result.utf8_bytes, rel=1e-6
-    )
-
-
 def test_results_do_not_depend_on_the_batch_or_the_step(scene):
     coarse = scene.found["decode"][1]
     other = evaluate(
@@ -206,22 +176,6 @@ def test_a_prompt_is_prefilled_and_not_scored(scene):
     )
     assert plain.kl[27:][after].min() > 1e-6
     assert prompted.kl[~after].min() > 1e-6, "what comes later reads the prompt from the cache"
-
-
-@pytest.mark.usefixtures("types_unchecked")
-def test_what_cannot_be_run_is_refused(scene):
-    run = functools.partial(evaluate, scene.llama, "dense", scene.ids, window=WINDOW)
-    for options, message in (
-        ({"mode": "fast"}, "must be one of decode, chunked, fake"),
-        ({"batch": 0}, "at least 1"),
-        ({"step": 0}, "step must be at least 1"),
-        ({"prompt": 4, "mode": "fake"}, "is for mode 'decode'"),
-        ({"stride": WINDOW + 1}, "between 1 and the window"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(**options)
-    with pytest.raises(ValueError, match="skip_layers names layer 5"):
-        evaluate(scene.llama, "kivi:skip_layers=5", scene.ids, window=WINDOW)
 
 
 # --- its parts

@@ -3,16 +3,12 @@ byte belongs to one token."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 from kvq_jax.cache.spec import parse
 from kvq_tools.evaluation import tokenize
 from kvq_tools.evaluation.results import Evaluation
-from kvq_tools.evaluation.settings import STEP, Settings
-from kvq_tools.evaluation.through import slices
 from kvq_tools.evaluation.windows import check_windows, windows
 from laboratory.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
 from tests.kvq_models.checkpoints import tiny_config
@@ -55,30 +51,6 @@ def test_every_token_is_scored_once_and_after_enough_context(prompt):
         ]
         assert not short, f"{tokens=} {window=} {stride=}: tokens {short} have too little context"
     assert tried > 20
-
-
-def test_slices_cover_every_prediction_of_a_window_once():
-    for mode, length, prompt in itertools.product(
-        ("decode", "chunked", "fake"), (2, 33, 300, 512), (0, 1, 30)
-    ):
-        if prompt >= length or (prompt and mode != "decode"):
-            continue
-        for vocabulary in (96, 1 << 22):
-            settings = Settings(length, length, mode, chunk=100, prompt=prompt)
-            parts = slices(settings, length, 4, vocabulary)
-            predicted = [at for part in parts for at in range(part.first + 1, part.stop + 1)]
-            assert predicted == list(range(max(prompt, 1), parts[-1].stop + 1)), (
-                f"{mode} {length=} {prompt=}: {parts}"
-            )
-            assert parts[-1].stop >= length - 1
-            sizes = {part.stop - part.start for part in parts if not part.prompt}
-            assert len(sizes) == (prompt < length - 1), f"one program serves all slices: {sizes}"
-            if sizes and mode != "chunked":
-                assert sizes.pop() == (
-                    STEP
-                    if vocabulary > 96
-                    else min(256 // STEP, -(-(length - prompt) // STEP)) * STEP
-                )
 
 
 WRONG = {
@@ -134,33 +106,6 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(tokenizer, text):
     assert found.bytes.sum() == len(text.encode())
     assert found.bytes[0] == 0, "the token that opens a text stands for none of it"
     assert (found.bytes >= 0).all()
-
-
-def test_the_bytes_of_whole_words_are_their_own(tokenizer):
-    found = tokenize(tokenizer, "the cat é")
-    pieces = [tokenizer.decode([i]) for i in found.ids]
-    whole = [
-        (piece, n)
-        for piece, n in zip(pieces, found.bytes, strict=True)
-        if piece.isascii() and not piece.startswith("<")
-    ]
-    assert whole
-    assert all(len(piece.encode()) == n for piece, n in whole), whole
-    assert found.bytes[-2:].tolist() == [2, 0], "a character of two tokens counts for the first"
-    assert found.first(3).bytes.tolist() == found.bytes[:3].tolist()
-
-
-def test_a_tokenizer_without_offsets_gives_tokens_without_bytes(tokenizer):
-    class Slow:
-        is_fast = False
-
-        def __call__(self, text, verbose):
-            return tokenizer(text, verbose=verbose)
-
-    found = tokenize(Slow(), "the cat")
-    assert found.bytes is None
-    assert found.first(2).bytes is None
-    assert found.ids.tolist() == tokenizer("the cat").input_ids
 
 
 def test_numbers_by_position_add_up_to_those_of_the_text():

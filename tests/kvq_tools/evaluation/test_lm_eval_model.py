@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
 import socket
-import sys
 from pathlib import Path
 
 import jax
@@ -152,10 +150,9 @@ def worst(found, expected):
     return max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
 
 
-def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
-    dense, coarse = (lm_eval_model.KvqLM(cache=cache, batch_size=6) for cache in ("dense", COARSE))
+def test_scores_are_those_of_decoding_and_change_with_the_bits(make, task_folder):
+    dense, coarse = (make(cache=cache, batch_size=6) for cache in ("dense", COARSE))
     results, answers = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
-    again, same = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
     moved, others = evaluated(coarse, task_folder, CHOICES, LINES, TEXTS)
 
     pairs = [
@@ -168,9 +165,6 @@ def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
     assert len(pairs) == 18
     assert worst([r for _, r in pairs], expected) < 1e-3
     assert [greedy for _, (_, greedy) in pairs] == [greedy for _, greedy in expected]
-
-    assert same == answers, "the same cache answers differently a second time"
-    assert again[TEXTS] == results[TEXTS]
 
     assert worst([r for _, resps in others[CHOICES] for r in resps], expected) > 0.1
     perplexity, coarser = (
@@ -205,24 +199,9 @@ def test_long_contexts_lose_tokens_on_the_left(make, paragraphs):
     assert worst(found, [exact(lm, ids[80:110], ids[110:])]) > 1e-3
 
 
-def test_a_prefilled_context_gives_a_method_its_prompt_statistics(make, paragraphs):
-    specs = {
-        "innerq:bits=2,recent=32": "prefill",
-        "innerq:bits=2,recent=32,normalize=false": "decode",
-    }
-    lm, plain = (make(cache=spec) for spec in specs)
-    assert [lm.context, plain.context] == list(specs.values())
-    assert lm.get_model_info()["context"] == "prefill"
-    ids = lm.tok_encode(" ".join(paragraphs))[:150]
-    request = (None, ids[:110], ids[110:])
-    plain.context = "prefill"
-    normed, without = (
-        model._loglikelihood_tokens([request], disable_tqdm=True) for model in (lm, plain)
-    )
-    assert worst(normed, without) > 1e-3, "the norm takes no part"
-    assert worst(normed, [exact(lm, ids[:110], ids[110:])]) > 1e-3, (
-        "the continuation did not read codes"
-    )
+def test_a_cache_with_prompt_statistics_gets_its_context_as_a_prompt(make):
+    assert make(cache="innerq:bits=2,recent=32").get_model_info()["context"] == "prefill"
+    assert make(cache="innerq:bits=2,recent=32,normalize=false").context == "decode"
 
 
 def test_rolling_windows_predict_each_token_once(make, paragraphs):
@@ -267,21 +246,6 @@ def test_generation_is_that_of_generate_and_ends_at_the_first_stop(make, paragra
     assert text(late, early) == whole.split(early)[0]
 
 
-def test_sampling_is_that_of_the_task_and_follows_the_seed(make, paragraphs):
-    def texts(seed, **options):
-        lm = make(seed=seed)
-        request = (paragraphs[0], {"until": [], "max_gen_toks": 12} | options)
-        return lm.generate_until(instances(request, request), disable_tqdm=True)
-
-    greedy = texts(0)
-    warm = texts(0, do_sample=True, temperature=1.0)
-    assert greedy == texts(1)
-    assert greedy[0] == greedy[1]
-    assert warm == texts(0, temperature=1.0)
-    assert warm != texts(1, do_sample=True, temperature=1.0)
-    assert greedy[0] not in warm
-
-
 @pytest.mark.usefixtures("types_unchecked")
 def test_mistakes_are_named():
     for arguments, line in (
@@ -302,65 +266,3 @@ def test_mistakes_are_named():
             lm.generate_until(instances(("It", options)), disable_tqdm=True)
     with pytest.raises(ValueError, match="at most max_length=40"):
         lm._loglikelihood_tokens([(None, [1], [2] * 41)])
-
-
-QUESTION = {"question": "How many are 3 and 4?", "answer": "3 + 4 = 7\n#### 7"}
-
-
-def test_the_documented_group_runs_lm_evals_tasks_on_local_files(
-    shallow, offline, tmp_path, monkeypatch, capsys
-):
-    task = "gsm8k_cot"
-    from lm_eval import tasks as lm_eval_tasks
-    from lm_eval.tasks._index import TaskIndex
-
-    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    (group,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    kept = [part for part in group.split("  - task: ") if part.startswith(("group:", task))]
-    assert len(kept) == 2, group
-    (file,) = re.findall(r"test: (\S+?)}", kept[1])
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "local.yaml").write_text("  - task: ".join(kept))
-    (tmp_path / file).write_text(json.dumps(QUESTION) + "\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    all_tasks, files = Path(lm_eval_tasks.__file__).parent, TaskIndex._iter_yaml_files
-    family = all_tasks / task.partition("_")[0]  # the others' 14,000 files take 10 seconds to read
-    monkeypatch.setattr(
-        TaskIndex,
-        "_iter_yaml_files",
-        lambda folder: files(family if folder == all_tasks else folder),
-    )
-    arguments = {"pretrained": str(shallow), "cache": "innerq:bits=2"}
-    command = [
-        "run",
-        "--model",
-        "kvq",
-        "--model_args",
-        json.dumps(arguments),
-        "--include_path",
-        "tasks",
-        "--tasks",
-        "local",
-    ]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "lm_eval",
-            *command,
-            "--gen_kwargs",
-            "max_gen_toks=8",
-            "--output_path",
-            "out",
-            "--log_samples",
-        ],
-    )
-    lm_eval_model.cli_evaluate()
-    assert task in capsys.readouterr().out
-    (samples,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
-    sample = json.loads(samples.read_text().splitlines()[0])
-    prompt = sample["arguments"]["gen_args_0"]["arg_0"]
-    assert prompt.endswith("\nQ: How many are 3 and 4?\nA:")
-    assert sample["target"] == "7"
-    assert sample["resps"][0][0], "nothing was generated"

@@ -10,7 +10,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import load_llama
-from kvq_tools.evaluation.protocol import code_text, passage
+from kvq_tools.evaluation.protocol import passage
 from kvq_tools.evaluation.tasks import quote, runner, tool_call
 from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
@@ -38,14 +38,6 @@ def test_a_quoted_passage_stands_once_in_the_text_and_its_beginning_in_the_quest
         assert f"{beginning} {answer}" in text
         assert 500 < len(sample.prompt) <= 600 - quote.MAX_NEW_TOKENS
     assert make(text=passage()) == make(text=passage())
-
-
-@pytest.mark.parametrize(
-    ("text", "right", "wrong"),
-    [("", "abc", 3), ("abc", "abc", 0), ("axcd", "abc", 2), ("b", "abc", 2)],
-)
-def test_errors_are_insertions_deletions_and_replacements(text, right, wrong):
-    assert quote.errors(text, right) == wrong
 
 
 def test_a_quote_scores_one_less_its_errors_and_white_space_does_not_count():
@@ -107,7 +99,3 @@ def test_a_decoded_end_of_a_prompt_is_read_through_the_cache(embedded, prompts):
     assert first_tokens("int2:sink=0,recent=0,block=32", 64) != exact
     with pytest.raises(ValueError, match="through=400 must be at least 0 and below"):
         first_tokens("dense", 400)
-
-
-def test_the_code_of_the_protocol_is_the_same_in_every_supported_python():
-    assert "class SequenceMatcher" in code_text()

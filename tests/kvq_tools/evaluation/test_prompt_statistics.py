@@ -3,18 +3,12 @@ as before."""
 
 from __future__ import annotations
 
-from unittest import mock
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.cache import update
-from kvq_models import prepare
 from kvq_tools import evaluate, evaluate_caches
-from kvq_tools.evaluation import measure, run
+from kvq_tools.evaluation import run
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.methods_table import METHOD_CASES, MethodCase, cases
 
@@ -40,8 +34,6 @@ WITH += (
     "zipcache42",
     "zipcache83",
 )
-# one of each kind. kvquant3_online needs a calibration (test_kvquant_online.py).
-MEASURED = ("innerq2", "squat2", "squat3_pre", "polar_global", "nvfp4", "zipcache42")
 KIVI, INNERQ, SQUAT = (
     "kivi:recent=8,block=8",
     "innerq:sink=4,recent=8,block=8,group_size=8",
@@ -93,37 +85,6 @@ def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids)
                 )
     else:
         assert prompt(case.spec, prompt=0) == 0
-
-
-def without_statistics(llama, spec, rows, prompt):
-    """The same measurement with the statistics of sequences that never had a prompt."""
-    jax.clear_caches()
-    with mock.patch.object(
-        update, "_with_statistics", lambda plan, params, state, inputs, prefill: state
-    ):
-        found = measure(llama, spec, rows, prompt)
-    jax.clear_caches()
-    return found
-
-
-@cases(*MEASURED, "kivi2", usual=("innerq2", "squat3_pre", "kivi2"))
-def test_an_evaluation_by_default_has_the_statistics(case: MethodCase, llama, ids):
-    """kivi2 is the control: it has none, so that two compilations of its prefill differ by rounding
-    alone."""
-    model, rows = prepare(llama, case.spec), jnp.asarray(ids[None])
-    prompt = run.default_prompt(LENGTH, LENGTH, LENGTH)
-    assert prompt == LENGTH // 2
-    found = (
-        measure(model, case.spec, rows)
-        if case.id in WITH
-        else measure(model, case.spec, rows, prompt)
-    )
-    assert found == measure(model, case.spec, rows, prompt)
-    off = without_statistics(model, case.spec, rows, prompt)
-    assert found.tokens == off.tokens == LENGTH - prompt - 1
-    assert (abs(found.kl / off.kl - 1) > 1e-3) == (case.id in WITH), (
-        f"KL {found.kl}, without statistics {off.kl}"
-    )
 
 
 def test_all_caches_of_a_run_are_scored_on_the_same_tokens(llama, ids):

@@ -9,10 +9,9 @@ import itertools
 import pytest
 
 from kvq_tools.cli import task_runs
-from kvq_tools.evaluation.tasks import niah, passkey, ruler
+from kvq_tools.evaluation.tasks import passkey
 from tests.kvq_models.checkpoints import tiny_config
 from tests.kvq_tools.evaluation.task_samples import (
-    TEXT,
     embedded_prompts,
     lines,
 )
@@ -35,30 +34,6 @@ def test_default_lengths_are_those_within_the_positions_that_the_question_fits(c
     assert default_lengths(make, 256) == [128, 256], "the question alone takes more than 64 tokens"
     told = capsys.readouterr().err
     assert "no samples of 64 tokens: the question needs about 1" in told, told
-
-
-@pytest.mark.parametrize("make", [niah.generated, ruler.generated])
-def test_every_task_has_a_default_length_on_the_embedded_model(make):
-    kinds = ruler.KINDS if make is ruler.generated else niah.KINDS
-    depths = {} if make is ruler.generated else {"depths": (0.0,), "text": TEXT}
-    for kind in kinds:
-        assert (
-            max(default_lengths(functools.partial(make, embedded_prompts(), kind, **depths), 2048))
-            == 2048
-        ), kind
-
-
-def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
-    file = lines(tmp_path / "keys", {"input": "The pass key is 12345.", "target": "12345"})
-    code, out, err = run("passkey", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8)
-    assert code == 0, err
-    for part in (
-        "score: 1 where the first number",
-        "1 samples with prompts of",
-        "│ int4",
-        "accuracy",
-    ):
-        assert part in out, f"{part!r} is missing in {out}"
 
 
 BAD_REQUESTS = {

@@ -79,18 +79,6 @@ def test_a_bad_file_is_named_with_its_line(case, tmp_path):
         niah.from_file(tmp_path / "file", embedded_prompts())
 
 
-@pytest.mark.parametrize(
-    ("task", "row"),
-    [
-        (passkey, {"input": "The key is 1.", "target": ""}),
-        (niah, {"input": "hay", "outputs": ["a", ""]}),
-    ],
-)
-def test_samples_without_text_are_refused(task, row, tmp_path):
-    with pytest.raises(ValueError, match=r"line 1: the field '.*' has an empty text"):
-        task.from_file(lines(tmp_path / "data", row), embedded_prompts())
-
-
 def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
     with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
         check_samples([TaskSample((), ("a",), 1)], tiny_config())

@@ -12,11 +12,9 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
 from kvq_tools.evaluation.tasks import niah, passkey
-from kvq_tools.evaluation.tasks.filler import fitted
-from kvq_tools.evaluation.tasks.runner import batches, capacity, run, run_together
+from kvq_tools.evaluation.tasks.runner import run, run_together
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 from laboratory.stress import Outliers, Stress, stressed
-from tests.kvq_models.checkpoints import tiny_config
 from tests.kvq_tools.evaluation.task_samples import (
     DEPTHS,
     TEXT,
@@ -103,50 +101,12 @@ def test_prompts_of_needles_are_those_of_rulers_own_file():
     ), words
 
 
-def test_filler_is_as_long_as_fits():
-    lengths = {n: list(range(10 + 7 * n)) for n in range(200)}
-    for budget in (10, 16, 17, 500, 1403, 9999):
-        found = len(fitted(lengths.__getitem__, 199, budget))
-        assert found <= budget
-        assert found + 7 > budget - 4 or found == len(lengths[199]), f"{found} of {budget}"
-    with pytest.raises(ValueError, match="has 10 tokens already, and 9 are left for it"):
-        fitted(lengths.__getitem__, 199, 9)
-
-
-def test_what_cannot_be_made_is_refused():
-    for make, message in (
-        (lambda: passkeys(lengths=(40,)), "without filler"),
-        (
-            lambda: passkeys(lengths=(2000,), text="too short a text"),
-            "4 words, too few to fill 2000 tokens",
-        ),
-        (lambda: needles("single_2", text=None), "give one"),
-        (
-            lambda: needles("single_2", lengths=(2000,), text="Too short. A text."),
-            "2 sentences, too few",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
-
-
 def lengths_task(asked):
     """A task whose score is the number of characters, finished after `asked` of them."""
     return AnswerRule(
         lambda _, text: {"characters": min(len(text), asked) / asked},
         lambda _, text: len(text) >= asked,
     )
-
-
-def test_prompts_of_one_batch_need_the_same_cache_and_the_last_batch_is_filled_up():
-    config = tiny_config(max_position_embeddings=256)
-    samples = [
-        TaskSample((1,) * length, (), new)
-        for length, new in ((3, 8), (70, 8), (5, 8), (9, 8), (90, 8), (60, 4), (200, 56))
-    ]
-    assert [capacity(sample, config) for sample in samples] == [64, 128, 64, 64, 128, 64, 256]
-    assert list(batches(samples, config, 2)) == [[6], [1, 4], [0, 2], [3, 3], [5]]
-    assert list(batches(samples, config, 8)) == [[6], [1, 4], [0, 2, 3], [5]]
 
 
 def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tiny):
@@ -194,25 +154,6 @@ def test_a_prompt_that_caches_share_is_answered_as_through_each_alone(tiny):
         go_on=lambda found: len(found) < 3,
     )
     assert (len(first), len(others)) == (3, 2), "the last batch is not asked of the others"
-
-
-def test_generation_ends_when_the_task_is_finished(tiny):
-    llama, tokenizer = load_llama(tiny, dtype="float32")
-    sample = TaskSample(tuple(TaskPrompts(tokenizer).ids("one two")), (), 60)
-    counts = [
-        next(
-            run(
-                llama,
-                kvq.parse("dense"),
-                lengths_task(asked),
-                [sample],
-                TaskPrompts(tokenizer),
-                batch=1,
-            )
-        ).tokens
-        for asked in (1, 10_000)
-    ]
-    assert counts[0] < counts[1]
 
 
 def test_a_cache_that_forgets_fails_and_the_exact_one_remembers(run_json, tmp_path):

@@ -64,28 +64,6 @@ def test_a_budget_is_shared_out_as_well_as_by_trying_everything(budget: int):
     assert costs.total(found) <= costs.total(equal)
 
 
-def test_a_model_has_few_pairs_of_widths_and_more_bits_cost_less():
-    costs = drawn(layers=12, chunks=8)
-    totals = []
-    for budget in (24, 200, 400, 900):
-        found = shared_out(costs, budget, profiles=3)
-        assert sum(sum(map(sum, pair)) for pair in found) <= budget
-        assert len(set(found)) <= 3
-        totals.append(costs.total(found))
-    assert totals == sorted(totals, reverse=True)
-    assert totals[-1] < 0.1 * totals[0]
-
-
-def test_costs_are_those_measured_and_between_them_follow_the_energies():
-    costs = drawn(layers=1, chunks=4)
-    for count, ratio in costs.ratios[0, "v"].items():
-        widths = costs.best(0, "v", count)
-        assert costs.cost(0, "v", widths) == pytest.approx(ratio * costs.expected(0, "v", widths))
-    low, middle, high = (costs.ratio(0, "v", n) for n in (2, 4, 6))
-    assert middle == pytest.approx(np.sqrt(low * high))
-    assert dataclasses.replace(costs, ratios={}).ratio(0, "v", 4) == 1
-
-
 # --- measurements
 
 

@@ -6,23 +6,16 @@ import json
 import pathlib
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvq_jax as kvq
-from kvq_models.inference.decoding import decode_step
 from kvq_tools import evaluate_caches
-from kvq_tools.report import heat, maps, quality, schema, times
-from kvq_tools.report.cost import grouped
-from kvq_tools.report.drawing import few
+from kvq_tools.report import quality, schema
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from tests.kvq_tools.report.small_report import (
     CACHES,
-    CONTEXT,
     SAMPLE,
-    STEPS,
     STRIDE,
     WINDOW,
     expect_error,
@@ -47,23 +40,6 @@ def test_quality_is_what_the_evaluation_finds(report, model):
     assert report.exact.nats == tuple(p.exact_nats for p in results[0].by_position(4))
     assert report.caches[0].kl != report.caches[1].kl, "both caches have the same numbers"
     assert (report.text.tokens, report.text.scored) == (64, results[0].tokens)
-
-
-def test_sizes_of_layers_add_up_to_the_cache(report, model):
-    for cache in report.caches:
-        size = kvq.size.nbytes(kvq.cache.layout(cache.name, model[0].config, 1, WINDOW, "bfloat16"))
-        lengths = 4
-        assert (
-            sum(part.bytes for layer in cache.sizes for part in layer) + lengths
-            == size
-            == cache.bytes
-        ), cache.name
-        for layer in cache.sizes:
-            drawn = grouped(layer)
-            assert sum(drawn.values()) == sum(part.bytes for part in layer), cache.name
-            assert drawn["k", "windows"] == sum(
-                p.bytes for p in layer if p.side == "k" and p.name in ("ring", "sink")
-            ), cache.name
 
 
 def hand_rows(llama, ids):
@@ -122,37 +98,6 @@ def test_magnitudes_and_errors_are_those_of_a_computation_by_hand(report, model)
     assert not np.allclose(errors[0].keys, errors[1].keys, rtol=2e-2), "layers are not told apart"
 
 
-def test_an_exact_side_has_no_error(model):
-    llama, text = model
-    inputs = maps.layer_inputs(llama, jnp.asarray(text.ids[:SAMPLE]))
-    mixed = maps.errors(llama, kvq.parse("k=int4+v=dense"), inputs)
-    assert all(layer.v_relative == 0 and not any(layer.values) for layer in mixed)
-    assert all(layer.k_relative > 0.01 and all(layer.keys) for layer in mixed)
-
-
-def test_times_are_taken_at_the_context_they_name(report, model, monkeypatch):
-    lengths = []
-
-    def seen(llama, cache, token):
-        lengths.append(cache.capacity)
-        return decode_step(llama, cache, token)
-
-    monkeypatch.setattr(times, "decode_step", seen)
-    stepper = times._Stepper(
-        times.PreparedCache("int4", kvq.parse("int4"), model[0]), CONTEXT, STEPS
-    )
-    samples = [stepper.timed() for _ in range(STEPS)]
-    assert set(lengths) == {CONTEXT}
-    assert int(stepper._cache.lengths[0]) == CONTEXT, "the last step does not fill the context"
-    assert all(sample > 0 for sample in samples)
-    assert [c.name for c in report.speed.caches] == [
-        "dense",
-        *CACHES,
-    ], "dense is the reference, also where nobody asked for it"
-    assert report.speed.contexts == (CONTEXT,)
-    assert all(len(samples) == STEPS for c in report.speed.caches for samples in c.samples_ms)
-
-
 def test_the_front_is_what_nothing_else_beats():
     points = [
         (4.0, 1.0),
@@ -165,19 +110,6 @@ def test_the_front_is_what_nothing_else_beats():
         (8.0, 0.5),
     ]
     assert quality.front(points) == (True, True, False, False, True, False, False, True)
-
-
-def test_layers_and_columns_are_thinned_without_losing_ends_or_outliers():
-    assert maps.spread(4) == (0, 1, 2, 3)
-    assert maps.spread(80) == (0, 11, 23, 34, 45, 56, 68, 79)
-    wide = np.ones((2, 1030))
-    wide[1, 777] = 50
-    found = heat.pooled(wide, 512)
-    assert found.shape[1] <= 512
-    assert (found[1] == 50).sum() == 1
-    assert (found[0] == 1).all()
-    assert few(7, 3) == [0, 5]
-    assert few(4) == [0, 1, 2, 3]
 
 
 def test_a_report_of_before_is_read_and_its_command_names_its_caches():

@@ -1,5 +1,5 @@
-"""A few faults of clients, as benchmarks.faults injects them: the others get the right answer in
-time."""
+"""Requests made from the API's own schema, with wrong values in any place, as benchmarks.faults
+sends them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,12 @@ def open_server(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[cl
         yield known
 
 
-@pytest.mark.parametrize(
-    ("name", "tries"), [("vanished clients", 6), ("slow clients", 6), ("malformed requests", 60)]
-)
-def test_other_clients_get_the_right_answer(
-    open_server: clients.Server, name: str, tries: int, tmp_path
+def test_requests_with_wrong_values_anywhere_are_answered_or_refused(
+    open_server: clients.Server, tmp_path
 ):
-    with KINDS[name].kind()(tmp_path) as inject:
-        outcomes = [inject(number, True) for number in range(tries)]
+    with KINDS["malformed requests"].kind()(tmp_path) as inject:
+        outcomes = [inject(number, True) for number in range(90)]
     assert not [one for one in outcomes if one.bad]
-    assert name != "malformed requests" or sum(one.detected for one in outcomes) > tries / 3
+    assert sum(one.detected for one in outcomes) > 30
     assert open_server._replace(answer="another").asked().result == "wrong", "it sees nothing"
     assert open_server._replace(port=1).asked().result == "crash"

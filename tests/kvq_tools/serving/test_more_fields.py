@@ -60,13 +60,6 @@ def test_names_of_messages_reach_the_template():
     assert Message(role="user", content="x").plain == {"role": "user", "content": "x"}
 
 
-@pytest.mark.parametrize("field", ["tools", "functions"])
-def test_that_tools_are_unsupported_is_said(server: Running, field: str):
-    status, answer = server.post("/v1/completions", ASKED | {field: [{"name": "f"}]})
-    assert status == 400
-    assert "does not support tools" in answer["error"]["message"]
-
-
 @pytest.mark.parametrize("path", ["/health", "/", "/metrics", "/v1/models", f"/v1/models/{NAME}"])
 def test_head_is_get_without_its_body(server: Running, path: str):
     status, headers, body = server.raw("HEAD", path)

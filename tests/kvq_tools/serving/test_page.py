@@ -14,11 +14,9 @@ from html.parser import HTMLParser
 import openai
 import pytest
 
-from tests.kvq_tools.serving.browser import CHROMIUM, DRIVER, browser
 from tests.kvq_tools.serving.running import CAPACITY, KEY, NAME, QUEUE, SLOTS, Running
 
 PAGE = (importlib.resources.files("kvq_tools.serving") / "page.html").read_text(encoding="utf-8")
-ENTER = "\ue007"  # WebDriver's name of the key
 SCRIPT = PAGE.partition("<script>")[2].partition("</script>")[0]
 
 
@@ -123,59 +121,3 @@ def test_the_page_talks_with_the_model_and_watches_the_server(
         "no tokens were seen"
     )
     assert "API key" in driven("")["told"]["state"], "nobody is told that a key is missing"
-
-
-@pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="needs chromium and chromedriver, as Debian's packages chromium and chromium-driver",
-)
-def test_a_real_browser_shows_the_conversation_and_the_server(
-    server: Running, client: openai.OpenAI
-):
-    answered = (
-        "!document.getElementById('send').disabled && document.querySelectorAll('#log"
-        " small').length"
-    )
-    asked = dict(model=NAME, temperature=0, max_tokens=12)
-    with browser() as window:
-        window.open(server.url)
-        window.until("document.getElementById('state').textContent.includes('API key')")
-        window.type("key", KEY)
-        window.until(f"document.getElementById('model').textContent === '{NAME}'")
-        window.type("temperature", "0")
-        window.type("limit", "12")
-        window.complaints()  # of the paths that asked for the key
-        said, turns = [], []
-        for count, text in enumerate(("Name a river.", "And another."), start=1):
-            window.type("text", text + ENTER)
-            window.until(f"{answered} === {count}")
-            said.append({"role": "user", "content": text})
-            answer = (
-                client.chat.completions.create(messages=said, **asked).choices[0].message.content
-            )
-            said.append({"role": "assistant", "content": answer})
-            turns += [text, answer]
-        shown = (
-            "[...document.querySelectorAll('#log .turn')].map(turn => turn.firstChild.textContent)"
-        )
-        assert window.evaluate(shown) == turns
-        window.until(f"document.querySelectorAll('#slots i').length === {SLOTS}")
-        assert window.until("document.getElementById('curve').getAttribute('points')")
-        assert window.evaluate("document.getElementById('cache').textContent") == "kivi:recent=16"
-        window.click("clear")
-        assert window.evaluate("document.getElementById('log').children.length") == 0
-        window.type("limit", "200")
-        window.evaluate(
-            "void new MutationObserver(() => document.getElementById('stop').click()).observe(log,"
-            " {childList: true})"
-        )
-        window.type("text", "Tell me all." + ENTER)
-        assert window.until("document.querySelector('#log small')?.textContent").startswith(
-            "stopped"
-        )
-        server.until_idle()
-        loaded = window.evaluate(
-            "performance.getEntriesByType('resource').map(entry => new URL(entry.name).origin)"
-        )
-        assert set(loaded) == {server.url}, "the page reaches other servers"
-        assert window.complaints() == []

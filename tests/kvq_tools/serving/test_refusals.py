@@ -96,24 +96,16 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
             "temperature",
             "less than or equal to 2",
         ),
-        ("completions", {"prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
-        ("completions", {"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
         ("completions", {"prompt": ["x"] * 3, "n": QUEUE}, "n", "24 choices are asked for"),
-        ("completions", {"prompt": "x", "logprobs": 6}, "logprobs", "less than or equal to 5"),
         ("completions", {"prompt": "x", "stop": ["a"] * 5}, "stop", "up to 4 texts"),
-        ("completions", {"prompt": "x", "stop": ""}, "stop", "of 1 to 1000 characters"),
-        ("completions", {"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
         (
             "completions",
             {"prompt": "x", "stream_options": {"include_usage": True}},
             "stream_options",
             "'stream' is true",
         ),
-        ("completions", {"prompt": []}, "prompt", "a prompt is empty"),
-        ("completions", {"prompt": [[]]}, "prompt", "a prompt is empty"),
         ("completions", {"prompt": ["x", ""]}, "prompt", "a prompt is empty"),
         ("completions", {"prompt": [1, 5000]}, None, "token id 5000 is outside"),
-        ("completions", {"prompt": [1, -1]}, None, "token id -1 is outside"),
         ("completions", {"prompt": [1, 1 << 63]}, None, f"token id {1 << 63} is outside"),
         ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
         (
@@ -122,18 +114,11 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
             None,
             f"maximum context length is {CAPACITY} tokens",
         ),
-        ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         (
             "chat/completions",
             {"messages": [{"role": "tool", "content": "x"}]},
             "messages[0].role",
             "'assistant'",
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user"}]},
-            "messages[0].content",
-            "Missing required parameter",
         ),
         (
             "chat/completions",
@@ -146,12 +131,6 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
             {"messages": [*CHAT, CHAT[0] | {"colour": 1}]},
             "messages[2].colour",
             "Unrecognized request argument",
-        ),
-        (
-            "chat/completions",
-            {"messages": CHAT, "top_logprobs": 2},
-            "top_logprobs",
-            "'logprobs' is true",
         ),
         (
             "chat/completions",
@@ -297,7 +276,7 @@ def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
 
 def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client: openai.OpenAI):
     expected = (
-        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0)
+        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=100, temperature=0)
         .choices[0]
         .text
     )
@@ -307,7 +286,7 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client:
         with server.client as own:
             try:
                 found.append(
-                    own.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0)
+                    own.completions.create(model=NAME, prompt=PROMPT, max_tokens=100, temperature=0)
                     .choices[0]
                     .text
                 )

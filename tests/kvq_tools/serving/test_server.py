@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
+import re
 
 import openai
 import pytest
@@ -13,9 +12,9 @@ from tests.kvq_tools.serving.engine_answers import alone, text_of
 from tests.kvq_tools.serving.running import (
     CAPACITY,
     CHAT,
-    KEY,
     NAME,
     PROMPT,
+    SLOTS,
     Running,
 )
 
@@ -65,45 +64,6 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
     assert usage == whole.usage
     assert texts[0] != texts[1], "choices of one seed are the same"
     assert chunks > 20, "the answer came at once"
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_gets_the_whole_answer_and_the_stream(server: Running, client: openai.OpenAI):
-    fields = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    expected = client.completions.create(**fields).choices[0].text
-
-    def curl(asked: dict) -> str:
-        headers = [
-            "--header",
-            f"authorization: Bearer {KEY}",
-            "--header",
-            "content-type: application/json",
-        ]
-        command = [
-            "curl",
-            "--silent",
-            "--show-error",
-            "--fail",
-            "--no-buffer",
-            *headers,
-            "--data",
-            json.dumps(asked),
-        ]
-        return subprocess.run(
-            [*command, f"{server.url}/v1/completions"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-
-    assert json.loads(curl(fields))["choices"][0]["text"] == expected
-    *events, last = [
-        line.removeprefix("data: ") for line in curl(fields | {"stream": True}).splitlines() if line
-    ]
-    assert last == "[DONE]"
-    assert len(events) > 1
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == expected
 
 
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(client: openai.OpenAI):
@@ -301,3 +261,36 @@ def test_a_chat_without_a_limit_fills_its_slot(server: Running, client: openai.O
     assert found.choices[0].finish_reason == "length" or found.usage.completion_tokens < CAPACITY
     if found.choices[0].finish_reason == "length":
         assert found.usage.total_tokens == CAPACITY
+
+
+def test_metrics_and_health(server: Running, client: openai.OpenAI):
+    def metric(name: str) -> float:
+        text = server.raw("GET", "/metrics")[2].decode()
+        return float(re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[0])
+
+    before = (
+        metric("kvq_new_tokens_total"),
+        metric("kvq_time_to_first_token_seconds_count"),
+        metric('kvq_requests_ended_total{reason="length"}'),
+    )
+    client.completions.create(model=NAME, prompt=PROMPT, max_tokens=7, temperature=0)
+    after = (
+        metric("kvq_new_tokens_total"),
+        metric("kvq_time_to_first_token_seconds_count"),
+        metric('kvq_requests_ended_total{reason="length"}'),
+    )
+    assert [b - a for a, b in zip(before, after, strict=True)] == [7, 1, 1]
+    assert metric("kvq_prefix_tokens_total") >= 0
+    assert metric("kvq_cache_bytes") == server.service.worker.engine.nbytes
+    server.until_idle()
+    assert (metric("kvq_slots"), metric("kvq_slots_busy"), metric("kvq_cache_live_tokens")) == (
+        SLOTS,
+        0,
+        0,
+    )
+    assert json.loads(server.raw("GET", "/health")[2]) == {
+        "status": "ok",
+        "slots": SLOTS,
+        "busy": 0,
+        "waiting": 0,
+    }

@@ -84,16 +84,6 @@ def test_clients_set_names_of_the_template_and_nothing_else():
         encoder.close()
 
 
-def test_a_process_that_was_started_early_answers_what_it_is_asked():
-    process = TemplateProcess()
-    try:
-        process.start()
-        texts = [process.render("{{ n }}", MESSAGES, {"n": n}, 100) for n in range(3)]
-    finally:
-        process.close()
-    assert texts == ["0", "1", "2"]
-
-
 def test_a_conversation_that_goes_on_begins_no_answer(process: TemplateProcess):
     template = PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}"
     asked = [*MESSAGES, {"role": "assistant", "content": "The"}]

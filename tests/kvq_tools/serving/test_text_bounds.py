@@ -43,18 +43,6 @@ def test_tokens_without_text_cost_no_more_than_others(token: int):
     assert decoded(token) < 5 * decoded(TOKENIZER(" a", add_special_tokens=False)["input_ids"][0])
 
 
-@pytest.mark.parametrize("token", [SPECIAL, CONTINUATION])
-def test_the_text_after_many_tokens_without_text_is_the_decoded_text(token: int):
-    word = TOKENIZER(" word", add_special_tokens=False)["input_ids"]
-    prompt, tokens = TOKENIZER("It is")["input_ids"], [*word, *[token] * 100, *word]
-    text = GrowingText(TOKENIZER, prompt)
-    pieces = "".join([*map(text.add, tokens), text.rest()])
-    assert pieces == TOKENIZER.decode(
-        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    assert pieces.endswith(" word")
-
-
 def test_tokens_that_wait_for_their_text_are_sent_in_linear_time():
     sent: list[AnswerPiece] = []
     answer = Answer(0, Request((5,), 9000), TOKENIZER, (), False, sent.append)

@@ -76,20 +76,6 @@ def test_log_probabilities_stay_the_models(llama: Llama):
     np.testing.assert_allclose(forced[1][2], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"bias": ((96, 1.0),)},
-        {"bias": ((1, float("nan")),)},
-        {"bias": ((1, 1.0),) * 301},
-        {"frequency_penalty": float("inf")},
-    ],
-)
-def test_penalties_that_make_no_sense_are_refused(llama: Llama, wrong: dict):
-    with pytest.raises(ValueError, match=r"outside the model's vocabulary|finite"):
-        Request(PROMPT, 1, **wrong).check(VOCABULARY, 96)
-
-
 def test_the_first_request_that_scores_its_prompt_stops_nobody(
     llama: Llama, monkeypatch: pytest.MonkeyPatch
 ):

@@ -173,16 +173,6 @@ def test_a_row_that_others_could_touch_would_be_noticed(llama: Llama):
     )
 
 
-def test_an_engine_compiles_two_programs_and_one_for_each_width(llama: Llama, compiled: list[str]):
-    engine = engine_of(llama, slots=2, capacity=CAPACITY + 8)  # shapes that no other test has
-    compiled.clear()
-    engine.warm_up()
-    first = len(compiled)
-    answers = traffic(engine, some_requests(), 5, lambda engine: None)
-    assert len(answers) == 12
-    assert (first, len(compiled)) == (2 + len(WIDTHS), first)
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=9)])
 def test_tokens_are_those_of_generate(llama: Llama, sampling: Sampling):
     # of the same width in both
@@ -207,16 +197,6 @@ def test_tokens_are_those_of_generate(llama: Llama, sampling: Sampling):
     np.testing.assert_allclose(
         logprobs, np.asarray(out.logprobs)[0, : len(logprobs)], rtol=1e-4, atol=1e-4
     )
-
-
-def test_choices_of_one_seed_differ_and_each_comes_again(llama: Llama):
-    engine = engine_of(llama)
-    requests = [
-        Request((5, 6, 7), 12, Sampling(1.5), seed=4, choice=choice) for choice in (0, 1, 2, 1)
-    ]
-    first, second, third, again = (answer(engine, request) for request in requests)
-    assert second == again
-    assert len({str(events) for events in (first, second, third)}) == 3
 
 
 def test_prompt_log_probabilities_are_those_of_the_tokens_in_the_prompt(llama: Llama):
@@ -313,26 +293,6 @@ def test_the_queue_is_bounded(llama: Llama):
         engine.submit(Request((1,), 1))
     assert len([event for event in drained(engine) if isinstance(event, Ended)]) == SLOTS + 2
     engine.submit(Request((1,), 1))
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (Request((), 3), "the prompt is empty"),
-        (Request((1, 96), 3), "token id 96 is outside the model's vocabulary of 96"),
-        (Request((1, -1), 3), "token id -1"),
-        (Request((1,), -1), "max_new_tokens=-1"),
-        (Request((1,), 1, Sampling(-1.0)), "temperature=-1.0"),
-        (Request((1,), 1, Sampling(top_p=0.0)), "top_p=0.0"),
-        (Request((1,), 1, seed=2**32), "seed=4294967296"),
-        (Request((1,), 1, alternatives=21), "alternatives=21"),
-    ],
-)
-def test_requests_that_make_no_sense_are_refused(llama: Llama, request_: Request, message: str):
-    engine = engine_of(llama)
-    with pytest.raises(ValueError, match=message):
-        engine.submit(request_)
-    assert engine.idle
 
 
 def test_a_request_over_the_capacity_is_refused_and_one_that_fills_it_is_not(llama: Llama):

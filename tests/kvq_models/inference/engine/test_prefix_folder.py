@@ -227,11 +227,6 @@ def test_other_files_of_the_folder_are_left_alone(folder: pathlib.Path):
     assert disk.nbytes < 12_000
 
 
-def test_a_folder_without_room_is_refused(folder: pathlib.Path):
-    with pytest.raises(ValueError, match="limit=0 bytes"):
-        PrefixFolder(folder, 0)
-
-
 def test_only_the_owner_can_read_what_clients_sent(llama: Llama, folder: pathlib.Path):
     served(llama, folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -248,11 +243,3 @@ def test_a_folder_that_was_deleted_holds_nothing_and_is_made_again(folder: pathl
     disk.close()
     assert disk.nbytes > 10_000
     assert disk.get(b"a") is not None
-
-
-def test_owners_share_no_pieces(llama: Llama):
-    engine = engine_of(llama, PrefixStore(PLENTY))
-    for owner, tokens in (("a", 0), ("b", 0), ("a", len(PROMPTS[0]))):
-        before = engine.counts.prefix_tokens
-        answers(engine, [Request(PROMPTS[0], 1, owner=owner)])
-        assert engine.counts.prefix_tokens - before == tokens, owner

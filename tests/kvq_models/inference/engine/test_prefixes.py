@@ -139,18 +139,6 @@ def test_pieces_of_another_prompt_would_be_noticed(llama: Llama, monkeypatch: py
     assert answers(engine_of(llama, PrefixStore(1 << 20)), requests)[1] != expected[1]
 
 
-def test_the_statistics_of_a_prompt_come_with_its_first_chunk(llama: Llama):
-    assert kvq.cache.has_prompt_statistics(SPEC, llama.config)
-    store, shared = PrefixStore(1 << 20), tokens_of(9, CHUNK)
-    engine = engine_of(llama, store)
-    answers(engine, [Request(shared + tokens_of(10, 30), 0)])
-    found = store.longest(chunk_keys(engine._rows._scope, shared, CHUNK))
-    assert len(found) == 1
-    stats = jax.tree.leaves(engine._rows._pieces.joined(found).layers[0].stats)
-    assert stats
-    assert any(np.ptp(np.asarray(stat)) > 0 for stat in stats), "they are those of an empty row"
-
-
 def test_prompts_whose_log_probabilities_are_asked_for_are_read(llama: Llama):
     engine = engine_of(llama, PrefixStore(1 << 20))
     asked = Request(tokens_of(11, 60), 2, prompt_logprobs=True)
@@ -169,22 +157,6 @@ def test_a_prompt_that_is_let_go_half_way_leaves_whole_chunks(llama: Llama):
     found = answers(engine, [Request(prompt, 5)])
     assert engine.counts.prefix_tokens == CHUNK
     assert found == answers(engine_of(llama), [Request(prompt, 5)])
-
-
-def test_an_engine_stays_in_the_budget(llama: Llama):
-    store = PrefixStore(60_000)
-    engine, requests = (
-        engine_of(llama, store),
-        [Request(tokens_of(seed, 60), 4) for seed in range(20, 32)],
-    )
-    expected = answers(engine_of(llama, queue_limit=64), requests)
-    for request, own in zip(requests, expected, strict=True):
-        assert answers(engine, [request]) == [own]
-        assert 0 < store.nbytes <= store.limit
-    assert answers(engine, requests[-1:]) == expected[-1:]
-    assert engine.counts.prefix_hits == 1, "the newest is not there"
-    assert answers(engine, requests[:1]) == expected[:1]
-    assert engine.counts.prefix_hits == 1, "the oldest is still there"
 
 
 def piece(nbytes: int) -> RowPiece:

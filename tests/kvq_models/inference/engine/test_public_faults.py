@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
 import random
 
 import pytest
 
 from kvq_models import Llama
 from kvq_models.inference.engine.engine import Engine
-from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request, Token
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -31,52 +29,6 @@ def tokens(events: list[tuple]) -> list[tuple]:
 def right_answers(llama: Llama, requests: list[Request]) -> list[list[tuple]]:
     engine = engine_of(llama)  # without prefixes
     return [tokens(answer(engine, request)) for request in requests]
-
-
-def kept_in(engine: Engine, store: PrefixStore) -> Engine:
-    assert engine._rows is not None
-    engine._rows._store = store
-    return engine
-
-
-def test_answers_after_a_restore_that_failed_are_right(llama: Llama, tmp_path: pathlib.Path):
-    """llama.cpp 27068: rows that a refused file had already written stayed in the cache, and later
-    answers came from them until the process was restarted."""
-    asked = Request((*SHARED, 7, 8, 9), 12)
-    other = Request((9, 8, 7), 12)
-    expected = right_answers(llama, [asked, other])
-    folder = PrefixFolder(tmp_path, 1 << 24)
-    engine = engine_of(llama, prefixes=PrefixStore(0, folder))
-    assert tokens(answer(engine, asked)) == expected[0]
-    folder.close()
-    first, last = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)[::-1]
-    for damaged in (last, first):  # the second piece alone, then the first one
-        content = bytearray(damaged.read_bytes())
-        content[-100] ^= 1
-        damaged.write_bytes(content)
-        folder = PrefixFolder(tmp_path, 1 << 24)
-        kept_in(engine, PrefixStore(0, folder))
-        hits = engine.counts.prefix_tokens
-        for request, right in zip((asked, other, asked), [*expected, expected[0]], strict=True):
-            assert tokens(answer(engine, request)) == right, f"after {damaged.name} was refused"
-            folder._writer.submit(int).result()  # what was read again is on disk
-        assert engine.counts.prefix_tokens > hits, "nothing came from the folder afterwards"
-        folder.close()
-
-
-@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1])
-def test_prefixes_that_end_with_a_block_give_the_answers_without_them(llama: Llama, length: int):
-    """SGLang 22819: requests whose shared prefix had just the length of a block got other answers
-    beside other requests."""
-    requests = [Request((*SHARED, *range(50, 60))[:length], 10, seed=i) for i in range(3)]
-    requests += [Request((*SHARED[:length], i), 10) for i in range(3)]
-    requests += [Request((1, 2, i), 10) for i in range(3)]
-    expected = right_answers(llama, requests)
-    engine = engine_of(llama, prefixes=PrefixStore(1 << 22), queue_limit=50)
-    for _ in range(2):
-        found = answers(engine, requests, {})
-        assert [found[i] for i in range(len(requests))] == expected
-    assert engine.counts.prefix_hits > len(requests)
 
 
 def test_requests_that_leave_and_pieces_that_go_change_no_other_answer(llama: Llama):

@@ -16,7 +16,7 @@ from kvq_models.inference.engine.requests import Ended, Event, Request, Token
 from kvq_models.inference.engine.sweep import Sweep
 from kvq_models.inference.sampling import Sampling
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tests.kvq_models.inference.engine.test_engine import SPECS, answer, drained, engine_of
+from tests.kvq_models.inference.engine.test_engine import answer, drained, engine_of
 
 PROMPT = tuple(range(5, 65))  # blocks of the body, and more than one chunk
 ASKED = Request(PROMPT, 24, Sampling(0.9), seed=3, frequency_penalty=0.2)
@@ -117,16 +117,6 @@ def test_a_sweep_takes_its_share_of_the_time(engine: Engine, monkeypatch: pytest
     assert clock[0] * 0.08 < 0.5 * len(sums) < clock[0] * 0.12
 
 
-def test_nothing_is_taken_for_damage(engine: Engine):
-    requests = [Request(tuple(range(i, 3 * i)), 3 + i, seed=i) for i in range(1, 30, 3)]
-    for request in requests:
-        engine.submit(request)
-    ends = [event for event in drained(engine) if isinstance(event, Ended)]
-    assert len(ends) == len(requests)
-    assert engine.counts.damaged == 0
-    assert str(engine.cache.spec) == str(kvq.parse(SPECS[0]))
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("field", ["body", "ring"])
 def test_a_flip_that_no_turn_has_met_is_found_before_its_answer_ends(
@@ -156,18 +146,3 @@ def test_a_row_that_was_damaged_while_it_was_empty_is_replaced(engine: Engine, l
     engine._row = flip(engine._row, "ring", 0)
     assert answer(engine, ASKED) == expected
     assert engine.counts.damaged == 1
-
-
-def test_a_prefix_that_changed_in_memory_is_read_again(engine: Engine, llama: Llama):
-    expected = answer(engine, ASKED)
-    assert expected == answer(engine_of(llama), ASKED)
-    store = engine.prefixes
-    for key, (piece, crc32) in list(store._pieces.items()):
-        logits = np.array(piece.logits)
-        logits[0, 3] += 9
-        store._pieces[key] = dataclasses.replace(piece, logits=logits), crc32
-    hits, held = engine.counts.prefix_hits, store.nbytes
-    assert answer(engine, ASKED) == expected
-    assert (engine.counts.prefix_hits, store.nbytes) == (hits, held)
-    assert answer(engine, ASKED) == expected
-    assert engine.counts.prefix_hits == hits + 1

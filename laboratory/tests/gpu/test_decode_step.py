@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import pathlib
 
-import pytest
-
 from benchmarks.gpu import decode_step
 from benchmarks.gpu.device_timing import Timing
 from benchmarks.gpu.random_model import TINY, random_llama
-from benchmarks.gpu.report import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport
 from pallas_kernels.launch import DEFAULT_ARITHMETIC
 
 TIMING = Timing(samples=2, seconds=0, most_copies=2, copy_bytes=1 << 20)
@@ -21,10 +19,6 @@ def report_of(file: pathlib.Path, names: tuple[str, ...] | None) -> GpuReport:
     report = GpuReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
     decode_step.run([(256, 2)], CACHES, names, random_llama(TINY), report, file, TIMING)
     return GpuReport.read(file)
-
-
-def rows_of(file: pathlib.Path, names: tuple[str, ...] | None) -> list[KernelRow]:
-    return report_of(file, names).rows
 
 
 def test_kernels_are_timed_before_xla_and_compared_with_it(tmp_path: pathlib.Path):
@@ -46,32 +40,6 @@ def test_kernels_are_timed_before_xla_and_compared_with_it(tmp_path: pathlib.Pat
     assert trace.what == "kivi:bits=4 (interpreted), batch 2, 256 tokens"
     assert sum(kernel.us for kernel in trace.kernels) > 0
     assert not report.running
-
-
-def test_what_does_not_fit_the_memory_is_left_out_by_name(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(decode_step, "memory_limit", lambda: 300 << 10)
-    found = {row.candidate: row for row in rows_of(tmp_path / "rows.json", ("xla",))}
-    assert found["dense"].remark.startswith("left out: needs 0.0 GiB of"), found["dense"]
-    assert found["dense"].samples_ms == ()
-    assert found["dense"].wrong == ""
-
-
-def test_a_program_that_takes_long_runs_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(decode_step, "LONG_RUN", 0.0)
-    monkeypatch.setattr(
-        decode_step, "usual_implementations", lambda tokens, batch: ("interpreted", "xla")
-    )
-    for row in rows_of(tmp_path / "rows.json", None):
-        assert row.failure == "", row
-        assert len(row.samples_ms) == 1, row
-        assert row.remark == "the first run alone"
-        assert (row.error is None) == (row.arithmetic == "xla"), (
-            "its logits are compared all the same"
-        )
 
 
 def test_what_users_get_by_default_is_timed_where_it_shows_most():

@@ -159,34 +159,11 @@ def test_the_second_run_adds_to_the_first_ones_rows_and_runs_the_tests(tmp_path:
         assert f"tests/pallas_kernels/{name}.py" in tests
 
 
-def test_the_papers_tables_are_a_run_of_their_own(tmp_path: pathlib.Path):
-    found = run(tmp_path, "--papers")
-    assert found.status == 0, found.output
-    assert found.platforms == {"cuda,cpu"}
-    [call] = found.calls
-    assert call.startswith("-m benchmarks.gpu.bare laboratory.gpu.paper_kernels --json ")
-
-
-def test_a_stage_that_fails_does_not_stop_the_next_and_is_named(tmp_path: pathlib.Path):
-    found = run(tmp_path, statuses="2 1\n")
-    assert order(found) == list(FIRST)
-    assert found.status == 1
-    assert f"== FAILED {TITLES[1]}: exit status 1\n" in found.log
-    assert "all stages passed" not in found.log
-
-
 def test_kernels_go_on_in_a_new_process_behind_a_crash(tmp_path: pathlib.Path):
     found = run(tmp_path, statuses="1 3\n2 139\n")
     assert order(found) == [FIRST[0]] * 3 + list(FIRST[1:])
     assert ["--resume" in call for call in found.calls[:3]] == [False, True, True]
     assert found.status == 1, "the crash is not forgotten"
-
-
-def test_a_stage_without_time_is_a_failure(tmp_path: pathlib.Path):
-    found = run(tmp_path, TOTAL="15")
-    assert found.status == 1
-    for title in TITLES:
-        assert f"== FAILED {title}: no time left" in found.log
 
 
 def test_the_dry_run_has_the_same_stages_on_a_cpu(tmp_path: pathlib.Path):
