@@ -14,6 +14,7 @@ from kvq_jax.attention import dispatch
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting, check_bias
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.types.rope import cosines_and_sines, rotate
+from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import (
     DIMS,
     Sequences,
@@ -84,7 +85,7 @@ def changed(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.mean(np.abs(first - second) > 1e-3 * np.maximum(np.abs(first), 1)))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[:3]))
 def test_codes_do_not_depend_on_the_bias_and_without_the_option_they_do(spec: str):
     tokens, zero = sequences(), np.zeros((HEADS, WIDTH), np.float32)
     larger = with_constant(tokens, constant())
@@ -106,7 +107,7 @@ def test_codes_do_not_depend_on_the_bias_and_without_the_option_they_do(spec: st
         assert changed(plain, disturbed) > 0.02, "the constant disturbs nothing: no control"
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[::3]))
 def test_scores_are_those_of_the_restored_keys_and_grow_by_the_biass_share(spec: str):
     spec, zero = f"{spec},subtract_bias=true", np.zeros((HEADS, WIDTH), np.float32)
     tokens, found, rows = yarn(sequences()), [], []
