@@ -3,9 +3,8 @@ tokens is called so, and nothing else."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,26 +47,6 @@ def misnamed(one: Any, other: Any, name: AxisName) -> list[str]:
 def last_plan(case: MethodCase) -> LayerPlan:
     """Return the last layer: in a cross-layer method, one that may build on another."""
     return kvq.cache.layout(case.spec, DIMS, 2, CAPACITY, "float32").plans[-1]
-
-
-@cases(every=True)
-def test_axes_describe_every_array_of_a_cache(case: MethodCase):
-    dtype = "bfloat16"
-    cache = kvq.init_cache(case.spec, DIMS, 2, CAPACITY, dtype)
-    specs = kvq.cache.axes(case.spec, DIMS, 2, CAPACITY, dtype)
-    assert jax.tree.structure(specs) == jax.tree.structure(cache)
-    assert cache.axes == specs
-    for (path, spec), array in zip(described(specs).items(), jax.tree.leaves(cache), strict=True):
-        assert (spec.shape, spec.struct.dtype) == (array.shape, array.dtype), path
-        assert spec.names[0] == "batch", f"{path} starts with {spec.names[0]}"
-        assert set(spec.names) <= set(get_args(AxisName)), f"{path} has unknown axes {spec.names}"
-        repeated = [
-            name
-            for name, times in collections.Counter(spec.names).items()
-            if times > 1 and name != "none"
-        ]
-        assert not repeated, f"{path} has {repeated} twice"
-    assert kvq.size.nbytes(specs) == kvq.size.nbytes(cache)
 
 
 @cases(every=True)
