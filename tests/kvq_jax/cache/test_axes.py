@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
@@ -181,28 +180,3 @@ def described_weights(plan: LayerPlan) -> LayerWeights:
         norm_eps=ArraySpec((), "float32"),
         k_bias=bias,
     )
-
-
-def test_entries_follow_from_what_shares_them():
-    spec = kvq.types.ArraySpec(
-        (
-            Axis("batch", 2),
-            Axis("kv_heads", 4, per=4),
-            Axis("channels", 64, per=32),
-            Axis("tokens", 96),
-        ),
-        "float16",
-    )
-    assert spec.shape == (2, 1, 2, 96)
-    assert kvq.size.nbytes(spec) == 2 * 2 * 96 * 2
-    assert spec.axis("tokens") == 3
-    assert spec["channels"] == Axis("channels", 64, per=32)
-    assert kvq.types.ArraySpec(
-        (Axis("model", 8), Axis("kv_heads", 2, each=16)), "bfloat16"
-    ).shape == (
-        8,
-        32,
-    )
-    assert spec.along("tokens", jnp.arange(96)).shape == (1, 1, 1, 96)
-    with pytest.raises(ValueError, match="not in tuple"):
-        spec.axis("pairs")

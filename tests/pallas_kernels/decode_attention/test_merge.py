@@ -13,6 +13,7 @@ from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
+from tests.exhaustive import some
 from tests.pallas_kernels.harness import INTERPRETED, launches, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
@@ -20,6 +21,8 @@ BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 64, 100
 POSITIONS = np.array([0, CAPACITY - 1, CAPACITY], np.int32)
 # (splits of each part, query heads for each KV head)
 SPLITS = ((1, 8), 3), ((1, 131), 1), ((1, 8), 1), ((1, 131), 3), ((1, 131), 4), ((3,), 4)
+# (tokens of each row, programs)
+PIECES = tuple((rows, n) for rows in ((64, 0, 33), (1, 640, 64)) for n in (1, 90))
 
 
 @functools.partial(jax.jit, static_argnames=("group", "dtype", "launch"))
@@ -111,8 +114,7 @@ def pieces_of(
     return Pieces(m, l, o, jnp.asarray(limits, jnp.int32), schedule)
 
 
-@pytest.mark.parametrize("programs", [1, 90])
-@pytest.mark.parametrize("limits", [(64, 0, 33), (1, 640, 64)], ids=str)
+@pytest.mark.parametrize(("limits", "programs"), some(PIECES, (PIECES[0], PIECES[3])), ids=str)
 def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, programs):
     """One row has more pieces than a step of the loop takes, and another none. Places without a
     unit hold NaN.

@@ -37,7 +37,7 @@ def block_of(case: QuantizeCase) -> int:
     return 64 if case.format.axis == "tokens" and case.format.group_size == 64 else 32
 
 
-@functools.partial(jax.jit, static_argnames=("case", "launch", "block"))
+@functools.partial(jax.jit, static_argnames=("case", "launch"))
 def append(
     case: QuantizeCase,
     body: PackedRows,
@@ -46,20 +46,15 @@ def append(
     leaving: jax.Array,
     divisor: jax.Array | None,
     launch: Launch,
-    place: jax.Array | None = None,
-    block: int | None = None,
 ):
     row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
     job = Job(
         reader_of(case.format), case.scheme, case.format.bits, divisor is not None, 1, launch.asm
     )
     blocks = Blocks(jax.tree.leaves(body), GroupedBlocks(job), [] if divisor is None else [divisor])
-    places = Places(first, none, first, first if place is None else place, leaving > 0)
+    places = Places(first, none, first, first, leaving > 0)
     [side], _ = append_token(
-        [Side(row, ring[:, :, :0], ring, blocks)],
-        places,
-        block=block or block_of(case),
-        launch=launch,
+        [Side(row, ring[:, :, :0], ring, blocks)], places, block=block_of(case), launch=launch
     )
     assert isinstance(side.blocks, Blocks)
     return jax.tree.unflatten(jax.tree.structure(body), side.blocks.body)
@@ -85,14 +80,9 @@ def wrong_in(
     first: np.ndarray,
     leaving: np.ndarray,
     launch: Launch,
-    place: np.ndarray | None = None,
-    block: int | None = None,
 ) -> list[str]:
-    """Name every wrong row and array. `first` and `place` are as in `Places`. `place` defaults to
-    `first`.
-    """
-    place = first if place is None else place
-    block, slots = block or block_of(case), ring.shape[2]
+    """Name every wrong row and array. `first` is as in `Places`."""
+    block, slots = block_of(case), ring.shape[2]
     rows = jnp.stack([ring[b][:, (first[b] + np.arange(block)) % slots] for b in range(len(ring))])
     new = arrays_of(case, fused(case, rows, divisor_of(case, len(ring)), launch))
     old, actual = arrays_of(case, before), arrays_of(case, after)
@@ -100,7 +90,7 @@ def wrong_in(
         f"{name} of row {b}"
         for name, array in actual.items()
         for b in misplaced_rows(
-            old[name], array, new[name], place * new[name].shape[2] // block, leaving, 2
+            old[name], array, new[name], first * new[name].shape[2] // block, leaving, 2
         )
     ]
 
@@ -136,37 +126,6 @@ def test_a_block_is_written_in_its_place_and_nothing_else(case, launch):
     )
     assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, launch), (
         "another block of the ring would pass"
-    )
-
-
-def test_a_shard_writes_a_block_where_it_holds_it():
-    case = CASES[2]
-    body, ring, place = inputs_of(case)
-    first = place[[1, 2, 0]] + BODY
-    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), INTERPRETED, place)
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, place)), (
-        wrong
-    )
-    assert wrong_in(case, ring, body, after, place, LEAVING, INTERPRETED), (
-        "the tokens at its place in the ring would pass"
-    )
-
-
-@pytest.mark.parametrize("case", [CASES[6]], ids=lambda case: case.id)
-def test_a_block_may_wrap_between_the_groups_of_its_tokens(case):
-    body, ring, _ = inputs_of(case)
-    # Of 96 slots: the second half of the first block is at the beginning of the ring.
-    first, block = (
-        np.array([64, 0, 0], np.int32),
-        64,
-    )
-    after = append(case, body, ring, first, LEAVING, None, INTERPRETED, block=block)
-    assert not (
-        wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, block=block)
-    ), wrong
-    ends = jnp.concatenate([ring[:, :, 64:], ring[:, :, 64:], ring[:, :, 64:]], axis=2)
-    assert wrong_in(case, ends, body, after, first, LEAVING, INTERPRETED, block=block), (
-        "other tokens of the ring would pass"
     )
 
 
