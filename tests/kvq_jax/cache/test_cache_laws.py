@@ -176,8 +176,13 @@ def test_windows_hold_exact_rows_and_the_body_holds_the_rest(case: MethodCase):
 
 @cases("innerq2", "mixed")
 def test_statistics_come_from_the_prompt_alone(case: MethodCase):
+    """The largest keys are those of the first token, in the sink, and of the last."""
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), np.full(8, 40, np.int32)
+    k_rot = tokens.k_rot.copy()
+    k_rot[:, :, 39, 1::2] = 2 * k_rot[:, :, 0, 1::2]
+    k_rot[:, :, 0, ::2] *= 2
+    tokens = dataclasses.replace(tokens, k_rot=k_rot)
     _, after, _ = prefill(
         plan,
         parameters_of(plan),
