@@ -107,7 +107,7 @@ elif [ $run = second ]; then
     # Compilers take nearly all time of the tests, a core each. Several processes share the GPU, so
     # none may reserve its memory.
     if "$PYTHON" -c 'import pytest, xdist' 2>/dev/null; then
-        mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu|harness import .*on_a_gpu|^    on_a_gpu,' tests)
+        mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu|harness import .*(anywhere|launches|on_a_gpu)|^    (anywhere|launches|on_a_gpu),' tests)
         told=
         XLA_PYTHON_CLIENT_PREALLOCATE=false stage "gpu tests" 180 pytest -m gpu -W default \
             -p no:cacheprovider -q -n 12 --dist worksteal "${files[@]}"

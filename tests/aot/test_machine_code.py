@@ -11,7 +11,6 @@ import pytest
 from benchmarks.machine_code import sass, tools
 from benchmarks.machine_code.__main__ import WATCHED
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
-from benchmarks.machine_code.sass import Instruction
 from benchmarks.machine_code.target import A100, H200, TARGETS
 from benchmarks.results_page import RESULTS
 
@@ -111,13 +110,6 @@ def addresses(loop: sass.Loop) -> list[int]:
     return [16 * index for index in loop.indices]
 
 
-def test_a_listing_has_its_functions_and_nothing_else():
-    assert list(FUNCTIONS) == ["attend", "copy", "straight"]
-    attend = FUNCTIONS["attend"]
-    assert len(attend.instructions) == 0x260 // 16 + 1
-    assert attend.instructions[attend.labels[".L_x_4"]].opcode == "LOP3.LUT"
-
-
 def test_loops_are_those_that_control_flow_makes():
     loops = {addresses(loop)[0]: addresses(loop) for loop in sass.loops(FUNCTIONS["attend"])}
     assert {start: (len(body), body[-1]) for start, body in loops.items()} == {
@@ -173,22 +165,6 @@ def test_the_instructions_of_a_loop_are_classified():
     assert main.plain_loads == 1, "LDGSTS does not wait"
     assert masked.plain_loads == 0
     assert sass.unknown_opcodes(masked.instructions) == {"FNEW": 1}
-
-
-@pytest.mark.parametrize(
-    ("text", "multiply_adds"),
-    [
-        ("HMMA.16816.F32 R16, R8, R4, R16", 16 * 8 * 16),
-        ("HMMA.16816.F32.BF16 R16, R8, R4, R16", 16 * 8 * 16),
-        ("@P0 HMMA.1688.F32 R16, R8, R4, R16", 16 * 8 * 8),
-        ("IMMA.16832.S8.S8 R16, R8.ROW, R4.COL, R16", 16 * 8 * 32),
-        ("IMMA.8816.S8.S8 R16, R8.ROW, R4.COL, R16", 8 * 8 * 16),
-        ("HGMMA.64x128x16.F32 R24, gdesc[UR4], R24", 16 * 128 * 16),
-        ("HFMA2.MMA R4, R4, R5, R6", 0),
-    ],
-)
-def test_matrix_instructions_say_how_much_they_multiply(text: str, multiply_adds: int):
-    assert Instruction(text).multiply_adds == multiply_adds
 
 
 def test_a_report_computes_per_element_and_against_the_memory_limit():

@@ -3,144 +3,104 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from cpu_kernels import library
-from tests.cpu_kernels.body_cases import (
-    BATCH,
-    CASES,
-    decode_attention,
-    inputs,
-)
+from tests.cpu_kernels.body_cases import BATCH, CASES, decode_attention, inputs
 
 if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
-
-def refused(*args, **kwargs) -> str:
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jax.block_until_ready(decode_attention(*args, **kwargs))
-    return str(caught.value)
+pytestmark = pytest.mark.usefixtures("types_unchecked")
 
 
-@pytest.mark.usefixtures("types_unchecked")
-def test_arrays_that_do_not_fit_are_an_error():
-    k, v = CASES["3 bits, 64"]
-    q, keys, values, *_ = inputs("3 bits, 64", 4, 1, 96)
-    limits = np.full((BATCH, 1), 96, np.int32)
-    good = dict(capacity=96)
-    jax.block_until_ready(decode_attention(q, (k.body, keys), (v.body, values), limits, **good))
-    assert "words of keys must be" in refused(
-        q, (k.body, [keys[0][:, :, :-1], *keys[1:]]), (v.body, values), limits, **good
-    )
-    assert "words of keys must be" in refused(
-        q, (k.body, [keys[0].astype(np.int32), *keys[1:]]), (v.body, values), limits, **good
-    )
-    assert "scale of values must be" in refused(
-        q, (k.body, keys), (v.body, [*values[:2], values[2][:, :1], values[3]]), limits, **good
-    )
-    assert "scale of keys must be" in refused(
-        q,
-        (k.body, [*keys[:2], keys[2].view(np.float16), keys[3]]),
-        (v.body, values),
-        limits,
-        **good,
-    )
-    assert "zero point of values is missing" in refused(
-        q, (k.body, keys), (v.body, values[:-1]), limits, **good
-    )
-    assert "too many arrays" in refused(
-        q, (k.body, keys), (v.body, [*values, values[-1]]), limits, **good
-    )
-    assert "limits must be [B, T]" in refused(
-        q, (k.body, keys), (v.body, values), limits[:2], **good
-    )
-    assert "no whole number" in refused(q, (k.body, keys), (v.body, values), limits, capacity=97)
-    assert "words of keys must be" in refused(
-        q, (k.body, keys), (v.body, values), limits, capacity=192
-    )
-    for field, wrong in (
-        ("bits", 12),
-        ("width", 24),
-        ("span", 64),
-        ("slots", 3),
-        ("group", 0),
-        ("heads", 0),
-        ("chunks", 1 << 40),
-    ):
-        body = dataclasses.replace(k.body, **{field: wrong})
-        assert "kvq_decode_attention: " in refused(
-            q, (body, keys), (v.body, values), limits, **good
-        ), f"{field}={wrong}"
+@dataclasses.dataclass
+class Call:
+    """A call that the kernel takes, to be changed."""
+
+    q: np.ndarray
+    bodies: list[Any]
+    sides: list[list[np.ndarray]]
+    limits: np.ndarray
+    capacity: int = 96
+
+    def run(self) -> None:
+        keys, values = zip(self.bodies, self.sides, strict=True)
+        out = decode_attention(self.q, keys, values, self.limits, capacity=self.capacity)
+        jax.block_until_ready(out)
+
+    def refused(self) -> str:
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            self.run()
+        return str(caught.value)
 
 
-@pytest.mark.usefixtures("types_unchecked")
-@pytest.mark.parametrize(
-    ("case", "last", "reason"),
-    [
-        ("dense fp32", "rows of keys", "rows of keys must be"),
-        ("before RoPE", "positions of keys", "positions of keys must be"),
-        ("outliers", "ends", "ends of the outliers of keys must be"),
-        ("polar", "angles", "zero point of the angles of keys must be"),
-        ("runs", "far positions", "far positions of keys must be"),
-    ],
-)
-def test_arrays_of_other_forms_that_do_not_fit_are_an_error(case: str, last: str, reason: str):
-    k, v = CASES[case]
+def call_of(case: str) -> Call:
     q, keys, values, *_ = inputs(case, 4, 1, 96)
-    limits = np.full((BATCH, 1), 96, np.int32)
-    jax.block_until_ready(
-        decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=96)
-    )
-    assert reason in refused(
-        q, (k.body, [*keys[:-1], keys[-1][:, :-1]]), (v.body, values), limits, capacity=96
-    ), f"{last} cut short"
-    assert reason in refused(
-        q, (k.body, [*keys[:-1], keys[-1].astype(np.int32)]), (v.body, values), limits, capacity=96
-    ), f"{last} as integers"
-    for field, wrong in (
-        ("form", "rows" if k.form == "polar" else "polar"),
-        ("pool", 7),
-        ("rotated", True),
-        ("angle_bits", 9),
-    ):
-        if getattr(k.body, field) == wrong:
-            continue
-        body = dataclasses.replace(k.body, **{field: wrong})
-        assert "kvq_decode_attention: " in refused(
-            q, (body, keys), (v.body, values), limits, capacity=96
-        ), f"{field}={wrong}"
+    bodies = [side.body for side in CASES[case]]
+    call = Call(q, bodies, [keys, values], np.full((BATCH, 1), 96, np.int32))
+    call.run()
+    return call
 
 
-@pytest.mark.usefixtures("types_unchecked")
-def test_arrays_of_runs_that_do_not_fit_are_an_error():
-    k, v = CASES["runs"]
-    q, keys, values, *_ = inputs("runs", 4, 1, 96)
-    limits = np.full((BATCH, 1), 96, np.int32)
-    jax.block_until_ready(
-        decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=96)
-    )
-    wrong = {
-        "mean of values": -1,
-        "synthesis of values": -2,
-        "steps of values": -3,
-        "exponents of values": -4,
-        "words of values": 0,
-    }
-    for name, at in wrong.items():
-        spoiled = list(values)
-        spoiled[at] = spoiled[at][..., :-1]
-        assert f"{name} must be" in refused(
-            q, (k.body, keys), (v.body, spoiled), limits, capacity=96
-        )
-    for stored in ((3,) + (0,) * 7, (0,) * 8, (66,) + (0,) * 7, (-2, 66) + (0,) * 6):
-        body = dataclasses.replace(v.body, run_channels=stored)
-        assert "unknown runs" in refused(q, (k.body, keys), (body, values), limits, capacity=96), (
-            f"{stored}"
-        )
-    assert "unknown runs" in refused(
-        q, (k.body, keys), (dataclasses.replace(v.body, span=8), values), limits, capacity=96
-    )
+# a body of each form: groups, a centre in place of zero points, tables with outliers before RoPE,
+# exact rows, polar keys, runs
+FORMS = ("3 bits, 64", "3 bits, 128", "before RoPE, tables", "dense fp32", "polar", "runs")
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_arrays_that_are_cut_short_or_of_another_dtype_are_named(case: str):
+    call = call_of(case)
+    for name, arrays in zip(("keys", "values"), call.sides, strict=True):
+        for i, array in enumerate(arrays):
+            other = np.int32 if array.dtype == np.float32 else np.float32
+            for change in (array[..., :-1], np.zeros(array.shape, other), array[None]):
+                arrays[i] = change
+                message = call.refused()
+                assert f"of {name} must be" in message, f"array {i} of {name}: {message}"
+            arrays[i] = array
+    call.run()
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_arrays_that_are_missing_or_too_many_are_an_error(case: str):
+    call = call_of(case)
+    call.sides[1].append(call.sides[1][-1])
+    assert "too many arrays" in call.refused()
+    call.sides[1] = call.sides[1][:-2]
+    assert "of values is missing" in call.refused()
+
+
+# (case, field of the body of keys, a value that does not fit its arrays)
+FIELDS = (
+    *(("3 bits, 64", "bits", 12), ("3 bits, 64", "width", 24), ("3 bits, 64", "span", 64)),
+    *(("3 bits, 64", "slots", 3), ("3 bits, 64", "group", 0), ("3 bits, 64", "heads", 0)),
+    *(
+        ("3 bits, 64", "chunks", 1 << 40),
+        ("dense fp32", "form", "polar"),
+        ("polar", "form", "rows"),
+    ),
+    *(("polar", "angle_bits", 9), ("outliers", "pool", 7), ("dense fp32", "rotated", True)),
+    *(("runs", "form", "polar"), ("runs", "span", 8)),
+    *(("runs", "run_channels", (n, m, *(0,) * 6)) for n, m in ((3, 0), (0, 0), (66, 0), (-2, 66))),
+)
+
+
+@pytest.mark.parametrize(("case", "field", "wrong"), FIELDS)
+def test_bodies_that_do_not_fit_their_arrays_are_an_error(case: str, field: str, wrong: Any):
+    call = call_of(case)
+    call.bodies[0] = dataclasses.replace(call.bodies[0], **{field: wrong})
+    message = call.refused()
+    assert "kvq_decode_attention: " in message
+    assert ("unknown runs" in message) == (field in ("run_channels", "span") and case == "runs")
+
+
+def test_limits_and_capacities_that_do_not_fit_are_an_error():
+    call = call_of("3 bits, 64")
+    for capacity, message in ((97, "no whole number"), (192, "words of keys must be")):
+        assert message in dataclasses.replace(call, capacity=capacity).refused()
+    assert "limits must be [B, T]" in dataclasses.replace(call, limits=call.limits[:2]).refused()

@@ -1,4 +1,4 @@
-"""The C++ kernel inside compiled loops, in several threads, and in a forked process."""
+"""The C++ kernel in several threads, and in a forked process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from cpu_kernels import attention, library
 from tests.cpu_kernels.random_bodies import BodyCase
@@ -39,27 +38,6 @@ def attend(q, keys, values, limits):
         q, (K.body, keys), (V.body, values), limits, capacity=CAPACITY
     )
     return o / l
-
-
-def test_a_compiled_loop_calls_it_with_other_lengths_each_time():
-    q, keys, values = arrays()
-
-    @jax.jit
-    def loop(q, keys, values):
-        def step(carry):
-            i, results = carry
-            return i + 1, results.at[i].set(
-                attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32))
-            )
-
-        return lax.while_loop(lambda carry: carry[0] < 4, step, (0, jnp.zeros((4, *q.shape))))[1]
-
-    results = np.asarray(loop(q, keys, values))
-    for i in range(4):
-        np.testing.assert_array_equal(
-            results[i], attend(q, keys, values, jnp.full((2, 1), 1000 * i + 32))
-        )
-    assert np.abs(results[1] - results[2]).max() > 1e-3
 
 
 def test_threads_at_once_get_what_each_would_alone():

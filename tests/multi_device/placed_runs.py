@@ -18,6 +18,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.placement.allowed import parse, unsplittable
+from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import Sequences, live, parameters_of, quick_jit, sequences
 from tests.methods_table import METHOD_CASES
 
@@ -60,18 +61,20 @@ SPECS = (
     "k=squat:rank=3,lam=0.01+v=nf4:group_size=64+cache:recent=12,block=16",
     "k=squat_pre:rank=6,rotate=true+v=nvfp4+cache:sink=2,recent=5,block=16,subtract_bias=true",
 )
+# of each kind of statistics, of outliers, of rows that sides, layers or heads share, and of values
+# that a matrix product makes; the others run with --exhaustive
+USUAL = (
+    *(KIVI, INNERQ, CROSS_LAYER),
+    *(spec for spec in SPECS if any(name in spec for name in ("kvquant", "zipcache", "squat"))),
+)
 PRODUCTS = ("xquant", "squat", "rotate")  # where a matrix product makes what is stored
 
 
 def specs() -> pytest.MarkDecorator:
-    """Parametrizes a test over SPECS, and with --exhaustive over the whole table of methods. Tests
-    of one cache come side by side."""
-    rest = [
-        pytest.param(case.spec, marks=pytest.mark.exhaustive, id=case.id)
-        for case in METHOD_CASES
-        if case.spec not in SPECS
-    ]
-    return pytest.mark.parametrize("spec", [*SPECS, *rest], scope="module")
+    """Parametrizes a test over USUAL, and with --exhaustive over SPECS and the whole table of
+    methods. Tests of one cache come side by side."""
+    rest = [case.spec for case in METHOD_CASES if case.spec not in SPECS]
+    return pytest.mark.parametrize("spec", some((*SPECS, *rest), USUAL), scope="module")
 
 
 def dims_of(spec: str, head_dim: int = 32) -> CacheDims:

@@ -3,7 +3,6 @@ context."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pathlib
@@ -67,10 +66,6 @@ def two_parts(llama: Llama, cache: kvq.cache.Cache, tokens: Any) -> np.ndarray:
     return np.stack([first, second])
 
 
-def test_rows_apart_write_the_text_of_one_device():
-    check_text(model("rows=2"), parse("rows=2"), TOKENS, text_of_one_device())
-
-
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_a_mesh_in_context_changes_nothing(kind: str):
     """`jax.make_mesh` makes axes of type Explicit, for which JAX asks a sharding of every
@@ -115,26 +110,6 @@ def test_rows_apart_are_the_rows_alone():
     assert not np.array_equal(after[0], after[1])
 
 
-@functools.cache
-def moved_in_a_step(mesh: str, capacity: int) -> list[tuple[int, str]]:
-    cache = kvq.cache.layout(
-        SPEC, CONFIG, 2, capacity, "float32", parse(mesh)
-    )  # of any capacity: nothing is allocated
-    lowered = jax.jit(decode_step, donate_argnames="cache").lower(
-        model(mesh), cache, np.zeros(2, np.int32)
-    )
-    return sorted(collectives(lowered.compile()))
-
-
-def test_what_a_step_moves_does_not_grow_with_the_cache():
-    found, longer = (
-        moved_in_a_step("heads=2,tokens=4", capacity) for capacity in (CAPACITY, 10 << 20)
-    )
-    assert found == longer
-    most = max(2 * CONFIG.hidden_size, 2 * CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
-    assert 0 < max(found)[0] <= most
-
-
 @pytest.mark.parametrize(
     ("mesh", "number"),
     [("heads=2,tokens=4", 1 + 2 + 2 + 1), ("tokens=3", 1 + 2 + 1)],
@@ -143,7 +118,9 @@ def test_the_plan_of_memory_counts_the_collectives_of_a_step(mesh: str, number: 
     """Two KV heads on eight devices: weights are split within heads, and gathered by one collective
     or two. On three devices, attention's weights are whole."""
     assert collectives_of_a_step(CONFIG, "float32", parse(mesh)) == number
-    found = moved_in_a_step(mesh, CAPACITY)
+    cache = kvq.cache.layout(SPEC, CONFIG, 2, CAPACITY, "float32", parse(mesh))
+    step = jax.jit(decode_step, donate_argnames="cache")
+    found = collectives(step.lower(model(mesh), cache, np.zeros(2, np.int32)).compile())
     assert len(found) == number
     assert max(found)[0] <= 2 * CONFIG.num_attention_heads * (CONFIG.head_dim + 1) * 4
 
@@ -274,29 +251,3 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
         for leaf in jax.tree.leaves(prepare(model(), "xquant").cache_parameters)
     ]
     assert found["prepared"] == pytest.approx(prepared, rel=1e-4)
-
-
-def test_an_own_model_runs_on_a_mesh_of_explicit_axes():
-    """Without kvq_models: attention goes back to the caller's mesh, ready for the caller's
-    products."""
-    mesh = jax.make_mesh((2, 2), ("heads", "tokens"), devices=jax.devices()[:4])
-    placement = kvq.Placement(mesh, heads="heads", tokens="tokens")
-    q, k, v = (
-        jnp.asarray(np.random.default_rng(i).normal(size=(2, n, 1, 16)), jnp.float32)
-        for i, n in enumerate((8, 2, 2))
-    )
-
-    def step(cache: kvq.cache.Cache, scale: jax.Array) -> tuple[jax.Array, kvq.cache.Cache]:
-        begun = kvq.begin(cache, 1, prefill=False)
-        out, begun = kvq.append_and_attend(begun, q * scale, k, v)
-        return jnp.sum(out * scale, axis=-1), kvq.finish(begun)
-
-    with jax.set_mesh(mesh):
-        found, after = jax.jit(step)(
-            kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement),
-            jnp.float32(2),
-        )
-    expected, _ = jax.jit(step)(cache_of(), jnp.float32(2))
-    assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 1e-5
-    assert after.placement == placement
-    assert after.lengths.tolist() == [1, 1]

@@ -6,7 +6,8 @@ import jax
 import pytest
 from jax.experimental.pallas import triton
 
-from tests.pallas_kernels.emulator import execute
+from pallas_kernels.launch import Launch
+from tests.pallas_kernels.emulator import Emulated, execute
 
 
 @pytest.fixture
@@ -19,3 +20,13 @@ def assembler(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu() -> None:
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
+
+
+@pytest.fixture(autouse=True)
+def _what_the_launch_needs(request: pytest.FixtureRequest) -> None:
+    parameters = getattr(request.node, "callspec", None)
+    launch = parameters.params.get("launch") if parameters else None
+    if isinstance(launch, Emulated):
+        request.getfixturevalue("assembler")
+    elif isinstance(launch, Launch) and not launch.interpret:
+        request.getfixturevalue("gpu")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,12 @@ from pallas_kernels.decode_attention.tuning import TUNING, Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader
 from tests.exhaustive import some
+from tests.pallas_kernels.emulator import Emulated
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS = 2
 INTERPRETED = Launch(interpret=True)
+EMULATED = Emulated()
 FLOATS = (float("nan"), float("inf"), 60000.0)  # 60000 times a code is infinite in fp16
 
 Shape = tuple[int, int, int, int]  # [B, K, S, H]
@@ -111,6 +113,12 @@ class KernelCase:
 
     def sides(self, lengths: Lengths) -> tuple[StoredSide, StoredSide]:
         return _sides(self, lengths.batch, lengths.capacity)
+
+    def sizes(self, launch: Launch) -> tuple[Lengths, Tuning | None]:
+        """Return lengths and tuning for a launch. On a GPU kernels run in their default tuning, as
+        in use.
+        """
+        return (self.short, self.tuning) if launch.interpret else (self.long, None)
 
     def queries(self, batch: int) -> jax.Array:
         shape = batch, HEADS, self.group, self.head_dim
@@ -335,6 +343,49 @@ def each_lowering(cases: Sequence[Any], usual: Sequence[Any] | None = None) -> p
     return pytest.mark.parametrize(
         ("case", "arithmetic"), some(both, chosen), ids=lambda value: getattr(value, "id", None)
     )
+
+
+def launch_name(value: Any) -> str | None:
+    """Name a launch, or a case that has a name, in the id of a test."""
+    if not isinstance(value, Launch):
+        return getattr(value, "id", None)
+    if value.interpret:
+        return "emulated" if value.asm else "interpreted"
+    return f"gpu-{value.arithmetic}"
+
+
+def launches(
+    cases: Iterable[Any],
+    usual: Iterable[Any],
+    emulated: Iterable[Any] = (),
+    on_gpus: Iterable[Any] | None = None,
+) -> pytest.MarkDecorator:
+    """Parametrize a test over `case` and `launch`: one check of a kernel, wherever it runs.
+
+    Args:
+        cases: all cases.
+        usual: of these, the cases that run interpreted. The others do with --exhaustive.
+        emulated: the cases that run in assembly, executed in NumPy.
+        on_gpus: the cases that run on a GPU, in both arithmetics. All cases by default.
+    """
+    cases, usual, emulated = list(cases), list(usual), list(emulated)
+    here = [(case, INTERPRETED) for case in cases] + [(case, EMULATED) for case in emulated]
+    every_run = [(case, INTERPRETED) for case in usual] + [(case, EMULATED) for case in emulated]
+    devices = [
+        pytest.param(case, Launch(arithmetic), marks=pytest.mark.gpu)
+        for case in (cases if on_gpus is None else on_gpus)
+        for arithmetic in ("jnp", "asm")
+    ]
+    return pytest.mark.parametrize(
+        ("case", "launch"), [*some(here, every_run), *devices], ids=launch_name
+    )
+
+
+def anywhere(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Parametrize a test over `launch`: interpreted, and on a GPU."""
+    gpu = pytest.mark.gpu
+    devices = [pytest.param(Launch(arithmetic), marks=gpu) for arithmetic in ("jnp", "asm")]
+    return pytest.mark.parametrize("launch", [INTERPRETED, *devices], ids=launch_name)(test)
 
 
 def on_a_gpu(test: Callable[..., Any]) -> Callable[..., Any]:

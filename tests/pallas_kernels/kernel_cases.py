@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from kvq_jax.arrays.polar_array import PolarFormat
 from pallas_kernels.decode_attention.tuning import tuning_for
-from tests.exhaustive import some
 from tests.pallas_kernels.codebook_sides import codebook_side
 from tests.pallas_kernels.grouped_sides import format_of, grouped_side, reader_of
 from tests.pallas_kernels.harness import KernelCase, Lengths, tuned
@@ -196,7 +195,7 @@ TABLES = tuple(
 )
 
 CASES = {case.id: case for case in (*GROUPED, *CODEBOOK, *POLAR, *RUNS)}
-# what runs without --exhaustive
+# what runs without --exhaustive: interpreted in array operations, and executed in assembly
 USUAL = (
     "innerq1_sym_h128_g4",
     "innerq2_asym_h64_g7",
@@ -204,19 +203,22 @@ USUAL = (
     "kivi4_h128_g7_size32",
     "k3_v4",
     "dense",
-    *(case.id for case in (*CODEBOOK[:2], *POLAR[:2], *RUNS[:4])),
+    *(case.id for case in (CODEBOOK[0], POLAR[0], RUNS[0], RUNS[2])),
+)
+# codes of 2, 4, 5 and 8 bits, tables with and without outliers, polar keys, runs
+IN_ASSEMBLY = (
+    "innerq1_sym_h128_g4",
+    "innerq8_asym_h128_g4",
+    "kivi4_h128_g7_size32",
+    "k3_v4",
+    *(case.id for case in (*CODEBOOK[:3], POLAR[0], RUNS[2])),
 )
 
 
-def each(
-    cases: Iterable[KernelCase] = tuple(CASES.values()), usual: Sequence[str] = USUAL
-) -> pytest.MarkDecorator:
-    """Parametrize a test over cases. Those that are not usual run with --exhaustive."""
-    cases = list(cases)
-    chosen = [case for case in cases if case.id in usual]
-    return pytest.mark.parametrize("case", some(cases, chosen), ids=lambda case: case.id)
+def cases_of(ids: Iterable[str]) -> list[KernelCase]:
+    return [CASES[id] for id in ids]
 
 
 def named(*ids: str) -> pytest.MarkDecorator:
     """Parametrize a test over the cases of these names."""
-    return pytest.mark.parametrize("case", [CASES[id] for id in ids], ids=lambda case: case.id)
+    return pytest.mark.parametrize("case", cases_of(ids), ids=lambda case: case.id)

@@ -101,20 +101,6 @@ def test_hybrid_is_never_worse_than_either_scheme(bits: int):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_zero_groups_decode_to_zero(scheme: str, dtype: str):
-    np.testing.assert_array_equal(decoded(np.zeros((2, GROUP)), scheme, 2, dtype), 0)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_constant_group_decodes_to_its_value(scheme: str):
-    values = np.array([[1.5], [-0.25], [1e-4], [1000.0]], np.float32)
-    x = np.broadcast_to(values, (4, GROUP))
-    np.testing.assert_allclose(decoded(x, scheme), x, rtol=1e-6)
-    np.testing.assert_allclose(decoded(x, scheme, dtype="float16"), x, rtol=2e-3)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_entries_that_are_not_finite_leave_the_others_alone(scheme: str):
     clean = np.linspace(-1, 2, GROUP, dtype=np.float32)[None]
     for bad, stands_for in ((np.inf, clean.max()), (-np.inf, clean.min()), (np.nan, 0.0)):
@@ -127,15 +113,6 @@ def test_entries_that_are_not_finite_leave_the_others_alone(scheme: str):
         np.testing.assert_array_equal(codes[0], codes[1], err_msg=f"{bad}")
         assert scale[0] == scale[1], f"{bad} enters the scale"
         assert np.isfinite(x_hat).all()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_outlier_is_kept_and_saturates_at_the_stored_range(scheme: str):
-    x = np.zeros((2, GROUP), np.float32)
-    x[0, 3], x[1, 3] = 30000.0, 1e30
-    found = decoded(x, scheme, 2, "float16")
-    np.testing.assert_allclose(found[:, 3], [30000.0, 32720.0], rtol=2e-3)
-    np.testing.assert_allclose(found[:, 4:], 0, atol=16)
 
 
 @pytest.mark.parametrize("scheme", ["asym", "hybrid"])

@@ -16,7 +16,6 @@ from kvq_jax.cache.accounting import OutlierTotals
 from kvq_jax.cache.cache import CacheDims
 from tests.kvq_jax.cache_runs import filled
 from tests.kvq_jax.layer_runs import parameters_of, sequences
-from tests.kvq_jax.origins import PROMPT
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 6, 8
 
@@ -59,30 +58,6 @@ def test_the_largest_residuals_of_a_pool_are_added_back_and_the_others_are_count
             )
             place = head * tokens * HEAD_DIM + np.asarray(found.index)[b, p][used]
             assert (np.diff(place) > 0).all(), "slots are sorted by head, token and channel"
-
-
-def test_pools_are_collected_independently_and_heads_may_use_all_slots_of_one():
-    residual, mask = drawn(0.3)
-    mask[:, 1:] = False  # all outliers belong to the first head
-    pool = Pool(3, 20, True)
-    whole = sparse_outliers.collect(jnp.asarray(residual), jnp.asarray(mask), pool, "float32")
-    parts = [
-        sparse_outliers.collect(
-            jnp.asarray(residual[:, :, t]), jnp.asarray(mask[:, :, t]), pool, "float32"
-        )
-        for t in (np.s_[:3], np.s_[3:])
-    ]
-    for name in ("index", "residual", "ends", "dropped"):
-        np.testing.assert_array_equal(
-            getattr(whole, name),
-            np.concatenate([getattr(part, name) for part in parts], axis=1),
-            err_msg=name,
-        )
-    assert (np.asarray(whole.ends) == np.asarray(whole.ends)[..., :1]).all()
-    assert (
-        np.asarray(whole.ends).max() == mask.reshape(BATCH, HEADS, 2, -1).sum(axis=(1, 3)).max() > 5
-    )
-    assert not np.asarray(whole.dropped).any()
 
 
 def test_residuals_beyond_the_stored_dtype_saturate():
@@ -224,24 +199,3 @@ def test_dropped_outliers_of_live_tokens_are_counted():
     )
     assert kvq.size.dropped_outliers(filled("kivi:sink=0,recent=12,block=16", (90,) * 4)) == (0, 0)
     assert kvq.size.outlier_totals(filled("kivi:sink=0,recent=12,block=16", (90,) * 4))[0] == {}
-
-
-def test_an_outlier_is_exact_and_its_neighbours_are_coded_without_it():
-    """Values: one huge entry of a token changes nothing for the token's other entries."""
-    plan = kvq.init_cache(
-        "kvquant:bits=2,outliers=0.04,datatype=nf,scale_dtype=float32",
-        CacheDims(1, 4, 2, 32, 128),
-        1,
-        64,
-    ).plans[0]
-    rows = np.random.default_rng(0).normal(size=(1, 2, 32, 32)).astype(np.float32)
-    rows[0, 0, :, 3] = 4.0  # the largest entry of every token
-    found = []
-    for size in (4.0, 4e4):
-        rows[0, 0, 7, 3] = size
-        body = plan.v.quantize((), (), jnp.asarray(rows), PROMPT)
-        found.append(np.array(plan.v.dequantize((), (), body)))
-        assert found[-1][0, 0, 7, 3] == pytest.approx(size, rel=1e-6)
-    found[0][0, 0, 7, 3] = found[1][0, 0, 7, 3] = 0
-    np.testing.assert_array_equal(found[0], found[1])
-    assert np.abs(found[0] - rows).max() > 0.1, "the other entries are quantized"

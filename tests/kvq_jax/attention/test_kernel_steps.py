@@ -21,7 +21,8 @@ from kvq_jax.types.rope import rotate
 from pallas_kernels.launch import Launch
 from tests.exhaustive import some
 from tests.kvq_jax.attention.test_dispatch import CAPACITY, DIMS, decode, plan_of, prefill, tokens
-from tests.kvq_jax.cache_runs import DIMS as CASE_DIMS
+from tests.kvq_jax.layer_runs import CAPACITY as CASE_CAPACITY
+from tests.kvq_jax.layer_runs import DIMS as CASE_DIMS
 from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 from tests.methods_table import MethodCase, cases
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -102,30 +103,13 @@ def compare(spec: str, route: Route) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    some(SPECS, (SPECS[0], *SPECS[2:4], "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS)),
+    some(
+        SPECS,
+        ("kivi:bits=4", "innerq:bits=2,recent=100", "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS),
+    ),
 )
 def test_steps_are_those_of_xla(spec):
     compare(spec, Route("pallas", Launch(interpret=True)))
-
-
-@pytest.mark.parametrize("spec", ["kivi:bits=4,pre_rope=true", "kvquant:bits=4"])
-def test_a_step_with_keys_before_rope_is_divided_by_the_merging_kernel_and_needs_the_rope(
-    spec,
-):
-    plan = plan_of(spec)
-    state = jax.eval_shape(
-        lambda: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0]
-    )
-    new = tokens().window(LENGTHS, LENGTHS + 1, 1)
-    step = functools.partial(
-        decode_layer, plan, parameters_of(plan), carry=(), route=Route("pallas", Launch())
-    )
-    lowered = lower_for_cuda(lambda state, new: step(state, inputs=new), state, new)
-    assert "finish_attention" in lowered, "XLA reads the windows, or divides"
-    with pytest.raises(ValueError, match="keys cached before RoPE need the model's rope"):
-        jax.eval_shape(
-            lambda state, new: step(state, inputs=new), state, dataclasses.replace(new, rope=None)
-        )
 
 
 def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
@@ -210,7 +194,9 @@ def test_a_codec_says_whether_stored_rows_are_vectors_or_lack_their_rotation_alo
 ):
     """The kernel of windows reads what is stored, and at most rotates it; so nothing else may be
     left to do with it."""
-    for plan in dict.fromkeys(kvq.cache.layout(case.spec, CASE_DIMS, 1, 128, "float32").plans):
+    for plan in dict.fromkeys(
+        kvq.cache.layout(case.spec, CASE_DIMS, 1, CASE_CAPACITY, "float32").plans
+    ):
         params = by_side(parameters_of(plan))
         for codec, own, ring in zip(
             plan.codecs, params, plan.layout(1, "float32").ring, strict=False

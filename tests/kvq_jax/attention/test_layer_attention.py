@@ -41,7 +41,7 @@ from tests.kvq_jax.windowed_runs import (
     held_codes,
     tokens_with_sinks,
 )
-from tests.methods_table import MethodCase, cases
+from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 attend_reference = quick_jit(reference.attend, static_argnums=4)
 
@@ -56,7 +56,11 @@ def mask_of(positions: np.ndarray, window: int) -> np.ndarray:
     return (tokens <= positions[..., None]) & (tokens > positions[..., None] - window)
 
 
-@cases()
+# rows of each kind of statistics, parameters and sides, and two that refuse windows
+@cases(
+    *(case.id for case in METHOD_CASES),
+    usual=("kivi2", "innerq2", "kvquant4", "xquant4", "zipcache42", "xquant_cl2"),
+)
 def test_a_windowed_layer_equals_a_masked_one(case: MethodCase):
     if refuses(case):
         with pytest.raises(ValueError, match="take another method") as caught:

@@ -1,9 +1,9 @@
-"""Layouts and byte counts: what is promised is what is allocated."""
+"""Layouts, axes and byte counts: what is promised is what is allocated."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from kvq_jax.codecs.facts import Facts, OutlierCounts, Outliers
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, Windows
 from kvq_jax.methods.registry import METHODS
-from kvq_jax.types.array_types import Axis, RowsBKTH
+from kvq_jax.types.array_types import Axis, AxisName, RowsBKTH
 from kvq_jax.types.pytree import describe, pytree
 from tests.kvq_jax.origins import PROMPT
 from tests.kvq_models.checkpoints import tiny_config
@@ -29,43 +29,41 @@ DIMS = CacheDims(3, 4, 2, 32, 128)
 
 
 @cases(every=True)
-@pytest.mark.parametrize("capacity", [1, 90])
-def test_layout_is_what_is_allocated(case: MethodCase, capacity: int):
-    for dtype in ("float32", "bfloat16"):
-        promised = kvq.cache.layout(case.spec, DIMS, 2, capacity, dtype)
-        cache = kvq.init_cache(case.spec, DIMS, 2, capacity, dtype)
-        assert jax.tree.structure(promised) == jax.tree.structure(cache)
-        for (path, struct), leaf in zip(
-            jax.tree_util.tree_leaves_with_path(promised), jax.tree.leaves(cache), strict=True
+def test_a_cache_is_allocated_as_its_layout_and_its_axes_promise(case: MethodCase):
+    for dtype, capacity in (("float32", 1), ("bfloat16", 90)):
+        arguments = case.spec, DIMS, 2, capacity, dtype
+        layout, specs = kvq.cache.layout(*arguments), kvq.cache.axes(*arguments)
+        cache = kvq.init_cache(*arguments)
+        assert jax.tree.structure(layout) == jax.tree.structure(specs) == jax.tree.structure(cache)
+        assert cache.axes == specs
+        for (path, leaf), struct, spec in zip(
+            jax.tree_util.tree_leaves_with_path(cache),
+            jax.tree.leaves(layout),
+            jax.tree.leaves(specs),
+            strict=True,
         ):
-            assert (struct.shape, struct.dtype) == (leaf.shape, leaf.dtype), jax.tree_util.keystr(
-                path
-            )
-            assert leaf.shape[0] == 2, f"{jax.tree_util.keystr(path)} has no batch axis"
-        assert (
-            kvq.size.nbytes(promised)
-            == kvq.size.nbytes(cache)
-            == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+            name = jax.tree_util.keystr(path)
+            promised = {(one.shape, one.dtype) for one in (struct, spec.struct)}
+            assert promised == {(leaf.shape, leaf.dtype)}, name
+            assert spec.names[0] == "batch", f"{name} starts with {spec.names[0]}"
+            assert leaf.shape[0] == 2, f"{name} has no batch axis"
+            assert set(spec.names) <= set(get_args(AxisName)), f"{name} has unknown axes"
+            named = [axis for axis in spec.names if axis != "none"]
+            assert len(set(named)) == len(named), f"{name} has an axis twice: {named}"
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        assert {kvq.size.nbytes(tree) for tree in (layout, specs, cache)} == {held}
+        stored = [leaf for leaf in jax.tree.leaves(cache) if leaf.size]
+        assert len({leaf.unsafe_buffer_pointer() for leaf in stored}) == len(stored), (
+            "two arrays share a buffer"
         )
-
-
-@cases(every=True)
-def test_components_add_up_to_the_cache(case: MethodCase):
-    cache = kvq.init_cache(case.spec, DIMS, 2, 90)
-    parts = kvq.size.components(cache)
-    assert sum(part.bytes for part in parts) == kvq.size.nbytes(cache)
-    assert len({(part.side, part.name) for part in parts}) == len(parts), (
-        "a component is listed twice"
-    )
-    for name in ("sink", "ring", "stats"):
-        held = kvq.size.nbytes([getattr(layer, name) for layer in cache.layers])
-        assert sum(part.bytes for part in parts if part.name == name) == held, name
-
-
-@cases(every=True)
-def test_no_buffer_is_shared(case: MethodCase):
-    leaves = [leaf for leaf in jax.tree.leaves(kvq.init_cache(case.spec, DIMS, 2, 90)) if leaf.size]
-    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+        parts = kvq.size.components(cache)
+        assert sum(part.bytes for part in parts) == held
+        assert len({(part.side, part.name) for part in parts}) == len(parts), (
+            "a component is listed twice"
+        )
+        for name in ("sink", "ring", "stats"):
+            of_layers = kvq.size.nbytes([getattr(layer, name) for layer in cache.layers])
+            assert sum(part.bytes for part in parts if part.name == name) == of_layers, name
 
 
 def test_body_bits_do_not_depend_on_the_dtype_of_the_model():

@@ -3,14 +3,12 @@ tokens is called so, and nothing else."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
@@ -48,26 +46,6 @@ def misnamed(one: Any, other: Any, name: AxisName) -> list[str]:
 def last_plan(case: MethodCase) -> LayerPlan:
     """Return the last layer: in a cross-layer method, one that may build on another."""
     return kvq.cache.layout(case.spec, DIMS, 2, CAPACITY, "float32").plans[-1]
-
-
-@cases(every=True)
-def test_axes_describe_every_array_of_a_cache(case: MethodCase):
-    dtype = "bfloat16"
-    cache = kvq.init_cache(case.spec, DIMS, 2, CAPACITY, dtype)
-    specs = kvq.cache.axes(case.spec, DIMS, 2, CAPACITY, dtype)
-    assert jax.tree.structure(specs) == jax.tree.structure(cache)
-    assert cache.axes == specs
-    for (path, spec), array in zip(described(specs).items(), jax.tree.leaves(cache), strict=True):
-        assert (spec.shape, spec.struct.dtype) == (array.shape, array.dtype), path
-        assert spec.names[0] == "batch", f"{path} starts with {spec.names[0]}"
-        assert set(spec.names) <= set(get_args(AxisName)), f"{path} has unknown axes {spec.names}"
-        repeated = [
-            name
-            for name, times in collections.Counter(spec.names).items()
-            if times > 1 and name != "none"
-        ]
-        assert not repeated, f"{path} has {repeated} twice"
-    assert kvq.size.nbytes(specs) == kvq.size.nbytes(cache)
 
 
 @cases(every=True)
@@ -202,28 +180,3 @@ def described_weights(plan: LayerPlan) -> LayerWeights:
         norm_eps=ArraySpec((), "float32"),
         k_bias=bias,
     )
-
-
-def test_entries_follow_from_what_shares_them():
-    spec = kvq.types.ArraySpec(
-        (
-            Axis("batch", 2),
-            Axis("kv_heads", 4, per=4),
-            Axis("channels", 64, per=32),
-            Axis("tokens", 96),
-        ),
-        "float16",
-    )
-    assert spec.shape == (2, 1, 2, 96)
-    assert kvq.size.nbytes(spec) == 2 * 2 * 96 * 2
-    assert spec.axis("tokens") == 3
-    assert spec["channels"] == Axis("channels", 64, per=32)
-    assert kvq.types.ArraySpec(
-        (Axis("model", 8), Axis("kv_heads", 2, each=16)), "bfloat16"
-    ).shape == (
-        8,
-        32,
-    )
-    assert spec.along("tokens", jnp.arange(96)).shape == (1, 1, 1, 96)
-    with pytest.raises(ValueError, match="not in tuple"):
-        spec.axis("pairs")

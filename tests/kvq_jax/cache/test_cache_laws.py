@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tests.kvq_jax.layer_runs import (
     ROUNDING,
     STEP,
-    append,
     beyond_rounding,
     boundary_lengths,
     decode,
@@ -176,27 +174,15 @@ def test_windows_hold_exact_rows_and_the_body_holds_the_rest(case: MethodCase):
             ), f"{side=} length={n}: not these rows"
 
 
-@cases()
-def test_a_full_row_writes_nothing(case: MethodCase):
-    plan, state = empty(case.spec)
-    tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
-    _, before = run(plan, state, tokens, full, full)
-    _, after, _ = decode(
-        plan, parameters_of(plan), before, tokens.window(full, full, STEP), tokens.below(plan)
-    )
-    for path, old, new in zip(
-        jax.tree_util.tree_leaves_with_path(before),
-        jax.tree.leaves(before),
-        jax.tree.leaves(after),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(old, new, err_msg=jax.tree_util.keystr(path[0]))
-
-
 @cases("innerq2", "mixed")
 def test_statistics_come_from_the_prompt_alone(case: MethodCase):
+    """The largest keys are those of the first token, in the sink, and of the last."""
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), np.full(8, 40, np.int32)
+    k_rot = tokens.k_rot.copy()
+    k_rot[:, :, 39, 1::2] = 2 * k_rot[:, :, 0, 1::2]
+    k_rot[:, :, 0, ::2] *= 2
+    tokens = dataclasses.replace(tokens, k_rot=k_rot)
     _, after, _ = prefill(
         plan,
         parameters_of(plan),
@@ -218,37 +204,6 @@ def test_statistics_come_from_the_prompt_alone(case: MethodCase):
     )
     assert (np.asarray(first.stats[0]) > after.stats[0]).any(), (
         "louder keys would not show in the statistics"
-    )
-
-
-@cases("innerq2", "squat2", "squat3_pre")
-def test_codes_are_equal_when_given_the_same_statistics(case: MethodCase):
-    plan, state = empty(case.spec)
-    tokens, lengths, zero = (
-        sequences(seed=3),
-        np.full(8, plan.regions.capacity, np.int32),
-        np.zeros(8, np.int32),
-    )
-    _, other = run(plan, state, sequences(seed=4), lengths, lengths)
-    # statistics that widen must be beyond what these tokens reach, or single steps widen them
-    stats = tuple(
-        jax.tree.map(lambda a: 8 * a, own) if codec.statistics.widens else own
-        for codec, own in zip(plan.codecs, other.stats, strict=True)
-    )
-    given = dataclasses.replace(state, stats=stats)
-    whole = append(
-        plan,
-        parameters_of(plan),
-        given,
-        tokens.window(zero, lengths, plan.regions.capacity),
-        (),
-        prefill=True,
-    )
-    _, steps = run(plan, given, tokens, zero, lengths)
-    assert not beyond_rounding(live(plan, whole, lengths), live(plan, steps, lengths))
-    _, without = run(plan, state, tokens, zero, lengths)
-    assert beyond_rounding(live(plan, whole, lengths), live(plan, without, lengths)), (
-        "other statistics go unnoticed"
     )
 
 

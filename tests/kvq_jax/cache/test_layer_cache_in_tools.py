@@ -1,11 +1,14 @@
-"""The cache of one layer in the tools of others: remat, a shard_map of the host, export, orbax,
-treescope."""
+"""The cache of one layer in the tools of others, as docs/own_model.md tells: gradients, remat, a
+shard_map of the host, export, orbax, treescope."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -53,6 +56,20 @@ def check(found: Any, expected: Any, cache: Any) -> None:
     assert not np.array_equal(rings[0], rings[2]), "a step that writes nothing would pass"
 
 
+def test_reverse_mode_is_refused_and_forward_mode_works(cache: Any, qkv: Any):
+    q, k, v = (a[:, 79:] for a in qkv)
+
+    def total(q: jax.Array) -> jax.Array:
+        return jnp.sum(step(cache, q, k, v)[0] ** 2)
+
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(total)(q)
+    direction = v.repeat(2, axis=2)
+    slope = float(jax.jvp(total, (q,), (direction,))[1])
+    around = [float(total(q + h * direction)) for h in (1e-2, -1e-2)]
+    assert slope == pytest.approx((around[0] - around[1]) / 2e-2, rel=1e-2)
+
+
 def test_remat_changes_nothing(cache: Any, qkv: Any, expected: Any):
     check(jax.jit(jax.checkpoint(step))(cache, *(a[:, 79:] for a in qkv)), expected, cache)
 
@@ -77,16 +94,24 @@ def test_a_shard_map_of_the_host_takes_a_plan_of_its_own_heads(cache: Any, qkv: 
     check(mapped(check_vma=False)(cache, *(a[:, 79:] for a in qkv)), expected, cache)
 
 
-def test_a_step_is_exported_for_tpus_and_gpus_as_a_function_of_leaves(cache: Any, qkv: Any):
+def test_a_step_is_exported_as_a_function_of_leaves(cache: Any, qkv: Any):
     leaves, structure = jax.tree.flatten(cache)
+    token = [a[:, 79:] for a in qkv]
 
-    def flat(leaves: Any, *qkv: Any) -> Any:
-        out, after = PLAN.attend(structure.unflatten(leaves), *qkv, prefill=False)
+    def flat(leaves: Any, *qkv: Any, **options: Any) -> Any:
+        out, after = PLAN.attend(structure.unflatten(leaves), *qkv, prefill=False, **options)
         return out, jax.tree.leaves(after)
 
-    exported = jax.export.export(jax.jit(flat), platforms=("tpu", "cuda"))
-    text = exported(leaves, *(a[:, 79:] for a in qkv)).mlir_module()
+    elsewhere = jax.export.export(jax.jit(flat), platforms=("tpu", "cuda"))
+    text = elsewhere(leaves, *token).mlir_module()
     assert not [target for target in TARGETS if target in text], "a kernel of this host is in it"
+    by_xla = jax.jit(functools.partial(flat, implementation="xla"))
+    exported = jax.export.export(by_xla)(leaves, *token)
+    if importlib.util.find_spec("flatbuffers"):
+        exported = jax.export.deserialize(exported.serialize())
+    out, after = exported.call(leaves, *token)
+    np.testing.assert_array_equal(out, by_xla(leaves, *token)[0])
+    assert structure.unflatten(after).lengths.tolist() == [80]
 
 
 def test_orbax_keeps_the_leaves_that_hold_something(cache: Any, tmp_path: Any):

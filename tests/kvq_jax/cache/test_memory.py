@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,77 +18,87 @@ from kvq_jax.attention import dispatch, streaming
 from kvq_jax.attention.dispatch import XLA
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.codecs.bias_subtracting import BiasSubtracting
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.dense import DenseCodec
+from kvq_jax.types.array_types import LayerWeights
 from kvq_jax.types.pytree import describe
 from tests.compile_options import QUICK_COMPILE, USUAL_COMPILE
+from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import empty
 
 DIMS = CacheDims(1, 8, 2, 64, 512)
 CAPACITY = 131072
+DECODED = "innerq", "kvquant", "int4:subtract_bias=true"
+PREFILLED = "kivi", "kvquant", "innerq:subtract_bias=true"
 
 
-def structs(tokens: int, dtype: str) -> kvq.types.LayerInputs:
-    def rows(heads: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, heads, tokens, DIMS.head_dim), jnp.dtype(dtype))
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    q, k = rows(DIMS.num_attention_heads), rows(DIMS.num_key_value_heads)
-    positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    frequencies, factor = (
-        jax.ShapeDtypeStruct((DIMS.head_dim // 2,), jnp.float32),
-        jax.ShapeDtypeStruct((), jnp.float32),
+
+def inputs_of(dims: CacheDims, tokens: int, dtype: str) -> kvq.types.LayerInputs:
+    q, k = (
+        struct(1, heads, tokens, dims.head_dim, dtype=dtype)
+        for heads in (dims.num_attention_heads, dims.num_key_value_heads)
     )
-    rope = describe(kvq.types.Rope, inverse_frequencies=frequencies, attention_factor=factor)
-    names = dict(
-        x=None,
-        q_pre=q,
-        q_rot=q,
-        k_pre=k,
-        k_rot=k,
-        v=k,
-        positions=positions,
-        valid=jax.ShapeDtypeStruct((1, tokens), bool),
+    rope = describe(
+        kvq.types.Rope, inverse_frequencies=struct(dims.head_dim // 2), attention_factor=struct()
     )
-    return describe(kvq.types.LayerInputs, **names, rope=rope, residual=None, sinks=None)
+    x, positions = struct(1, tokens, dims.hidden_size, dtype=dtype), struct(1, tokens, dtype="i4")
+    names = dict(x=x, q_pre=q, q_rot=q, k_pre=k, k_rot=k, v=k, positions=positions, rope=rope)
+    valid = struct(1, tokens, dtype=bool)
+    return describe(kvq.types.LayerInputs, **names, valid=valid, residual=None, sinks=None)
+
+
+def parameters_of(plan: LayerPlan, dims: CacheDims, dtype: str) -> tuple[Any, ...]:
+    width, kv = dims.hidden_size, dims.num_key_value_heads * dims.head_dim
+    kernel, gains = struct(width, kv, dtype=dtype), struct(width, dtype=dtype)
+    bias = struct(kv, dtype=dtype) if isinstance(plan.k, BiasSubtracting) else None
+    pair = plan.from_weights(LayerWeights(kernel, kernel, gains, struct(), k_bias=bias))
+    calibrated = (codec.learning.parameters(plan.heads) for codec in (plan.k, plan.v))
+    both = tuple(
+        (from_weights or {}) | {name: spec.struct for name, spec in specs.items()}
+        for from_weights, specs in zip(pair, calibrated, strict=True)
+    )
+    return both if any(both) else ()
 
 
 @functools.cache
 def temporary_bytes(
-    layer_function, spec: str, tokens: int, capacity: int = CAPACITY
+    layer_function: Callable[..., Any],
+    spec: str,
+    tokens: int,
+    capacity: int = CAPACITY,
+    dims: CacheDims = DIMS,
+    layer: int = 0,
+    dtype: str = "bfloat16",
 ) -> tuple[int, int]:
     """Return (temporary bytes of one compiled call with a donated state, bytes of the layer's
     cache)."""
-    cache = kvq.cache.layout(spec, DIMS, 1, capacity, "bfloat16")
-    bias = {"bias": jax.ShapeDtypeStruct((DIMS.num_key_value_heads * DIMS.head_dim,), jnp.bfloat16)}
-    calibrated = (
-        {
-            name: spec.struct
-            for name, spec in codec.learning.parameters(DIMS.num_key_value_heads).items()
-        }
-        for codec in cache.plans[0].codecs
-    )
-    params = tuple(
-        own | (bias if codec.learning.weights else {})
-        for own, codec in zip(calibrated, cache.plans[0].codecs, strict=True)
-    )
-    plan = cache.plans[0]
-    heads = DIMS.num_attention_heads
+    cache = kvq.cache.layout(spec, dims, 1, capacity, dtype)
+    plan, state, carry = cache.plans[layer], cache.layers[layer], ()
+    if plan.cross_layer is not None and not plan.cross_layer.starts:
+        carry = plan.cross_layer.accumulator(1, plan.regions.body_capacity).struct
+    heads = dims.num_attention_heads
     route = dispatch.choose(None, plan, heads, 1 if layer_function is prefill_layer else tokens)
     compiled = jax.jit(
-        lambda s, p, i: layer_function(plan, p, s, i, (), route)[:2], donate_argnums=0
+        lambda s, c, p, i: layer_function(plan, p, s, i, c, route), donate_argnums=(0, 1)
     )
     memory = (
-        compiled.lower(cache.layers[0], params, structs(tokens, "bfloat16"))
+        compiled.lower(
+            state, carry, parameters_of(plan, dims, dtype), inputs_of(dims, tokens, dtype)
+        )
         .compile(USUAL_COMPILE)
         .memory_analysis()
     )
-    assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(cache.layers), (
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.size.nbytes(state), (
         "the donated state is not updated in place"
     )
-    return memory.temp_size_in_bytes, kvq.size.nbytes(cache.layers)
+    return memory.temp_size_in_bytes, kvq.size.nbytes(state)
 
 
-@pytest.mark.parametrize("spec", ["innerq", "kvquant", "int4:subtract_bias=true"])
+@pytest.mark.parametrize("spec", some(DECODED, DECODED[1:]))
 def test_a_decode_step_needs_far_less_than_its_layer(spec: str):
     temporary, layer = temporary_bytes(decode_layer, spec, 1)
     assert temporary < 0.1 * layer, f"{temporary} temporary bytes, the layer has {layer}"
@@ -147,10 +158,35 @@ def test_chunks_read_follow_the_live_length():
         )
 
 
-@pytest.mark.parametrize("spec", ["kivi", "kvquant", "innerq:subtract_bias=true"])
+@pytest.mark.parametrize("spec", some(PREFILLED, PREFILLED[:2]))
 def test_prefill_needs_no_more_than_a_dense_prefill(spec: str):
     quantized, layer = temporary_bytes(prefill_layer, spec, 4096, 8192)
     dense, dense_layer = temporary_bytes(prefill_layer, "dense", 4096, 8192)
     assert quantized + layer <= dense + dense_layer, (
         f"{quantized} + {layer} bytes, dense {dense} + {dense_layer}"
+    )
+
+
+@pytest.mark.parametrize("latent", ["true", "false"])
+def test_keys_and_values_of_the_whole_context_never_exist(latent: str):
+    dims, spec = CacheDims(1, 8, 8, 64, 512), f"xquant:latent={latent}"
+    temporary, shorter = (
+        temporary_bytes(decode_layer, spec, 1, capacity, dims, dtype="float32")[0]
+        for capacity in (65536, 8192)
+    )
+    dense = 2 * kvq.size.dense_nbytes(dims, 1, 65536)  # in float32
+    assert temporary < 0.1 * dense, f"{temporary} temporary bytes, K and V would take {dense}"
+    assert temporary <= 1.05 * shorter, (
+        f"temporary bytes grow with the capacity: {shorter}, {temporary}"
+    )
+
+
+@pytest.mark.parametrize("layer", [0, 1], ids=["base", "difference"])
+def test_the_accumulator_is_the_only_memory_that_grows(layer: int):
+    dims, capacity = CacheDims(2, 8, 2, 64, 512), 65536
+    spec = "xquant_cl:base_layer=0"
+    temporary, _ = temporary_bytes(decode_layer, spec, 1, capacity, dims, layer, "float32")
+    accumulator = 4 * capacity * dims.hidden_size
+    assert temporary <= 0.2 * accumulator, (
+        f"{temporary} temporary bytes beside an accumulator of {accumulator} in or out"
     )

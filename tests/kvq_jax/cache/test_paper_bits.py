@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.paper_bits import paper_bits
 
@@ -80,25 +79,3 @@ def test_sizes_are_those_of_table_8(
 )
 def test_average_bits_are_those_of_tables_2_and_17(spec: str, dims: CacheDims, printed: float):
     assert round(paper_bits(spec, dims, 32 * K) or 0, 2) == pytest.approx(printed, abs=0.0051)
-
-
-def _pools(slots: int, heads: int) -> float:
-    """Return the bits that outliers add to an element of keys and one of values: of 32 tokens and
-    all heads of 128 channels, 2.25 times as many slots of 32 bits for keys as for values, the
-    16-bit ends of each head's, and 16 bits that count the keys without a slot.
-    """
-    return ((2.25 + 1) * slots * 32 * 32 + 2 * heads * 16 + 16) / (32 * heads * 128)
-
-
-@pytest.mark.parametrize(
-    ("spec", "dims", "stored"),
-    [
-        ("kvquant:bits=4,outliers=0.01", LLAMA_7B, 4 + (_pools(42, heads=32) + 32 / 4096) / 2),
-        ("kvquant:bits=4,outliers=0.01", LLAMA_2_70B, 4 + (_pools(12, heads=8) + 32 / 1024) / 2),
-        ("kvquant:bits=3,outliers=0", LLAMA_7B, 3 + 32 / 4096 / 2),
-        ("int4:group_size=128", LLAMA_7B, 4.25),
-        ("nf2", LLAMA_7B, 2 + 32 / 4096),
-    ],
-)
-def test_stored_bits_come_from_the_arrays(spec: str, dims: CacheDims, stored: float):
-    assert kvq.size.body_bits_per_element(spec, dims) == pytest.approx(stored, rel=1e-12)

@@ -3,8 +3,12 @@ name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
+import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import dims_of
@@ -97,60 +101,43 @@ def test_both_kinds_stand_beside_each_other():
     assert {"bias", "levels", "scale"} <= set(k)
 
 
-def test_what_is_missing_or_of_another_model_is_named():
-    refused(
-        r"'xquant' needs the weights of layer 1: give prepare_layer weights=",
-        kvq.parameters.prepare,
-        "xquant",
-        DIMS,
-        1,
-    )
-    refused(
-        r"k of layer 0 needs levels, .*: give prepare_layer calibrated=",
-        kvq.parameters.prepare,
-        SPEC,
-        DIMS,
-        0,
-    )
-    calibrated = kvq.parameters.calibrate(SPEC, DIMS, 0, rows(), ones(rows()))
-    refused(
+def prepared(spec: str, layer: int = 0, **options: Any) -> Any:
+    return kvq.parameters.prepare(spec, DIMS, layer, **options)
+
+
+def calibrated_on(of_rows: dict[str, np.ndarray], gradients: dict[str, np.ndarray]) -> Any:
+    return kvq.parameters.calibrate(SPEC, DIMS, 0, of_rows, gradients)
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: prepared("xquant", 1),
+        "'xquant' needs the weights of layer 1: give prepare_layer weights=",
+    ),
+    (lambda: prepared(SPEC), "k of layer 0 needs levels, .*: give prepare_layer calibrated="),
+    (
+        lambda: prepared(
+            "kvquant:bits=2,outliers=0.05", calibrated=calibrated_on(rows(), ones(rows()))
+        ),
         "needs calibrated arrays of shapes",
-        kvq.parameters.prepare,
-        "kvquant:bits=2,outliers=0.05",
-        DIMS,
-        0,
-        calibrated=calibrated,
-    )
-    narrow = layer_weights(1, 32)
-    refused(
+    ),
+    (
+        lambda: prepared("xquant", weights=layer_weights(1, 32)),
         r"k_kernel must be \[D, K \* H\] = \[128, 64\], got \[64, 32\]",
-        kvq.parameters.prepare,
-        "xquant",
-        DIMS,
-        0,
-        weights=narrow,
-    )
-    refused(
+    ),
+    (lambda: prepared("int8:subtract_bias=true", weights=WEIGHTS), "has no bias"),
+    (
+        lambda: calibrated_on({"k": rows()["k"]}, ones(rows())),
         r"give rows\['v'\] and gradients\['v'\]",
-        kvq.parameters.calibrate,
-        SPEC,
-        DIMS,
-        0,
-        {"k": rows()["k"]},
-        ones(rows()),
-    )
-    refused(
+    ),
+    (
+        lambda: calibrated_on(rows() | {"k": rows()["k"][0]}, ones(rows())),
         r"rows\['k'\] must be \[B, 2, T, 32\]",
-        kvq.parameters.calibrate,
-        SPEC,
-        DIMS,
-        0,
-        {**rows(), "k": rows()["k"][0]},
-        ones(rows()),
-    )
-    refused(
-        "have 180 and 160 tokens", kvq.parameters.calibrate, SPEC, DIMS, 0, rows(), ones(rows(80))
-    )
-    refused(
-        "has no bias", kvq.parameters.prepare, "int8:subtract_bias=true", DIMS, 0, weights=WEIGHTS
-    )
+    ),
+    (lambda: calibrated_on(rows(), ones(rows(80))), "have 180 and 160 tokens"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_is_missing_or_of_another_model_is_named(call: Callable[[], Any], message: str):
+    refused(message, call)

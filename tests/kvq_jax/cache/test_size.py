@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import kvq_jax as kvq
@@ -38,18 +37,6 @@ def test_what_is_needed_beside_a_cache(spec: str, parameters: float, working: fl
     assert counted.resident_bits == pytest.approx(bits, abs=0.006)
 
 
-def test_factors_of_the_weights_are_the_parameters_of_xquant():
-    depth, width = 4096, 8 * 128
-    turned, singular = 2 * width * width, 4 * width  # B in bfloat16, S in float32
-    assert size("xquant:bits=4").parameters == 32 * 2 * (turned + singular)
-    assert size("xquant:bits=4", dtype="float32").parameters == 32 * 2 * (2 * turned + singular)
-    joint = depth * 2 * width + 2 * width * 2 * width  # U of [W_k | W_v], and both parts of S B^T
-    below, above = 2, 29  # the base layer needs the model's own weights alone
-    assert size("xquant_cl:bits=2").parameters == (
-        below * 2 * (turned + singular) + above * 2 * joint
-    )
-
-
 @pytest.mark.parametrize("spec", ["xquant_cl:bits=2", "waterfill:bits=4", "kivi:bits=4"])
 def test_caches_and_working_memory_grow_with_the_batch_and_parameters_do_not(spec: str):
     one, many = size(spec), size(spec, 16)
@@ -58,26 +45,6 @@ def test_caches_and_working_memory_grow_with_the_batch_and_parameters_do_not(spe
     assert many.parameters == one.parameters
     assert many.elements == 16 * one.elements
     assert many.stored_bits == one.stored_bits == kvq.size.bits_per_element(spec, LLAMA_8B, CONTEXT)
-
-
-def test_calibrated_parameters_are_those_that_are_prepared():
-    dims = CacheDims(2, 4, 2, 16, 64)
-    spec = "waterfill:bits=4,block=32"
-    rng = np.random.default_rng(0)
-    rows, gradients = (
-        {side: rng.normal(size=(1, 2, 64, 16)).astype(np.float32) for side in ("k", "v")}
-        for _ in range(2)
-    )
-    prepared = [
-        kvq.parameters.prepare(
-            spec,
-            dims,
-            layer,
-            calibrated=kvq.parameters.calibrate(spec, dims, layer, rows, gradients),
-        )
-        for layer in range(2)
-    ]
-    assert kvq.size.of(spec, dims, 1, 256).parameters == kvq.size.nbytes(prepared)
 
 
 def test_a_config_of_another_library_is_enough():

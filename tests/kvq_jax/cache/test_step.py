@@ -148,7 +148,12 @@ def test_steps_in_a_scan_equal_single_steps():
             outs.append(out)
         return kvq.finish(step), jnp.stack(outs)
 
-    cache, scanned = quick_jit(lambda c: lax.scan(one, c, jnp.arange(6)))(start)
+    carry = jax.tree.map(jnp.copy, start)
+    steps = quick_jit(lambda c: lax.scan(one, c, jnp.arange(6)), donate_argnums=0)
+    cache, scanned = steps(carry)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(carry) if leaf.size), (
+        "the donated cache was copied, not reused"
+    )
     outs, _, _ = through(start, [20, 20], 6)  # six tokens in one step
     assert cache.lengths.tolist() == [26, 26]
     together = np.stack(outs)

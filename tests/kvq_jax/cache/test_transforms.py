@@ -1,4 +1,4 @@
-"""Layers and caches under jax transforms: eager, scan with a donated carry, vmap."""
+"""Layers under vmap, and compiled as users compile them. (test_step.py scans whole steps.)"""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-import kvq_jax as kvq
 from kvq_jax.attention.dispatch import XLA
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from tests.compile_options import USUAL_COMPILE
-from tests.kvq_jax.cache_runs import LENGTHS, filled
 from tests.kvq_jax.layer_runs import (
     STEP,
     automatic,
@@ -32,14 +29,6 @@ from tests.kvq_jax.layer_runs import (
 from tests.methods_table import MethodCase, cases
 
 
-def stacked(start: np.ndarray, count: int) -> kvq.types.LayerInputs:
-    """`count` single-token inputs on a new leading axis."""
-    tokens = sequences(seed=4)
-    return jax.tree.map(
-        lambda *a: jnp.stack(a), *(tokens.window(start + i, start + i + 1, 1) for i in range(count))
-    )
-
-
 def assert_same_state(
     plan: LayerPlan,
     found: LayerState,
@@ -54,50 +43,6 @@ def assert_same_state(
     )
     assert not beyond_rounding(found_live, expected_live)
     assert beyond_rounding(found_live, old), "a step that writes nothing would pass"
-
-
-@cases("kivi2", "innerq2")
-def test_a_donated_scan_carry_equals_single_steps(case: MethodCase):
-    plan, state = empty(case.spec)
-    start = np.full(8, 25, np.int32)
-    _, state = run(plan, state, sequences(), start, start)
-    inputs = stacked(start, 6)
-    one, outputs = state, []
-    for i in range(6):
-        out, one, _ = decode(
-            plan, parameters_of(plan), one, jax.tree.map(lambda a, i=i: a[i], inputs), ()
-        )
-        outputs.append(out)
-
-    def steps(state, inputs):
-        return lax.scan(
-            lambda s, i: decode_layer(plan, parameters_of(plan), s, i, (), automatic(plan))[1::-1],
-            state,
-            inputs,
-        )
-
-    given = jax.tree.map(jnp.copy, state)
-    after, scanned = quick_jit(steps, donate_argnums=0)(given, inputs)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.size), (
-        "the donated state was copied, not reused"
-    )
-    assert_same_state(plan, after, one, state, start + 6)
-    assert row_errors(np.asarray(scanned), np.stack(outputs)).max() <= 1e-5
-    assert row_errors(np.asarray(scanned)[::-1], np.stack(outputs)).max() > 1e-2
-
-
-@cases("innerq2")
-def test_eager_equals_jit(case: MethodCase):
-    plan, state = empty(case.spec)
-    start = np.array([0, 1, 12, 23, 27, 28, 60, 89], np.int32)  # some rows age a block at this step
-    _, state = run(plan, state, sequences(), start, start)
-    inputs = sequences(seed=4).window(start, start + 1, 1)
-    out, after, _ = decode(plan, parameters_of(plan), state, inputs, ())
-    eager_out, eager_after, _ = decode_layer(
-        plan, parameters_of(plan), state, inputs, (), automatic(plan)
-    )
-    assert_same_state(plan, eager_after, after, state, start + 1)
-    assert row_errors(np.asarray(eager_out), np.asarray(out)).max() <= 1e-5
 
 
 @cases("innerq2")
@@ -139,13 +84,3 @@ def test_vmap_over_caches_equals_each_cache():
             plan, jax.tree.map(lambda a, i=i: a[i], after), one_after, states[i], start + 1
         )
         assert row_errors(np.asarray(out)[i], np.asarray(one_out)).max() <= 1e-5, f"cache {i}"
-
-
-@cases()
-def test_a_cache_survives_flattening_and_is_hashable_in_its_static_part(case: MethodCase):
-    cache = filled(case.spec, LENGTHS)
-    leaves, tree = jax.tree.flatten(cache)
-    again = jax.tree.unflatten(tree, leaves)
-    assert again.spec == cache.spec
-    assert hash(jax.tree.structure(again)) == hash(tree)
-    assert again.plans is cache.plans, "the plans of equal caches are made once"

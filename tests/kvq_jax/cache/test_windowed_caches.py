@@ -157,21 +157,6 @@ def test_attention_after_a_traced_trim_that_goes_too_far_is_nan():
     np.testing.assert_array_equal(nan, [[False, True, False, False], [False] * 4])
 
 
-def test_rows_are_selected_merged_and_replaced():
-    cache = filled()
-    picked = kvq.rows.select(cache, [2, 0])
-    assert equal_rows(picked, cache, [0, 1], [2, 0])
-    assert not equal_rows(picked, cache, [0, 1], [0, 2])
-    assert equal_rows(kvq.rows.merge(cache, picked), cache, [4, 5], [2, 0])
-    one = kvq.rows.select(cache, [1])
-    replaced = kvq.rows.replace(picked, 1, one)
-    assert equal_rows(replaced, cache, [0, 1], [2, 1])
-    lengths = np.array([3, 3], np.int32)
-    out, _ = taken(replaced, 1, 4, lengths, False)
-    alone, _ = taken(kvq.rows.select(replaced, [0]), 1, 4, lengths[:1], False)
-    np.testing.assert_allclose(out[:, :1, :, :3], alone[:, :, :, :3], rtol=1e-5, atol=1e-6)
-
-
 def test_files_hold_windowed_caches(tmp_path):
     cache = kvq.rows.trim(filled(), [200, 190, 999, 999])
     assert np.asarray(cache.layers[0].floor).max() > 0

@@ -116,15 +116,6 @@ def test_qnorm_and_uniform_levels_match_the_public_code(bits: int):
     )
 
 
-def test_tokens_after_the_sink_are_coded_as_without_one():
-    """The public code leaves the first token out by overwriting it; here it never reaches a
-    codec."""
-    data = golden("kvquant_nuq")
-    found, _ = decoded("k", 3, UNCAPPED)
-    compare_numbers(found[1:], data["k_deq_b3_sink1"][1:])
-    np.testing.assert_array_equal(data["k_deq_b3_sink1"][0], data["K"][0])
-
-
 def test_a_code_is_the_nearest_level_the_lower_one_on_a_tie():
     levels = jnp.asarray([-1.0, -0.25, 0.25, 1.0])
     y = jnp.asarray([-3.0, -0.7, -0.6, 0.0, 0.1, 0.9, 7.0])

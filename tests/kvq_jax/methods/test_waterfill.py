@@ -110,25 +110,6 @@ def test_values_equal_the_numpy_version():
     assert not same(stored_rows(codec, turned, rows), wanted), "another basis gives the same rows"
 
 
-@pytest.mark.parametrize("width", [1, 4, 5, 6])
-def test_no_channel_of_five_bits_or_more_is_clipped(width: int):
-    """An entry ten times as large as the others of its token: within a step and what its scale is
-    rounded by, or cut off."""
-    codec = ValueCodec(RunFormat(WIDTH, BLOCK, (width, 1)))
-    u = np.random.default_rng(9).normal(size=(TOKENS, 1, WIDTH)).astype(np.float32)
-    u[:, :, 3] = 10
-    identity = {
-        "mean": np.zeros((1, WIDTH)),
-        "analysis": np.eye(WIDTH)[None],
-        "synthesis": np.eye(WIDTH)[None],
-    }
-    stored = stored_rows(
-        codec, {name: array.astype(np.float32) for name, array in identity.items()}, u
-    )
-    clipped = np.abs(stored - u)[:, 0, 3] > 1.5
-    assert clipped.all() if width < 5 else not clipped.any(), f"{clipped.mean():.0%} are clipped"
-
-
 def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():
     rows, gradients = correlated(5), correlated(6)
     params = fit.keys(rows, gradients)

@@ -181,21 +181,6 @@ def test_xquant_cl_is_the_plain_reading(bits: int, base: int, latent: bool):
         )
 
 
-def test_factors_are_orthonormal_and_multiply_to_the_projections():
-    _, wk, wv = layers()
-    basis, (k, v) = factored(jnp.asarray(wk[0]), jnp.asarray(wv[0]))
-    np.testing.assert_allclose(basis.T @ basis, np.eye(32), atol=1e-5)
-    np.testing.assert_allclose(basis @ k, wk[0], atol=1e-5)
-    np.testing.assert_allclose(basis @ v, wv[0], atol=1e-5)
-    assert np.abs(basis @ k - wv[0]).max() > 0.1, "the other projection passes"
-    again, _ = factored(-jnp.asarray(wk[0]), -jnp.asarray(wv[0]))
-    np.testing.assert_allclose(again, basis, atol=1e-4, err_msg="the sign of a factor is not fixed")
-    structs = factored(*(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in (wk[0], wv[0])))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), structs) == jax.tree.map(
-        lambda a: (a.shape, a.dtype), (basis, (k, v))
-    )
-
-
 @pytest.mark.parametrize("depth", [64, 8], ids=["tall", "wide"])
 def test_latents_are_those_of_the_basis_that_is_not_kept(depth: int):
     rng = np.random.default_rng(2)

@@ -24,8 +24,8 @@ from tests.pallas_kernels.harness import (
     check_attention,
     check_unused_capacity,
     each_lowering,
+    launches,
     lowered_attention,
-    on_a_gpu,
     output,
     outputs,
     reference,
@@ -36,26 +36,32 @@ from tests.pallas_kernels.harness import (
 from tests.pallas_kernels.kernel_cases import (
     CASES,
     CODEBOOK,
-    GROUPED,
+    IN_ASSEMBLY,
     POLAR,
     RUNS,
     USUAL,
-    each,
+    cases_of,
     named,
 )
 
-
-@each()
-def test_every_length_equals_the_reference_on_the_same_codes(case):
-    check_attention(case, case.short, case.tuning)
-
-
-@each((*GROUPED, *CODEBOOK, *POLAR, RUNS[1], RUNS[3]))
-def test_garbage_in_unused_capacity_does_not_leak(case):
-    check_unused_capacity(case, case.short, case.tuning)
+GARBAGE = ("innerq1_sym_h128_g4", "kivi2_h64_g8_size64", "dense")
+GARBAGE += tuple(case.id for case in (CODEBOOK[0], POLAR[0], RUNS[1]))
+SPLIT = "kivi2_h128_g4_size32", "innerq2_hybrid_h128_g1"  # the second on GPUs
 
 
-@named("innerq1_sym_h128_g4", "k_dense_v2")
+@launches(CASES.values(), cases_of(USUAL), cases_of(IN_ASSEMBLY))
+def test_every_length_equals_the_reference_on_the_same_codes(case, launch):
+    check_attention(case, *case.sizes(launch), launch)
+
+
+@launches(CASES.values(), cases_of(GARBAGE))
+def test_garbage_in_unused_capacity_does_not_leak(case, launch):
+    # a GPU may add up outliers of values in any order
+    any_order = not launch.interpret and case.sides(case.long)[1].reader.adds_values
+    check_unused_capacity(case, *case.sizes(launch), launch, 1e-5 if any_order else 0.0)
+
+
+@named("k_dense_v2")
 def test_the_default_step_and_splits_serve_lengths_of_any_kind(case):
     check_attention(case, LONG, None)
 
@@ -65,16 +71,14 @@ def test_full_precision_rows_may_be_any_number(case):
     check_attention(case, Lengths(277, (0, 1, 31, 32, 129, 276, 277)), tuned(2, 32))
 
 
-@named("kivi2_h128_g4_size32")
-def test_the_number_of_splits_changes_nothing_but_rounding(case):
-    check_splits(case, INTERPRETED)
-
-
-def check_splits(case: KernelCase, launch: Launch) -> None:
+@launches(cases_of(SPLIT), cases_of(SPLIT[:1]))
+def test_the_number_of_splits_changes_nothing_but_rounding(case, launch):
     k, v = (side.arrays for side in case.sides(SHORT))
     one, many = (outputs(case, (k, v), SHORT, tuned(n, tile=32), launch) for n in (1, 3))
     assert row_errors(many, one)[1:].max() < 2e-3
     assert row_errors(many[1:], one[:-1])[1:].max() > 3e-2, "rows of other lengths must differ"
+    if not launch.interpret:
+        check_attention(case, SHORT, tuned(2), launch)
 
 
 FORMATS = {  # of keys and of values
@@ -86,8 +90,9 @@ FORMATS = {  # of keys and of values
 }
 
 
-def check_small_weights(format: str, launch: Launch) -> None:
-    """Check rows whose first token, of value 0, has 2^27 times the weight of each other one. If
+@launches(("innerq1_sym", "kivi4"), ("innerq1_sym", "kivi4"))
+def test_weights_below_the_least_number_of_fp16_still_count(case, launch):
+    """Rows whose first token, of value 0, has 2^27 times the weight of each other one. If
     weights were rounded to fp16 as they are, the others would be 0.
     """
     shape = 1, HEADS, SHORT.capacity, 128
@@ -96,7 +101,7 @@ def check_small_weights(format: str, launch: Launch) -> None:
     keys[:, :, :32] = 1e-3  # a group over tokens has one scale: its other tokens are close to 0
     keys[:, :, 0] = 27 * np.log(2) * shape[3] ** -0.5
     values[:, :, 0] = 0
-    k, v = (side_of(f, rows) for f, rows in zip(FORMATS[format], (keys, values), strict=True))
+    k, v = (side_of(f, rows) for f, rows in zip(FORMATS[case], (keys, values), strict=True))
     q, limits = jnp.ones((1, HEADS, 4, shape[3]), jnp.float32), (SHORT.capacity,)
     readers = k.reader, v.reader
     part = attend(readers, q, k.arrays, v.arrays, jnp.asarray(limits), *limits, tuned(2), launch)
@@ -106,20 +111,16 @@ def check_small_weights(format: str, launch: Launch) -> None:
     assert row_errors(output(part), expected).max() < 3e-2
 
 
-@pytest.mark.parametrize("format", ["innerq1_sym", "kivi4"])
-def test_weights_below_the_least_number_of_fp16_still_count(format):
-    check_small_weights(format, INTERPRETED)
-
-
-def check_large_rows(format: str, launch: Launch) -> None:
-    """Check values as large as float16 scales allow: codes are multiplied by scales in fp16."""
-    head_dim = FORMATS[format][0].channels
+@launches(("innerq1_sym", "kivi2_size64"), ("innerq1_sym", "kivi2_size64"))
+def test_rows_at_the_end_of_fp16s_range_are_read(case, launch):
+    """Values as large as float16 scales allow: codes are multiplied by scales in fp16."""
+    head_dim = FORMATS[case][0].channels
     shape, capacity = (1, HEADS, 64, head_dim), 64
     keys, values = (np.random.default_rng(i).uniform(-1, 1, shape) for i in (0, 1))
     values[:, :, ::7], values[:, :, 1::7] = 1, -1
     k, v = (
         side_of(f, rows.astype(np.float32))
-        for f, rows in zip(FORMATS[format], (keys, values * 32752), strict=True)
+        for f, rows in zip(FORMATS[case], (keys, values * 32752), strict=True)
     )
     assert np.abs(v.rows).max() > 32700
     queries = np.random.default_rng(2).standard_normal((1, HEADS, 8, head_dim))
@@ -132,14 +133,9 @@ def check_large_rows(format: str, launch: Launch) -> None:
     )
 
 
-@pytest.mark.parametrize("format", ["innerq1_sym", "kivi2_size64"])
-def test_rows_at_the_end_of_fp16s_range_are_read(format):
-    check_large_rows(format, INTERPRETED)
-
-
 @each_lowering(
     list(CASES.values()),
-    [CASES[id] for id in USUAL if id not in (RUNS[1].id, RUNS[3].id)],
+    cases_of(USUAL),
 )
 def test_every_kernel_lowers_for_cuda(case, arithmetic):
     text = lowered_attention(case, Launch(arithmetic))
@@ -177,39 +173,3 @@ def test_packed_rows_that_end_within_a_span_are_refused(case):
 def test_steps_that_do_not_fit_the_contract_are_refused(case, tile):
     with pytest.raises(ValueError, match=f"tile={tile}"):
         lowered(case, LONG.capacity, Tuning(tile=tile))
-
-
-# On a GPU kernels run in their default tuning, as in use, and once as they are interpreted above.
-
-
-@on_a_gpu
-@each()
-def test_every_kernel_runs_on_a_gpu(case, arithmetic):
-    check_attention(case, case.long, None, Launch(arithmetic))
-
-
-@on_a_gpu
-@each()
-def test_garbage_in_unused_capacity_does_not_leak_on_a_gpu(case, arithmetic):
-    # a GPU may add up outliers of values in any order
-    outliers = case.sides(case.long)[1].reader.adds_values
-    check_unused_capacity(case, case.long, None, Launch(arithmetic), 1e-5 if outliers else 0.0)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("format", ["innerq1_sym", "kivi4"])
-def test_weights_below_the_least_number_of_fp16_still_count_on_a_gpu(format, arithmetic):
-    check_small_weights(format, Launch(arithmetic))
-
-
-@on_a_gpu
-@named("innerq2_hybrid_h128_g1", "kivi2_h128_g4_size32")
-def test_other_steps_and_splits_change_nothing_but_rounding_on_a_gpu(case, arithmetic):
-    check_splits(case, Launch(arithmetic))
-    check_attention(case, SHORT, tuned(2), Launch(arithmetic))
-
-
-@on_a_gpu
-@pytest.mark.parametrize("format", ["innerq1_sym", "kivi2_size64"])
-def test_rows_at_the_end_of_fp16s_range_are_read_on_a_gpu(format, arithmetic):
-    check_large_rows(format, Launch(arithmetic))

@@ -13,11 +13,16 @@ from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
-from tests.pallas_kernels.harness import INTERPRETED, on_a_gpu, row_errors
+from tests.exhaustive import some
+from tests.pallas_kernels.harness import INTERPRETED, launches, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 64, 100
 POSITIONS = np.array([0, CAPACITY - 1, CAPACITY], np.int32)
+# (splits of each part, query heads for each KV head)
+SPLITS = ((1, 8), 3), ((1, 131), 1), ((1, 8), 1), ((1, 131), 3), ((1, 131), 4), ((3,), 4)
+# (tokens of each row, programs)
+PIECES = tuple((rows, n) for rows in ((64, 0, 33), (1, 640, 64)) for n in (1, 90))
 
 
 @functools.partial(jax.jit, static_argnames=("group", "dtype", "launch"))
@@ -47,13 +52,9 @@ def random_parts(
     return parts, np.concatenate(scores, axis=2), np.concatenate(values, axis=2)
 
 
-@pytest.mark.parametrize("splits", [(1, 8), (1, 131)], ids=str)
-@pytest.mark.parametrize("group", [1, 3])
-def test_merged_splits_are_the_softmax_of_all_tokens(splits, group):
-    check(splits, group, INTERPRETED)
-
-
-def check(splits: tuple[int, ...], group: int, launch: Launch) -> None:
+@launches(SPLITS, SPLITS[:2])
+def test_merged_splits_are_the_softmax_of_all_tokens(case, launch):
+    splits, group = case
     parts, scores, values = random_parts(splits, group)
     part, out = merge(parts, POSITIONS, group, jnp.float32, launch)
     weights = np.exp2(scores)
@@ -113,8 +114,7 @@ def pieces_of(
     return Pieces(m, l, o, jnp.asarray(limits, jnp.int32), schedule)
 
 
-@pytest.mark.parametrize("programs", [1, 90])
-@pytest.mark.parametrize("limits", [(64, 0, 33), (1, 640, 64)], ids=str)
+@pytest.mark.parametrize(("limits", "programs"), some(PIECES, (PIECES[0], PIECES[3])), ids=str)
 def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, programs):
     """One row has more pieces than a step of the loop takes, and another none. Places without a
     unit hold NaN.
@@ -158,10 +158,3 @@ def test_it_lowers_for_cuda(splits, arithmetic):
     )
     assert "finish_attention" in text
     assert "merge_splits" in text
-
-
-@on_a_gpu
-@pytest.mark.parametrize("splits", [(1, 8), (1, 131), (3,)], ids=str)
-@pytest.mark.parametrize("group", [1, 3, 4])
-def test_it_runs_on_a_gpu(splits, group, arithmetic):
-    check(splits, group, Launch(arithmetic))

@@ -19,7 +19,7 @@ from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import LN2
 from tests.exhaustive import some
 from tests.pallas_kernels.codebook_sides import random_slots
-from tests.pallas_kernels.harness import INTERPRETED, each_lowering, on_a_gpu, row_errors
+from tests.pallas_kernels.harness import INTERPRETED, each_lowering, launches, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS = 3
@@ -142,6 +142,13 @@ def weighted(
     return np.einsum("bkgs,bksh->bkgh", weights, rows)
 
 
+@launches(CASES, CASES[:2])
+def test_sums_are_those_over_the_slots_of_the_tokens_that_count(case, launch):
+    """In a few programs, and in as many as on a GPU."""
+    for tuning in (FEW, None) if launch.interpret else (None,):
+        check(case, tuning, launch)
+
+
 def check(case: OutlierCase, tuning: Tuning | None, launch: Launch) -> None:
     a, limits = arrays_of(case), case.limits
     assert np.diff(a.ends.astype(int), axis=2, prepend=0).max() > case.pool, (
@@ -176,12 +183,6 @@ def check(case: OutlierCase, tuning: Tuning | None, launch: Launch) -> None:
         )
     for name, rows in wrong.items():
         assert row_errors(actual, rows).max() > 5 * TOLERANCE, f"{name} would pass"
-
-
-@pytest.mark.parametrize("tuning", [FEW, None], ids=["few_programs", "as_on_a_gpu"])
-@each
-def test_sums_are_those_over_the_slots_of_the_tokens_that_count(case, tuning):
-    check(case, tuning, INTERPRETED)
 
 
 @each
@@ -272,9 +273,3 @@ def test_the_kernel_lowers_for_cuda(case, arithmetic):
         *structs(case),
     )
     assert "outlier_values" in text
-
-
-@on_a_gpu
-@each
-def test_the_kernel_runs_on_a_gpu(case, arithmetic):
-    check(case, None, Launch(arithmetic))

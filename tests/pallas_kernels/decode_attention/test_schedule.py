@@ -17,12 +17,6 @@ from pallas_kernels.decode_attention.schedule import LEAST, Schedule
 from pallas_kernels.decode_attention.tuning import Tuning
 
 H200 = Tuning(tile=128, cores=132, resident=8)
-RAGGED = np.array([131072, *[1024] * 63], np.int32)  # one long row among short ones
-# Bytes per second that an H200 copies, and bytes of a token of one KV head with 4-bit KIVI.
-COPY, TOKEN_BYTES = (
-    4.3e12,
-    2 * 128 * 5 / 8,
-)
 
 
 @functools.partial(jax.jit, static_argnames=("schedule", "most"))
@@ -112,42 +106,6 @@ def test_random_lengths_are_shared_out_too(seed):
     rng = np.random.default_rng(seed)
     limits = (rng.integers(0, 2000, 13) * rng.integers(0, 2, 13)).astype(np.int32)
     check(limits, Schedule(int(rng.integers(2, 60)), 32, 13, 3))
-
-
-def from_the_capacity(limits: np.ndarray, tuning: Tuning, heads: int) -> list[int]:
-    """Return the tiles of each program if each row is cut into as many splits as its capacity asks
-    for.
-    """
-    splits = tuning.splits(len(limits) * heads, int(limits.max()))
-    per_split = np.ceil(np.ceil(limits / splits) / tuning.tile).astype(int)
-    return [
-        int(min(per, max(0, -(-limit // tuning.tile) - s * per)))
-        for limit, per in zip(limits, per_split, strict=True)
-        for s in range(splits)
-    ]
-
-
-def test_one_long_row_among_short_ones_takes_what_its_bytes_take():
-    """Model an H200 in rounds. All programs run at the same time, so a batch takes as long as the
-    longest program's tiles. Its bytes alone would take the mean.
-    """
-    heads = 8
-    schedule = Schedule(
-        H200.programs(len(RAGGED) * heads, int(RAGGED.max())), H200.tile, len(RAGGED), heads
-    )
-    assert schedule.programs == 132 * 8, (
-        "eight programs on each multiprocessor, and no second round"
-    )
-    total = heads * int(np.sum(-(-RAGGED // H200.tile)))
-    per = int(schedule.per_program(jnp.int32(total)))
-    mean = total / schedule.programs
-    assert per <= mean + 1
-    before = from_the_capacity(RAGGED, H200, heads)
-    assert max(before) > 40 * mean, "the splits of before would do as well"
-    bytes_us = heads * int(RAGGED.sum()) * TOKEN_BYTES / COPY * 1e6
-    us_of_a_tile = bytes_us / mean  # at the memory's speed, with all programs at work
-    assert us_of_a_tile * (per + 1) < 1.2 * bytes_us, "the wait for the first tile included"
-    assert us_of_a_tile * max(before) > 2000
 
 
 def test_there_are_as_many_programs_as_run_at_a_time_and_no_more_than_have_work():

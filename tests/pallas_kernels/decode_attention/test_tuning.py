@@ -65,29 +65,6 @@ def test_no_step_holds_two_groups_of_64_tokens(size, tile):
     assert tuning_for(k, v, 8, 16384, True).tile == tile
 
 
-def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
-    """Return the average share of a device's places that are reading tiles until all tiles are
-    read.
-    """
-    assert tuning.cores is not None
-    places, tiles = tuning.cores * tuning.resident, tokens // tuning.tile
-    rounds = -(-programs * splits // places)
-    return programs * tiles / (rounds * -(-tiles // splits) * places)
-
-
-@pytest.mark.parametrize("resident", [8, 5, 2])
-@pytest.mark.parametrize("cores", [132, 108])
-@pytest.mark.parametrize(
-    ("programs", "tokens"),
-    [(128, 32768), (8, 131072), (640, 4096)],
-)
-def test_splits_keep_a_device_busy(cores, resident, programs, tokens):
-    tuning = Tuning(tile=128, cores=cores, resident=resident)
-    splits = tuning.splits(programs, tokens)
-    assert busy(tuning, programs, tokens, splits) > 0.75, f"{splits} splits"
-    assert tokens // splits >= 2 * 128
-
-
 def test_splits_follow_the_device_and_the_capacity():
     few = Tuning(tile=64, cores=132, resident=8).splits(16, 1 << 17)
     assert Tuning(tile=64, cores=132, resident=2).splits(4, 1 << 17) == few, (

@@ -16,8 +16,7 @@ from pallas_kernels.quantize.append import Blocks, Places, Rows, Side, append_to
 from pallas_kernels.quantize.blocks import GroupedBlocks
 from pallas_kernels.quantize.kernel import PackedRows
 from pallas_kernels.quantize.rounding import Job
-from tests.exhaustive import some
-from tests.pallas_kernels.harness import INTERPRETED, each_lowering, on_a_gpu, structs
+from tests.pallas_kernels.harness import INTERPRETED, anywhere, each_lowering, launches, structs
 from tests.pallas_kernels.lowering import lower_for_cuda
 from tests.pallas_kernels.quantize.placement import misplaced_rows
 from tests.pallas_kernels.quantize.test_quantize import (
@@ -38,7 +37,7 @@ def block_of(case: QuantizeCase) -> int:
     return 64 if case.format.axis == "tokens" and case.format.group_size == 64 else 32
 
 
-@functools.partial(jax.jit, static_argnames=("case", "launch", "block"))
+@functools.partial(jax.jit, static_argnames=("case", "launch"))
 def append(
     case: QuantizeCase,
     body: PackedRows,
@@ -47,20 +46,15 @@ def append(
     leaving: jax.Array,
     divisor: jax.Array | None,
     launch: Launch,
-    place: jax.Array | None = None,
-    block: int | None = None,
 ):
     row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
     job = Job(
         reader_of(case.format), case.scheme, case.format.bits, divisor is not None, 1, launch.asm
     )
     blocks = Blocks(jax.tree.leaves(body), GroupedBlocks(job), [] if divisor is None else [divisor])
-    places = Places(first, none, first, first if place is None else place, leaving > 0)
+    places = Places(first, none, first, first, leaving > 0)
     [side], _ = append_token(
-        [Side(row, ring[:, :, :0], ring, blocks)],
-        places,
-        block=block or block_of(case),
-        launch=launch,
+        [Side(row, ring[:, :, :0], ring, blocks)], places, block=block_of(case), launch=launch
     )
     assert isinstance(side.blocks, Blocks)
     return jax.tree.unflatten(jax.tree.structure(body), side.blocks.body)
@@ -86,14 +80,9 @@ def wrong_in(
     first: np.ndarray,
     leaving: np.ndarray,
     launch: Launch,
-    place: np.ndarray | None = None,
-    block: int | None = None,
 ) -> list[str]:
-    """Name every wrong row and array. `first` and `place` are as in `Places`. `place` defaults to
-    `first`.
-    """
-    place = first if place is None else place
-    block, slots = block or block_of(case), ring.shape[2]
+    """Name every wrong row and array. `first` is as in `Places`."""
+    block, slots = block_of(case), ring.shape[2]
     rows = jnp.stack([ring[b][:, (first[b] + np.arange(block)) % slots] for b in range(len(ring))])
     new = arrays_of(case, fused(case, rows, divisor_of(case, len(ring)), launch))
     old, actual = arrays_of(case, before), arrays_of(case, after)
@@ -101,7 +90,7 @@ def wrong_in(
         f"{name} of row {b}"
         for name, array in actual.items()
         for b in misplaced_rows(
-            old[name], array, new[name], place * new[name].shape[2] // block, leaving, 2
+            old[name], array, new[name], first * new[name].shape[2] // block, leaving, 2
         )
     ]
 
@@ -127,12 +116,8 @@ def inputs_of(case: QuantizeCase) -> tuple[PackedRows, jax.Array, np.ndarray]:
     return body, jnp.asarray(ring, case.dtype), np.array([0, block, BODY - block], np.int32)
 
 
-@pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
-def test_a_block_is_written_in_its_place_and_nothing_else(case):
-    check_blocks(case, INTERPRETED)
-
-
-def check_blocks(case: QuantizeCase, launch: Launch) -> None:
+@launches(CASES, (CASES[0], CASES[6], CASES[9]), (CASES[7],))
+def test_a_block_is_written_in_its_place_and_nothing_else(case, launch):
     body, ring, first = inputs_of(case)
     after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), launch)
     assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, launch)), wrong
@@ -141,37 +126,6 @@ def check_blocks(case: QuantizeCase, launch: Launch) -> None:
     )
     assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, launch), (
         "another block of the ring would pass"
-    )
-
-
-def test_a_shard_writes_a_block_where_it_holds_it():
-    case = CASES[2]
-    body, ring, place = inputs_of(case)
-    first = place[[1, 2, 0]] + BODY
-    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), INTERPRETED, place)
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, place)), (
-        wrong
-    )
-    assert wrong_in(case, ring, body, after, place, LEAVING, INTERPRETED), (
-        "the tokens at its place in the ring would pass"
-    )
-
-
-@pytest.mark.parametrize("case", [CASES[2], CASES[6]], ids=lambda case: case.id)
-def test_a_block_may_wrap_between_the_groups_of_its_tokens(case):
-    body, ring, _ = inputs_of(case)
-    # Of 96 slots: the second half of the first block is at the beginning of the ring.
-    first, block = (
-        np.array([64, 0, 0], np.int32),
-        64,
-    )
-    after = append(case, body, ring, first, LEAVING, None, INTERPRETED, block=block)
-    assert not (
-        wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, block=block)
-    ), wrong
-    ends = jnp.concatenate([ring[:, :, 64:], ring[:, :, 64:], ring[:, :, 64:]], axis=2)
-    assert wrong_in(case, ends, body, after, first, LEAVING, INTERPRETED, block=block), (
-        "other tokens of the ring would pass"
     )
 
 
@@ -190,7 +144,8 @@ POSITIONS = np.array([1, SINK, SINK + SLOTS + 5, SINK + 7], np.int32)
 NEW = np.array([True, True, True, False])
 
 
-def check_windows(launch: Launch) -> None:
+@anywhere
+def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink(launch):
     rng = np.random.default_rng(4)
     shape = (len(NEW), 2)
     sides = [
@@ -218,15 +173,6 @@ def check_windows(launch: Launch) -> None:
         assert (ring != before[2]).any(axis=(1, 2, 3)).tolist() == [True, True, True, False]
 
 
-def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink():
-    check_windows(INTERPRETED)
-
-
-@on_a_gpu
-def test_a_new_token_is_one_row_on_a_gpu(arithmetic):
-    check_windows(Launch(arithmetic))
-
-
 @each_lowering(CASES, CASES[::3])
 def test_every_case_lowers_for_cuda(case, arithmetic):
     body, ring, first = (
@@ -240,16 +186,6 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
         lambda *args: append(case, *args, Launch(arithmetic)), body, ring, first, first, divisor
     )
     assert "append_token" in text, "the kernel has lost its name"
-
-
-@on_a_gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_case_runs_on_a_gpu(case, arithmetic):
-    body, ring, first = inputs_of(case)
-    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), Launch(arithmetic))
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), (
-        wrong
-    )
 
 
 def rows_and_places() -> tuple[jax.Array, jax.Array, jax.Array, Places]:
@@ -279,28 +215,19 @@ def append_rows(
     return side.blocks.body
 
 
-def check_rows(launch: Launch) -> None:
+@anywhere
+def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else(launch):
     body, ring, row, places = rows_and_places()
     expected = np.asarray(body).copy()
     for b, at in ((0, 0), (2, 39)):
         expected[b, :, at] = np.asarray(row)[b, :, 0]
     assert not np.array_equal(expected, body), "nothing is written"
     np.testing.assert_array_equal(append_rows(body, ring, row, places, launch), expected)
-
-
-def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
-    check_rows(INTERPRETED)
     with pytest.raises(ValueError, match="blocks of 32 tokens"):
-        append_rows(*rows_and_places(), INTERPRETED, block=32)
+        append_rows(body, ring, row, places, launch, block=32)
 
 
 def test_a_body_of_rows_lowers_for_cuda():
     inputs = jax.eval_shape(rows_and_places)
     text = lower_for_cuda(lambda *inputs: append_rows(*inputs, Launch()), *inputs)
     assert "append_token" in text
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
-def test_a_body_of_rows_takes_the_new_one_on_a_gpu():
-    check_rows(Launch())

@@ -19,9 +19,8 @@ from pallas_kernels.quantize.kernel import PackedRows, quantize_rows
 from pallas_kernels.quantize.rounding import Job, Quantizer
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import PlaneLayout
-from tests.exhaustive import some
 from tests.pallas_kernels.grouped_sides import format_of
-from tests.pallas_kernels.harness import INTERPRETED, each_lowering, on_a_gpu
+from tests.pallas_kernels.harness import INTERPRETED, each_lowering, launches
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 TOKENS, HEADS = 128, 2
@@ -64,12 +63,6 @@ CASES = (
     QuantizeCase(format_of(3, "asym", "tokens", 128, 64, "float32"), "float32"),
     QuantizeCase(format_of(8, "asym", "tokens", 64), "bfloat16", divided=True),
 )
-
-
-def each(*cases: QuantizeCase) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "case", cases or some(CASES, CASES[::3]), ids=lambda case: case.id
-    )
 
 
 def reader_of(format: GroupFormat) -> GroupedReader:
@@ -232,18 +225,21 @@ def disagreement(
     )
 
 
-@each()
-def test_codes_scales_and_zeros_are_those_of_quantize(case):
-    rows, divisor = special_rows(case), divisor_of(case)
-    actual, expected = fused(case, rows, divisor, INTERPRETED), reference(case, rows, divisor)
-    assert (
-        wrong := disagreement(case, actual, expected, expected_codes(case, rows, divisor, expected))
-    ) is None, wrong
-    body = dataclasses.replace(expected, words=actual.words, scale=actual.scale, zero=actual.zero)
-    assert np.isfinite(np.asarray(grouped_array.dequantize(body))).all()
+@launches(CASES, CASES[::3], (CASES[0], CASES[11]))
+def test_codes_scales_and_zeros_are_those_of_quantize(case, launch):
+    inputs = [(special_rows(case), divisor_of(case))]
+    if not launch.interpret:
+        inputs.append((ordinary_rows(case, 4, 4096), divisor_of(case, 4)))
+    for rows, divisor in inputs:
+        actual, expected = fused(case, rows, divisor, launch), reference(case, rows, divisor)
+        codes = expected_codes(case, rows, divisor, expected)
+        assert (wrong := disagreement(case, actual, expected, codes)) is None, wrong
+        stored = {name: getattr(actual, name) for name in ("words", "scale", "zero")}
+        body = dataclasses.replace(expected, **stored)
+        assert np.isfinite(np.asarray(grouped_array.dequantize(body))).all()
 
 
-@each(CASES[0], CASES[6], CASES[4])
+@pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=lambda case: case.id)
 def test_the_comparison_notices_what_is_wrong(case):
     rows, divisor = ordinary_rows(case), divisor_of(case)
     expected = reference(case, rows, divisor)
@@ -335,21 +331,3 @@ READER = reader_of(format_of(2, "hybrid", "channels", 64))
 def test_what_the_kernel_cannot_do_is_refused_with_the_reason(change, rows, scheme, bits, named):
     with pytest.raises(ValueError, match=named):
         quantize_rows(jnp.zeros(rows), dataclasses.replace(READER, **change), scheme, bits)
-
-
-@on_a_gpu
-@each()
-def test_every_case_runs_on_a_gpu(case, arithmetic):
-    for rows, divisor in (
-        (special_rows(case), divisor_of(case)),
-        (ordinary_rows(case, 4, 4096), divisor_of(case, 4)),
-    ):
-        actual, expected = (
-            fused(case, rows, divisor, Launch(arithmetic)),
-            reference(case, rows, divisor),
-        )
-        assert (
-            wrong := disagreement(
-                case, actual, expected, expected_codes(case, rows, divisor, expected)
-            )
-        ) is None, wrong

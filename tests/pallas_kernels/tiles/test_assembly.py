@@ -1,7 +1,8 @@
-"""Whole kernels in assembly pass the same checks as array operations.
+"""The checks of whole kernels in assembly depend on every instruction.
 
-Each instruction is executed in NumPy (emulator.py), the rest by JAX. A GPU adds only the compiler's
-part: registers, memory, and approximate exponentials.
+Emulated launches (harness.py) pass the checks of array operations: each instruction is executed in
+NumPy (emulator.py), the rest by JAX. A GPU adds only the compiler's part: registers, memory, and
+approximate exponentials.
 """
 
 from __future__ import annotations
@@ -11,70 +12,21 @@ from collections.abc import Callable
 import pytest
 
 from tests.exhaustive import some
-from tests.pallas_kernels.decode_attention import test_windows
-from tests.pallas_kernels.emulator import INSTRUCTIONS, Emulated
-from tests.pallas_kernels.harness import check_attention, check_scores, check_values, tuned
-from tests.pallas_kernels.kernel_cases import CASES, CODEBOOK, POLAR, RUNS, TABLES, each, named
-from tests.pallas_kernels.quantize import test_append, test_quantize
+from tests.pallas_kernels.emulator import INSTRUCTIONS
+from tests.pallas_kernels.harness import (
+    EMULATED,
+    check_attention,
+    check_scores,
+    tuned,
+)
+from tests.pallas_kernels.kernel_cases import CASES, CODEBOOK, POLAR, TABLES
 
 pytestmark = pytest.mark.usefixtures("assembler")
-ASSEMBLY = Emulated()
-# tables of every width with scales of tokens and of channels, outliers, keys before RoPE and in
-# polar form, runs
-OTHERS = (*CODEBOOK[:3], *POLAR[:2], *RUNS[:4])
-
-
-@named(
-    "innerq1_sym_h128_g4",
-    "innerq8_asym_h128_g4",
-    "kivi2_h64_g8_size64",
-    "kivi4_h128_g7_size32",
-    "k3_v4",
-)
-def test_attention_over_groups_equals_the_reference(case):
-    """Codes of 2, 3, 4, 5 and 8 bits, in groups over channels and over tokens."""
-    check_attention(case, case.short, case.tuning, ASSEMBLY)
-
-
-@each(OTHERS, [case.id for case in OTHERS if case not in (RUNS[1], RUNS[3])])
-def test_attention_over_other_formats_equals_the_reference(case):
-    check_attention(case, case.short, case.tuning, ASSEMBLY)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [CASES["innerq1_sym_h128_g4"], CASES["kivi2_h64_g8_size64"], *TABLES[::3]],
-    ids=lambda case: case.id,
-)
-def test_products_equal_the_reference(case):
-    check_scores(case, tuning=tuned(1, 128, 1), launch=ASSEMBLY)
-    check_values(case, tuning=tuned(1, 128, 1), launch=ASSEMBLY)
-
-
-@test_quantize.each(*test_quantize.CASES[:3], test_quantize.CASES[11])
-def test_quantized_rows_are_those_of_quantize(case):
-    rows, divisor = test_quantize.special_rows(case), test_quantize.divisor_of(case)
-    packed = test_quantize.fused(case, rows, divisor, ASSEMBLY)
-    expected = test_quantize.reference(case, rows, divisor)
-    codes = test_quantize.expected_codes(case, rows, divisor, expected)
-    assert (wrong := test_quantize.disagreement(case, packed, expected, codes)) is None, wrong
-
-
-@test_windows.before_or_after_rope
-def test_attention_to_windows_is_that_of_their_tokens(rotation):
-    test_windows.check(test_windows.SIZES[1], rotation, ASSEMBLY)
-
-
-@pytest.mark.parametrize(
-    "case", [test_quantize.CASES[0], test_quantize.CASES[7]], ids=lambda case: case.id
-)
-def test_a_block_is_appended_as_it_is_quantized(case):
-    test_append.check_blocks(case, ASSEMBLY)
 
 
 def attention(id: str) -> Callable[[], None]:
     case = CASES[id]
-    return lambda: check_attention(case, case.short, case.tuning, ASSEMBLY)
+    return lambda: check_attention(case, case.short, case.tuning, EMULATED)
 
 
 CHECKED: dict[str, Callable[[], None]] = {
@@ -93,7 +45,7 @@ CHECKED: dict[str, Callable[[], None]] = {
     "fma.rn.f16x2": attention("kivi4_h128_g7_size32"),
     **dict.fromkeys(
         ("prmt.b32", "and.b32"),
-        lambda: check_scores(TABLES[0], tuning=tuned(1, 128, 1), launch=ASSEMBLY),
+        lambda: check_scores(TABLES[0], tuning=tuned(1, 128, 1), launch=EMULATED),
     ),
     "neg.f16x2": attention(CODEBOOK[0].id),
     **dict.fromkeys(("cos.approx.ftz.f32", "sin.approx.ftz.f32"), attention(POLAR[0].id)),

@@ -10,18 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.packing import pack, unpack
 from pallas_kernels.readers.rotary import rotated
 from pallas_kernels.tiles.arithmetic import half_multiply_add, subtract_scale, subtract_scale_add
 from pallas_kernels.tiles.halves import Halves, joined
-from pallas_kernels.tiles.layout import SUPPORTED_BITS, Field, PlaneLayout, plane_layout
+from pallas_kernels.tiles.layout import SUPPORTED_BITS, plane_layout
 from pallas_kernels.tiles.words import SingleWords, paired
 
 START = jnp.asarray(64)  # of a tile
-
-
-def fields(p: PlaneLayout) -> list[Field]:
-    return [p.field(slot, chunk) for slot in range(p.slots) for chunk in range(p.chunks)]
 
 
 def tile(seed: int) -> np.ndarray:
@@ -77,39 +72,6 @@ def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
                 )
                 other = np.asarray(joined(exchanged.codes(field)))
                 assert (other != actual).mean() > 0.7, "plane sets in each other's place would pass"
-
-
-@pytest.mark.parametrize("channels", [64, 256])
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
-def test_fields_find_the_codes_that_packing_stored(bits, channels):
-    p = plane_layout(bits, channels, 32)
-    stored = np.random.default_rng(bits).integers(0, 1 << bits, (64, channels))
-    words = pack(jnp.asarray(stored, jnp.uint8), p)
-    assert (np.asarray(unpack(words, p)) == stored).all()
-    tiles = [
-        [w[:, p.width * j : p.width * (j + 1)] for j in range(p.tiles(b))]
-        for w, b in zip(words, p.sets, strict=True)
-    ]
-    run = 32 // p.slots
-    for slot in range(p.slots):
-        token = np.arange(64 // p.slots)
-        token = token // run * 32 + run * slot + token % run
-        for chunk in range(p.chunks):
-            field = p.field(slot, chunk)
-            actual = (
-                np.asarray(joined(paired(tiles, slot % 2, START).codes(field)), np.float32)
-                - field.bias
-            )
-            assert (actual == stored[token][:, p.width * chunk : p.width * (chunk + 1)]).all(), (
-                f"{bits=} {channels=} {slot=} {chunk=}"
-            )
-
-
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
-def test_fields_share_few_shifts(bits):
-    """Each different shift costs an instruction for every pair of words."""
-    actual = {field.shift for field in fields(plane_layout(bits, 128, 32))} - {0}
-    assert len(actual) <= 2, f"{bits=}: shifts {actual}"
 
 
 def halves(seed: int) -> np.ndarray:

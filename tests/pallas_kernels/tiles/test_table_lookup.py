@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.packing import pack
 from pallas_kernels.tiles import table_lookup
 from pallas_kernels.tiles.halves import joined
-from pallas_kernels.tiles.layout import plane_layout
 from pallas_kernels.tiles.words import Bit, SingleWords, paired
 
 
@@ -41,26 +39,3 @@ def test_codes_become_entries_and_numbers(positions):
     for words in (SingleWords(tiles), *in_pairs):
         numbers, bias = words.number(bits)
         np.testing.assert_array_equal(np.asarray(joined(numbers), np.float32) - bias, code)
-
-
-@pytest.mark.usefixtures("assembler")
-@pytest.mark.parametrize(("bits", "channels"), [(2, 64), (3, 128), (4, 256)])
-def test_tables_are_looked_up_exactly_in_assembly(bits, channels):
-    """Look up random words in every slot and chunk."""
-    layout, rng = plane_layout(bits, channels, 32), np.random.default_rng(bits)
-    codes = rng.integers(0, 1 << bits, (32, channels))
-    width, run = layout.width, 32 // layout.slots
-    tiles = [
-        [words[:, width * j : width * (j + 1)] for j in range(words.shape[1] // width)]
-        for words in pack(jnp.asarray(codes, jnp.uint8), layout)
-    ]
-    entries = rng.standard_normal(1 << bits).astype(np.float16)
-    table = table_lookup.LookupTable.read(jnp.asarray(entries), asm=True)
-    looked_up = table_lookup.LookedUp.of(SingleWords(tiles), layout, table)
-    for slot in range(layout.slots):
-        for chunk in range(layout.chunks):
-            part = codes[run * slot : run * (slot + 1), width * chunk : width * (chunk + 1)]
-            expected = entries[part].view(np.uint16)
-            actual = np.asarray(looked_up.plane(slot, chunk)).view(np.uint16)
-            np.testing.assert_array_equal(actual, expected, err_msg=f"{slot=} {chunk=}")
-            assert (actual != np.roll(expected, 1, axis=1)).any()
