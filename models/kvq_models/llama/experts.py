@@ -30,7 +30,9 @@ class Experts(nnx.Module):
     """The router [D, E] and the experts' projections, gate and up [E, D, I], down [E, I, D], each
     with a bias [E, ...] or None."""
 
-    def __init__(self, config: ExpertsConfig, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None):
+    def __init__(
+        self, config: ExpertsConfig, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
+    ):
         def random(*shape: int) -> nnx.Param:
             return normal(rngs, *shape, dtype=dtype)
 

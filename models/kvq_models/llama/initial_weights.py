@@ -19,9 +19,7 @@ def normal(rngs: nnx.Rngs | None, *shape: int, dtype: DTypeLike) -> nnx.Param[An
     return nnx.Param(STDDEV * jax.random.normal(rngs.params(), shape, dtype))
 
 
-def constant(
-    rngs: nnx.Rngs | None, value: float, *shape: int, dtype: DTypeLike
-) -> nnx.Param[Any]:
+def constant(rngs: nnx.Rngs | None, value: float, *shape: int, dtype: DTypeLike) -> nnx.Param[Any]:
     """Return a weight of one value, or a ShapeDtypeStruct in its place without `rngs`."""
     if rngs is None:
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))

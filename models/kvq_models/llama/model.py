@@ -330,9 +330,7 @@ def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x if factor == 1 else x * factor
 
 
-def _norm(
-    config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs | None
-) -> Callable[[int], RMSNorm]:
+def _norm(config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> Callable[[int], RMSNorm]:
     return functools.partial(
         RMSNorm,
         eps=config.rms_norm_eps,

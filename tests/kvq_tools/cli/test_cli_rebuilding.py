@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.methods.xquant.roofline import DEVICES
+from kvq_jax.peak_rates import DEVICES
 from kvq_jax.types.pytree import describe
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.layer_weights import layer_weights

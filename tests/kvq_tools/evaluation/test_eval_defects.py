@@ -18,7 +18,7 @@ from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.rope import rotate
 from kvq_tools import evaluate_caches
-from kvq_tools.evaluation.settings import STEP
+from kvq_tools.evaluation.defaults import STEP
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 SPEC = kvq.parse("kivi:bits=4,recent=8,block=8")

@@ -10,8 +10,9 @@ import pytest
 
 from kvq_jax.cache.spec import parse
 from kvq_tools.evaluation import tokenize
+from kvq_tools.evaluation.defaults import STEP
 from kvq_tools.evaluation.results import Evaluation
-from kvq_tools.evaluation.settings import STEP, Settings
+from kvq_tools.evaluation.settings import Settings
 from kvq_tools.evaluation.through import slices
 from kvq_tools.evaluation.windows import check_windows, windows
 from laboratory.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
