@@ -15,7 +15,7 @@ import kvq_jax as kvq
 from benchmarks.llama_8b import llama_config
 from benchmarks.markdown import table
 from kvq_jax.files import whole
-from kvq_jax.methods.xquant.roofline import DEVICES as KNOWN
+from kvq_jax.peak_rates import DEVICES as KNOWN
 from kvq_tools.cli import memory_mesh
 
 DEVICE, DEVICES = KNOWN["h200"], 8

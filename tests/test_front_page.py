@@ -18,8 +18,8 @@ from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_tools.cli import main, text_input
-from kvq_tools.cli.commands import calibrate, generate
 from kvq_tools.cli.main import build_parser
+from kvq_tools.cli.options import calibrate, generate
 from tests.test_readme import README
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def test_generated_text_is_long_enough_to_be_quantized(line: str):
     options = build_parser(arguments[0]).parse_args(arguments)
     tokenizer = open_checkpoint(EMBEDDED, "tokenizer").tokenizer()
     tokens = len(text_input.encode(tokenizer, options.prompt)) + options.max_new_tokens
-    cache = kvq.cache.layout(options.cache.spec, read_config(EMBEDDED), 1, tokens)
+    cache = kvq.cache.layout(options.cache, read_config(EMBEDDED), 1, tokens)
     assert kvq.size.quantized_tokens(cache, tokens) > tokens / 2
     assert options.temperature, "a small model repeats itself if it is greedy"
 

@@ -28,6 +28,7 @@ from kvq_models import EMBEDDED, Llama, load_llama, save_calibration, save_llama
 from kvq_models.calibration.file import Calibration, Origin, read_calibration
 from kvq_models.calibration.needs import needs
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
+from kvq_tools.cli import planned
 from kvq_tools.cli.batch import read_items
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.main import build_parser
@@ -153,6 +154,7 @@ def read_prompts(folder: Path) -> object:
     file = str(folder / "prompts.jsonl")
     words = ["generate", "embedded", "--prompts", file, "--out", f"{file}.out"]
     options = build_parser("generate").parse_args([*words, "--cache", "kivi:bits=2"])
+    planned.resolve(options)
     return [item.request for item in read_items(options, _llama()[0].config, _llama()[1])]
 
 

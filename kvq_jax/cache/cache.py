@@ -214,9 +214,16 @@ def _empty(
     placement: Placement | None,
 ) -> Cache:
     layers = tuple(
-        plan.init(batch, dtype) for plan in plans(spec, dims, capacity, dtype, placement)
+        _empty_layer(plan, batch, dtype) for plan in plans(spec, dims, capacity, dtype, placement)
     )
     return Cache(layers, jnp.zeros((batch,), jnp.int32), spec, dims, capacity, dtype, placement)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty_layer(plan: LayerPlan, batch: int, dtype: str) -> LayerState:
+    """Return `plan.init`, as one program for all layers of equal plans: a start of the command
+    would compile one for each shape."""
+    return plan.init(batch, dtype)
 
 
 def axes(

@@ -1,5 +1,4 @@
-"""Refuse a model that is not supported before JAX is imported. The command checks the rest, and
-says first what is wrong with its options."""
+"""Refuse a model that is not supported before JAX is imported."""
 
 from __future__ import annotations
 

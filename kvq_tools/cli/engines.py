@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 import kvq_jax as kvq
-from kvq_models.inference.engine.budget import MOST_SLOTS, SLOTS, Budget, plan
+from kvq_models.inference.engine.budget import Budget, plan
 from kvq_models.inference.engine.engine import WIDTHS, Engine
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.method_parameters import prepare
@@ -14,32 +14,6 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import device_memory, inputs
 from kvq_tools.cli.console import bar, input_errors, loading, progress
-
-
-def add_size(parser: argparse.ArgumentParser, *, capacity: bool = True) -> None:
-    """Add the options that set an engine's size. `size_of` reads them."""
-    parser.add_argument(
-        "--memory",
-        metavar="BYTES",
-        type=inputs.byte_size,
-        help=(
-            "memory for the caches, such as 8GiB: uses as many slots as fit, at most "
-            f"{MOST_SLOTS} (weights not counted)"
-        ),
-    )
-    parser.add_argument(
-        "--slots",
-        metavar="B",
-        type=inputs.positive,
-        help=f"requests at a time (default: {SLOTS}, or as many as fit into --memory)",
-    )
-    if capacity:
-        parser.add_argument(
-            "--capacity",
-            metavar="S",
-            type=inputs.positive,
-            help="tokens per slot (default: the positions that the model was trained for)",
-        )
 
 
 def size_of(

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch
+from kvq_tools.cli.options.demo import LAYER_CONTEXTS as CONTEXTS
+from kvq_tools.cli.options.demo import LAYER_MODEL as MODEL
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import print_line, print_table
 
 DIMS = kvq.CacheDims(1, 32, 8, 128, 4096)  # a layer of Llama-3.1-8B
-MODEL = "Llama-3.1-8B"
-CONTEXTS = (1024, 4096, 16384, 32768)
 STEPS = 9  # timed, after one that is not timed
 FEWEST = 3  # timed on a slow or busy machine, after SECONDS at a context
 SECONDS = 2

@@ -1,9 +1,9 @@
 """The entry point of `kvq`: find the command, run it, and turn errors into one line and an exit
 code.
 
-A command is a module of `kvq_tools.cli.commands` with two functions: `configure(parser)` declares
-its arguments and help, and `run(options)` does the work. Each command has one line in COMMANDS.
-Only the module of the command in use is imported.
+A command is two modules of one name: `configure(parser)` in `kvq_tools.cli.options` declares its
+arguments and help and needs no JAX, and `run(options)` in `kvq_tools.cli.commands` does the work.
+Each command has one line in COMMANDS. Only the modules of the command in use are imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from kvq_tools.cli import declared_options, early_checks, interruption
+from kvq_tools.cli import early_checks, interruption
 from kvq_tools.cli.console import (
     FULL,
     CheckedOutput,
@@ -113,9 +113,8 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
-def build_parser(command: str | None = None, *, declared: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all commands. Only `command` gets its arguments: from its module, or, if
-    `declared`, from the file of options, which imports nothing and parses no types."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands. Only `command` gets its arguments."""
     parser = _Parser(
         prog="kvq",
         description=DESCRIPTION,
@@ -133,12 +132,8 @@ def build_parser(command: str | None = None, *, declared: bool = False) -> argpa
             allow_abbrev=False,
         )
         if name == command:
-            if declared:
-                declared_options.configure(subparser, name)
-            else:
-                module = importlib.import_module(f"kvq_tools.cli.commands.{name.replace('-', '_')}")
-                module.configure(subparser)
-                subparser.set_defaults(run=module.run)
+            subparser.set_defaults(command=name)
+            _module("options", name).configure(subparser)
             if name not in PASSED_ON:
                 subparser.add_argument(
                     "--json", action="store_true", help="print one JSON object instead of text"
@@ -150,6 +145,10 @@ def build_parser(command: str | None = None, *, declared: bool = False) -> argpa
                     help="do not save compiled programs for the next run",
                 )
     return parser
+
+
+def _module(folder: str, command: str) -> Any:
+    return importlib.import_module(f"kvq_tools.cli.{folder}.{command.replace('-', '_')}")
 
 
 UNKEPT = "Error writing persistent compilation cache entry"  # JAX's words
@@ -186,11 +185,11 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError(
             f"kvq has no command {command!r}.{hint(command, COMMANDS)} `kvq --help` lists all"
         )
-    if command in COMMANDS and command not in PASSED_ON:
-        early_checks.check(build_parser(command, declared=True).parse_args(arguments))
     parser = build_parser(command)
     if command not in PASSED_ON:
-        return parser.parse_args(arguments)
+        options = parser.parse_args(arguments)
+        early_checks.check(options)
+        return options
     if arguments[1:] in ([], ["--help"], ["-h"]):
         return parser.parse_args([command, "--help"])
     options = parser.parse_args([command])
@@ -243,19 +242,18 @@ def _run(arguments: Sequence[str]) -> int:
     )  # otherwise transformers announces on import that it found no torch
     try:
         options = _parsed(arguments)
+        command = _module("commands", arguments[0])  # imports JAX
         interruption.begin()
         if not getattr(options, "no_compilation_cache", arguments[0] in WITHOUT_PROGRAMS):
-            from kvq_tools.cli import (
-                compilation_cache,
-            )  # imports JAX, but the command's module has already done so
+            from kvq_tools.cli import compilation_cache
 
             compilation_cache.begin()
         with _warnings_in_one_line():
             if getattr(options, "cache", None) is not None:
-                from kvq_tools.cli import planned  # imports JAX as well
+                from kvq_tools.cli import planned
 
                 planned.resolve(options)
-            options.run(options)
+            command.run(options)
     except NotFiniteError as error:
         print(f"kvq: error: {printable(str(error))}", file=sys.stderr)
         return NOT_FINITE

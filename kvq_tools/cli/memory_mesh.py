@@ -10,7 +10,6 @@ keys is not included (see --roofline). The additional working memory of a prompt
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -20,57 +19,18 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.cache.size import accumulators, parameter_bytes
-from kvq_jax.methods.xquant import roofline
-from kvq_jax.methods.xquant.roofline import Device
+from kvq_jax.peak_rates import Device
 from kvq_jax.placement.allowed import mesh_of, parse
 from kvq_models.llama import sharding
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.whole_heads import gathered_together
 from kvq_tools.cli.console import format_bytes
-from kvq_tools.cli.memory_roofline import device_of
+from kvq_tools.cli.options.memory import MEMORY
 from kvq_tools.cli.tables import print_line, print_table
 
 LATENCY = 10e-6  # seconds of a collective of a few KB within one host: assumed, not measured
-MEMORY = {
-    "h100-pcie": 80e9,
-    "h100-sxm": 80e9,
-    "h200": 141e9,
-    "a100-80gb": 80e9,
-}  # bytes, from the data sheets
 AUTO = "auto"
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mesh",
-        metavar="WAYS",
-        help=(
-            "also print what each of several devices holds and reads: auto (the fastest of "
-            "all placements), or rows=R,heads=H,tokens=T"
-        ),
-    )
-    parser.add_argument(
-        "--devices",
-        metavar="N",
-        type=_count,
-        help="devices of the mesh (default: as many as WAYS names, 8 for auto)",
-    )
-    parser.add_argument(
-        "--device",
-        metavar="DEVICE",
-        type=device_of,
-        default=roofline.DEVICES["h200"],
-        help=(
-            f"kind of device of the mesh: {', '.join(MEMORY)} (default: h200), or peaks FLOPS:BYTES"
-        ),
-    )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to 4096")
-    return int(text)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@ memory traffic."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,7 +12,8 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.xquant import roofline
-from kvq_jax.methods.xquant.roofline import Device, LayerCost
+from kvq_jax.methods.xquant.roofline import LayerCost
+from kvq_jax.peak_rates import Device
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
@@ -29,29 +29,6 @@ longer than reading at the device's peaks. "here" counts bytes as stored; keys
 are rebuilt, values never are (cached rows are summed with their weights, and
 the sum is projected). "the paper's equation" is (3) or (4) of XQuant with this
 model's weights; it counts bits without scales and rebuilds keys and values."""
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--roofline",
-        metavar="DEVICE",
-        type=device_of,
-        nargs="?",
-        const=roofline.DEVICES[roofline.PAPER_DEVICE],
-        help=(
-            "also print the longest context at which a cache that rebuilds keys and values "
-            f"(xquant) hides that behind memory traffic: {', '.join(roofline.DEVICES)} "
-            f"(default: {roofline.PAPER_DEVICE}, as in the paper), or peaks FLOPS:BYTES, such "
-            "as 756e12:2e12"
-        ),
-    )
-
-
-def device_of(text: str) -> Device:
-    try:
-        return roofline.device(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:

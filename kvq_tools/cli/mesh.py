@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import kvq_jax as kvq
@@ -11,20 +10,6 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import input_errors
 
 AUTO = "auto"
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    """Add --mesh, which `placement_of` reads."""
-    parser.add_argument(
-        "--mesh",
-        metavar="WAYS",
-        help=(
-            "split the model and its cache among devices: rows=R,heads=H,tokens=T, each "
-            "optional, or auto (all devices, by heads as far as the cache allows, then by "
-            "tokens); default: one device. To try it on a CPU, set "
-            "XLA_FLAGS=--xla_force_host_platform_device_count=8. See docs/scale.md"
-        ),
-    )
 
 
 def placement_of(

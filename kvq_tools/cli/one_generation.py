@@ -228,8 +228,8 @@ def _generated(
     ids: list[int] = []
     cache, finite = None, True
     for so_far in generation.segments(steps):
-        ids, cache = np.asarray(so_far.tokens)[0, : int(so_far.lengths[0])].tolist(), so_far.cache
-        finite = bool(so_far.finite[0])
+        lengths, finite = np.asarray(so_far.lengths), bool(np.asarray(so_far.finite)[0])
+        ids, cache = np.asarray(so_far.tokens)[0, : lengths[0]].tolist(), so_far.cache
         if show:
             print(continuation.push(ids), end="", flush=True)
     assert cache is not None, "max_new_tokens is at least 1"

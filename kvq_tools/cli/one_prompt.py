@@ -6,33 +6,12 @@ import argparse
 from typing import Any
 
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, text_input
+from kvq_tools.cli import text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.handover import SavedPrompt
 from kvq_tools.cli.opening import Opening, continued, opening
 
 CHAT_NEEDS_TEXT = "--chat needs --prompt or --prompt-file: a chat template is filled with text"
-
-
-def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> Any:
-    """Add the options that give a prompt, which exclude each other, and return their group."""
-    prompt = parser.add_mutually_exclusive_group(required=required)
-    prompt.add_argument("--prompt", metavar="P", help="the text to continue")
-    prompt.add_argument(
-        "--prompt-file",
-        metavar="F",
-        help="a UTF-8 file with the text to continue, or - for stdin",
-    )
-    prompt.add_argument(
-        "--prompt-ids",
-        metavar="IDS",
-        type=inputs.token_ids,
-        help="token ids such as 1,2,3; needs no tokenizer",
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template"
-    )
-    return prompt
 
 
 def has_prompt(options: argparse.Namespace) -> bool:

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from kvq_jax.methods.xquant import roofline
+from kvq_jax import peak_rates
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import abstract_llama
 from kvq_tools.cli.console import UserError, format_bytes
 
 WEIGHT_BYTES = 2  # bfloat16
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        help=(
-            f"with --tokens-per-second: {', '.join(roofline.DEVICES)}, or peaks FLOPS:BYTES, "
-            "such as 756e12:2e12"
-        ),
-    )
-    parser.add_argument(
-        "--tokens-per-second",
-        metavar="X",
-        type=float,
-        help="total over all sequences, at the full context",
-    )
 
 
 def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
@@ -48,7 +31,7 @@ def budget(options: argparse.Namespace, config: LlamaConfig) -> float | int:
         )
     if not options.tokens_per_second > 0:
         raise UserError("--tokens-per-second must be above 0")
-    device = roofline.device(options.device)
+    device = peak_rates.device(options.device)
     readable = device.bandwidth * options.batch / options.tokens_per_second
     weights = read_weights(config) * WEIGHT_BYTES
     room = int(readable) - weights

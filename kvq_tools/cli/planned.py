@@ -1,9 +1,8 @@
 """The caches of --cache: each with its text as the user typed it.
 
-A spec is parsed at once. `auto:bits=2.5` and `plan.json` are decided by a plan of the model, which
-argparse does not know while it reads --cache. They become PlannedCache values, which `resolve`
-replaces before a command runs: by the spec in the file, or by waterfill with the widths that the
-model's calibration gives.
+The options of a command are declared without JAX, so argparse keeps texts. `resolve` replaces them
+before a command runs: by the spec that a text is, by the one in a plan's file (plan.json), or by
+waterfill with the widths that the model's calibration gives (auto:bits=2.5).
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from kvq_models.calibration.file import resolved
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama import checkpoint
 from kvq_tools.cli.console import UserError, input_errors
+from kvq_tools.cli.did_you_mean import with_hint
+from kvq_tools.cli.options.values import refusal
 from kvq_tools.planning import kept
 
 AUTO, METHOD = "auto", "waterfill"
@@ -69,12 +70,20 @@ def parse(text: str) -> NamedCache | PlannedCache:
     return NamedCache(text, kvq.parse(text))
 
 
+def _parsed(text: str, command: str) -> NamedCache | PlannedCache:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise refusal(command, "--cache", with_hint(str(error))) from None
+
+
 def resolve(options: argparse.Namespace) -> None:
-    """Replace planned caches in options.cache by the caches of their plans, and add the
-    calibrations of these plans to options.calibration if the command takes any."""
+    """Replace the texts in options.cache by NamedCache values, and add the calibrations of plans to
+    options.calibration if the command takes any. Raises UserError as argparse words it."""
     several = isinstance(options.cache, list)
     caches, calibrations = [], []
-    for cache in options.cache if several else [options.cache]:
+    for text in options.cache if several else [options.cache]:
+        cache = _parsed(text, options.command)
         if isinstance(cache, PlannedCache):
             with input_errors():
                 plan = cache.plan(options.model)

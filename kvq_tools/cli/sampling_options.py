@@ -7,57 +7,9 @@ import dataclasses
 
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, input_errors, warn
 
 GREEDY = Sampling()
-
-
-def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Add the options of generation that `generate` and `chat` share."""
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=inputs.positive,
-        default=max_new_tokens,
-        help="stop after N tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        metavar="T",
-        type=float,
-        help=(
-            "0 is greedy (default: what the model's generation_config.json asks for, else greedy, "
-            "or 1 with --top-k, --top-p or --min-p)"
-        ),
-    )
-    parser.add_argument(
-        "--top-k",
-        metavar="K",
-        type=int,
-        help="sample from the K most probable tokens (0: all; default: the model's)",
-    )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        help="sample from the fewest tokens whose probabilities add up to P (default: the model's)",
-    )
-    parser.add_argument(
-        "--min-p",
-        metavar="P",
-        type=float,
-        help="sample from tokens at least P times as probable as the best (default: the model's)",
-    )
-    parser.add_argument(
-        "--seed",
-        metavar="N",
-        type=inputs.seed,
-        default=0,
-        help="the same seed gives the same text (default: 0)",
-    )
-    inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
 
 
 def model_sampling(config: LlamaConfig) -> Sampling:

@@ -27,19 +27,17 @@ from kvq_tools.cli.console import (
     progress,
     warn,
 )
+from kvq_tools.cli.options.tasks import MOST_LENGTH, SAMPLES
 from kvq_tools.cli.task_table import print_scores
 from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import ScoredAnswer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import AnswerRule, TaskPrompts, TaskSample
 
-BATCH = 4
-MOST_LENGTH = 4096  # of the default lengths
 CHAT_RULE = (
     "the prompt is the user's turn in the tokenizer's chat template; the first words of the answer"
     " follow the template"
 )
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SAMPLES = 4  # for each length and depth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,105 +56,6 @@ class TaskRun:
     samples: Callable[[TaskPrompts, LlamaConfig], list[TaskSample]]
     groups: tuple[str, ...]
     settings: Mapping[str, Any]
-
-
-def add_arguments(
-    parser: argparse.ArgumentParser, max_new_tokens: int | None, default: str = "%(default)s"
-) -> None:
-    """Add the arguments that all of these commands take.
-
-    Args:
-        parser: the command's parser.
-        max_new_tokens: the default, or None if it depends on the task.
-        default: the default in words.
-    """
-    inputs.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.named_cache,
-        action="append",
-        help="a cache; can be repeated (default: dense)",
-    )
-    inputs.add_calibration(parser, several=True)
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=inputs.positive,
-        default=max_new_tokens,
-        help=f"longest answer (default: {default})",
-    )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=inputs.positive,
-        default=BATCH,
-        help="prompts at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="make the prompt the user's turn in the tokenizer's chat template",
-    )
-    parser.add_argument(
-        "--answers",
-        metavar="F",
-        help="write each answer to this new file as it comes, one JSON object per line",
-    )
-    inputs.add_dtype(parser)
-
-
-def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = None) -> None:
-    """Add the arguments of tasks that make their own samples. `text` is the help of --text, for
-    tasks that hide facts at depths of one."""
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="ready-made samples, one JSON object per line, instead of generated ones",
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="L,L",
-        type=_integers,
-        help=(
-            "tokens of prompt and answer (default: a quarter, a half and all of the model's "
-            f"positions, of at most {MOST_LENGTH}, as far as the question fits)"
-        ),
-    )
-    if text is not None:
-        parser.add_argument(
-            "--depths",
-            metavar="D,D",
-            type=_shares,
-            help="positions of the fact, 0 to 1 (default: 0,0.25,0.5,0.75,1)",
-        )
-        parser.add_argument("--text", metavar="FILE", help=text)
-    parser.add_argument(
-        "--seed", type=inputs.seed, default=0, help="seed of generated samples (default: 0)"
-    )
-    each = "each length" if text is None else "each length and depth"
-    parser.add_argument(
-        "--limit",
-        metavar="N",
-        type=inputs.positive,
-        help=f"samples for {each} (default: {SAMPLES}); of --data, its first N",
-    )
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(inputs.positive(part) for part in text.split(","))
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        depths = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of numbers; write 0,0.5,1"
-        ) from None
-    if not all(0 <= depth <= 1 for depth in depths):
-        raise argparse.ArgumentTypeError(f"depths must be between 0 and 1, got {text}")
-    return depths
 
 
 def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:

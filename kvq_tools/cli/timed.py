@@ -99,7 +99,7 @@ class TimedGeneration:
             )
         self.prefill_seconds = time.perf_counter() - started
         most, until = self._settings.max_new_tokens, 0
-        while until < most and not bool(np.all(state.ended)):
+        while until < most and not np.asarray(state.ended).all():
             until = min(until + steps, most)
             started = time.perf_counter()
             state = jax.block_until_ready(self._advance(state, jnp.int32(until)))
@@ -179,6 +179,6 @@ def compile_steps(
         generation.advance.lower(llama, state, settings, jnp.int32(0)).compile()
     else:
         speculation.advance.lower(llama, state, history, settings, jnp.int32(0), drafts).compile()
-    # small programs make the loop's counters; compile them before the clock runs, too
-    counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)
-    jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), counters)
+    placement = state.cache.placement
+    everywhere = None if placement is None else placement.everywhere
+    generation.begun_counters(*state.tokens.shape, everywhere)  # before the clock runs, too

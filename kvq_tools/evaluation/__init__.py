@@ -9,6 +9,7 @@ Example:
 
 Modules:
 
+    defaults.py  the settings of an evaluation that nobody chose
     settings.py  the settings of an evaluation, checked
     windows.py   cut a text into windows, and choose the tokens of each that are scored
     text.py      a text's tokens, and the UTF-8 bytes of each
@@ -19,11 +20,36 @@ Modules:
     results.py   numbers of a text from the numbers of its tokens
     protocol.py  equal windows, two readings and intervals, to compare caches
     run.py       `evaluate`, `evaluate_caches`, `measure`, `measure_rows`
+
+Names are imported when they are first used: help says defaults without JAX.
 """
 
-from kvq_tools.evaluation.results import Bucket, Evaluation, Quality
-from kvq_tools.evaluation.run import RowQuality, evaluate, evaluate_caches, measure, measure_rows
-from kvq_tools.evaluation.text import TokenizedText, tokenize
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvq_tools.evaluation.results import Bucket, Evaluation, Quality
+    from kvq_tools.evaluation.run import (
+        RowQuality,
+        evaluate,
+        evaluate_caches,
+        measure,
+        measure_rows,
+    )
+    from kvq_tools.evaluation.text import TokenizedText, tokenize
+
+_MODULES = {
+    "Bucket": "results",
+    "Evaluation": "results",
+    "Quality": "results",
+    "RowQuality": "run",
+    "TokenizedText": "text",
+    "evaluate": "run",
+    "evaluate_caches": "run",
+    "measure": "run",
+    "measure_rows": "run",
+    "tokenize": "text",
+}
 
 __all__ = [
     "Bucket",
@@ -37,3 +63,11 @@ __all__ = [
     "measure_rows",
     "tokenize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # later look-ups do not come here
+    return value

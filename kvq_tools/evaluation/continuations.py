@@ -15,7 +15,7 @@ from kvq_models.inference.checked_input import right_padded
 from kvq_models.inference.decoding import decode_scan, prefill
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.compare import token_nats
-from kvq_tools.evaluation.settings import STEP
+from kvq_tools.evaluation.defaults import STEP
 from kvq_tools.evaluation.tasks.runner import SHORTEST
 
 

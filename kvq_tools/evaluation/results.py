@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from kvq_jax.cache import display
 from kvq_jax.cache.spec import CacheSpec
-
-BUCKETS = 8
+from kvq_tools.evaluation.defaults import BUCKETS
 
 
 @dataclasses.dataclass(frozen=True)

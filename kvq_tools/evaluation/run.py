@@ -11,17 +11,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import kvq_jax as kvq
+from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_tools.evaluation.defaults import BATCH, STEP, Mode
 from kvq_tools.evaluation.results import Evaluation, Quality
 from kvq_tools.evaluation.settings import (
-    BATCH,
-    STEP,
     Choices,
-    Mode,
     Settings,
     check_request,
     default_prompt,
@@ -209,15 +208,8 @@ def measure_rows(
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
         for totals_by_side, run in zip(outliers, through, strict=True):
-            for layer in (
-                kvq.size.outlier_totals(kvq.rows.select(run.cache, np.arange(fresh)))
-                if mode != "fake"
-                else ()
-            ):
-                for side, totals in layer.items():
-                    totals_by_side[side] = (
-                        totals_by_side.get(side, kvq.size.OutlierTotals()) + totals
-                    )
+            if mode != "fake":
+                _add_outliers(totals_by_side, kvq.rows.select(run.cache, np.arange(fresh)))
 
     _, compared = _run(
         candidates,
@@ -235,6 +227,13 @@ def measure_rows(
         dropped = {side: totals.share_dropped for side, totals in totals_by_side.items()}
         qualities.append(RowQuality(nats, kl, agrees, dropped))
     return tuple(qualities)
+
+
+def _add_outliers(totals_by_side: dict[str, kvq.size.OutlierTotals], cache: Cache) -> None:
+    """Add the outliers of all layers of a cache to the totals of each side."""
+    for layer in kvq.size.outlier_totals(cache):
+        for side, totals in layer.items():
+            totals_by_side[side] = totals_by_side.get(side, kvq.size.OutlierTotals()) + totals
 
 
 def measure(

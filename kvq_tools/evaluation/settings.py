@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypedDict, Unpack, get_args
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -12,19 +12,8 @@ from kvq_jax.cache.cache import has_prompt_statistics, layout
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.types.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
+from kvq_tools.evaluation.defaults import BATCH, CHUNK, MODES, MOST_WINDOW, PROMPT, STEP, Mode
 from kvq_tools.evaluation.windows import check_windows
-
-Mode = Literal["decode", "chunked", "fake"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-
-BATCH = 4
-# tokens of one decode step. Odd, so that steps end everywhere in a block: an error inside a block
-# might be invisible at its end
-STEP = 31
-# tokens of a chunk of `chunked`, and of a slice in the other modes if its logits are not too large
-CHUNK = 256
-PROMPT = 128  # the default, if a cache takes statistics from a prompt
-MOST_WINDOW = 2048  # the default
 
 
 class Settings(NamedTuple):

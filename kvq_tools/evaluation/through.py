@@ -29,8 +29,9 @@ from kvq_models.inference import layer_by_layer
 from kvq_models.inference.decoding import prefill_program
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
+from kvq_tools.evaluation.defaults import CHUNK
 from kvq_tools.evaluation.forward import hidden_states
-from kvq_tools.evaluation.settings import CHUNK, Settings
+from kvq_tools.evaluation.settings import Settings
 
 SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; one cache's logits take as many
 

@@ -42,17 +42,13 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.run import measure_rows
-from kvq_tools.evaluation.settings import STEP
 from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, shared_out
+from kvq_tools.planning.defaults import MEASURED, SCORED
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
 
 METHOD = "waterfill"
-MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
 MEASURED_PROFILES = 2
 LEAST = 1e-12  # nats; no cost is 0, so that logarithms exist
-SCORED = 4 * STEP  # tokens of a window after the prompt
-WINDOW, WINDOWS = 512 + SCORED, 2
-SAMPLES, LENGTH = 2, 1024  # of the calibration
 RIVALS = tuple(  # the other methods: those that need no calibration
     f"{name}:bits={bits}"
     for name, choices in {

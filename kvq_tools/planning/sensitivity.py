@@ -28,8 +28,8 @@ from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.compare import compare
+from kvq_tools.evaluation.defaults import STEP
 from kvq_tools.evaluation.forward import causal_attention
-from kvq_tools.evaluation.settings import STEP
 
 
 class Sensitivity:

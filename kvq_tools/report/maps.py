@@ -31,7 +31,6 @@ from kvq_models.llama.rope import ropes_for
 from kvq_tools.evaluation.forward import causal_attention
 from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, PackedMatrix
 
-SAMPLE = 128  # tokens
 MOST_LAYERS = 8  # of which magnitudes are kept
 DIGITS = 4  # of an error
 

@@ -217,25 +217,40 @@ def _pareto_alt(report: CacheReport, loss: str, name: str) -> str:
 def by_position(report: CacheReport) -> tuple[PagePicture, PagePicture]:
     """Draw perplexity and KL in nats over the parts of the window with scored tokens."""
     scored = [i for i, part in enumerate(report.positions) if part.tokens]
-    centers = [(report.positions[i].first + report.positions[i].last) / 2 for i in scored]
-    names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in scored]
+    parts = [report.positions[i] for i in scored]
+    span = (
+        f"positions {parts[0].first}-{parts[0].last} to {parts[-1].first}-{parts[-1].last}"
+        if parts
+        else "no positions"
+    )
+    return _perplexity_by_position(report, scored, span), _kl_by_position(report, scored, span)
 
-    def lines(
-        theme: Theme, name: str, rows: Sequence[tuple[str, dict[str, Any], Sequence[float | None]]]
-    ) -> Any:
-        drawn = figure(HALF, 3.1 + 0.17 * math.ceil(len(rows) / 2))
-        axes = drawn.subplots()
-        for text, style, values in rows:
-            # None becomes nan: a gap
-            axes.plot(centers, np.array([values[i] for i in scored], float), label=text, **style)
-        axes.set_xticks(centers, names, rotation=35, ha="right", rotation_mode="anchor")
-        axes.set_yscale("log")
-        axes.set(xlabel="tokens before the predicted one, in its window", ylabel=name)
-        _plain_ticks(axes)
-        legend_below(drawn, axes)
-        return drawn
 
-    def perplexity(theme: Theme) -> Any:
+def _lines(
+    report: CacheReport,
+    scored: Sequence[int],
+    name: str,
+    rows: Sequence[tuple[str, dict[str, Any], Sequence[float | None]]],
+) -> Any:
+    """Return a figure with a line for each row, over the parts of the window in `scored`."""
+    parts = [report.positions[i] for i in scored]
+    drawn = figure(HALF, 3.1 + 0.17 * math.ceil(len(rows) / 2))
+    axes = drawn.subplots()
+    centers = [(part.first + part.last) / 2 for part in parts]
+    for text, style, values in rows:
+        # None becomes nan: a gap
+        axes.plot(centers, np.array([values[i] for i in scored], float), label=text, **style)
+    names = [f"{part.first}-{part.last}" for part in parts]
+    axes.set_xticks(centers, names, rotation=35, ha="right", rotation_mode="anchor")
+    axes.set_yscale("log")
+    axes.set(xlabel="tokens before the predicted one, in its window", ylabel=name)
+    _plain_ticks(axes)
+    legend_below(drawn, axes)
+    return drawn
+
+
+def _perplexity_by_position(report: CacheReport, scored: Sequence[int], span: str) -> PagePicture:
+    def draw(theme: Theme) -> Any:
         reference = (
             EXACT,
             {"color": theme["ink"], "linewidth": 2.4, "alpha": 0.45},
@@ -245,57 +260,54 @@ def by_position(report: CacheReport) -> tuple[PagePicture, PagePicture]:
             (label(n, c.name, c.bits_per_element), line_of(theme, n, c), _exp(c.nats))
             for n, c in enumerate(report.caches, 1)
         ]
-        return lines(theme, "perplexity", [reference, *rows])
+        return _lines(report, scored, "perplexity", [reference, *rows])
 
-    def kl(theme: Theme) -> Any:
-        return lines(
-            theme,
-            "mean KL(p || q), nats",
-            [
-                (
-                    label(n, c.name, c.bits_per_element),
-                    line_of(theme, n, c),
-                    [v if v is not None and v > LEAST_KL else None for v in c.kl_by_position],
-                )
-                for n, c in enumerate(report.caches, 1)
-                if (c.kl or 0) > LEAST_KL
-            ],
-        )
+    return PagePicture(
+        name="position_perplexity",
+        title="Perplexity by position",
+        reading=(
+            "Each point is a part of the window. The wide line is the model without a cache; "
+            "a cache that leaves it towards the right loses quality as the context grows."
+        ),
+        alt=(
+            f"Line plot of perplexity over {span} of the window for the full-precision model"
+            f" and {len(report.caches)} caches."
+        ),
+        wide=False,
+        draw=draw,
+    )
 
-    span = f"positions {names[0]} to {names[-1]}" if names else "no positions"
+
+def _kl_by_position(report: CacheReport, scored: Sequence[int], span: str) -> PagePicture:
+    def draw(theme: Theme) -> Any:
+        rows = [
+            (
+                label(n, c.name, c.bits_per_element),
+                line_of(theme, n, c),
+                [v if v is not None and v > LEAST_KL else None for v in c.kl_by_position],
+            )
+            for n, c in enumerate(report.caches, 1)
+            if (c.kl or 0) > LEAST_KL
+        ]
+        return _lines(report, scored, "mean KL(p || q), nats", rows)
+
     hidden = [c.name for c in report.caches if (c.kl or 0) <= LEAST_KL]
-    return (
-        PagePicture(
-            name="position_perplexity",
-            title="Perplexity by position",
-            reading=(
-                "Each point is a part of the window. The wide line is the model without a cache; "
-                "a cache that leaves it towards the right loses quality as the context grows."
-            ),
-            alt=(
-                f"Line plot of perplexity over {span} of the window for the full-precision model"
-                f" and {len(report.caches)} caches."
-            ),
-            wide=False,
-            draw=perplexity,
-        ),
-        PagePicture(
-            name="position_kl",
-            title="KL by position",
-            reading=(
-                "Lower is better; a line that rises means that errors grow with the number of"
-                " quantized tokens. Near the left a cache may still hold every token exactly."
-            )
-            + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
-            alt=f"Line plot of KL over {span} of the window. "
-            + "; ".join(
-                f"{c.name} ends at {as_text(c.kl_by_position[scored[-1]] if scored else None)}"
-                for c in report.caches
-            )
-            + ".",
-            wide=False,
-            draw=kl,
-        ),
+    return PagePicture(
+        name="position_kl",
+        title="KL by position",
+        reading=(
+            "Lower is better; a line that rises means that errors grow with the number of"
+            " quantized tokens. Near the left a cache may still hold every token exactly."
+        )
+        + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
+        alt=f"Line plot of KL over {span} of the window. "
+        + "; ".join(
+            f"{c.name} ends at {as_text(c.kl_by_position[scored[-1]] if scored else None)}"
+            for c in report.caches
+        )
+        + ".",
+        wide=False,
+        draw=draw,
     )
 
 

@@ -23,9 +23,9 @@ from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import decode_step, implementations
 from kvq_models.llama.model import Llama
+from kvq_tools.report.defaults import STEPS
 from kvq_tools.report.schema import Speed, StepTimes, TimingMachine
 
-STEPS = 15  # timed, after one that is not timed
 DIGITS = 4  # of a millisecond
 
 

@@ -10,7 +10,7 @@ import hmac
 import importlib.resources
 import json
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
@@ -51,8 +51,23 @@ def create_app(
         origins: other web sites whose pages may use the server.
     """
     app = FastAPI(title="kvq", openapi_url=None)  # clients know OpenAI's own description
-    created = int(time.time())
+    guarded = APIRouter(dependencies=[Depends(_authorization(api_keys))])
+    _add_models(guarded, service)
+    _add_answers(guarded, service)
+    app.include_router(guarded)
+    _add_pages(app, service)
+    _handle_errors(app)
+    app.add_middleware(guard.Guard, hosts=hosts, origins=origins)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=ANSWERED, allow_headers=["*"]
+        )
+    app.add_middleware(_Counted, service=service)
+    return app
 
+
+def _authorization(api_keys: Collection[str]) -> Callable[[Request], None]:
+    """Return the check of a request's key, which also names the owner of its prompts."""
     keys = [key.encode() for key in api_keys]
 
     def authorized(request: Request) -> None:
@@ -68,42 +83,66 @@ def create_app(
         if len(keys) > 1:
             request.state.owner = hashlib.sha256(b"kvq owner" + matching[0]).hexdigest()
 
-    guarded = APIRouter(dependencies=[Depends(authorized)])
+    return authorized
+
+
+def _add_models(routes: APIRouter, service: Service) -> None:
+    """Add the list of models, and the metrics of the one that is served."""
+    created = int(time.time())
 
     def model() -> dict[str, Any]:
         return Model(id=service.name, object="model", created=created, owned_by="kvq").model_dump(
             exclude_unset=True
         )
 
-    @guarded.api_route("/v1/models", methods=READ)
+    @routes.api_route("/v1/models", methods=READ)
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model()]})
 
-    @guarded.api_route("/v1/models/{name:path}", methods=READ)
+    @routes.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> JSONResponse:
         if name != service.name:
             raise errors.no_such_model(name)
         return JSONResponse(model())
 
-    @guarded.post("/v1/completions")
+    @routes.api_route("/metrics", methods=READ)
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_answers(routes: APIRouter, service: Service) -> None:
+    """Add what generates."""
+
+    async def read(request: Request, kind: Any) -> Any:
+        asked = fields.read(
+            kind,
+            await _json(request, service),
+            most_choices=service.most_choices,
+            most_messages=service.capacity,
+        )
+        if asked.model != service.name:
+            raise errors.no_such_model(asked.model)
+        return asked
+
+    @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        asked = await _fields(request, fields.CompletionFields)
+        asked = await read(request, fields.CompletionFields)
         pending = await service.completion(asked, request.state.owner)
         return await _respond(
             request, asked, pending, CompletionWire(service.name, service.tokenizer, asked.logprobs)
         )
 
-    @guarded.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        asked = await _fields(request, fields.ChatFields)
+        asked = await read(request, fields.ChatFields)
         pending = await service.chat(asked, request.state.owner)
         return await _respond(
             request, asked, pending, ChatWire(service.name, service.tokenizer, bool(asked.logprobs))
         )
 
-    @guarded.api_route("/metrics", methods=READ)
-    async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+def _add_pages(app: FastAPI, service: Service) -> None:
+    """Add what needs no key: the health, and the page, which holds no data."""
 
     @app.api_route("/health", methods=READ)
     async def health() -> JSONResponse:
@@ -125,27 +164,6 @@ def create_app(
             media_type="text/html",
             headers={"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"},
         )
-
-    async def _fields(request: Request, kind: Any) -> Any:
-        asked = fields.read(
-            kind,
-            await _json(request, service),
-            most_choices=service.most_choices,
-            most_messages=service.capacity,
-        )
-        if asked.model != service.name:
-            raise errors.no_such_model(asked.model)
-        return asked
-
-    app.include_router(guarded)
-    _handle_errors(app)
-    app.add_middleware(guard.Guard, hosts=hosts, origins=origins)
-    if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=ANSWERED, allow_headers=["*"]
-        )
-    app.add_middleware(_Counted, service=service)
-    return app
 
 
 class _Counted:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.methods.xquant.roofline import DEVICES
+from kvq_jax.peak_rates import DEVICES
 from kvq_jax.placement.allowed import parse
 from kvq_models import (
     decode_step,

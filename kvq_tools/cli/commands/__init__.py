@@ -1,1 +1,1 @@
-"""The commands of `kvq`: one module each, with `configure(parser)` and `run(options)`."""
+"""The work of the commands of `kvq`: a module for each command, with `run(options)`."""

@@ -21,82 +21,8 @@ from kvq_tools.cli.console import (
     loading,
     print_json,
 )
+from kvq_tools.cli.options.calibrate import LENGTH
 from kvq_tools.cli.tables import print_line, print_table
-
-SAMPLES, LENGTH = 16, 2048  # as in KVQuant
-
-DESCRIPTION = f"""\
-Fits the parameters that some caches need beside the weights (levels, ranges and
-thresholds) to the keys and values that a model computes on a text, weighted by
-how much its loss depends on them. Give the file to every command that runs the
-cache: --calibration F.safetensors. It belongs to one model and to the options
-of the method. You may change windows and skip_layers afterwards, but not
-subtract_bias. A text like those that the model will read works best.
-
-The model runs forward and backward over {SAMPLES} random samples of the text and
-records keys, values and their gradients in a work directory: 8.6 GB in bfloat16
-for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the keys or values of one layer at
-a time are fitted. Ctrl-C loses nothing that is complete: the same command
-continues. The samples do not depend on the cache. With --work the directory is
-kept, and you can calibrate other caches from it without running the model
-again. The same seed gives the same file."""
-
-EPILOG = f"""\
-examples:
-  kvq calibrate embedded --text notes.txt --cache kvquant:bits=2 \\
-      --out notes.safetensors --samples 8 --length 512
-  kvq generate embedded --prompt "It was" --cache kvquant:bits=2 \\
-      --calibration notes.safetensors --temperature 0.6 --max-new-tokens 400
-  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=3 \\
-      --out b3.safetensors --work samples
-  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=4 \\
-      --out b4.safetensors --work samples                 (only fits)
-
-{inputs.CACHE_GRAMMAR}"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    inputs.add_model(parser)
-    parser.add_argument(
-        "--text", metavar="FILE", required=True, help="the UTF-8 text to draw samples from"
-    )
-    inputs.add_cache(parser, "the cache to calibrate", default=None, required=True)
-    parser.add_argument(
-        "--out", metavar="F", required=True, help="the file to write, such as wiki.safetensors"
-    )
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        type=inputs.positive,
-        default=SAMPLES,
-        help="random samples (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length",
-        metavar="W",
-        type=inputs.positive,
-        help=(
-            f"tokens per sample (default: {LENGTH}, at most the model's max_position_embeddings)"
-        ),
-    )
-    parser.add_argument(
-        "--seed",
-        type=inputs.seed,
-        default=0,
-        help="seed of the samples: the same seed gives the same file (default: 0)",
-    )
-    parser.add_argument(
-        "--work",
-        metavar="DIR",
-        help="keep the samples here (default: OUT.work, deleted once the file is written)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=inputs.DTYPES,
-        default="bfloat16",
-        help="dtype of weights, activations and gradients (default: %(default)s)",
-    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -24,7 +24,6 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.cli import inputs, layer_times, resident, text_input
 from kvq_tools.cli.console import (
     UserError,
@@ -37,74 +36,15 @@ from kvq_tools.cli.console import (
     progress,
 )
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.options.demo import CACHES
 from kvq_tools.cli.planned import NamedCache
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.results import finite
 
-CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
-CONTEXT = 2048
 MODEL_DTYPE = "float32"
-NEW_TOKENS = 64
 FEWEST_TOKENS = 32  # of a text, so that both halves are meaningful
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)  # a small model repeats itself if it is greedy
-
-DESCRIPTION = f"""\
-Runs a model with several caches and compares them. The first half of a text is
-the prompt. Each cache then (1) continues it with the same random numbers, so
-that only the cache makes texts differ, and (2) predicts the second half token
-by token, reading what it stored, which gives the perplexity. Bytes are those of
-the whole cache at the text's length, windows included, beside a dense bf16
-cache of the same capacity. Resident bytes also count what a method adds to the
-model, and its working memory. tokens/s is decoding alone, without compilation.
-A small model on a short text is no faster with a packed cache. So the demo also
-times attention in one layer of {layer_times.MODEL} on this machine, at up to
-{layer_times.CONTEXTS[-1] // 1024}K tokens. Without arguments: the embedded model, the
-opening of Pride and Prejudice, and
-{", ".join(CACHES)}."""
-
-EPILOG = f"""\
-examples:
-  kvq demo
-  kvq demo --model path/to/model --text notes.txt --cache dense \\
-      --cache kivi:bits=2,recent=32
-
-{inputs.CACHE_GRAMMAR}"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument(
-        "--model", default=EMBEDDED, help=f"{inputs.MODEL_HELP} (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)"
-    )
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.named_cache,
-        action="append",
-        help="a cache; can be repeated",
-    )
-    inputs.add_calibration(parser, several=True)
-    parser.add_argument(
-        "--context",
-        metavar="S",
-        type=inputs.token_count,
-        default=CONTEXT,
-        help=(
-            "use at most S tokens of the text, and never more than the model was trained for "
-            "(default: %(default)s)"
-        ),
-    )
-    parser.add_argument(
-        "--new-tokens",
-        metavar="N",
-        type=inputs.positive,
-        default=NEW_TOKENS,
-        help="tokens to generate (default: %(default)s)",
-    )
 
 
 @dataclasses.dataclass(frozen=True)

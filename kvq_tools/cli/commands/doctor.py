@@ -15,35 +15,6 @@ from kvq_tools.cli.doctor_layers import describe_layer
 from kvq_tools.cli.doctor_warnings import known_problems
 from kvq_tools.cli.tables import print_line, print_table
 
-DESCRIPTION = """\
-Explains layer by layer what a cache will apply to a model, what it leaves in
-full precision, and why: resolved bits and groups, packing and its padding,
-skipped layers, and whether the GPU and CPU kernels can read it. Looks at
-head_dim, QK-norm, RoPE, the sliding window and the bias of the key projection,
-and warns of known problems. Says whether the cache needs a calibration, and
-whether the one given fits this cache and model. Of the weights, it reads only
-the biases of k_proj and, for a calibration, those that identify a model (norms
-and two projections), and only from a local directory."""
-
-EPILOG = f"""\
-examples:
-  kvq doctor path/to/Qwen2.5-1.5B --cache innerq:bits=2
-
-{inputs.CACHE_GRAMMAR}"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    inputs.add_model(parser)
-    inputs.add_cache(parser)
-    inputs.add_calibration(parser)
-    parser.add_argument(
-        "--context",
-        metavar="S",
-        type=inputs.token_count,
-        help="capacity in tokens (default: the model's max_position_embeddings)",
-    )
-
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache, warn_unmet=False)

@@ -13,79 +13,11 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.cache.size import parameter_bytes
-from kvq_jax.methods.xquant.roofline import Device
+from kvq_jax.peak_rates import Device
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, memory_fits, memory_mesh, memory_roofline, resident
 from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
-
-DESCRIPTION = """\
-With --budget alone: the caches that fit it, by resident bytes, the best first,
-with their KL to full precision as it was measured on a public model.
-
-With --cache: exact bytes by component, average bits per element, the ratio to a
-bf16 cache, resident bytes, and the largest context that fits a budget.
-
-Reads config.json only (MODEL can be that file): no weights are loaded or
-downloaded. Resident bytes are the cache, its parameters (made once from weights
-or a calibration) and the working memory of a decode step, not the weights. With
---roofline, for caches that rebuild keys and values: the longest context before
-that takes longer than reading weights and cache (section 3.4 of the XQuant
-paper)."""
-
-EPILOG = f"""\
-examples:
-  kvq memory meta-llama/Llama-3.1-8B --budget 6GiB --context 32K --batch 8
-  kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 \\
-      --context 131072 --batch 1 --budget 24GiB
-  kvq memory meta-llama/Llama-3.1-8B --cache xquant:bits=2 \\
-      --cache kivi:bits=2 --roofline h200
-  kvq memory meta-llama/Llama-3.1-8B --cache kivi:bits=2 --context 10M \\
-      --mesh auto --devices 8 --device h200
-
-{inputs.CACHE_GRAMMAR}"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    inputs.add_model(parser)
-    parser.add_argument(
-        "--cache",
-        metavar="SPEC",
-        type=inputs.named_cache,
-        action="append",
-        help="a cache; can be repeated (default with --budget: all that were measured)",
-    )
-    parser.add_argument(
-        "--context",
-        metavar="S",
-        type=inputs.token_count,
-        help=(
-            "capacity in tokens of each sequence, such as 4096, 128K or 10M (default: the "
-            "model's max_position_embeddings)"
-        ),
-    )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=inputs.positive,
-        default=1,
-        help="sequences (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="SIZE",
-        type=inputs.byte_size,
-        help="list the caches that fit, such as 24GiB; with --cache, the largest context that fits",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=inputs.DTYPES,
-        default="bfloat16",
-        help="dtype of full-precision rows and of the model (default: %(default)s)",
-    )
-    memory_roofline.add(parser)
-    memory_mesh.add(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -231,9 +163,23 @@ def _print(result: dict[str, Any]) -> None:
             [c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])]
         )
     print_table(title, columns, rows, numeric=columns[1:])
+    _print_parts(result["caches"])
+    for cache in result["caches"]:
+        _print_notes(cache)
+    if result["device"] is not None:
+        memory_roofline.print_roofline(result["caches"], result["device"])
+    if result["budget_bytes"] is not None:
+        print_line(
+            "The budget is for resident bytes, without weights. The model was trained for"
+            f" {result['max_position_embeddings']} positions."
+        )
+
+
+def _print_parts(caches: list[dict[str, Any]]) -> None:
+    """Print the parts of each cache, and what it needs beside itself."""
     parts = [
         (c["name"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"]))
-        for c in result["caches"]
+        for c in caches
         for p in c["components"]
         if p["bytes"]
     ]
@@ -242,7 +188,7 @@ def _print(result: dict[str, Any]) -> None:
     )
     beside = [
         (c["name"], label, c[key], format_bytes(c[key]))
-        for c in result["caches"]
+        for c in caches
         for key, label in (("parameter_bytes", "parameters"), ("working_bytes", "working memory"))
         if c[key]
     ]
@@ -253,23 +199,17 @@ def _print(result: dict[str, Any]) -> None:
             beside,
             numeric=("bytes", "size"),
         )
-    for c in result["caches"]:
-        if c["paper_layout_bytes"] is not None:
-            here, theirs = (format_bytes(c[key]) for key in ("cache_bytes", "paper_layout_bytes"))
-            print_line(f"{c['name']}: {here} as stored here, {theirs} in the paper's layout")
-        if c["outlier_fraction"]:
-            print_line(
-                f"{c['name']}: full-precision slots for {c['outlier_fraction']:.3%} of all elements"
-            )
-        if c["paper_bits_per_element"] is not None:
-            print_line(
-                f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper"
-                " counts them, without windows"
-            )
-    if result["device"] is not None:
-        memory_roofline.print_roofline(result["caches"], result["device"])
-    if result["budget_bytes"] is not None:
+
+
+def _print_notes(cache: dict[str, Any]) -> None:
+    """Print where bytes and bits are counted otherwise than in the table."""
+    name, bits = cache["name"], cache["paper_bits_per_element"]
+    if cache["paper_layout_bytes"] is not None:
+        here, theirs = (format_bytes(cache[key]) for key in ("cache_bytes", "paper_layout_bytes"))
+        print_line(f"{name}: {here} as stored here, {theirs} in the paper's layout")
+    if fraction := cache["outlier_fraction"]:
+        print_line(f"{name}: full-precision slots for {fraction:.3%} of all elements")
+    if bits is not None:
         print_line(
-            "The budget is for resident bytes, without weights. The model was trained for"
-            f" {result['max_position_embeddings']} positions."
+            f"{name}: {bits:.3f} bits/element as the KVQuant paper counts them, without windows"
         )

@@ -15,7 +15,7 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_tools.cli import resident
 from kvq_tools.cli.console import print_json
 from kvq_tools.cli.did_you_mean import with_hint
-from kvq_tools.cli.inputs import CACHE_GRAMMAR
+from kvq_tools.cli.options.values import refusal
 from kvq_tools.cli.tables import print_line, print_table
 
 REFERENCE_DIMS = (
@@ -30,34 +30,14 @@ REFERENCE_DIMS = (
 
 REFERENCE_CONTEXT = 32768
 
-DESCRIPTION = """\
-Lists every cache method: what it does, its source, its options with defaults
-and allowed values, its full-precision windows, and the average bits that it
-stores per element of the quantized body (including scales, zero points and
-padding, but not windows) at head_dim 128, and resident bytes: the cache, what
-the method adds to the model, and the working memory of a step."""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.epilog = f"examples:\n  kvq methods kivi\n  kvq methods --json\n\n{CACHE_GRAMMAR}"
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", type=_name, help="list these methods only"
-    )
-
-
-def _name(text: str) -> str:
-    if text not in kvq.methods.METHODS:
-        register_installed()
-    if text not in kvq.methods.METHODS:
-        raise argparse.ArgumentTypeError(
-            with_hint(f"unknown cache method {text!r}; methods: {', '.join(kvq.methods.METHODS)}")
-        )
-    return text
-
 
 def run(options: argparse.Namespace) -> None:
     register_installed()
+    for name in options.names:
+        if name not in kvq.methods.METHODS:
+            known = ", ".join(kvq.methods.METHODS)
+            why = with_hint(f"unknown cache method {name!r}; methods: {known}")
+            raise refusal("methods", "NAME", why)
     described = [
         describe(kvq.methods.METHODS[name]) for name in options.names or kvq.methods.METHODS
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -20,141 +19,11 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
 from kvq_tools.planning import figure, kept
-from kvq_tools.planning.measuring import (
-    FACTOR,
-    LENGTH,
-    MEASURED,
-    METHOD,
-    SAMPLES,
-    SCORED,
-    WINDOW,
-    WINDOWS,
-    Checked,
-    Planner,
-    PlanRequest,
-)
+from kvq_tools.planning.defaults import LENGTH, SAMPLES, SCORED, WINDOW
+from kvq_tools.planning.measuring import FACTOR, METHOD, Checked, Planner, PlanRequest
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
 FEWEST_BITS, MOST_BITS = 1, 8
-_BITS = re.compile(r"(\d+(?:\.\d+)?) *bits?", re.IGNORECASE)
-
-_WIDTHS = ", ".join(f"{bits:g}" for bits in MEASURED)
-
-DESCRIPTION = f"""\
-Finds the cache with the least KL to full precision for a budget: bits per
-stored element, or resident bytes at a context and a batch (windows and what the
-method adds to the model included). Prints the spec for --cache, beside those of
-other budgets. It needs a budget and, the first time for a model, a text.
-
-With --text, it measures. waterfill is calibrated on the first half of the text
-({SAMPLES} x {LENGTH} tokens). Then every side of every layer is read through the cache by
-itself, at {_WIDTHS} bits, on windows of the second half. This gives the
-widths of all layers. The best caches of the budget, also of other methods, are
-then read as a whole, and the one with the least KL wins. Every number is saved
-at once: after Ctrl-C the same command continues, and another budget for the
-same model and text measures only its last step.
-
-With --fast or without a text, nothing is measured: widths come from the
-energies of waterfill's calibration, which also predicts the KL, to second
-order, for tokens outside the windows. This prediction ranks budgets. The
-calibration is --calibration, or the one that an earlier plan with a text kept.
---cache auto:bits=2.5 does the same in every command.
-
---device and --tokens-per-second turn a speed into a budget: the bytes that a
-device can read in a step, after the weights, at the peak rate of its memory. No
-device is that fast, so a cache that does not fit even then is too large."""
-
-EPILOG = """\
-examples:
-  kvq plan smollm2 --text wiki.txt --budget 2.5bits --picture front.png
-  kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 \\
-      --out plan.json
-  kvq generate smollm2 --prompt "It was" --cache plan.json
-  kvq plan smollm2 --budget 3bits       (fast, from what the first command kept)
-  kvq plan path/to/model --calibration w.safetensors --device h200 \\
-      --tokens-per-second 2000 --context 32768 --batch 32"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    inputs.add_model(parser)
-    parser.add_argument(
-        "--budget",
-        metavar="2.5bits|600MiB",
-        type=budget,
-        help="bits per element, or the resident bytes of a cache",
-    )
-    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and measure on")
-    parser.add_argument(
-        "--fast",
-        action="store_true",
-        help=("with --text: only calibrate on it, and measure nothing"),
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="F",
-        help=(
-            "a file that `kvq calibrate` wrote for waterfill, with any budget (default: see above)"
-        ),
-    )
-    parser.add_argument(
-        "--context",
-        metavar="S",
-        type=inputs.token_count,
-        help="tokens per sequence, such as 4096 or 32K (default: the positions of the model)",
-    )
-    parser.add_argument(
-        "--batch",
-        metavar="B",
-        type=inputs.positive,
-        default=1,
-        help="sequences (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=inputs.DTYPES,
-        default="bfloat16",
-        help="dtype of full-precision rows (default: %(default)s)",
-    )
-    plan_speed.add(parser)
-    parser.add_argument(
-        "--window",
-        metavar="W",
-        type=inputs.positive,
-        help=f"tokens per measured window (default: at most {WINDOW})",
-    )
-    parser.add_argument(
-        "--windows",
-        metavar="N",
-        type=inputs.positive,
-        default=WINDOWS,
-        help="measured windows (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--work",
-        metavar="DIR",
-        help="keep calibration and measurements here (default: kvq's cache folder)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="F.json",
-        help="write the cache, with the path of its calibration, to a file for --cache",
-    )
-    parser.add_argument(
-        "--picture", metavar="F.png", help=("plot KL against bits (needs matplotlib)")
-    )
-
-
-def budget(text: str) -> float | int:
-    """Parse --budget: bits as a float, bytes as an int."""
-    if match := _BITS.fullmatch(text.strip()):
-        return float(match[1])
-    try:
-        return inputs.byte_size(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a budget; write 2.5bits, 600MiB or a number of bytes"
-        ) from None
 
 
 def run(options: argparse.Namespace) -> None:

@@ -25,51 +25,10 @@ from kvq_tools.cli.console import (
     print_json,
     progress,
 )
-from kvq_tools.cli.one_prompt import add_prompt, read_prompt
+from kvq_tools.cli.one_prompt import read_prompt
+from kvq_tools.cli.options.prefill import ROOM
 from kvq_tools.cli.reading import reading
 from kvq_tools.cli.tables import print_line
-
-ROOM = 512  # tokens of a question and its answer
-
-DESCRIPTION = """\
-Reads a prompt with a Llama-family checkpoint and saves the cache SPEC that
-holds it as safetensors with a checksum. `kvq generate --from` continues from
-the file, in another process or on another machine with the same model, and
-gives the tokens that `kvq generate` with this prompt would give. With a
---prompt it asks a question about the saved text, which is not read again: one
-file answers many questions. With --chat the text is the beginning of a user's
-message, which the question ends."""
-
-EPILOG = f"""\
-examples:
-  kvq prefill smollm2 --cache kivi:bits=4 --prompt-file report.txt \\
-      --out report.safetensors
-  kvq generate smollm2 --from report.safetensors --max-new-tokens 100
-  kvq chat smollm2 --from report.safetensors
-
-{inputs.CACHE_GRAMMAR}"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    inputs.add_model(parser)
-    add_prompt(parser, required=True)
-    inputs.add_cache(parser)
-    inputs.add_calibration(parser)
-    parser.add_argument(
-        "--out", metavar="F", required=True, help="the file to write, such as prompt.safetensors"
-    )
-    parser.add_argument(
-        "--capacity",
-        metavar="S",
-        type=inputs.positive,
-        help=(
-            "tokens that the cache can hold, including those still to be generated (default: "
-            f"the prompt and {ROOM} more)"
-        ),
-    )
-    inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,77 +11,14 @@ from typing import Any
 
 import jax
 
-from kvq_models.calibration.weights import BITS, WeightCount, check_request, quantize_weights
+from kvq_models.calibration.weights import WeightCount, check_request, quantize_weights
 from kvq_models.llama import checkpoint
 from kvq_tools.cli import inputs, text_input
 from kvq_tools.cli.console import bar, format_bytes, input_errors, loading, print_json, progress
+from kvq_tools.cli.options.quantize_weights import LENGTH
 from kvq_tools.cli.tables import print_line
 
-SAMPLES, LENGTH = 16, 512
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
-
-DESCRIPTION = """\
-Rounds the weights of a model's projections to 2^bits values per output channel,
-placed where the loss depends on them most (k-means weighted by squared
-gradients on a text), and writes an ordinary Hugging Face checkpoint.
-
-The checkpoint is dequantized: it has the size, dtype and speed of MODEL. It
-shows what quantized weights do to the predictions, alone and together with a
-quantized cache: run every command of kvq on DIR. The embedding, the head, norms
-and biases stay unchanged.
-
---sparse 0.0045 leaves 0.45 % of each matrix unchanged: the most sensitive
-weights and the largest ones. Without --text, the gradients come from the short
-passage that ships with kvq. Better give a text like those that the model will
-read. Calibrations of MODEL do not fit DIR."""
-
-EPILOG = """\
-examples:
-  kvq quantize-weights smollm2 --bits 4 --text wiki.txt --out w4
-  kvq quantize-weights smollm2 --bits 3 --sparse 0.0045 --text wiki.txt \\
-      --out w3s
-  kvq eval w3s --text notes.txt --cache dense --cache kivi:bits=4"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    inputs.add_model(parser)
-    parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits per weight")
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        required=True,
-        help="the directory to write, new or empty",
-    )
-    parser.add_argument(
-        "--sparse",
-        metavar="F",
-        type=float,
-        default=0.0,
-        help="fraction of the weights that stay unchanged (default: 0)",
-    )
-    parser.add_argument(
-        "--text", metavar="FILE", help="a UTF-8 text for the gradients (default: a short passage)"
-    )
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        type=inputs.positive,
-        default=SAMPLES,
-        help="random samples of the text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length",
-        metavar="W",
-        type=inputs.positive,
-        help=f"tokens per sample (default: {LENGTH}, at most the positions of the model)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=inputs.seed,
-        default=0,
-        help="seed of the samples: the same seed gives the same weights (default: 0)",
-    )
 
 
 def run(options: argparse.Namespace) -> None:

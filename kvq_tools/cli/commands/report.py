@@ -22,95 +22,16 @@ from kvq_tools.cli.console import (
     loading,
     print_json,
 )
+from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS
 from kvq_tools.cli.tables import print_line
-from kvq_tools.evaluation.results import BUCKETS
-from kvq_tools.evaluation.settings import BATCH, CHUNK, STEP, Settings
+from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, STEP
+from kvq_tools.evaluation.settings import Settings
 from kvq_tools.report import maps, schema, times, write
 from kvq_tools.report.collect import ReportPlan, collect
 from kvq_tools.report.quality import advice, front_by, verdict
 
-CONTEXTS = (256, 1024, 4096, 16384)  # by default, as far as the model's positions reach
-NO_CONTEXTS = "none"
 SOURCES = ("model", "text", "cache")  # --from replaces these
 SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit", "contexts")
-
-DESCRIPTION = """\
-Writes DIR/index.html, a self-contained page with
-  quality against size     KL and perplexity against stored bits and bytes, and
-                           the caches on the Pareto front
-  by position              perplexity and KL along the window, and where in the
-                           text the likeliest token flips
-  size                     bytes of each layer, part by part
-  speed                    decode steps of one token at several contexts,
-                           measured on this machine's first device
-  keys, values and errors  magnitudes token by channel, and the change when
-                           every token is quantized, layer by channel
-  tables                   all numbers
-and beside it report.json, from which the page and its plots are made (fields:
-kvq_tools/report/schema.py), and a PNG of each plot. Text, windows and modes are
-those of `kvq eval`, and so are the numbers."""
-
-EPILOG = f"""\
-examples:
-  kvq report embedded --text notes.txt --cache dense --cache kivi:bits=2 \\
-      --cache innerq:bits=2 --window 1024 --out report
-  kvq report path/to/model --text wiki.txt --cache kivi:bits=4 \\
-      --limit 20000 --dtype bfloat16 --contexts 1024,8192,32768 --out report
-  kvq report --from report/report.json --out report
-      (makes page and plots again, without a model)
-
-{inputs.CACHE_GRAMMAR}"""
-
-
-def contexts(text: str) -> tuple[int, ...]:
-    """Parse --contexts."""
-    if text == NO_CONTEXTS:
-        return ()
-    return tuple(sorted({inputs.positive(part.strip()) for part in text.split(",")}))
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=inputs.MODEL_HELP)
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        required=True,
-        help="the directory to write; files of an earlier report are replaced",
-    )
-    parser.add_argument(
-        "--from",
-        metavar="JSON",
-        dest="source",
-        help="a report.json instead of MODEL, --text and --cache",
-    )
-    text_evaluation.add_request(parser, required=False)
-    parser.add_argument(
-        "--contexts",
-        metavar="N,N,...",
-        type=contexts,
-        help=(
-            f"tokens in the cache when decode steps are timed, or '{NO_CONTEXTS}' (default: "
-            f"{', '.join(map(str, CONTEXTS))} as far as the model was trained for them, and "
-            "the model's limit)"
-        ),
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=inputs.positive,
-        default=times.STEPS,
-        help="timed steps (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--sample",
-        metavar="TOKENS",
-        type=inputs.positive,
-        default=maps.SAMPLE,
-        help=(
-            "first tokens of the text whose magnitudes and errors are shown (default: %(default)s)"
-        ),
-    )
 
 
 def run(options: argparse.Namespace) -> None:

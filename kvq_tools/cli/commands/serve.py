@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kvq_jax as kvq
-from kvq_models.inference.engine.budget import SLOTS, Budget
-from kvq_models.inference.engine.engine import QUEUE_LIMIT
+from kvq_models.inference.engine.budget import Budget
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_tools.cli import engines, inputs, interruption, mesh, sampling_options, text_input
@@ -22,139 +21,6 @@ from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_j
 from kvq_tools.cli.tables import print_line
 
 PREFIX_MEMORY, PREFIX_DISK = 512 << 20, 4 << 30
-
-DESCRIPTION = f"""\
-Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions,
-/v1/completions and /v1/models, as well as /health and /metrics (for
-Prometheus). Requests share the slots of one cache of fixed size: {SLOTS} slots of
-the model's full length, or as many as fit into --memory. Requests that find no
-slot wait in a queue, and are refused at once if the queue is full. After Ctrl-C
-or SIGTERM the server answers the requests that it accepted, then stops."""
-
-EPILOG = f"""\
-examples:
-  kvq serve smollm2 --cache kivi:bits=4
-  kvq serve path/to/Llama-3.2-1B-Instruct --cache kivi:bits=2 \\
-      --memory 8GiB --host 0.0.0.0 --api-key "$KEY"
-  curl http://127.0.0.1:8000/v1/chat/completions \\
-      -H 'content-type: application/json' -d '{{
-        "model": "smollm2", "stream": true,
-        "messages": [{{"role": "user", "content": "Name three rivers."}}]}}'
-
-docs/serving.md lists the supported fields of a request.
-
-{inputs.CACHE_GRAMMAR}"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    inputs.add_model(parser)
-    inputs.add_cache(parser)
-    inputs.add_calibration(parser)
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="the address to listen on (default: %(default)s, this machine only)",
-    )
-    parser.add_argument(
-        "--port",
-        type=_port,
-        default=8000,
-        help="the port, or 0 for a free one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        action="append",
-        help=(
-            "a bearer token that clients may send; clients of several keys share no prefixes "
-            "(default: $KVQ_API_KEY, else none is asked for)"
-        ),
-    )
-    parser.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help=(
-            "a name by which clients call this server, or * for any; addresses, localhost, and "
-            "this machine's name with --host always are"
-        ),
-    )
-    parser.add_argument(
-        "--cors",
-        metavar="ORIGIN",
-        action="append",
-        default=[],
-        help="a web site whose pages may use this server, such as https://example.com, or *",
-    )
-    parser.add_argument(
-        "--name", help=("the model's name for clients (default: MODEL, or the last part of a path)")
-    )
-    parser.add_argument(
-        "--chat-template",
-        metavar="F",
-        help="a file with a chat template in Jinja, instead of the tokenizer's",
-    )
-    parser.add_argument(
-        "--special-tokens",
-        action="store_true",
-        help="let messages spell special tokens such as <|im_end|> (default: they are plain text)",
-    )
-    engines.add_size(parser)
-    parser.add_argument(
-        "--queue",
-        metavar="N",
-        type=inputs.positive,
-        default=QUEUE_LIMIT,
-        help="most requests that may wait (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prefix-memory",
-        metavar="BYTES",
-        type=inputs.byte_size,
-        help=(
-            "host memory for prompts that were already read, which requests with the same "
-            "beginning reuse; 0 keeps none (default: 512MiB; none with --mesh)"
-        ),
-    )
-    parser.add_argument(
-        "--prefix-dir",
-        metavar="DIR",
-        help="also keep them on disk here, for the next server of this model and cache",
-    )
-    parser.add_argument(
-        "--prefix-disk",
-        metavar="BYTES",
-        type=inputs.byte_size,
-        help="most bytes in --prefix-dir, such as 20GiB (default: 4GiB)",
-    )
-    parser.add_argument(
-        "--max-body",
-        metavar="BYTES",
-        type=inputs.byte_size,
-        default=8 << 20,
-        help="largest request body, such as 8MiB (default: 8MiB)",
-    )
-    parser.add_argument(
-        "--grace",
-        metavar="SECONDS",
-        type=inputs.positive,
-        default=60,
-        help="how long answers may take after SIGTERM (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        help=(
-            "look for flipped bits in the caches, in a hundredth of the time, and compute again "
-            "what they damaged (default: yes; no with --mesh)"
-        ),
-    )
-    parser.set_defaults(verify=True)  # argparse would add a default that it is given to the help
-    mesh.add(parser)
-    inputs.add_implementation(parser)
-    inputs.add_dtype(parser, rows="rows of a quantized cache are bfloat16")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -315,9 +181,3 @@ def _print(options: argparse.Namespace, server: dict[str, Any]) -> None:
         f" {server['capacity']} tokens with {options.cache.text},"
         f" {format_bytes(server['cache_bytes'])}{split}; up to {server['queue']} more wait]"
     )
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a port, from 0 to 65535")
-    return int(text)

@@ -19,6 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, sentences
+from kvq_tools.evaluation.tasks.kinds import NEEDLE_KINDS as KINDS
+from kvq_tools.evaluation.tasks.kinds import NEEDLE_TOKENS as MAX_NEW_TOKENS
+from kvq_tools.evaluation.tasks.kinds import NeedleKind
 from kvq_tools.evaluation.tasks.sample import (
     AnswerRule,
     Fields,
@@ -38,36 +41,8 @@ FIELDS = Fields(
     {"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs")
 )
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
-MAX_NEW_TOKENS = 128
 NEEDLE_TOKENS = 8  # at least so many per needle
 
-
-@dataclasses.dataclass(frozen=True)
-class NeedleKind:
-    """One of RULER's tasks: the kinds of haystack, keys and values, and the number of each."""
-
-    haystack: str  # noise, text, needles
-    keys: str = "words"
-    values: str = "numbers"
-    needles: int = 1
-    values_each: int = 1
-    asked: int = 1
-
-    @property
-    def single(self) -> bool:
-        return self.asked * self.values_each == 1
-
-
-KINDS = {
-    "single_1": NeedleKind("noise"),
-    "single_2": NeedleKind("text"),
-    "single_3": NeedleKind("text", values="uuids"),
-    "multikey_1": NeedleKind("text", needles=4),
-    "multikey_2": NeedleKind("needles"),
-    "multikey_3": NeedleKind("needles", keys="uuids", values="uuids"),
-    "multivalue": NeedleKind("text", values_each=4),
-    "multiquery": NeedleKind("text", needles=4, asked=4),
-}
 
 SINGULAR = {"Some": "A", "are": "is", "are_all": "is"}
 PLURAL = {"Some": "Some", "are": "are", "are_all": "are all"}

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, words
+from kvq_tools.evaluation.tasks.kinds import PASSKEY_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.sample import (
     AnswerRule,
     Fields,
@@ -30,7 +31,6 @@ OPENING = (
 FACT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key?"
 ANSWER_PREFIX = " The pass key is "
-MAX_NEW_TOKENS = 16
 FIELDS = Fields({"input": str, "target": str}, filled=("input", "target"))
 
 RULES = {

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvq_tools.evaluation.tasks.filler import DULL, fitted, generator
+from kvq_tools.evaluation.tasks.kinds import RULER_TOKENS as MAX_NEW_TOKENS
 from kvq_tools.evaluation.tasks.niah import word_lists
 from kvq_tools.evaluation.tasks.sample import TaskPrompts, TaskSample
 
@@ -280,4 +281,3 @@ def _different(count: int, draw: Callable[[], str]) -> tuple[str, ...]:
 
 
 KINDS = {"vt": variable_tracking, "cwe": common_words, "fwe": frequent_words}
-MAX_NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50}

@@ -33,6 +33,7 @@ from kvq_jax.types.array_types import Integers
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import gradient_of_the_loss
 from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.weight_bits import BITS
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, layer_forward
@@ -43,7 +44,6 @@ PROJECTIONS = (  # of a layer, by the paths of their leaves
     *(f"{name}_proj.kernel" for name in "qkvo"),
     *(f"mlp.{name}_proj.kernel" for name in ("gate", "up", "down")),
 )
-BITS = (2, 3, 4)
 MOST_SPARSE = 0.1
 OF_SENSITIVITY = 1 / 9  # of the weights that stay unquantized: SqueezeLLM's 0.05 of 0.45 %
 FLOOR = 1e-4  # of a row's mean F: weights that have no gradient in the text still count

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention.dispatch import Implementation
@@ -213,16 +214,23 @@ def begun(cache: Cache, logits: Float[Array, "B V"], max_new_tokens: int) -> Gen
     # where the loop leaves them: arrays that start elsewhere would need another program for the
     # first segment
     everywhere = None if cache.placement is None else cache.placement.everywhere
-    return GenerationState(
-        cache,
-        logits,
-        jnp.zeros((batch, width), jnp.int32, device=everywhere),
-        jnp.zeros((batch, width), jnp.float32, device=everywhere),
-        jnp.zeros((batch,), jnp.int32, device=everywhere),
-        jnp.zeros((batch,), bool, device=everywhere),
-        jnp.zeros((), jnp.int32, device=everywhere),
-        jnp.ones((batch,), bool, device=everywhere),
+    return GenerationState(cache, logits, *begun_counters(batch, width, everywhere))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def begun_counters(batch: int, width: int, everywhere: NamedSharding | None) -> tuple[Array, ...]:
+    """Return what a state holds beside cache and logits before the first token."""
+    counters = (
+        jnp.zeros((batch, width), jnp.int32),
+        jnp.zeros((batch, width), jnp.float32),
+        jnp.zeros((batch,), jnp.int32),
+        jnp.zeros((batch,), bool),
+        jnp.zeros((), jnp.int32),
+        jnp.ones((batch,), bool),
     )
+    if everywhere is None:
+        return counters
+    return lax.with_sharding_constraint(counters, everywhere)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -23,17 +23,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvq_models.llama.experts_config import ExpertsConfig
-
-INITIAL_STDDEV = 0.02
+from kvq_models.llama.initial_weights import constant, normal
 
 
 class Experts(nnx.Module):
     """The router [D, E] and the experts' projections, gate and up [E, D, I], down [E, I, D], each
     with a bias [E, ...] or None."""
 
-    def __init__(self, config: ExpertsConfig, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ExpertsConfig, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
+    ):
         def random(*shape: int) -> nnx.Param:
-            return nnx.Param(INITIAL_STDDEV * jax.random.normal(rngs.params(), shape, dtype))
+            return normal(rngs, *shape, dtype=dtype)
 
         count, inner = config.count, config.intermediate_size
         self.config = config
@@ -43,7 +44,7 @@ class Experts(nnx.Module):
         self.down = random(count, inner, width)
 
         def bias(*shape: int) -> nnx.Param | None:
-            return nnx.Param(jnp.zeros(shape, dtype)) if config.biased else None
+            return constant(rngs, 0, *shape, dtype=dtype) if config.biased else None
 
         self.router_bias = bias(count)
         self.gate_bias = bias(count, inner)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -67,7 +68,7 @@ def packed_matrix(
 
 
 def _placed(rows: Shaped[np.ndarray, "O _"] | None) -> Any:
-    return None if rows is None else jnp.asarray(panels_of(rows))
+    return None if rows is None else jax.device_put(panels_of(rows))  # compiles nothing
 
 
 def _rows(entries: Shaped[np.ndarray, "O ..."]) -> Shaped[np.ndarray, "O _"]:

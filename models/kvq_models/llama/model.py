@@ -46,11 +46,10 @@ from kvq_jax.types.rope import Rope, rotate, without_rotation
 from kvq_models.llama.causal_attention import causal_attention
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.experts import Experts
+from kvq_models.llama.initial_weights import constant, normal
 from kvq_models.llama.packed_weights import logits_of, rows_of
 from kvq_models.llama.rope import Ropes, ropes_for
 from kvq_models.llama.whole_heads import of_whole_heads
-
-INITIAL_STDDEV = 0.02
 
 HiddenBTD = Float[Array, "B T D"]
 
@@ -59,10 +58,18 @@ class RMSNorm(nnx.Module):
     """y = x / sqrt(mean(x^2) + eps) * scale over the last axis, with 1 + scale for scale if
     `unit_offset`, computed in fp32. The result has the dtype of x."""
 
-    def __init__(self, width: int, *, eps: float, unit_offset: bool = False, dtype: DTypeLike):
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float,
+        unit_offset: bool = False,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+    ):
         self.eps = eps
         self.unit_offset = unit_offset
-        self.scale = nnx.Param((jnp.zeros if unit_offset else jnp.ones)(width, dtype))
+        self.scale = constant(rngs, 0 if unit_offset else 1, width, dtype=dtype)
 
     def factor(self) -> Float[Array, " C"]:
         """Return the factor of each channel."""
@@ -87,12 +94,16 @@ class Linear(nnx.Module):
     """y = x kernel + bias, with kernel [in, out] and bias [out] or None."""
 
     def __init__(
-        self, width_in: int, width_out: int, *, use_bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        width_in: int,
+        width_out: int,
+        *,
+        use_bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
     ):
-        self.kernel = nnx.Param(
-            INITIAL_STDDEV * jax.random.normal(rngs.params(), (width_in, width_out), dtype)
-        )
-        self.bias = nnx.Param(jnp.zeros(width_out, dtype)) if use_bias else None
+        self.kernel = normal(rngs, width_in, width_out, dtype=dtype)
+        self.bias = constant(rngs, 0, width_out, dtype=dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... E"]:
         y = x @ self.kernel[...]
@@ -102,7 +113,7 @@ class Linear(nnx.Module):
 class MLP(nnx.Module):
     """(silu(y Wg) * (y Wu)) Wd, Shazeer's SwiGLU, or its GeGLU with gelu for silu."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None):
         options: dict[str, Any] = dict(use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.activation = config.activation
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, **options)
@@ -128,16 +139,16 @@ class Layer(nnx.Module):
         rotated: bool = True,
         attention: Attention = PLAIN,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ):
         width_q = config.num_attention_heads * config.head_dim
         width_kv = config.num_key_value_heads * config.head_dim
-        norm = _norm(config, dtype)
+        norm = _norm(config, dtype, rngs)
         self.config = config
         self.rotated = rotated
         self.attention = attention
         self.sinks = (
-            nnx.Param(jnp.zeros(config.num_attention_heads, dtype)) if attention.sinks else None
+            constant(rngs, 0, config.num_attention_heads, dtype=dtype) if attention.sinks else None
         )
         self.input_norm = norm(config.hidden_size) if config.norms_inputs else None
         self.attention_output_norm = norm(config.hidden_size) if config.norms_outputs else None
@@ -257,15 +268,15 @@ class Llama(nnx.Module):
     Args:
         config: sizes and options.
         dtype: of all weights.
-        rngs: initializes weights from N(0, 0.02^2). Use `load_llama` for trained ones.
+        rngs: initializes weights from N(0, 0.02^2). Use `load_llama` for trained ones. None makes
+            a ShapeDtypeStruct of each weight.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None
+    ):
         self.config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-        self.embed = nnx.Param(
-            INITIAL_STDDEV
-            * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
-        )
+        self.embed = normal(rngs, config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             [
                 Layer(
@@ -278,7 +289,7 @@ class Llama(nnx.Module):
                 for i in range(config.num_hidden_layers)
             ]
         )
-        self.norm = _norm(config, dtype)(config.hidden_size)
+        self.norm = _norm(config, dtype, rngs)(config.hidden_size)
         tied = config.tie_word_embeddings
         self.head = (
             None
@@ -311,15 +322,7 @@ class Llama(nnx.Module):
 def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama:
     """Return the model's tree with a ShapeDtypeStruct for each weight, to count bytes and load
     checkpoints without allocation."""
-    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=_OneKey(0)))
-
-
-class _OneKey(nnx.Rngs):
-    """The same key for all weights. For a new key of its own, `nnx.Rngs` walks through all earlier
-    equations of a trace, which takes a second for 30 layers."""
-
-    def params(self) -> jax.Array:
-        return jax.random.key(0)
+    return Llama(config, dtype=dtype, rngs=None)
 
 
 def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -327,9 +330,13 @@ def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x if factor == 1 else x * factor
 
 
-def _norm(config: LlamaConfig, dtype: DTypeLike) -> Callable[[int], RMSNorm]:
+def _norm(config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> Callable[[int], RMSNorm]:
     return functools.partial(
-        RMSNorm, eps=config.rms_norm_eps, unit_offset=config.unit_offset_norms, dtype=dtype
+        RMSNorm,
+        eps=config.rms_norm_eps,
+        unit_offset=config.unit_offset_norms,
+        dtype=dtype,
+        rngs=rngs,
     )
 
 

@@ -8,8 +8,10 @@ from fractions import Fraction
 import jax.numpy as jnp
 import pytest
 
+from kvq_jax import peak_rates
 from kvq_jax.methods.xquant import roofline
-from kvq_jax.methods.xquant.roofline import DEVICES, LayerCost, paper_cost
+from kvq_jax.methods.xquant.roofline import LayerCost, paper_cost
+from kvq_jax.peak_rates import DEVICES
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.hf_names import weights
 from kvq_models.llama.model import abstract_llama
@@ -104,8 +106,8 @@ def test_weight_bytes_are_those_of_the_models_matrices_and_near_the_papers_multi
 
 
 def test_a_device_is_named_or_given_by_its_peaks():
-    assert roofline.device("H200") is DEVICES["h200"]
-    assert roofline.device("756e12:2e12").ridge == roofline.device("h100-pcie").ridge == 378
+    assert peak_rates.device("H200") is DEVICES["h200"]
+    assert peak_rates.device("756e12:2e12").ridge == roofline.device("h100-pcie").ridge == 378
     for wrong in ("h300", "1e12", "a:b", "1e12:0", "-1:1", "nan:1", "1e12:", ":", "inf:1"):
         with pytest.raises(ValueError, match=r"h200.*FLOPS:BYTES"):
-            roofline.device(wrong)
+            peak_rates.device(wrong)

@@ -81,7 +81,7 @@ def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypa
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     for command in ("generate", "chat", "eval", "passkey", "niah", "ruler", "report"):
         parser = argparse.ArgumentParser()
-        importlib.import_module(f"kvq_tools.cli.commands.{command}").configure(parser)
+        importlib.import_module(f"kvq_tools.cli.options.{command}").configure(parser)
         (action,) = (action for action in parser._actions if action.dest == "dtype")
         options = argparse.Namespace(dtype=action.default)
         assert inputs.model_dtype(options) == dtype, f"kvq {command}"

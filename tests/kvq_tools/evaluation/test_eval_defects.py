@@ -14,7 +14,7 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.layer.regions import Regions
 from kvq_tools import evaluate
-from kvq_tools.evaluation.settings import STEP
+from kvq_tools.evaluation.defaults import STEP
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 SPEC = kvq.parse("kivi:bits=4,recent=8,block=8")

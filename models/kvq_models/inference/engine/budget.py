@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from kvq_jax.cache.accounting import nbytes
 from kvq_jax.cache.cache import layout
 from kvq_jax.cache.spec import CacheSpec
+from kvq_models.inference.engine.limits import MOST_SLOTS, SLOTS
 from kvq_models.llama.config import LlamaConfig
 
-SLOTS, MOST_SLOTS = 8, 64
 CAPACITY_STEP = 64
 
 

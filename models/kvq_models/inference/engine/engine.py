@@ -32,6 +32,7 @@ from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.accepted import VACANT, Accepted, Counts
 from kvq_models.inference.engine.compiling import Compiler
+from kvq_models.inference.engine.limits import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_rows import PrefixRows
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.reading import read_chunk
@@ -51,7 +52,6 @@ from kvq_models.llama.model import Llama
 
 # of prefill programs; the last is the longest chunk that other requests wait for
 WIDTHS = (64, 128, 256)
-QUEUE_LIMIT = 64
 COMPILING_SECONDS = 0.05  # for which a round without slots waits for a program
 
 _log = logging.getLogger("kvq.engine")

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvq_models.inference.engine.budget import MOST_SLOTS, plan
+from kvq_models.inference.engine.budget import plan
 from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.limits import MOST_SLOTS
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 
 CONFIG = tiny_config(max_position_embeddings=640)

@@ -1,0 +1,98 @@
+"""The options of `kvq eval` and `kvq report`: a text, caches, and how they are evaluated on
+it."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvq_tools.cli.options import shared, values
+from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, MODES, MOST_WINDOW, PROMPT, STEP
+
+
+def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add the text, the caches and the evaluation's settings. `checked` reads them."""
+    parser.add_argument(
+        "--text", metavar="FILE", required=required, help="the UTF-8 text to predict"
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        action="append",
+        required=required,
+        help="a cache; can be repeated",
+    )
+    shared.add_calibration(parser, several=True)
+    _add_settings(parser)
+    shared.add_dtype(
+        parser, beside="; in bfloat16, --cache dense shows the effect of rounding alone"
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add how a text is cut into windows and read."""
+    parser.add_argument(
+        "--window",
+        metavar="W",
+        type=values.positive,
+        help=(
+            "tokens per window (default: the model's max_position_embeddings, at most "
+            f"{MOST_WINDOW})"
+        ),
+    )
+    parser.add_argument(
+        "--stride",
+        metavar="S",
+        type=values.positive,
+        help="tokens from one window to the next (default: half a window)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="decode",
+        help="how the cache is used (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chunk",
+        metavar="C",
+        type=values.positive,
+        help=f"tokens per chunk in --mode chunked (default: {CHUNK})",
+    )
+    parser.add_argument(
+        "--prompt",
+        metavar="P",
+        type=values.count,
+        help=(
+            "in --mode decode, prefill the first P tokens of each window without scoring them "
+            f"(default: 0, or {PROMPT} and at most the overlap of two windows if one of the "
+            "caches takes statistics from a prompt)"
+        ),
+    )
+    parser.add_argument(
+        "--step",
+        metavar="T",
+        type=values.positive,
+        help=(
+            "tokens per step in --mode decode; fused GPU kernels serve 1, larger steps are "
+            f"faster (default: {STEP})"
+        ),
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="B",
+        type=values.positive,
+        default=BATCH,
+        help="windows at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="TOKENS",
+        type=values.positive,
+        help="read only the first tokens of the text",
+    )
+    parser.add_argument(
+        "--buckets",
+        metavar="N",
+        type=values.positive,
+        default=BUCKETS,
+        help="parts of a window, for numbers by position (default: %(default)s)",
+    )

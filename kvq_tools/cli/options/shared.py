@@ -1,0 +1,142 @@
+"""The options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvq_tools.cli.console import UserError
+
+DTYPES = ("float32", "bfloat16")
+
+MODEL_HELP = (
+    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the"
+    " small model that ships with kvq, or 'smollm2' after `kvq fetch smollm2`"
+)
+
+CACHE_GRAMMAR = """\
+SPEC, the argument of --cache:
+  METHOD                              one method for keys and values
+  k=METHOD+v=METHOD[+cache:OPTIONS]   one for each; sink, recent, block,
+                                      skip_layers and subtract_bias are options
+                                      of the cache
+  METHOD is NAME[:OPTION=VALUE,...]. A list of layers is written 0-2/31, and a
+  value that differs by layer 4@0-2/2 (4 in layers 0 to 2, else 2). Examples:
+    dense
+    kivi:bits=2
+    innerq:bits=2,mode=hybrid
+    kivi:bits=4@0-1/2,recent=128,skip_layers=0
+    k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
+  rotate=true quantizes keys and values after a Hadamard rotation. Most methods
+  have it; it helps formats with one scale for many channels (int4, nf4, mxfp4).
+  subtract_bias=true caches keys without the bias of k_proj and adds its share
+  of the scores exactly (Qwen2, Qwen2.5).
+  auto:bits=2.5 is waterfill with the widths that a plan of the model found.
+  plan.json is the cache that `kvq plan --out plan.json` wrote.
+  `kvq methods` lists all names and options."""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+
+
+def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add --calibration. `several` is for commands that take several caches."""
+    text = "the file that `kvq calibrate` wrote, for a cache that needs one" + (
+        "; can be repeated" if several else ""
+    )
+    parser.add_argument(
+        "--calibration", metavar="F", action="append" if several else "store", help=text
+    )
+
+
+def add_implementation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "pallas", "native"),
+        help=(
+            "how the packed cache is read: by pallas kernels on a GPU, by native kernels on a "
+            "CPU, or by xla (default: kernels if the cache has them, else xla)"
+        ),
+    )
+
+
+def add_dtype(
+    parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = ""
+) -> None:
+    """Add --dtype, which `model_dtype` reads.
+
+    Args:
+        parser: the command's parser.
+        rows: the default of full-precision rows, if it differs from the model's.
+        beside: more help text.
+    """
+    default = "the fastest on this device: float32 on a CPU, else bfloat16" + (
+        f"; {rows}" if rows else ""
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=f"dtype of weights, activations and full-precision rows (default: {default}){beside}",
+    )
+    add_weights(parser)
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add --weights, which `load_llama` takes."""
+    parser.add_argument(
+        "--weights",
+        choices=("packed", "dense"),
+        help=(
+            "keep the matrices of a GGUF file in the file's own bits, or dequantize them to --dtype"
+            " (default: packed on a CPU with native kernels, else dense)"
+        ),
+    )
+
+
+class _OneCache(argparse.Action):
+    """Store --cache, and refuse a second one, which would silently replace the first."""
+
+    stored = False
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, text: Any, *_: object
+    ) -> None:
+        if self.stored:
+            raise UserError(
+                f"{parser.prog} takes one --cache; to compare several, use kvq demo or kvq eval"
+            )
+        self.stored = True
+        setattr(namespace, self.dest, text)
+
+
+def add_cache(
+    parser: argparse.ArgumentParser,
+    text: str = "the cache (default: dense)",
+    *,
+    default: str | None = "dense",
+    required: bool = False,
+) -> None:
+    """Add --cache to a command that runs one cache. `text` is its help."""
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        action=_OneCache,
+        default=default,
+        required=required,
+        help=text,
+    )
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add --mesh, which `placement_of` reads."""
+    parser.add_argument(
+        "--mesh",
+        metavar="WAYS",
+        help=(
+            "split the model and its cache among devices: rows=R,heads=H,tokens=T, each "
+            "optional, or auto (all devices, by heads as far as the cache allows, then by "
+            "tokens); default: one device. To try it on a CPU, set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8. See docs/scale.md"
+        ),
+    )

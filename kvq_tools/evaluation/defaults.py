@@ -1,0 +1,18 @@
+"""The settings of an evaluation that nobody chose."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Mode = Literal["decode", "chunked", "fake"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+BATCH = 4
+# tokens of one decode step. Odd, so that steps end everywhere in a block: an error inside a block
+# might be invisible at its end
+STEP = 31
+# tokens of a chunk of `chunked`, and of a slice in the other modes if its logits are not too large
+CHUNK = 256
+PROMPT = 128  # if a cache takes statistics from a prompt
+MOST_WINDOW = 2048
+BUCKETS = 8  # parts of a window

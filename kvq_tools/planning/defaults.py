@@ -1,0 +1,10 @@
+"""The texts and widths on which a plan measures."""
+
+from __future__ import annotations
+
+from kvq_tools.evaluation.defaults import STEP
+
+MEASURED = (1.5, 2.5, 4.0)  # stored bits at which every side is measured
+SCORED = 4 * STEP  # tokens of a window after the prompt
+WINDOW, WINDOWS = 512 + SCORED, 2
+SAMPLES, LENGTH = 2, 1024  # of the calibration
