@@ -158,16 +158,20 @@ struct Span {
   Arrays values;
   const Windows* windows;  // null for the body
   const float* q;          // [rows, H], not scaled
+  const int32_t* lower;    // [queries]: row i sees no token below lower[i % queries], null for none
   const int32_t* limits;   // [queries]: row i sees the tokens below limits[i % queries]
   int64_t rows;
   int64_t queries;
   int64_t capacity;  // S
-  int64_t first;     // a multiple of kTile
-  int64_t last;      // at most the largest limit
-  float* scratch;    // scratch_floats(*k, *v, rows), aligned to 64 bytes
-  float* m;          // [rows]: the largest score
-  float* l;          // [rows]: the sum of exp(score - m)
-  float* o;          // [rows, H]: the sum of exp(score - m) * value
+  int64_t first;
+  int64_t last;
+  int64_t offset;  // of the numbers of tokens in `lower` and `limits` to their places in the arrays
+  float scale;     // of scores
+  float soft_cap;  // c tanh(score / c), or 0 for none
+  float* scratch;  // scratch_floats(*k, *v, rows), aligned to 64 bytes
+  float* m;        // [rows]: the largest score
+  float* l;        // [rows]: the sum of exp(score - m)
+  float* o;        // [rows, H]: the sum of exp(score - m) * value
 };
 
 constexpr int64_t kTile = 128;    // tokens whose scores become weights together

@@ -173,7 +173,49 @@ static Output run(Call call, AttendSpan kernel, int helpers) {
   return out;
 }
 
-static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, int64_t queries) {
+// Return 0 if the kernels agree about this call, and the number of threads changes nothing.
+static int compare(const Call& call, const char* name) {
+  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3),
+               best = run(call, best_kernels().attend_span, 2);
+  double difference = 0, size = 0;
+  for (size_t i = 0; i < one.o.size(); i++) {
+    difference += std::pow(double(best.o[i]) - one.o[i], 2);
+    size += std::pow(double(one.o[i]), 2);
+  }
+  const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) &&
+                    !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
+  if (same && size > 0 && difference <= 1e-10 * size) return 0;
+  const Body& k = call.keys.body;
+  std::printf("%s, form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", name,
+              int(k.form), int(k.bits), int(k.channels), int(call.rows),
+              same ? "threads agree" : "threads differ", difference, size);
+  return 1;
+}
+
+// The same call with lower limits, a soft cap and, in a ring, places that were written twice.
+static int compare_windowed(Call call, int64_t block) {
+  std::vector<int32_t> written{int32_t(2 * call.capacity), int32_t(block)}, lower, limits;
+  const int64_t ring = call.capacity - block;
+  for (int64_t b = 0; b < call.batch; b++)
+    for (int64_t t = call.queries - 1; t >= 0; t--) {
+      limits.push_back(int32_t(written[b] - t));
+      lower.push_back(int32_t(written[b] - t - (ring - block / 2)));
+    }
+  call.lower = lower.data(), call.limits = limits.data(), call.soft_cap = 3;
+  std::vector<float> q(call.q,
+                       call.q + call.batch * call.heads * call.rows * call.keys.body.head_dim());
+  std::reverse(q.begin(), q.end());
+  call.ring = {ring, written.data(), call.keys.body.rotated ? q.data() : nullptr};
+  int failures = compare(call, "ring");
+  call.ring = {};
+  for (auto* bounds : {&limits, &lower})
+    for (auto& x : *bounds) x -= int32_t(call.capacity);
+  failures += compare(call, "window");
+  return failures;
+}
+
+static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, int64_t queries,
+                 int64_t block) {
   const int64_t batch = 2, heads = 2;
   StoredSide keys, values;
   fill(keys, k, batch, heads, capacity);
@@ -202,21 +244,8 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
     call.windows.q = exact_q.data(), call.windows.type = kBfloat16, call.windows.seen = seen.data();
   }
   call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
-  call.capacity = capacity;
-  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3),
-               best = run(call, best_kernels().attend_span, 2);
-  double difference = 0, size = 0;
-  for (size_t i = 0; i < one.o.size(); i++) {
-    difference += std::pow(double(best.o[i]) - one.o[i], 2);
-    size += std::pow(double(one.o[i]), 2);
-  }
-  const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) &&
-                    !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
-  if (same && size > 0 && difference <= 1e-10 * size) return 0;
-  std::printf("form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", int(k.form),
-              int(k.bits), int(k.channels), int(rows), same ? "threads agree" : "threads differ",
-              difference, size);
-  return 1;
+  call.capacity = capacity, call.scale = 1 / std::sqrt(float(k.head_dim()));
+  return compare(call, "whole") + compare_windowed(call, block);
 }
 
 int main(int count, char** arguments) {
@@ -243,8 +272,8 @@ int main(int count, char** arguments) {
             v.affine = kChannels, v.group = 1, v.heads = 1, v.centre = -1;
             k.heads = 1, k.group = channels / 4;
           }
-          failures +=
-              check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows, rows == 6 ? 3 : 1);
+          failures += check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows,
+                            rows == 6 ? 3 : 1, block);
           checked++;
         }
   for (int64_t channels : {8, 64, 80})
@@ -258,10 +287,10 @@ int main(int count, char** arguments) {
         polar.form = kPolar, polar.affine = kTokenGroups, polar.group = block, polar.angle_bits = 4,
         polar.centre = -1;
         for (Body* body : {&k, &v, &whole, &polar}) body->heads = 1;
-        failures += check(k, v, block * 9, rows, 1) +
-                    check(polar, whole, block * 9, rows, rows == 7 ? 7 : 1);
+        failures += check(k, v, block * 9, rows, 1, block) +
+                    check(polar, whole, block * 9, rows, rows == 7 ? 7 : 1, block);
         v.affine = kChannels, v.group = 1;
-        failures += check(whole, v, block * 9, rows, 1);
+        failures += check(whole, v, block * 9, rows, 1, block);
         checked += 3;
       }
   for (int64_t channels : {16, 64, 80})
@@ -275,7 +304,7 @@ int main(int count, char** arguments) {
         k.run_channels[0] = channels / 4;
         v.run_channels[6] = 4, v.run_channels[3] = channels / 2,
         v.run_channels[1] = channels / 2 - 4;
-        failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
+        failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
         checked++;
       }
   for (int64_t block : {8, 16, 32})  // whole registers of words
@@ -289,7 +318,7 @@ int main(int count, char** arguments) {
       v.run_channels[7] = 8, v.run_channels[3] = 16, v.run_channels[1] = 40;
       if (block > 8)
         k.run_channels[6] = 16, k.run_channels[2] = 8, v.run_channels[4] = 8, v.run_channels[0] = 8;
-      failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
+      failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
       checked++;
     }
   std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernels().name, failures);
