@@ -33,12 +33,14 @@ enum Form : int64_t {
       // Codes of H / 2 pairs, radius << angle_bits | angle, and steps and least values of both [S /
   // group, H / 2].
   2,
-  kRuns = 3,  // runs of channels of one width each (runs.h); affine is unused
+  kRuns = 3,    // runs of channels of one width each (runs.h); affine is unused
+  kFloats = 4,  // E4M3 numbers of 8 bits, without scales
 };
 
 constexpr int64_t kRunWidths = 8;  // 1 to 8 bits
 
-enum Stored : int64_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2 };
+// The last two, for scales, are exponents of two with a bias of 127, and floats of 8 bits.
+enum Stored : int64_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kE8M0 = 3, kE4M3 = 4 };
 
 struct Body {
   int64_t bits;           // of a code, all plane sets together
@@ -52,7 +54,7 @@ struct Body {
   int64_t group;          // elements that share a scale
   int64_t heads;          // neighbouring heads that share a scale
   int64_t scale_type;     // Stored, also of rows in full precision
-  int64_t centre;         // the code that stands for 0 if no zero point is stored, else -1
+  int64_t centre;         // the code (or entry) that is 0 if no zero point is stored, else -1
   int64_t table;          // 1 if codes index a table of 2^bits entries
   int64_t form;           // Form
   int64_t pool;           // tokens that share slots for outliers, else 0

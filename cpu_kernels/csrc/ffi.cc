@@ -7,6 +7,7 @@
 //                 there is one, the scale, the zero point if one is stored (of polar keys: of the
 //                 radii, then of the angles)
 //               - rows in full precision: only the rows, [B, K, S, H]
+//               - E4M3 numbers: only the words
 //               - runs: the words of each run, the widest first, and of each of its plane sets
 //                 [B, K, S / slots, w], the exponents s8 [B, K, S] and the steps f32 [8]; for keys
 //                 then place s32, scale and mean f32 [K, H], for values synthesis f32 [K, H, H] and
@@ -62,8 +63,8 @@ std::string refused(const Body& b) {
   const int64_t high_bits = b.bits - b.low_bits;
   const auto power = [](int64_t n) { return n == 1 || n == 2 || n == 4 || n == 8; };
   const bool rows = b.form == kvq::kRows, polar = b.form == kvq::kPolar;
-  const bool runs = b.form == kvq::kRuns;
-  if (b.form < 0 || b.form > 3 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1)
+  const bool runs = b.form == kvq::kRuns, floats = b.form == kvq::kFloats;
+  if (b.form < 0 || b.form > 4 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1)
     return "form";
   if (rows || runs ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits))
     return "bits";
@@ -77,12 +78,15 @@ std::string refused(const Body& b) {
   for (int64_t set = 0; set < b.sets(); set++)
     if (b.slots * b.chunks * b.set_bits(set) % 16) return "slots";
   if (b.affine < 0 || b.affine > 2 || b.group < 1 || b.heads < 1 || b.scale_type < 0 ||
-      b.scale_type > 2)
+      b.scale_type > 4)
     return "groups";
+  if (b.scale_type > 2 && (b.form != kvq::kCodes || b.affine != kvq::kChannelGroups))
+    return "scales";
   if (b.affine == kvq::kChannelGroups && b.channels % b.group) return "groups";
   if (b.affine != kvq::kChannelGroups && b.heads != 1) return "groups";
-  if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre >= 0)))
+  if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre > 0)))
     return "table";
+  if (floats && (b.bits != 8 || b.affine != kvq::kChannels || b.table || b.pool)) return "floats";
   if (rows && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.rotated || b.pool))
     return "rows";
   if (runs &&
@@ -146,6 +150,10 @@ struct Taker {
       if (body.rotated) side.turns = turns(name, body, capacity);
       return side;
     }
+    if (body.form == kvq::kFloats) {
+      if (body.rotated) side.turns = turns(name, body, capacity);
+      return side;
+    }
     if (body.table) {
       const Strided entries = take("table of " + name, ffi::F32, {int64_t(1) << body.bits}, false);
       table.assign(16, 0.0f);
@@ -154,7 +162,9 @@ struct Taker {
                     table.begin());
       side.table = table.data();
     }
-    const ffi::DataType type = body.scale_type == kvq::kFloat32 ? ffi::F32 : ffi::U16;
+    const ffi::DataType type = body.scale_type == kvq::kFloat32  ? ffi::F32
+                               : body.scale_type > kvq::kFloat32 ? ffi::U8
+                                                                 : ffi::U16;
     Dimensions shape{batch, heads / body.heads, capacity / body.group, body.channels};
     if (body.affine == kvq::kChannelGroups)
       shape = {batch, heads / body.heads, body.channels / body.group, capacity};

@@ -135,7 +135,7 @@ def _of_body(
         scale=attention.scale,
         soft_cap=attention.soft_cap,
     )
-    return PartialAttention(m, l, plan.v.kernels.summed(o))
+    return PartialAttention(m, l, plan.v.kernels.summed(view.stats[-1], o))
 
 
 def _turned_back(

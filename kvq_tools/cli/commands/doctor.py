@@ -18,7 +18,7 @@ from kvq_tools.cli.tables import print_line, print_table
 DESCRIPTION = """\
 Explains layer by layer what a cache will apply to a model, what it leaves in
 full precision, and why: resolved bits and groups, packing and its padding,
-skipped layers, and whether the GPU and CPU kernels can read it. Looks at
+skipped layers, and whether a kernel or XLA reads it, and why. Looks at
 head_dim, QK-norm, RoPE, the sliding window and the bias of the key projection,
 and warns of known problems. Says whether the cache needs a calibration, and
 whether the one given fits this cache and model. Of the weights, it reads only
@@ -106,7 +106,7 @@ def _print(result: dict[str, Any], cache: str) -> None:
                 run[0]["reason"] or "",
                 *sides,
                 *(
-                    f"no: {run[0][name]}" if run[0][name] else "yes"
+                    f"XLA: {run[0][name]}" if run[0][name] else "kernel"
                     for name in ("no_kernel", "no_native_kernel")
                 ),
             )
@@ -117,7 +117,7 @@ def _print(result: dict[str, Any], cache: str) -> None:
         f" {regions['block']}"
     )
     print_table(
-        title, ("layers", "is", "because", "keys", "values", "GPU kernel", "CPU kernel"), rows
+        title, ("layers", "is", "because", "keys", "values", "on a GPU", "on a CPU"), rows
     )
     biases = [
         (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values()))

@@ -87,6 +87,6 @@ def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
         layer["no_kernel"] == "k: blocks of 16 tokens; kernels read spans of 32"
         for layer in refused["layers"]
     )
-    assert "no: k: blocks of 16 tokens" in " ".join(
+    assert "XLA: k: blocks of 16 tokens" in " ".join(
         run("doctor", EMBEDDED, "--cache", spec)[1].split()
     )
