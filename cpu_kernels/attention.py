@@ -1,6 +1,6 @@
 """Decode attention over the body of a cache, and its windows, in C++ on the threads of XLA.
 
-    s_t = q . k_t / sqrt(H)
+    s_t = c tanh(scale q . k_t / c), or scale q . k_t
     m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t
 
 Each task reads up to 1024 tokens of one KV head, for all of its query rows, with online softmax in
@@ -37,6 +37,21 @@ class ExactRows(NamedTuple):
     values: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
 
 
+class Ring(NamedTuple):
+    """A body whose newer tokens take the places of older ones: token t lies at place t % tokens.
+
+    Args:
+        tokens: the places. Behind them, up to `capacity`, the arrays may hold anything.
+        written: how many tokens were written so far.
+        q_before: for keys before RoPE, whose positions are counted from the ring's first place. q
+            reads those of the round that began last, q_before those of the round before.
+    """
+
+    tokens: int
+    written: Int[Array, " B"]
+    q_before: Float[Array, "B K R H"] | None = None
+
+
 # How many neighbouring keys before RoPE are rotated from the position of the first one (kDecoded of
 # csrc/body.h).
 TOGETHER = 32
@@ -52,9 +67,13 @@ def decode_attention(
     *,
     capacity: int,
     windows: ExactRows | None = None,
+    lower: Int[Array, "B T"] | None = None,
+    ring: Ring | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B K R 1"], Float[Array, "B K R 1"], Float[Array, "B K R H"]]:
-    """Return (m, l, o), fp32, of R = G * T query rows per KV head. Row g * T + t sees the first
-    limits[b, t] tokens.
+    """Return (m, l, o), fp32, of R = G * T query rows per KV head. Row g * T + t sees the
+    tokens lower[b, t] .. limits[b, t] - 1.
 
     Everything is computed in fp32. m is -1e30 if a row sees nothing.
 
@@ -64,9 +83,14 @@ def decode_attention(
             there is one, the scale, the zero point if one is stored, and the description's other
             arrays (csrc/ffi.cc).
         values: the same for values.
-        limits: how many tokens each query sees. Tokens beyond may hold anything.
+        limits: the token behind the last one that each query sees. Tokens that none sees may hold
+            anything.
         capacity: S, the number of tokens that the arrays have room for.
         windows: attended to as well. T must be 1.
+        lower: the first token that each query sees. None: token 0.
+        ring: the body's, if it is one. None: token t lies at place t.
+        scale: the factor of scores. None: H ** -0.5.
+        soft_cap: c above. None for none.
 
     Raises ValueError if the library is missing. Arrays that do not fit the descriptions are an XLA
     error when the call runs.
@@ -83,11 +107,21 @@ def decode_attention(
     arrays = [q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays]
     if windows is not None:
         arrays += [windows.q.astype(jnp.float32), windows.seen, *windows.keys, *windows.values]
+    if lower is not None:
+        arrays.append(lower.astype(jnp.int32))
+    if ring is not None:
+        arrays.append(ring.written.astype(jnp.int32))
+        if ring.q_before is not None:
+            arrays.append(ring.q_before.astype(jnp.float32))
     m, l, o = call(
         *arrays,
         keys=k.fields(),
         values=v.fields(),
         capacity=np.int64(capacity),
         windows=windows is not None,
+        bounded=lower is not None,
+        ring=np.int64(0 if ring is None else ring.tokens),
+        scale=np.float32(q.shape[3] ** -0.5 if scale is None else scale),
+        soft_cap=np.float32(soft_cap or 0),
     )
     return m, l, o

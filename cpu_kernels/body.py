@@ -8,11 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 Affine = Literal["token groups", "channel groups", "channels"]
-Form = Literal["codes", "rows", "polar", "runs"]
+Form = Literal["codes", "rows", "polar", "runs", "floats"]
 _AFFINE = ("token groups", "channel groups", "channels")
-_FORMS = ("codes", "rows", "polar", "runs")
+_FORMS = ("codes", "rows", "polar", "runs", "floats")
 RUN_WIDTHS = 8
-_DTYPES = ("float16", "bfloat16", "float32")
+_DTYPES = ("float16", "bfloat16", "float32", "e8m0", "e4m3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Body:
     keys are (r cos(a), r sin(a)) for each of H / 2 pairs, from codes radius << angle_bits | angle,
     with r = (code + 1/2) * scale + zero, or its square if `root`, and a likewise; "runs" are rows
     in a calibrated order, of channels in runs of one width each (csrc/runs.h), keys if `rotated`,
-    else values.
+    else values; "floats" are E4M3 numbers, without scales.
 
     Args:
         bits: of a code.
@@ -39,7 +39,8 @@ class Body:
         group: tokens or channels of a group.
         heads: neighbouring heads that share scales and zero points.
         scale_dtype: of scales and zero points. 16-bit floats come as uint16 that holds their bits.
-        centre: the code that stands for 0 if no zero point is stored, else None.
+            Scales of groups of channels may also be "e8m0" or "e4m3", in uint8.
+        centre: the code that stands for 0 if no zero point is stored, else None. 0 for tables.
         table: codes index a table of 2^bits entries, fp32.
         form: see above.
         pool: the tokens that share slots for outliers, which are added. 0 for no outliers.

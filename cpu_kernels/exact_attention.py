@@ -1,6 +1,6 @@
 """Attention of many query tokens over rows in full precision, in C++ on the threads of XLA.
 
-    s_t = scale q . k_t
+    s_t = c tanh(scale q . k_t / c), or scale q . k_t
     m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t
 
 No matrix of scores exists: a task takes up to 384 query rows of one KV head through the keys, 256
@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from cpu_kernels.library import EXACT_ATTENTION, unavailable
 
@@ -25,24 +25,29 @@ def exact_attention(
     q: Float[Array, "B K R H"],
     keys: Float[Array, "B K E H"],
     values: Float[Array, "B K E H"],
-    seen: Bool[Array, "B E0"],
+    reach: Int[Array, "B E0"],
     counts: Int[Array, "B T"],
     *,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B K R 1"], Float[Array, "B K R 1"], Float[Array, "B K R H"]]:
     """Return (m, l, o), fp32, of R = G * T query rows per KV head.
 
-    Row g * T + t sees the rows that `seen` marks among the first E0, and the first counts[b, t] of
-    the others. Rows that nobody sees may hold anything. m is -1e30 and l and o are 0 if a query
-    sees nothing.
+    Row g * T + t sees those of the first E0 rows whose reach[b, e] is above t, and the first
+    counts[b, t] of the others, with a window only those from t - window + 1 on. Rows that nobody
+    sees may hold anything, and blocks that no query of a task sees are skipped. m is -1e30 and l
+    and o are 0 if a query sees nothing.
 
     Args:
         q: [B, K, R, H], any float dtype, not scaled.
         keys: [B, K, E, H], one of DTYPES.
         values: [B, K, E, H], the dtype of keys.
-        seen: [B, E0], E0 <= E, the same for all queries of a row of the batch.
+        reach: [B, E0], E0 <= E, how many queries see an older row: the first ones.
         counts: [B, T], not falling along T.
         scale: the factor of the scores.
+        window: how many of the others a query sees, at most. None for all.
+        soft_cap: c above. None for none.
 
     Raises ValueError if the library is missing. Arrays that do not fit together are an XLA error
     when the call runs.
@@ -55,6 +60,11 @@ def exact_attention(
         (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
         vmap_method="sequential",
     )
-    arrays = q.astype(jnp.float32), keys, values, seen, counts.astype(jnp.int32)
-    m, l, o = call(*arrays, scale=np.float32(scale))
+    arrays = q.astype(jnp.float32), keys, values, reach.astype(jnp.int32), counts.astype(jnp.int32)
+    m, l, o = call(
+        *arrays,
+        window=np.int64(window or 0),
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap or 0),
+    )
     return m, l, o

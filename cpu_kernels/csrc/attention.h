@@ -15,28 +15,31 @@
 #pragma once
 
 #include "attention_state.h"
+#include "soft_cap.h"
 
 namespace {
 
 struct Attention : AttentionState {
   using AttentionState::AttentionState;
 
-  // Compute the scores of the tile of `live` tokens from `first` on.
-  void score_tile(const Transposed& across, const RunsAcross& runs, int64_t first, int64_t live) {
-    if (RunsAcross::served(k)) return score_runs(runs, first, live);
-    if (k_decoded) return score_decoded(first, live);
-    if (Transposed::served(k)) return score_transposed(across, first, live);
+  // Compute the scores of the tokens from .. live - 1 of the tile that begins at token `first`. The
+  // tile's other tokens get arbitrary scores.
+  void score_tile(const Transposed& across, const RunsAcross& runs, int64_t first, int64_t from,
+                  int64_t live) {
+    if (RunsAcross::served(k)) return score_runs(runs, first, from, live);
+    if (k_decoded) return score_decoded(first, from, live);
+    if (Transposed::served(k)) return score_transposed(across, first, from, live);
     if (k.affine == kvq::kChannelGroups) {
       load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
       if (k.group % kLanes == 0) {
         for (int64_t b = 0; b < blocks; b++)
-          score<Scaling::kTokens>(keys, rows_of(b), q_of(b), first, 0, live,
+          score<Scaling::kTokens>(keys, rows_of(b), q_of(b), first, from, live,
                                   {token_scale, token_zero}, scores_of(b));
         return;
       }
       spread_scales(k, live);
       for (int64_t b = 0; b < blocks; b++) {
-        score<Scaling::kElements>(keys, rows_of(b), q_of(b), first, 0, live, {elements, nullptr},
+        score<Scaling::kElements>(keys, rows_of(b), q_of(b), first, from, live, {elements, nullptr},
                                   scores_of(b));
         for (int64_t r = 0; r < rows_of(b); r++)
           for (int64_t g = 0; g < k_groups; g++)
@@ -47,27 +50,28 @@ struct Attention : AttentionState {
     }
     const bool grouped = k.affine == kvq::kTokenGroups;
     const int64_t step = grouped ? divisor(k.group, kTile) : kTile;
-    for (int64_t at = 0; at < live; at += step) {
+    for (int64_t at = from / step * step; at < live; at += step) {
       if (grouped) load_stored_scales(k, span.keys, (first + at) / k.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
         if (grouped) scale_queries(b, scaled);
         const float* queries = grouped ? scaled : q_of(b);
-        score<Scaling::kNone>(keys, rows_of(b), queries, first, at, minimum(at + step, live),
-                              {nullptr, bias_of_block(b)}, scores_of(b));
+        score<Scaling::kNone>(keys, rows_of(b), queries, first, maximum(at, from),
+                              minimum(at + step, live), {nullptr, bias_of_block(b)}, scores_of(b));
       }
     }
   }
 
-  // Compute the scores of whole spans. Tokens from `live` on get arbitrary scores.
-  void score_transposed(const Transposed& across, int64_t first, int64_t live) {
+  // Compute the scores of whole spans.
+  void score_transposed(const Transposed& across, int64_t first, int64_t from, int64_t live) {
     const bool scaled_tokens = k.affine == kvq::kChannelGroups,
                grouped = k.affine == kvq::kTokenGroups;
     if (scaled_tokens)
       load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
     const int64_t step = grouped ? divisor(k.group, k.span) : k.span;
-    for (int64_t at = 0; at < live; at += step) {
+    const int64_t start = from / k.span * k.span;
+    for (int64_t at = start; at < live; at += step) {
       if (at % k.span == 0) across.read(first + at);
-      const bool begins = at == 0 || (first + at) % k.group == 0;
+      const bool begins = at == start || (first + at) % k.group == 0;
       if (grouped && begins) load_stored_scales(k, span.keys, (first + at) / k.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
         if (grouped && (begins || blocks > 1)) scale_queries(b, scaled);
@@ -84,11 +88,10 @@ struct Attention : AttentionState {
     }
   }
 
-  // Compute the scores of whole groups of kDecoded tokens. Tokens from `live` on get arbitrary
-  // scores.
-  void score_runs(const RunsAcross& runs, int64_t first, int64_t live) {
+  // Compute the scores of whole groups of kDecoded tokens.
+  void score_runs(const RunsAcross& runs, int64_t first, int64_t from, int64_t live) {
     const Decoder decoder = this->decoder(k, span.keys, keys);
-    for (int64_t at = 0; at < live; at += kDecoded) {
+    for (int64_t at = from / kDecoded * kDecoded; at < live; at += kDecoded) {
       runs.read(first + at, 0);
       for (int64_t b = 0; b < blocks; b++) {
         decoder.turn_back(first + at, rows_of(b), q_of(b), scaled);
@@ -104,10 +107,10 @@ struct Attention : AttentionState {
       runs.weigh(first, live, rows_of(b), scores_of(b), weights, sums_of(b));
   }
 
-  void score_decoded(int64_t first, int64_t live) {
+  void score_decoded(int64_t first, int64_t from, int64_t live) {
     const Decoder decoder = this->decoder(k, span.keys, keys);
     const Runs runs = key_runs();
-    for (int64_t at = 0; at < live; at += kDecoded) {
+    for (int64_t at = from / kDecoded * kDecoded; at < live; at += kDecoded) {
       const void* rows[kDecoded];
       const int64_t count = minimum(kDecoded, live - at);
       int64_t type = kvq::kFloat32;
@@ -123,19 +126,19 @@ struct Attention : AttentionState {
     }
   }
 
-  void weigh_decoded(int64_t first, int64_t live) {
+  void weigh_decoded(int64_t first, int64_t from, int64_t live) {
     const Decoder decoder = this->decoder(v, span.values, values);
     const Runs runs = value_runs();
     const int64_t read = v_runs ? runs.vectors_of_values() : vectors();
-    for (int64_t at = 0; at < live; at += kDecoded) {
+    for (int64_t at = from / kDecoded * kDecoded; at < live; at += kDecoded) {
       const void* rows[kDecoded];
-      const int64_t count = minimum(kDecoded, live - at);
+      const int64_t count = minimum(kDecoded, live - at), skipped = maximum(from - at, 0);
       int64_t type = kvq::kFloat32;
       if (v_runs) runs.values(first + at, count, rows);
       else type = decoder.rows(first + at, count, rows);
       for (int64_t b = 0; b < blocks; b++)
-        weigh_exact(rows_of(b), rows, type, count, read, scores_of(b) + at, v.row_floats(),
-                    sums_of(b));
+        weigh_exact(rows_of(b), rows + skipped, type, count - skipped, read,
+                    scores_of(b) + at + skipped, v.row_floats(), sums_of(b));
     }
   }
 
@@ -147,16 +150,27 @@ struct Attention : AttentionState {
       store(out + t, load(out + t) + load(added + t) * factor);
   }
 
+  // Put kNegInf into the scores of the tokens of a tile that a row does not see.
+  void hide(int64_t row, int64_t first, int64_t from, int64_t live, float* out) const {
+    int64_t begin = from, end = live;
+    if (!span.windows) {
+      const int64_t query = row % span.queries, start = first + span.offset;
+      if (span.lower) begin = maximum(from, minimum(span.lower[query] - start, live));
+      end = maximum(0, minimum(span.limits[query] - start, live));
+    }
+    for (int64_t t = 0; t < begin; t++) out[t] = kNegInf;
+    for (int64_t t = end; t < rounded(live); t++) out[t] = kNegInf;
+  }
+
   // Turn the scores of a block into weights exp(score - m), or 0 for tokens that the row does not
   // see.
-  void weights_of_tile(int64_t block, int64_t first, int64_t live) {
+  void weights_of_tile(int64_t block, int64_t first, int64_t from, int64_t live) {
     const int64_t padded = rounded(live);
     for (int64_t i = 0; i < rows_of(block); i++) {
       const int64_t row = block * kRowBlock + i;
       float* out = scores_of(block) + i * kPadded;
-      const int64_t seen =
-          span.windows ? live : maximum(0, minimum(span.limits[row % span.queries] - first, live));
-      for (int64_t t = seen; t < padded; t++) out[t] = kNegInf;
+      if (span.soft_cap > 0) cap_scores(out, from / kLanes * kLanes, padded, span.soft_cap);
+      hide(row, first, from, live, out);
       Floats most = splat(largest[row]);
       for (int64_t t = 0; t < padded; t += kLanes) most = larger(load(out + t), most);
       const float level = largest_lane(most);
@@ -184,34 +198,37 @@ struct Attention : AttentionState {
       store(zero_sum_of(row, g), load(zero_sum_of(row, g)) * factor);
   }
 
-  // Add the weighted values of the tile.
-  void weigh_tile(const RunsAcross& runs, int64_t first, int64_t live) {
+  // Add the weighted values of the tile's tokens from .. live - 1. The others may hold NaN.
+  void weigh_tile(const RunsAcross& runs, int64_t first, int64_t from, int64_t live) {
     if (RunsAcross::served(v)) return weigh_runs(runs, first, live);
-    if (v_decoded) return weigh_decoded(first, live);
+    if (v_decoded) return weigh_decoded(first, from, live);
     if (v.affine == kvq::kChannelGroups) {
       const bool whole = v.group % kLanes == 0;
       load_token_scales(v, span.values, span.capacity, first, live, token_scale, token_zero);
+      for (int64_t g = 0; g < v_groups; g++)
+        for (int64_t t = 0; t < from; t++)
+          token_scale[g * kTile + t] = token_zero[g * kTile + t] = 0;
       if (!whole) spread_scales(v, live);
       for (int64_t b = 0; b < blocks; b++) {
         for (int64_t g = 0; g < v_groups; g++) scale_weights(b, g, live);
         if (whole)
-          weigh<false, false>(values, rows_of(b), {weights, kRowBlock * kPadded}, first, 0, live,
+          weigh<false, false>(values, rows_of(b), {weights, kRowBlock * kPadded}, first, from, live,
                               nullptr, nullptr, sums_of(b));
         else
-          weigh<true, true>(values, rows_of(b), {scores_of(b), 0}, first, 0, live, elements,
+          weigh<true, true>(values, rows_of(b), {scores_of(b), 0}, first, from, live, elements,
                             nullptr, sums_of(b));
       }
       return;
     }
     const bool grouped = v.affine == kvq::kTokenGroups;
     const int64_t step = grouped ? divisor(v.group, kTile) : kTile;
-    for (int64_t at = 0; at < live; at += step) {
-      const int64_t end = minimum(at + step, live);
+    for (int64_t at = from / step * step; at < live; at += step) {
+      const int64_t begin = maximum(at, from), end = minimum(at + step, live);
       if (grouped) load_channel_scales(v, span.values, (first + at) / v.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
-        weigh<true, false>(values, rows_of(b), {scores_of(b), 0}, first, at, end, nullptr,
+        weigh<true, false>(values, rows_of(b), {scores_of(b), 0}, first, begin, end, nullptr,
                            grouped ? scale : nullptr, sums_of(b));
-        if (grouped) add_zeros(b, at, end);
+        if (grouped) add_zeros(b, begin, end);
       }
     }
   }
@@ -295,7 +312,7 @@ struct Attention : AttentionState {
     int64_t type = widen(stored_keys, count, rows);
     for (int64_t b = 0; b < blocks; b++) {
       score_exact(rows_of(b), rows, type, count, vectors(), q_of(b), k.row_floats(), scores_of(b));
-      weights_of_tile(b, 0, count);
+      weights_of_tile(b, 0, 0, count);
     }
     type = widen(stored_values, count, rows);
     for (int64_t b = 0; b < blocks; b++)
@@ -330,11 +347,11 @@ struct Attention : AttentionState {
       RunsAcross::served(k) ? runs.order_keys(span.keys.turns)
                             : keys_in_runs.order_keys(span.keys.turns);
     if (v_runs && !RunsAcross::served(v)) values_in_runs.clear();
-    for (int64_t first = span.first; first < span.last; first += kTile) {
-      const int64_t live = minimum(kTile, span.last - first);
-      score_tile(across, runs, first, live);
-      for (int64_t b = 0; b < blocks; b++) weights_of_tile(b, first, live);
-      weigh_tile(runs_of_v, first, live);
+    for (int64_t first = span.first / kTile * kTile; first < span.last; first += kTile) {
+      const int64_t from = maximum(span.first - first, 0), live = minimum(kTile, span.last - first);
+      score_tile(across, runs, first, from, live);
+      for (int64_t b = 0; b < blocks; b++) weights_of_tile(b, first, from, live);
+      weigh_tile(runs_of_v, first, from, live);
     }
   }
 

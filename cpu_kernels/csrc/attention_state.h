@@ -73,11 +73,10 @@ struct AttentionState {
   Runs value_runs() const { return {v, span.values.runs, span.capacity, runs_of_values}; }
 
   void start() {
-    const float root = __builtin_sqrtf(1.0f / float(channels));
     for (int64_t r = 0; r < blocks * kRowBlock; r++) {
       float* row = q + r * k.row_floats();
       for (int64_t c = 0; c < k.row_floats(); c++)
-        row[c] = r < span.rows && c < channels ? span.q[r * channels + c] * root : 0;
+        row[c] = r < span.rows && c < channels ? span.q[r * channels + c] * span.scale : 0;
       for (int64_t c = 0; c < v.row_floats(); c++) sums[r * v.row_floats() + c] = 0;
       for (int64_t i = 0; i < kLanes; i++) total[r * kLanes + i] = 0;
       for (int64_t i = 0; i < v_groups * kLanes; i++) zero_sums[r * v_groups * kLanes + i] = 0;

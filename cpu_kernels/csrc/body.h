@@ -33,12 +33,14 @@ enum Form : int64_t {
       // Codes of H / 2 pairs, radius << angle_bits | angle, and steps and least values of both [S /
   // group, H / 2].
   2,
-  kRuns = 3,  // runs of channels of one width each (runs.h); affine is unused
+  kRuns = 3,    // runs of channels of one width each (runs.h); affine is unused
+  kFloats = 4,  // E4M3 numbers of 8 bits, without scales
 };
 
 constexpr int64_t kRunWidths = 8;  // 1 to 8 bits
 
-enum Stored : int64_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2 };
+// The last two, for scales, are exponents of two with a bias of 127, and floats of 8 bits.
+enum Stored : int64_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kE8M0 = 3, kE4M3 = 4 };
 
 struct Body {
   int64_t bits;           // of a code, all plane sets together
@@ -52,7 +54,7 @@ struct Body {
   int64_t group;          // elements that share a scale
   int64_t heads;          // neighbouring heads that share a scale
   int64_t scale_type;     // Stored, also of rows in full precision
-  int64_t centre;         // the code that stands for 0 if no zero point is stored, else -1
+  int64_t centre;         // the code (or entry) that is 0 if no zero point is stored, else -1
   int64_t table;          // 1 if codes index a table of 2^bits entries
   int64_t form;           // Form
   int64_t pool;           // tokens that share slots for outliers, else 0
@@ -158,16 +160,20 @@ struct Span {
   Arrays values;
   const Windows* windows;  // null for the body
   const float* q;          // [rows, H], not scaled
+  const int32_t* lower;    // [queries]: row i sees no token below lower[i % queries], null for none
   const int32_t* limits;   // [queries]: row i sees the tokens below limits[i % queries]
   int64_t rows;
   int64_t queries;
   int64_t capacity;  // S
-  int64_t first;     // a multiple of kTile
-  int64_t last;      // at most the largest limit
-  float* scratch;    // scratch_floats(*k, *v, rows), aligned to 64 bytes
-  float* m;          // [rows]: the largest score
-  float* l;          // [rows]: the sum of exp(score - m)
-  float* o;          // [rows, H]: the sum of exp(score - m) * value
+  int64_t first;
+  int64_t last;
+  int64_t offset;  // of the numbers of tokens in `lower` and `limits` to their places in the arrays
+  float scale;     // of scores
+  float soft_cap;  // c tanh(score / c), or 0 for none
+  float* scratch;  // scratch_floats(*k, *v, rows), aligned to 64 bytes
+  float* m;        // [rows]: the largest score
+  float* l;        // [rows]: the sum of exp(score - m)
+  float* o;        // [rows, H]: the sum of exp(score - m) * value
 };
 
 constexpr int64_t kTile = 128;    // tokens whose scores become weights together

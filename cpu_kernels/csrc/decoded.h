@@ -69,6 +69,7 @@ struct Decoder {
       return body.scale_type;
     }
     if (body.form == kvq::kRows) widen(first, count);
+    else if (body.form == kvq::kFloats) decode_floats(first, count);
     else if (body.affine == kvq::kChannelGroups) decode_token_scales(first, count);
     else decode_channel_scales(first, count);
     if (body.pool) add_outliers(first, count);
@@ -99,6 +100,13 @@ struct Decoder {
   }
 
  private:
+  void decode_floats(int64_t first, int64_t count) const {
+    for_numbers(first, 0, count, [&](int64_t t, const auto& field, Floats x) {
+      const Uints code = ((Uints)x >> shift_by(int32_t(kMantissa - 8))) & 0xFF;
+      store(vectors + t * body.row_floats() + field.vector * kLanes, from_e4m3(code));
+    });
+  }
+
   void widen(int64_t first, int64_t count) const {
     const int64_t stride = body.row_floats();
     for (int64_t i = 0; i < count; i++) {

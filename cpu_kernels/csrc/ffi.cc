@@ -7,6 +7,7 @@
 //                 there is one, the scale, the zero point if one is stored (of polar keys: of the
 //                 radii, then of the angles)
 //               - rows in full precision: only the rows, [B, K, S, H]
+//               - E4M3 numbers: only the words
 //               - runs: the words of each run, the widest first, and of each of its plane sets
 //                 [B, K, S / slots, w], the exponents s8 [B, K, S] and the steps f32 [8]; for keys
 //                 then place s32, scale and mean f32 [K, H], for values synthesis f32 [K, H, H] and
@@ -19,7 +20,12 @@
 //               and, if there are windows, their queries q f32 [B, K, R, H], which tokens they see
 //               pred [B, E0 + E1], and the keys [B, K, E0, H], [B, K, E1, H] and values of both in
 //               f32, f16 or bf16
-//   attributes  keys, values: the fields of a Body; capacity: S; windows: true if there are any
+//               and, if `bounded`, the first token that each query sees s32 [B, T]
+//               and, if the body is a ring, its tokens written so far s32 [B] and, for keys before
+//               RoPE, the queries of its last whole round f32 [B, K, R, H]
+//   attributes  keys, values: the fields of a Body; capacity: S; windows: true if there are any;
+//               bounded: true if tokens have a lower limit too; ring: the tokens of a ring, or 0;
+//               scale f32: of scores; soft_cap f32: their bound, or 0
 //   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
@@ -57,8 +63,8 @@ std::string refused(const Body& b) {
   const int64_t high_bits = b.bits - b.low_bits;
   const auto power = [](int64_t n) { return n == 1 || n == 2 || n == 4 || n == 8; };
   const bool rows = b.form == kvq::kRows, polar = b.form == kvq::kPolar;
-  const bool runs = b.form == kvq::kRuns;
-  if (b.form < 0 || b.form > 3 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1)
+  const bool runs = b.form == kvq::kRuns, floats = b.form == kvq::kFloats;
+  if (b.form < 0 || b.form > 4 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1)
     return "form";
   if (rows || runs ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits))
     return "bits";
@@ -72,12 +78,15 @@ std::string refused(const Body& b) {
   for (int64_t set = 0; set < b.sets(); set++)
     if (b.slots * b.chunks * b.set_bits(set) % 16) return "slots";
   if (b.affine < 0 || b.affine > 2 || b.group < 1 || b.heads < 1 || b.scale_type < 0 ||
-      b.scale_type > 2)
+      b.scale_type > 4)
     return "groups";
+  if (b.scale_type > 2 && (b.form != kvq::kCodes || b.affine != kvq::kChannelGroups))
+    return "scales";
   if (b.affine == kvq::kChannelGroups && b.channels % b.group) return "groups";
   if (b.affine != kvq::kChannelGroups && b.heads != 1) return "groups";
-  if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre >= 0)))
+  if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre > 0)))
     return "table";
+  if (floats && (b.bits != 8 || b.affine != kvq::kChannels || b.table || b.pool)) return "floats";
   if (rows && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.rotated || b.pool))
     return "rows";
   if (runs &&
@@ -141,6 +150,10 @@ struct Taker {
       if (body.rotated) side.turns = turns(name, body, capacity);
       return side;
     }
+    if (body.form == kvq::kFloats) {
+      if (body.rotated) side.turns = turns(name, body, capacity);
+      return side;
+    }
     if (body.table) {
       const Strided entries = take("table of " + name, ffi::F32, {int64_t(1) << body.bits}, false);
       table.assign(16, 0.0f);
@@ -149,7 +162,9 @@ struct Taker {
                     table.begin());
       side.table = table.data();
     }
-    const ffi::DataType type = body.scale_type == kvq::kFloat32 ? ffi::F32 : ffi::U16;
+    const ffi::DataType type = body.scale_type == kvq::kFloat32  ? ffi::F32
+                               : body.scale_type > kvq::kFloat32 ? ffi::U8
+                                                                 : ffi::U16;
     Dimensions shape{batch, heads / body.heads, capacity / body.group, body.channels};
     if (body.affine == kvq::kChannelGroups)
       shape = {batch, heads / body.heads, body.channels / body.group, capacity};
@@ -254,11 +269,34 @@ void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int6
   windows.seen = reinterpret_cast<const uint8_t*>(seen.data);
 }
 
+// What queries see of a body that is a ring, or of one with lower limits.
+void take_limits(Taker& taker, bool bounded, int64_t ring, kvq::Call& call) {
+  const Dimensions queries{call.batch, call.queries};
+  if (bounded)
+    call.lower =
+        reinterpret_cast<const int32_t*>(taker.take("lower limits", ffi::S32, queries, false).data);
+  if (!ring) return;
+  for (const Body* body : {&call.keys.body, &call.values.body})
+    if (ring < 0 || ring > call.capacity || ring % body->span ||
+        (body->affine == kvq::kTokenGroups && ring % body->group) ||
+        (body->pool && ring % body->pool))
+      taker.wrong = "a ring must be a whole number of spans, groups and pools";
+  call.ring.tokens = ring;
+  call.ring.written = reinterpret_cast<const int32_t*>(
+      taker.take("tokens of the ring", ffi::S32, {call.batch}, false).data);
+  if (call.keys.body.rotated)
+    call.ring.q_before = reinterpret_cast<const float*>(
+        taker
+            .take("queries of the last round", ffi::F32,
+                  {call.batch, call.heads, call.rows, call.keys.body.head_dim()}, false)
+            .data);
+}
+
 ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> limits,
                   ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::F32>> m,
                   ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
                   ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity,
-                  bool windows) {
+                  bool windows, bool bounded, int64_t ring, float scale, float soft_cap) {
   if (int64_t(keys.size()) != kvq::kBodyFields || int64_t(values.size()) != kvq::kBodyFields)
     return invalid("keys and values take " + std::to_string(kvq::kBodyFields) +
                    " fields: another version of cpu_kernels was compiled");
@@ -295,6 +333,9 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   call.keys = taker.side("keys", k, batch, heads, capacity, tables[0]);
   call.values = taker.side("values", v, batch, heads, capacity, tables[1]);
   if (windows) take_windows(taker, batch, heads, rows, queries, channels, call.windows);
+  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
+  call.capacity = capacity, call.scale = scale, call.soft_cap = soft_cap;
+  take_limits(taker, bounded, ring, call);
   if (!taker.wrong.empty()) return invalid(taker.wrong);
   if (taker.next != arrays.size()) return invalid("too many arrays");
   const Dimensions columns{batch, heads, rows, 1}, whole{batch, heads, rows, channels};
@@ -305,8 +346,6 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
       return invalid("a result has the shape " + text(dimensions));
   }
   call.q = q.typed_data(), call.limits = limits.typed_data();
-  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
-  call.capacity = capacity;
   call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
   try {
     kvq::attend(call, kvq::best_kernels().attend_span, std::max<int64_t>(0, pool.num_threads() - 1),
@@ -332,6 +371,10 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_decode_attention(XLA_FFI_CallFrame* fra
                              .Attr<ffi::Span<const int64_t>>("values")
                              .Attr<int64_t>("capacity")
                              .Attr<bool>("windows")
+                             .Attr<bool>("bounded")
+                             .Attr<int64_t>("ring")
+                             .Attr<float>("scale")
+                             .Attr<float>("soft_cap")
                              .To(attend)
                              .release();
   return handler->Call(frame);

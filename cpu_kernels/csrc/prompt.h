@@ -1,5 +1,5 @@
-// Exact attention of many query tokens over rows in full precision: older ones, which all queries
-// see, and the new ones, of which a query sees the first few. Plain data, shared by all translation
+// Exact attention of many query tokens over rows in full precision: older ones, which the first few
+// queries see, and the new ones, of which a query sees a run. Plain data, shared by all translation
 // units.
 #pragma once
 
@@ -20,12 +20,15 @@ struct PromptRows {
   const float* q;         // [group, T, H], not scaled
   const void* keys;       // [old + fresh, H]
   const void* values;     // [old + fresh, H]
-  const int32_t* seen;    // [seen_count]: the older rows that the queries see
-  const int32_t* counts;  // [T]: how many new rows a query sees, never fewer than the one before
+  const int32_t* seen;    // [seen_count]: the older rows that queries see, the first left first
+  const int32_t* left;    // [T]: how many of them a query sees no more
+  const int32_t* begins;  // [T]: the first new row that a query sees, never one before the last
+  const int32_t* counts;  // [T]: the row behind the last one, likewise
   int64_t type;           // Stored: of keys and values
   int64_t group, queries, channels, old, seen_count;
   int64_t first, last;  // query tokens
   float scale;
+  float soft_cap;  // c tanh(score / c), or 0 for none
   float* scratch;  // prompt_scratch(rows, channels), aligned to 64 bytes
   float* m;        // [group, T]: the largest score
   float* l;        // [group, T]: the sum of exp(score - m)

@@ -15,13 +15,24 @@ int64_t tokens_of_task(const PromptCall& call, int64_t threads) {
   return std::max<int64_t>(1, std::clamp(fair, kLeastRows, kMostRows) / call.group);
 }
 
-std::vector<std::vector<int32_t>> seen_rows(const PromptCall& call) {
-  std::vector<std::vector<int32_t>> seen(call.batch);
-  for (int64_t b = 0; b < call.batch; b++)
+// The older rows that any query of a row of the batch sees, in the order in which they are left,
+// and how many of them each query token has left.
+struct OldRows {
+  std::vector<int32_t> seen, left;
+
+  OldRows(const PromptCall& call, int64_t b) : left(call.queries) {
+    const int32_t* const reach = call.reach + b * call.old;
     for (int64_t i = 0; i < call.old; i++)
-      if (call.seen[b * call.old + i]) seen[b].push_back(int32_t(i));
-  return seen;
-}
+      if (reach[i] > 0) seen.push_back(int32_t(i));
+    std::stable_sort(seen.begin(), seen.end(),
+                     [reach](int32_t i, int32_t j) { return reach[i] < reach[j]; });
+    size_t count = 0;
+    for (int64_t t = 0; t < call.queries; t++) {
+      while (count < seen.size() && reach[seen[count]] <= t) count++;
+      left[t] = int32_t(count);
+    }
+  }
+};
 
 // How many new rows each query token of a row of the batch sees: within the rows that there are,
 // and never fewer than the token before.
@@ -42,8 +53,12 @@ std::vector<int32_t> counts_of(const PromptCall& call) {
 
 void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
                    const Schedule& schedule) {
-  const auto seen = seen_rows(call);
+  std::vector<OldRows> old;
+  for (int64_t b = 0; b < call.batch; b++) old.emplace_back(call, b);
   const auto counts = counts_of(call);
+  std::vector<int32_t> begins(call.queries);
+  for (int64_t t = 0; call.window && t < call.queries; t++)
+    begins[t] = int32_t(std::max<int64_t>(0, t + 1 - call.window));
   const int64_t tokens = tokens_of_task(call, helpers + 1);
   const int64_t blocks = (call.queries + tokens - 1) / tokens, pairs = call.batch * call.heads;
   helpers = std::min(helpers, pairs * blocks - 1);
@@ -63,12 +78,14 @@ void attend_prompt(const PromptCall& call, AttendRows kernel, int64_t helpers,
     part.q = call.q + pair * per_token * call.channels;
     part.keys = call.keys + pair * rows * call.channels * bytes;
     part.values = call.values + pair * rows * call.channels * bytes;
-    part.seen = seen[b].data(), part.seen_count = int64_t(seen[b].size());
+    part.seen = old[b].seen.data(), part.seen_count = int64_t(old[b].seen.size());
+    part.left = old[b].left.data(), part.begins = begins.data();
     part.counts = counts.data() + b * call.queries;
     part.type = call.type, part.group = call.group, part.queries = call.queries;
     part.channels = call.channels, part.old = call.old;
     part.first = block * tokens, part.last = std::min(call.queries, part.first + tokens);
-    part.scale = call.scale, part.scratch = aligned + worker * floats;
+    part.scale = call.scale, part.soft_cap = call.soft_cap;
+    part.scratch = aligned + worker * floats;
     part.m = call.m + pair * per_token, part.l = call.l + pair * per_token;
     part.o = call.o + pair * per_token * call.channels;
     kernel(part);

@@ -10,11 +10,12 @@ struct PromptCall {
   const float* q;         // [B, K, G, T, H]
   const char* keys;       // [B, K, E, H]
   const char* values;     // [B, K, E, H]
-  const uint8_t* seen;    // [B, E0]: nonzero if the queries see the row
+  const int32_t* reach;   // [B, E0]: how many queries see the row, the first ones
   const int32_t* counts;  // [B, T]: how many of the other rows a query sees
   int64_t type;           // Stored: of keys and values
   int64_t batch, heads, group, queries, channels, old, fresh;
-  float scale;
+  int64_t window;  // query token t sees no other row before t - window + 1, or 0 for none
+  float scale, soft_cap;
   float* m;  // [B, K, G, T]
   float* l;  // [B, K, G, T]
   float* o;  // [B, K, G, T, H]

@@ -2,8 +2,9 @@
 // XLA's threads.
 //
 //   arguments   q f32 [B, K, R, H], R = G * T; keys, values f32, f16 or bf16 [B, K, E, H];
-//               seen pred [B, E0], E0 <= E; counts s32 [B, T]
-//   attributes  scale f32
+//               reach s32 [B, E0], E0 <= E; counts s32 [B, T]
+//   attributes  window: query token t sees no new row before t - window + 1, or 0; scale f32;
+//               soft_cap f32: the bound of scores, or 0
 //   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
@@ -35,29 +36,31 @@ bool shaped(ffi::Span<const int64_t> dimensions, const std::vector<int64_t>& wan
 }
 
 ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer keys,
-                  ffi::AnyBuffer values, ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> counts,
+                  ffi::AnyBuffer values, ffi::Buffer<ffi::S32> reach, ffi::Buffer<ffi::S32> counts,
                   ffi::Result<ffi::Buffer<ffi::F32>> m, ffi::Result<ffi::Buffer<ffi::F32>> l,
-                  ffi::Result<ffi::Buffer<ffi::F32>> o, float scale) {
+                  ffi::Result<ffi::Buffer<ffi::F32>> o, int64_t window, float scale,
+                  float soft_cap) {
   if (q.dimensions().size() != 4 || keys.dimensions().size() != 4)
     return invalid("q and keys must have four axes");
-  if (seen.dimensions().size() != 2 || counts.dimensions().size() != 2)
-    return invalid("seen and counts must have two axes");
+  if (reach.dimensions().size() != 2 || counts.dimensions().size() != 2)
+    return invalid("reach and counts must have two axes");
   kvq::PromptCall call{};
   call.batch = q.dimensions()[0], call.heads = q.dimensions()[1];
   call.queries = counts.dimensions()[1], call.channels = q.dimensions()[3];
   const int64_t rows = q.dimensions()[2], tokens = keys.dimensions()[2];
-  call.old = seen.dimensions()[1], call.fresh = tokens - call.old;
+  call.old = reach.dimensions()[1], call.fresh = tokens - call.old;
   if (call.queries < 1 || rows % call.queries) return invalid("counts must be [B, T], R = G * T");
   call.group = rows / call.queries;
   if (call.channels < 1 || call.channels > kMostChannels) return invalid("H must be 1 to 1024");
   if (call.group < 1 || call.group > kvq::kLeastRows) return invalid("G must be 1 to 96");
-  if (call.fresh < 0) return invalid("seen has more rows than keys");
+  if (call.fresh < 0) return invalid("reach has more rows than keys");
+  if (window < 0) return invalid("a window must be positive");
   const std::vector<int64_t> stored{call.batch, call.heads, tokens, call.channels};
   if (!shaped(keys.dimensions(), stored) || !shaped(values.dimensions(), stored))
     return invalid("keys and values must be [B, K, E, H]");
-  if (!shaped(seen.dimensions(), {call.batch, call.old}) ||
+  if (!shaped(reach.dimensions(), {call.batch, call.old}) ||
       !shaped(counts.dimensions(), {call.batch, call.queries}))
-    return invalid("seen and counts must have the rows of q");
+    return invalid("reach and counts must have the rows of q");
   const std::vector<int64_t> columns{call.batch, call.heads, rows, 1};
   if (!shaped(m->dimensions(), columns) || !shaped(l->dimensions(), columns) ||
       !shaped(o->dimensions(), {call.batch, call.heads, rows, call.channels}))
@@ -69,8 +72,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
   call.q = q.typed_data(), call.counts = counts.typed_data();
   call.keys = static_cast<const char*>(keys.untyped_data());
   call.values = static_cast<const char*>(values.untyped_data());
-  call.seen = reinterpret_cast<const uint8_t*>(seen.typed_data());
-  call.scale = scale;
+  call.reach = reach.typed_data();
+  call.window = window, call.scale = scale, call.soft_cap = soft_cap;
   call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
   try {
     kvq::attend_prompt(call, kvq::best_kernels().attend_rows,
@@ -95,12 +98,14 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_exact_attention(XLA_FFI_CallFrame* fram
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .Arg<ffi::AnyBuffer>()
                              .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::Buffer<ffi::PRED>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Ret<ffi::Buffer<ffi::F32>>()
                              .Ret<ffi::Buffer<ffi::F32>>()
                              .Ret<ffi::Buffer<ffi::F32>>()
+                             .Attr<int64_t>("window")
                              .Attr<float>("scale")
+                             .Attr<float>("soft_cap")
                              .To(attend)
                              .release();
   return handler->Call(frame);

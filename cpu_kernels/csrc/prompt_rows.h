@@ -11,6 +11,7 @@
 
 #include "exact.h"
 #include "prompt.h"
+#include "soft_cap.h"
 
 namespace {
 
@@ -104,15 +105,18 @@ struct PromptAttention {
 
   void run() {
     load_queries();
-    for (int64_t at = 0; at < part.seen_count; at += kKeyBlock) {
+    const int64_t left = part.left[part.first], begin = part.begins[part.first];
+    for (int64_t at = left / kKeyBlock * kKeyBlock; at < part.seen_count; at += kKeyBlock) {
       const int64_t count = minimum(kKeyBlock, part.seen_count - at);
       load_block(count, [&](int64_t i) { return int64_t(part.seen[at + i]); });
-      add_block([&](int64_t) { return count; });
+      add_block([&](int64_t row) { return part.left[token_of(row)] - at; },
+                [&](int64_t) { return count; });
     }
     const int64_t most = part.counts[part.last - 1];
-    for (int64_t at = 0; at < most; at += kKeyBlock) {
+    for (int64_t at = begin / kKeyBlock * kKeyBlock; at < most; at += kKeyBlock) {
       load_block(minimum(kKeyBlock, most - at), [&](int64_t i) { return part.old + at + i; });
-      add_block([&](int64_t row) { return minimum(kKeyBlock, part.counts[token_of(row)] - at); });
+      add_block([&](int64_t row) { return part.begins[token_of(row)] - at; },
+                [&](int64_t row) { return minimum(kKeyBlock, part.counts[token_of(row)] - at); });
     }
     store_results();
   }
@@ -170,32 +174,39 @@ struct PromptAttention {
     return Type::load_at(some, 0);
   }
 
-  // Add the loaded block. seen(row) is how many of its keys a row sees, and may be negative.
-  template <class Seen>
-  void add_block(Seen seen) {
+  // Add the loaded block, of which a row sees the keys begin(row) .. end(row) - 1, within the block.
+  template <class Begin, class End>
+  void add_block(Begin begin, End end) {
     for (int64_t first = 0; first < tiled; first += kRowTile) {
-      const int64_t most = seen(first + kRowTile - 1);  // later tokens see no fewer
-      if (most <= 0) continue;
-      for (int64_t at = 0; at < most; at += kPanel)
+      // neither falls from one token to the next
+      const int64_t least = maximum(0, begin(first)) / kPanel * kPanel,
+                    most = end(first + kRowTile - 1);
+      if (most <= least) continue;
+      for (int64_t at = least; at < most; at += kPanel)
         multiply_columns(minimum(kColumns, (most - at + kLanes - 1) / kLanes), q + first * width,
                          width, keys + at * width, kPanel, scores + at, kKeyBlock, width, nullptr);
       float shrink[kRowTile];
       for (int64_t r = 0; r < kRowTile; r++)
-        shrink[r] = weigh_row(scores + r * kKeyBlock, maximum(0, seen(first + r)), most,
-                              m[first + r], l[first + r]);
+        shrink[r] =
+            weigh_row(scores + r * kKeyBlock + least, begin(first + r) - least,
+                      maximum(0, end(first + r) - least), most - least, m[first + r], l[first + r]);
       for (int64_t c = 0; c < width; c += kPanel)
-        multiply_columns(minimum(kColumns, (width - c) / kLanes), scores, kKeyBlock, values + c,
-                         width, o + first * width + c, width, most, shrink);
+        multiply_columns(minimum(kColumns, (width - c) / kLanes), scores + least, kKeyBlock,
+                         values + least * width + c, width, o + first * width + c, width,
+                         most - least, shrink);
     }
   }
 
-  // Turn the scores of a row into weights, 0 from `seen` to `most`. Returns what the sums of earlier
-  // blocks are multiplied by.
-  static float weigh_row(float* scores, int64_t seen, int64_t most, float& m, float& l) {
+  // Turn the scores of a row into weights, 0 before `begin` and from `end` to `most`. Returns what
+  // the sums of earlier blocks are multiplied by.
+  float weigh_row(float* scores, int64_t begin, int64_t end, int64_t most, float& m,
+                  float& l) const {
     const int64_t whole = (most + kLanes - 1) / kLanes * kLanes;
-    for (int64_t t = seen; t < whole; t++) scores[t] = kvq::kNegInf;
+    if (part.soft_cap > 0) cap_scores(scores, 0, whole, part.soft_cap * kLog2E);
+    for (int64_t t = 0; t < minimum(begin, whole); t++) scores[t] = kvq::kNegInf;
+    for (int64_t t = end; t < whole; t++) scores[t] = kvq::kNegInf;
     Floats top = splat(kvq::kNegInf);
-    for (int64_t t = 0; t < seen; t += kLanes) top = larger(top, load(scores + t));
+    for (int64_t t = 0; t < end; t += kLanes) top = larger(top, load(scores + t));
     const float block = largest_lane(top), largest = block > m ? block : m;
     if (largest == kvq::kNegInf) {  // nothing seen yet
       for (int64_t t = 0; t < whole; t += kLanes) store(scores + t, Floats{});

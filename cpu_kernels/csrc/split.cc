@@ -13,8 +13,15 @@ namespace {
 // the windows.
 constexpr int64_t kOfWindows = -1;
 
+// Neighbouring places of a body that some query sees. Places + offset are the numbers of tokens.
+struct Piece {
+  int64_t first, last, offset;
+  bool before;  // the last whole round of a ring
+};
+
 struct Task {
   int64_t row, head, span;
+  Piece piece;
 };
 
 // Floats of a task's result: m and l of each query row, then o.
@@ -26,10 +33,12 @@ class Job {
   // not report it.
   Job(const Call& call, AttendSpan kernel, int64_t helpers) : call_(call), kernel_(kernel) {
     for (int64_t b = 0; b < call.batch; b++) {
-      const int64_t live = live_tokens(b);
+      const std::vector<Piece> pieces = pieces_of(b);
       for (int64_t h = 0; h < call.heads; h++) {
-        if (call.windows.q) tasks_.push_back({b, h, kOfWindows});
-        for (int64_t s = 0; s * kSpan < live; s++) tasks_.push_back({b, h, s});
+        if (call.windows.q) tasks_.push_back({b, h, kOfWindows, {}});
+        for (const Piece& piece : pieces)
+          for (int64_t s = piece.first / kSpan; s * kSpan < piece.last; s++)
+            tasks_.push_back({b, h, s, piece});
       }
     }
     // Short tasks come last, so that threads end at about the same time.
@@ -59,10 +68,26 @@ class Job {
   }
 
  private:
-  int64_t live_tokens(int64_t b) const {
-    const int32_t* limits = call_.limits + b * call_.queries;
-    const int64_t largest = *std::max_element(limits, limits + call_.queries);
-    return std::max<int64_t>(0, std::min(largest, call_.capacity));
+  // The pieces of a row's body that hold what its queries see, within the arrays.
+  std::vector<Piece> pieces_of(int64_t b) const {
+    const int32_t *limits = call_.limits + b * call_.queries,
+                  *lower = call_.lower ? call_.lower + b * call_.queries : nullptr;
+    const int64_t end = *std::max_element(limits, limits + call_.queries),
+                  begin = lower ? std::max(0, *std::min_element(lower, lower + call_.queries)) : 0;
+    std::vector<Piece> pieces;
+    const auto add = [&](int64_t first, int64_t last, int64_t offset, bool before) {
+      first = std::max(first, begin - offset), last = std::min(last, end - offset);
+      if (first < last) pieces.push_back({first, last, offset, before});
+    };
+    const int64_t ring = call_.ring.tokens;
+    if (!ring) {
+      add(0, call_.capacity, 0, false);
+      return pieces;
+    }
+    const int64_t written = std::max(0, call_.ring.written[b]), newer = written % ring;
+    add(0, newer, written - newer, false);
+    add(newer, ring, written - newer - ring, true);
+    return pieces;
   }
 
   static Arrays arrays_of(const Side& side, int64_t b, int64_t h) {
@@ -118,7 +143,7 @@ class Job {
   }
 
   void run_task(int64_t i, int64_t worker) {
-    const auto [b, h, s] = tasks_[i];
+    const auto [b, h, s, piece] = tasks_[i];
     const Body &k = call_.keys.body, &v = call_.values.body;
     void* start = scratch_.data();
     size_t room = scratch_.size() * sizeof(float);
@@ -128,12 +153,17 @@ class Job {
     span.keys = arrays_of(call_.keys, b, h), span.values = arrays_of(call_.values, b, h);
     const Windows windows = s == kOfWindows ? windows_of(b, h) : Windows{};
     span.windows = s == kOfWindows ? &windows : nullptr;
-    span.q = (span.windows ? call_.windows.q : call_.q) +
-             (b * call_.heads + h) * call_.rows * k.head_dim();
+    const float* const q = span.windows                          ? call_.windows.q
+                           : piece.before && call_.ring.q_before ? call_.ring.q_before
+                                                                 : call_.q;
+    span.q = q + (b * call_.heads + h) * call_.rows * k.head_dim();
     span.limits = call_.limits + b * call_.queries;
+    span.lower = call_.lower ? call_.lower + b * call_.queries : nullptr;
+    span.scale = call_.scale, span.soft_cap = call_.soft_cap;
     span.rows = call_.rows, span.queries = call_.queries, span.capacity = call_.capacity;
     if (s != kOfWindows)
-      span.first = s * kSpan, span.last = std::min(live_tokens(b), (s + 1) * kSpan);
+      span.first = std::max(piece.first, s * kSpan),
+      span.last = std::min(piece.last, (s + 1) * kSpan), span.offset = piece.offset;
     span.scratch = static_cast<float*>(std::align(64, 64, start, room)) + worker * scratch();
     span.m = result, span.l = result + call_.rows, span.o = result + 2 * call_.rows;
     kernel_(span);

@@ -66,12 +66,24 @@ struct ExactSide {
   const uint8_t* seen = nullptr;  // [B, both windows' tokens]
 };
 
+// A body whose newer tokens take the places of older ones: token t lies at place t % tokens.
+struct Ring {
+  int64_t tokens = 0;                // 0 if the body is none
+  const int32_t* written = nullptr;  // [B]: tokens that were written so far
+  // [B, K, R, H]: queries for keys before RoPE that lie before the last whole round. The others
+  // are read by `Call::q`, and places count as positions.
+  const float* q_before = nullptr;
+};
+
 struct Call {
   Side keys;
   Side values;
   ExactSide windows;
-  const float* q;         // [B, K, R, H]
-  const int32_t* limits;  // [B, T]
+  Ring ring;
+  const float* q;                  // [B, K, R, H]
+  const int32_t* limits;           // [B, T]
+  const int32_t* lower = nullptr;  // [B, T], or null if all tokens below the limits are seen
+  float scale = 1, soft_cap = 0;   // Span of body.h
   int64_t batch, heads, rows, queries, capacity;
   float* m;  // [B, K, R]
   float* l;  // [B, K, R]

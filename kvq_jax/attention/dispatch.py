@@ -75,8 +75,7 @@ def unsupported(
 ) -> str | None:
     """Return, in one line, why none of these kernels can serve this layer's decode steps, or None
     if one can. The device is not considered."""
-    served = dataclasses.replace(plan.attention, window=None, soft_cap=None)
-    if plan.attention != (served if kernels == "native" else PLAIN):
+    if kernels == "pallas" and plan.attention != PLAIN:
         return f"attention with {plan.attention}; kernels compute softmax(q K^T / sqrt(H)) V"
     if plan.lse:
         return "kernels return no log-sum-exp"

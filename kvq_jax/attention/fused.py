@@ -98,7 +98,7 @@ def attend(
         return finished(
             [*of_windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch
         ).reshape(inputs.q_rot.shape)
-    part = _body_part(launch, plan, arguments)
+    part = _body_part(launch, plan, after.stats, arguments)
     if plan.regions.axis is not None:
         part = online_softmax.across(part, plan.regions.axis)
     if of_windows:
@@ -172,12 +172,14 @@ def _add_body(
     arguments = _body_arguments(
         view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits
     )
-    return online_softmax.merge(part, _body_part(launch, view.plan, arguments))
+    return online_softmax.merge(part, _body_part(launch, view.plan, view.stats, arguments))
 
 
-def _body_part(launch: Launch, plan: LayerPlan, arguments: BodyArguments) -> PartialAttention:
+def _body_part(
+    launch: Launch, plan: LayerPlan, stats: Sides, arguments: BodyArguments
+) -> PartialAttention:
     part = decode_attention(*arguments, capacity=plan.regions.held_capacity, launch=launch)
-    return part._replace(o=plan.v.kernels.summed(part.o))
+    return part._replace(o=plan.v.kernels.summed(stats[-1], part.o))
 
 
 def _body_arguments(

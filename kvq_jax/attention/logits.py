@@ -18,6 +18,16 @@ def attention_logits(
     return attention.soft_cap * jnp.tanh(logits / attention.soft_cap)
 
 
+def first_inside(
+    attention: Attention, sink: int, queries: Int[Array, "..."]
+) -> Int[Array, "..."] | None:
+    """Return the first body token inside the windows of queries at these positions, behind a sink
+    of so many tokens. None without a window."""
+    if attention.window is None:
+        return None
+    return jnp.maximum(queries - attention.window + 1 - sink, 0)
+
+
 def inside_window(
     attention: Attention, queries: Int[Array, "..."], positions: Int[Array, "..."]
 ) -> Bool[Array, "..."] | bool:

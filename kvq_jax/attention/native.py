@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from cpu_kernels import store
-from cpu_kernels.attention import NEAR, TOGETHER, WINDOW_DTYPES, ExactRows, decode_attention
+from cpu_kernels.attention import (
+    NEAR,
+    TOGETHER,
+    WINDOW_DTYPES,
+    ExactRows,
+    Ring,
+    decode_attention,
+)
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
+from kvq_jax.attention.logits import first_inside, inside_window
 from kvq_jax.codecs.codec import Codec, required_rope
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
-from kvq_jax.types.rope import Rope, cosines_and_sines
+from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 
@@ -37,18 +46,12 @@ def attend(
         return streaming.attend(plan, params, before, body, inputs, limits, read_body)
     batch, heads, _, head_dim = inputs.q_rot.shape
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
-    rows = _scaled(plan, rows)
     seen = _seen(plan, inputs, limits)
     windows = ExactRows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
-    part = _of_body(plan, params, after.stats, body, inputs.rope, rows, limits, windows)
+    view = BodyView(plan, params, after.stats, body, inputs.rope)
+    written = streaming.written_tokens(inputs, limits)
+    part = _of_body(view, written, rows, inputs.positions, limits, windows)
     return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
-
-
-def _scaled(plan: LayerPlan, rows: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-    """Return the queries by which the kernel's scale, H ** -0.5, becomes the layer's."""
-    if plan.attention.scale is None:
-        return rows
-    return rows.astype(jnp.float32) * (plan.attention.scale * plan.head_dim**0.5)
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> bool:
@@ -70,7 +73,8 @@ def _seen(plan: LayerPlan, inputs: LayerInputs, limits: PositionsBT) -> Bool[Arr
     start = inputs.positions[:, :1]
     tokens = start + inputs.valid[:, :1].astype(start.dtype)
     positions, real = streaming.window_slots(plan.regions, tokens)
-    return real & streaming.outside_body(plan.regions, positions, limits)
+    inside = inside_window(plan.attention, inputs.positions, positions)
+    return real & inside & streaming.outside_body(plan.regions, positions, limits)
 
 
 def read_body(
@@ -82,29 +86,68 @@ def read_body(
     """Return `part` with the body added, as `streaming.read_chunks` does, by the C++ kernel."""
     if not view.plan.regions.held_capacity:
         return part
-    arrays = view.params, view.stats, view.body, view.rope, _scaled(view.plan, rows)
-    of_body = _of_body(view.plan, *arrays, queries.limits, None)
+    stored = BodyView(view.plan, view.params, view.stats, view.body, view.rope)
+    of_body = _of_body(stored, view.written, rows, queries.positions, queries.limits, None)
     return online_softmax.merge(part, of_body)
 
 
+class BodyView(NamedTuple):
+    """The arrays of one layer's body."""
+
+    plan: LayerPlan
+    params: Tree
+    stats: Sides
+    body: Sides
+    rope: Rope | None
+
+
 def _of_body(
-    plan: LayerPlan,
-    params: Tree,
-    stats: Sides,
-    body: Sides,
-    rope: Rope | None,
+    view: BodyView,
+    written: LengthsB,
     rows: Float[Array, "B K R H"],
+    positions: PositionsBT,
     limits: PositionsBT,
     windows: ExactRows | None,
 ) -> PartialAttention:
-    capacity = plan.regions.held_capacity
-    keys, values = (_body_and_arrays(*side) for side in zip(plan.codecs, params, body, strict=True))
-    query = plan.k.query(params[0], stats[0], rows)
+    plan, regions, attention = view.plan, view.plan.regions, view.plan.attention
+    capacity = regions.held_capacity
+    sides = zip(plan.codecs, view.params, view.body, strict=True)
+    keys, values = (_body_and_arrays(*side) for side in sides)
+    query = plan.k.query(view.params[0], view.stats[0], rows)
     if keys[0].rotated:
-        keys = keys[0], [*keys[1], *_turns(rope, plan.regions.sink, capacity)]
-    counts = plan.regions.held(limits)
-    m, l, o = decode_attention(query, keys, values, counts, capacity=capacity, windows=windows)
-    return PartialAttention(m, l, plan.v.kernels.summed(o))
+        keys = keys[0], [*keys[1], *_turns(view.rope, regions.sink, capacity)]
+    ring = None
+    if regions.wraps:
+        ring = Ring(regions.slots * regions.block, written)
+        if keys[0].rotated:
+            query, before = _turned_back(ring, query, required_rope(view.rope))
+            ring = ring._replace(q_before=before)
+    lower = first_inside(attention, regions.sink, positions)
+    m, l, o = decode_attention(
+        query,
+        keys,
+        values,
+        regions.held(limits),
+        capacity=capacity,
+        windows=windows,
+        lower=None if lower is None else regions.held_before(lower),
+        ring=ring,
+        scale=attention.scale,
+        soft_cap=attention.soft_cap,
+    )
+    return PartialAttention(m, l, plan.v.kernels.summed(view.stats[-1], o))
+
+
+def _turned_back(
+    ring: Ring, query: Float[Array, "B K R H"], rope: Rope
+) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R H"]]:
+    """Return the queries for keys before RoPE in the last round of a ring, and in the round before.
+    The kernel takes places for positions: q . R(round + place) k = R(-round) q . R(place) k."""
+    begin = ring.written[:, None] // ring.tokens * ring.tokens
+    plain = dataclasses.replace(rope, attention_factor=jnp.ones((), jnp.float32))
+    rows = query.astype(jnp.float32).reshape(len(query), -1, 1, query.shape[-1])
+    now, before = (rotate(rows, at, plain) for at in (-begin, ring.tokens - begin))
+    return now.reshape(query.shape), before.reshape(query.shape)
 
 
 def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list[Array]]:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from cpu_kernels.exact_attention import DTYPES, MOST_CHANNELS, MOST_GROUP, exact_attention
 from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.attention import online_softmax, streaming
+from kvq_jax.attention.logits import first_inside
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
@@ -27,8 +28,6 @@ def serves(plan: LayerPlan, query_heads: int, dtype: DTypeLike) -> bool:
     differences from the layer below, of which single layers have no vectors."""
     return (
         plan.cross_layer is None
-        and plan.attention.window is None
-        and plan.attention.soft_cap is None
         and jnp.dtype(dtype).name in DTYPES
         and plan.head_dim <= MOST_CHANNELS
         and query_heads // plan.heads <= MOST_GROUP
@@ -52,15 +51,30 @@ def attend(
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads * tokens, head_dim)
     old = view.keys.shape[2] - tokens
     outside = streaming.outside_body(plan.regions, view.positions[:, :old], limits[:, :1])
+    reach = _reach(plan, inputs, view.positions[:, :old], view.real[:, :old] & outside)
     real = jnp.sum(inputs.valid, axis=1, keepdims=True, dtype=jnp.int32)
     counts = jnp.minimum(jnp.arange(1, tokens + 1, dtype=jnp.int32)[None], real)
-    part = _attention(plan, rows, view.keys, view.values, view.real[:, :old] & outside, counts)
+    part = _attention(plan, rows, view.keys, view.values, reach, counts)
     if plan.regions.axis is None:
-        part = _add_body(view, rows, limits, part)
+        part = _add_body(view, inputs, rows, limits, part)
     else:  # the windows are on every shard of the body
-        of_shard = _add_body(view, rows, limits, online_softmax.empty(*rows.shape))
+        of_shard = _add_body(view, inputs, rows, limits, online_softmax.empty(*rows.shape))
         part = online_softmax.merge(part, online_softmax.across(of_shard, plan.regions.axis))
     return streaming.finished(plan, part, inputs.q_rot, inputs.sinks)
+
+
+def _reach(
+    plan: LayerPlan,
+    inputs: LayerInputs,
+    positions: Int[Array, "B E"],
+    seen: Bool[Array, "B E"],
+) -> Int[Array, "B E"]:
+    """Return how many of the prompt's tokens see older ones at these positions: all, or those with
+    the position inside their windows."""
+    start, tokens = inputs.positions[:, :1], inputs.positions.shape[1]
+    window = plan.attention.window
+    reach = tokens if window is None else positions + window - start
+    return jnp.where(seen, reach, 0)
 
 
 def _attention(
@@ -68,25 +82,28 @@ def _attention(
     rows: Float[Array, "B K R H"],
     keys: Float[Array, "B K E H"],
     values: Float[Array, "B K E H"],
-    seen: Bool[Array, "B E0"],
+    reach: Int[Array, "B E0"],
     counts: Int[Array, "B T"],
 ) -> PartialAttention:
     if keys.dtype != values.dtype:
         keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
-    scale = plan.attention.factor(rows.shape[-1])
-    return PartialAttention(*exact_attention(rows, keys, values, seen, counts, scale=scale))
+    attention = plan.attention
+    options = {"scale": attention.factor(rows.shape[-1]), "soft_cap": attention.soft_cap}
+    part = exact_attention(rows, keys, values, reach, counts, window=attention.window, **options)
+    return PartialAttention(*part)
 
 
 def _add_body(
     view: streaming.View,
+    inputs: LayerInputs,
     rows: Float[Array, "B K R H"],
     limits: PositionsBT,
     part: PartialAttention,
 ) -> PartialAttention:
     """Return `part` with the body added: dequantize one chunk after the other, once for all
-    queries."""
+    queries. Chunks before the windows of all queries are skipped."""
     plan, regions = view.plan, view.plan.regions
-    size = regions.held_capacity
+    size = regions.slots * regions.block if regions.wraps else regions.held_capacity
     if not size:
         return part
     chunk = streaming.chunk_tokens(regions.block, size, rows[:, :, :1], plan.row_width)
@@ -94,8 +111,9 @@ def _add_body(
 
     def step(i: Array, part: PartialAttention) -> PartialAttention:
         at, fresh = streaming.chunk_at(i, chunk, size)
-        index = regions.body_token(at + jnp.arange(chunk, dtype=jnp.int32))
-        positions = jnp.broadcast_to(regions.sink + index[None], (len(rows), chunk))
+        index = regions.tokens_at(at + jnp.arange(chunk, dtype=jnp.int32), view.written)
+        positions = regions.sink + jnp.maximum(index, 0)
+        positions = jnp.broadcast_to(positions, (len(rows), chunk))
 
         def vectors(side: int) -> RowsBKTH:
             home = 0 if plan.joint else side
@@ -106,7 +124,14 @@ def _add_body(
             return codec.vectors(params, cached, positions, view.rope)
 
         keys, values = vectors(0), vectors(1)
-        seen = (index[None] < limits[:, :1]) & fresh[None]
-        return online_softmax.merge(part, _attention(plan, rows, keys, values, seen, none))
+        seen = (index >= 0) & (index < limits[:, :1]) & fresh[None]
+        reach = _reach(plan, inputs, positions, seen)
+        return online_softmax.merge(part, _attention(plan, rows, keys, values, reach, none))
 
-    return lax.fori_loop(0, -(-jnp.max(regions.held(limits)) // chunk), step, part)
+    begin, end = jnp.int32(0), jnp.max(regions.held(limits))
+    if regions.wraps:
+        end = jnp.minimum(end, size)
+    elif plan.attention.window is not None:
+        lower = first_inside(plan.attention, regions.sink, inputs.positions[:, 0])
+        begin = jnp.min(regions.held_before(lower)) // chunk
+    return lax.fori_loop(begin, -(-end // chunk), step, part)

@@ -175,9 +175,14 @@ def view_of(
     keys, values = vectors
     # a masked token has weight 0, but 0 * nan is nan
     values = jnp.where(real[:, None, :, None], values, 0)
-    written = jnp.max(jnp.where(inputs.valid, limits, 0), axis=1)
+    written = written_tokens(inputs, limits)
     arrays = windows.stats, body, inputs.rope, inputs.sinks, keys, values
     return View(plan, params, *arrays, written, positions, real)
+
+
+def written_tokens(inputs: LayerInputs, limits: PositionsBT) -> LengthsB:
+    """Return how many tokens were written to the body that queries with these limits read."""
+    return jnp.max(jnp.where(inputs.valid, limits, 0), axis=1)
 
 
 def window_slots(

@@ -23,7 +23,8 @@ from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.types.array_types import Tree
 
-Sum: TypeAlias = Callable[[Float[Array, "B K R H"]], Float[Array, "B K R H"]]
+# (statistics of the values, sums) -> weights . v
+Sum: TypeAlias = Callable[[Tree, Float[Array, "B K R H"]], Float[Array, "B K R H"]]
 
 
 class KernelJob(NamedTuple):
@@ -62,9 +63,11 @@ class Kernels:
     writer: Callable[[Tree, Tree, bool], KernelJob | KernelWriter | None] = by_xla
     sum: Sum | None = None
 
-    def summed(self, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+    def summed(
+        self, stats: Tree, weighted: Float[Array, "B K R H"]
+    ) -> Float[Array, "B K R H"]:
         """Return weights . v from the sums of the kernels."""
-        return weighted if self.sum is None else self.sum(weighted)
+        return weighted if self.sum is None else self.sum(stats, weighted)
 
 
 def unserved(gpu: str, cpu: str | None = None) -> Kernels:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cpu_kernels.body import RUN_WIDTHS, Affine, Body
 from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.float_array import FloatFormat
 from kvq_jax.arrays.grouped_array import GroupFormat
 from pallas_kernels.tiles.layout import PlaneLayout
 
@@ -89,6 +90,25 @@ def polar(
         form="polar",
         angle_bits=angle_bits,
         root=root,
+    )
+
+
+def floats(format: FloatFormat, *, pre_rope: bool = False) -> Body | str:
+    """Describe small floats, or say in one line why kernels cannot read them. Those of 4 bits are
+    looked up in a table."""
+    layout = format.layout
+    if reason := _unsupported(layout, pre_rope=pre_rope):
+        return reason
+    if format.scale == "none":
+        return _body(layout, "channels", 1, form="floats", rotated=pre_rope)
+    return _body(
+        layout,
+        "channel groups",
+        format.group,
+        scale_dtype=format.scale,
+        centre=0,
+        table=True,
+        rotated=pre_rope,
     )
 
 

@@ -91,9 +91,11 @@ class Rotating(Wrapper):
         if not self._commutes:
             return unserved(BEFORE_ROPE)
         kernels: Kernels = self.inner.kernels
-        return dataclasses.replace(
-            kernels, writer=by_xla, sum=lambda sums: turn_back(kernels.summed(sums))
-        )
+
+        def turned_back(stats: Tree, sums: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+            return turn_back(kernels.summed(stats, sums))
+
+        return dataclasses.replace(kernels, writer=by_xla, sum=turned_back)
 
     def describe(self) -> dict[str, Any]:
         return self.inner.describe() | {"rotate": True}

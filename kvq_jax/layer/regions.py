@@ -137,6 +137,13 @@ class Regions:
             return token
         return token // (self.block * self.shards) * self.block + token % self.block
 
+    def held_before(self, token: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return how many of the body tokens that this shard holds lie before `token`."""
+        if self.shards == 1:
+            return token
+        whole = token // self.block * self.block
+        return self.held(whole) + jnp.where(self.holds(whole), token - whole, 0)
+
     def place(self, block: Int[Array, "..."]) -> Int[Array, "..."]:
         """Return the place of a block among the blocks of the shard that holds it."""
         if not self.wraps:

@@ -53,6 +53,7 @@ struct StoredSide {
   std::vector<float> table, steps, near, far, run_steps, factors, mean, synthesis;
   std::vector<uint16_t> runs[kRunWidths][3];
   std::vector<int8_t> exponent;
+  std::vector<uint8_t> codes;
   std::vector<int32_t> place;
   Side side;
 };
@@ -137,11 +138,18 @@ static void fill(StoredSide& s, Body body, int64_t batch, int64_t heads, int64_t
     s.side.words[set] = {reinterpret_cast<const char*>(s.words[set].data()), 2 * head * heads,
                          2 * head};
   }
+  if (body.form == kFloats) return;
   const int64_t head = body.affine == kChannelGroups ? body.channels / body.group * capacity
                        : body.affine == kTokenGroups ? capacity / body.group * body.channels
                                                      : body.channels;
   const int64_t rows = body.affine == kChannels ? 1 : batch,
                 row = body.affine == kChannels ? 0 : 2 * head * heads / body.heads;
+  if (body.scale_type == kE8M0 || body.scale_type == kE4M3) {
+    s.codes = random_array<uint8_t>(batch * heads * head, 0x7F);
+    s.side.scale = {reinterpret_cast<const char*>(s.codes.data()), head * heads, head};
+    s.table.assign(16, 0.5f), s.side.table = s.table.data();
+    return;
+  }
   s.scale = random_array<uint16_t>(rows * heads / body.heads * head, 0x2FFF);
   s.zero = random_array<uint16_t>(rows * heads / body.heads * head, 0x2FFF);
   s.side.scale = {reinterpret_cast<const char*>(s.scale.data()), row, 2 * head};
@@ -173,7 +181,49 @@ static Output run(Call call, AttendSpan kernel, int helpers) {
   return out;
 }
 
-static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, int64_t queries) {
+// Return 0 if the kernels agree about this call, and the number of threads changes nothing.
+static int compare(const Call& call, const char* name) {
+  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3),
+               best = run(call, best_kernels().attend_span, 2);
+  double difference = 0, size = 0;
+  for (size_t i = 0; i < one.o.size(); i++) {
+    difference += std::pow(double(best.o[i]) - one.o[i], 2);
+    size += std::pow(double(one.o[i]), 2);
+  }
+  const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) &&
+                    !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
+  if (same && size > 0 && difference <= 1e-10 * size) return 0;
+  const Body& k = call.keys.body;
+  std::printf("%s, form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", name,
+              int(k.form), int(k.bits), int(k.channels), int(call.rows),
+              same ? "threads agree" : "threads differ", difference, size);
+  return 1;
+}
+
+// The same call with lower limits, a soft cap and, in a ring, places that were written twice.
+static int compare_windowed(Call call, int64_t block) {
+  std::vector<int32_t> written{int32_t(2 * call.capacity), int32_t(block)}, lower, limits;
+  const int64_t ring = call.capacity - block;
+  for (int64_t b = 0; b < call.batch; b++)
+    for (int64_t t = call.queries - 1; t >= 0; t--) {
+      limits.push_back(int32_t(written[b] - t));
+      lower.push_back(int32_t(written[b] - t - (ring - block / 2)));
+    }
+  call.lower = lower.data(), call.limits = limits.data(), call.soft_cap = 3;
+  std::vector<float> q(call.q,
+                       call.q + call.batch * call.heads * call.rows * call.keys.body.head_dim());
+  std::reverse(q.begin(), q.end());
+  call.ring = {ring, written.data(), call.keys.body.rotated ? q.data() : nullptr};
+  int failures = compare(call, "ring");
+  call.ring = {};
+  for (auto* bounds : {&limits, &lower})
+    for (auto& x : *bounds) x -= int32_t(call.capacity);
+  failures += compare(call, "window");
+  return failures;
+}
+
+static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, int64_t queries,
+                 int64_t block) {
   const int64_t batch = 2, heads = 2;
   StoredSide keys, values;
   fill(keys, k, batch, heads, capacity);
@@ -202,21 +252,9 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
     call.windows.q = exact_q.data(), call.windows.type = kBfloat16, call.windows.seen = seen.data();
   }
   call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries,
-  call.capacity = capacity;
-  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3),
-               best = run(call, best_kernels().attend_span, 2);
-  double difference = 0, size = 0;
-  for (size_t i = 0; i < one.o.size(); i++) {
-    difference += std::pow(double(best.o[i]) - one.o[i], 2);
-    size += std::pow(double(one.o[i]), 2);
-  }
-  const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) &&
-                    !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
-  if (same && size > 0 && difference <= 1e-10 * size) return 0;
-  std::printf("form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", int(k.form),
-              int(k.bits), int(k.channels), int(rows), same ? "threads agree" : "threads differ",
-              difference, size);
-  return 1;
+  call.capacity = capacity, call.scale = 1 / std::sqrt(float(k.head_dim()));
+  static int64_t calls = 0;  // the windowed calls of every fifth layout, to save time
+  return compare(call, "whole") + (++calls % 5 ? 0 : compare_windowed(call, block));
 }
 
 int main(int count, char** arguments) {
@@ -243,8 +281,8 @@ int main(int count, char** arguments) {
             v.affine = kChannels, v.group = 1, v.heads = 1, v.centre = -1;
             k.heads = 1, k.group = channels / 4;
           }
-          failures +=
-              check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows, rows == 6 ? 3 : 1);
+          failures += check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows,
+                            rows == 6 ? 3 : 1, block);
           checked++;
         }
   for (int64_t channels : {8, 64, 80})
@@ -258,12 +296,22 @@ int main(int count, char** arguments) {
         polar.form = kPolar, polar.affine = kTokenGroups, polar.group = block, polar.angle_bits = 4,
         polar.centre = -1;
         for (Body* body : {&k, &v, &whole, &polar}) body->heads = 1;
-        failures += check(k, v, block * 9, rows, 1) +
-                    check(polar, whole, block * 9, rows, rows == 7 ? 7 : 1);
+        failures += check(k, v, block * 9, rows, 1, block) +
+                    check(polar, whole, block * 9, rows, rows == 7 ? 7 : 1, block);
         v.affine = kChannels, v.group = 1;
-        failures += check(whole, v, block * 9, rows, 1);
+        failures += check(whole, v, block * 9, rows, 1, block);
         checked += 3;
       }
+  for (int64_t channels : {16, 64, 80})  // small floats
+    for (int64_t rows : {1, 7}) {
+      Body k = layout(8, channels, 32), v = layout(4, channels, 32);
+      k.form = kFloats, k.affine = kChannels, k.group = 1, k.rotated = rows == 1;
+      v.affine = kChannelGroups, v.group = 16, v.table = 1;
+      v.scale_type = channels == 64 ? kE8M0 : kE4M3;
+      k.heads = v.heads = 1;
+      failures += check(k, v, 32 * 9, rows, 1, 32) + check(v, k, 32 * 9, rows, 1, 32);
+      checked += 2;
+    }
   for (int64_t channels : {16, 64, 80})
     for (int64_t block : {16, 32})
       for (int64_t rows : {1, 4, 7}) {
@@ -275,7 +323,7 @@ int main(int count, char** arguments) {
         k.run_channels[0] = channels / 4;
         v.run_channels[6] = 4, v.run_channels[3] = channels / 2,
         v.run_channels[1] = channels / 2 - 4;
-        failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
+        failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
         checked++;
       }
   for (int64_t block : {8, 16, 32})  // whole registers of words
@@ -289,7 +337,7 @@ int main(int count, char** arguments) {
       v.run_channels[7] = 8, v.run_channels[3] = 16, v.run_channels[1] = 40;
       if (block > 8)
         k.run_channels[6] = 16, k.run_channels[2] = 8, v.run_channels[4] = 8, v.run_channels[0] = 8;
-      failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
+      failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1, block);
       checked++;
     }
   std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernels().name, failures);

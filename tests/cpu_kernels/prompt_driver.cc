@@ -19,7 +19,7 @@ static float random_float() {
 }
 
 struct Shape {
-  int64_t batch, heads, group, queries, old, channels, type;
+  int64_t batch, heads, group, queries, old, channels, type, window;
 };
 
 struct Output {
@@ -54,14 +54,15 @@ static int check(const Shape& s) {
     }
   };
   fill(keys, short_keys), fill(values, short_values);
-  std::vector<uint8_t> seen(s.batch * s.old);
-  for (size_t i = 0; i < seen.size(); i++) seen[i] = i % 3 != 1;
+  std::vector<int32_t> reach(s.batch * s.old);
+  for (size_t i = 0; i < reach.size(); i++)
+    reach[i] = i % 3 == 1 ? 0 : int32_t(s.window ? i * 7 % (s.queries + 2) : s.queries);
   std::vector<int32_t> counts(s.batch * s.queries);
   for (int64_t i = 0; i < int64_t(counts.size()); i++)
     counts[i] = int32_t(i % s.queries) + (i < s.queries ? 1 : 0);
   PromptCall call{};
   const bool whole = s.type == kFloat32;
-  call.q = q.data(), call.seen = seen.data(), call.counts = counts.data(), call.type = s.type;
+  call.q = q.data(), call.reach = reach.data(), call.counts = counts.data(), call.type = s.type;
   call.keys =
       whole ? reinterpret_cast<char*>(keys.data()) : reinterpret_cast<char*>(short_keys.data());
   call.values =
@@ -69,6 +70,7 @@ static int check(const Shape& s) {
   call.batch = s.batch, call.heads = s.heads, call.group = s.group, call.queries = s.queries;
   call.channels = s.channels, call.old = s.old, call.fresh = s.queries;
   call.scale = 1 / std::sqrt(float(s.channels));
+  call.window = s.window, call.soft_cap = s.window ? 1.5f : 0;
   const Output one = run(call, attend_rows_baseline, 0), many = run(call, attend_rows_baseline, 3),
                best = run(call, best_kernels().attend_rows, 2);
   double difference = 0, between = 0, size = 0;
@@ -77,11 +79,15 @@ static int check(const Shape& s) {
     std::vector<double> o(s.channels), scores(tokens);
     double most = -1e30, total = 0;
     for (int64_t i = 0; i < tokens; i++) {
-      const bool visible = i < s.old ? seen[b * s.old + i] : i - s.old < counts[b * s.queries + t];
+      const bool visible = i < s.old ? reach[b * s.old + i] > t
+                                     : i - s.old < counts[b * s.queries + t] &&
+                                           (!s.window || i - s.old > t - s.window);
       double score = 0;
       for (int64_t c = 0; c < s.channels; c++)
         score += double(q[row * s.channels + c]) * keys[(pair * tokens + i) * s.channels + c];
-      scores[i] = visible ? score * call.scale : -1e30;
+      score *= call.scale;
+      if (call.soft_cap > 0) score = call.soft_cap * std::tanh(score / call.soft_cap);
+      scores[i] = visible ? score : -1e30;
       most = std::fmax(most, scores[i]);
     }
     for (int64_t i = 0; i < tokens; i++) {
@@ -113,7 +119,8 @@ int main() {
     for (int64_t channels : {8, 20, 64, 80, 128})
       for (int64_t queries : {1, 5, 70, 131})
         for (int64_t old : {0, 3, 300}) {
-          failures += check({2, 2, queries % 2 ? 3 : 1, queries, old, channels, type});
+          const int64_t window = (checked % 3 + checked / 3) % 2 ? 20 : 0;  // every other one
+          failures += check({2, 2, queries % 2 ? 3 : 1, queries, old, channels, type, window});
           checked++;
         }
   std::printf("%d prompts, kernel %s, %d failures\n", checked, best_kernels().name, failures);

@@ -48,7 +48,8 @@ def definition(q, keys, values, seen, counts) -> np.ndarray:
 
 @jax.jit
 def attention(q, keys, values, seen, counts):
-    m, l, o = exact_attention(q, keys, values, seen, counts, scale=q.shape[3] ** -0.5)
+    reach = jnp.where(seen, counts.shape[1], 0)
+    m, l, o = exact_attention(q, keys, values, reach, counts, scale=q.shape[3] ** -0.5)
     return m, l, o / jnp.maximum(l, 1e-30)
 
 
@@ -125,3 +126,51 @@ def test_arrays_that_do_not_fit_are_an_error_of_xla():
     q, keys, values, seen, counts = prompt(1, 8, 4, 16, "float32")
     with pytest.raises(Exception, match="keys and values must be of fp32"):
         attention(q, keys, values.astype(np.float16), seen, counts)
+
+
+@jax.jit
+def windowed(q, keys, values, reach, counts):
+    m, l, o = exact_attention(
+        q, keys, values, reach, counts, scale=q.shape[3] ** -0.5, window=WINDOW, soft_cap=CAP
+    )
+    return o / jnp.maximum(l, 1e-30)
+
+
+WINDOW, CAP = 20, 2.0
+
+
+def windowed_definition(q, keys, values, reach, counts, window: int, cap: float) -> np.ndarray:
+    new, tokens = keys.shape[2] - reach.shape[1], np.arange(counts.shape[1])[:, None]
+    old = reach[:, None] > tokens
+    fresh = (np.arange(new) < counts[..., None]) & (np.arange(new) > tokens - window)
+    mask = np.tile(np.concatenate([old, fresh], axis=2), (1, q.shape[2] // len(tokens), 1))[:, None]
+    scores = np.einsum("bkrh,bkeh->bkre", q.astype(float), keys.astype(float)) * q.shape[3] ** -0.5
+    scores = np.where(mask, cap * np.tanh(scores / cap), -1e30)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * mask
+    total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    return np.einsum("bkre,bkeh->bkrh", weights / total, values.astype(float))
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "old", "channels", "dtype"),
+    [(3, 70, 40, 64, "float32"), (4, 300, 0, 80, "bfloat16"), (1, 610, 300, 128, "float32")],
+)
+def test_windows_and_soft_caps_are_as_defined(
+    group: int, tokens: int, old: int, channels: int, dtype: str
+):
+    q, keys, values, seen, counts = prompt(group, tokens, old, channels, dtype)
+    reach = np.where(seen, np.arange(old)[::-1] * 7 % (tokens + 5), 0).astype(np.int32)
+    arrays = q, keys, values, reach, counts
+    out = np.asarray(windowed(*arrays))
+    assert relative_error(out, windowed_definition(*arrays, WINDOW, CAP)) < 2e-6
+    for window, cap in ((WINDOW + 1, CAP), (WINDOW - 1, CAP), (WINDOW, 1e6)):
+        wrong = windowed_definition(*arrays, window, cap)
+        assert relative_error(out, wrong) > 1e-4, f"{window=}, {cap=} passes"
+    if old:
+        later = windowed_definition(q, keys, values, reach - 1, counts, WINDOW, CAP)
+        assert relative_error(out, later) > 1e-4, "older rows that are left too early pass"
+    hidden = np.concatenate([reach == 0, np.zeros((2, tokens), bool)], axis=1)
+    hidden[1, old + tokens - 3 :] = True
+    nan = np.asarray(np.nan, keys.dtype)
+    spoiled = [np.where(hidden[:, None, :, None], nan, side) for side in (keys, values)]
+    np.testing.assert_array_equal(windowed(q, *spoiled, reach, counts), out)

@@ -9,6 +9,7 @@ The scale of a sequence multiplies neither keys nor values, but the query and th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -16,10 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays import float_array
 from kvq_jax.arrays.float_array import LARGEST_INPUT, FloatArray, FloatFormat
+from kvq_jax.arrays.minifloats import decode
+from kvq_jax.codecs import native_bodies
 from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.facts import Facts
-from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.kernels import Kernels
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
@@ -104,10 +107,21 @@ class FloatCodec(OneSideCodec):
 
     @property
     def kernels(self) -> Kernels:
-        return unserved(
-            "small floats, which no GPU kernel of kvq reads",
-            "small floats, which no CPU kernel reads",
+        return Kernels(
+            lambda: "small floats, which no GPU kernel of kvq reads",
+            functools.partial(native_bodies.floats, self.format, pre_rope=self.pre_rope),
+            self._kernel_arrays,
+            sum=None if self.sequence == "none" else self._summed,
         )
+
+    def _kernel_arrays(self, params: Tree, body: FloatArray) -> list[Array]:
+        if body.scale is None:
+            return [*body.words]
+        codes = jnp.arange(1 << self.format.element.bits, dtype=jnp.uint16)
+        return [*body.words, decode(codes, self.format.element), body.scale]
+
+    def _summed(self, stats: Tree, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+        return self._scaled(weighted, stats)
 
     def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the first

@@ -77,7 +77,7 @@ def _print(result: dict[str, Any], cache: str) -> None:
                 run[0]["reason"] or "",
                 *sides,
                 *(
-                    f"no: {run[0][name]}" if run[0][name] else "yes"
+                    f"XLA: {run[0][name]}" if run[0][name] else "kernel"
                     for name in ("no_kernel", "no_native_kernel")
                 ),
             )
@@ -88,7 +88,7 @@ def _print(result: dict[str, Any], cache: str) -> None:
         f" {regions['block']}"
     )
     print_table(
-        title, ("layers", "is", "because", "keys", "values", "GPU kernel", "CPU kernel"), rows
+        title, ("layers", "is", "because", "keys", "values", "on a GPU", "on a CPU"), rows
     )
     biases = [
         (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values()))

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import kvq_jax as kvq
+from kvq_jax.attention import dispatch
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
@@ -29,6 +30,7 @@ REFERENCE_DIMS = (
 )
 
 REFERENCE_CONTEXT = 32768
+KERNELS: tuple[dispatch.Kernels, ...] = ("pallas", "native")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -78,6 +80,7 @@ def describe(method: Method) -> dict[str, Any]:
             spec: resident.by_batch(spec, REFERENCE_DIMS, REFERENCE_CONTEXT, CACHE_DTYPE)
             for spec in specs
         },
+        "read_by": dict(zip(("gpu", "cpu"), _readers(method.name), strict=True)),
         "windows": dataclasses.asdict(method.windows()),
         "prompt_statistics": kvq.cache.has_prompt_statistics(method.name, REFERENCE_DIMS),
         "presets": dict(method.presets),
@@ -92,6 +95,13 @@ def describe(method: Method) -> dict[str, Any]:
             for f in method.options()
         ],
     }
+
+
+def _readers(spec: str) -> list[str]:
+    """Return what reads this cache on a GPU, and on a CPU."""
+    plan = kvq.cache.layout(spec, REFERENCE_DIMS, 1, REFERENCE_CONTEXT).plans[-1]
+    heads = REFERENCE_DIMS.num_attention_heads
+    return ["xla" if dispatch.unsupported(plan, heads, 1, name) else name for name in KERNELS]
 
 
 def _print_method(method: dict[str, Any]) -> None:
@@ -113,6 +123,7 @@ def _print_method(method: dict[str, Any]) -> None:
         f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']},"
         f" block {windows['block']} tokens"
     )
+    print_line(f"  read by {method['read_by']['gpu']} on a GPU, {method['read_by']['cpu']} on a CPU")
     for name, options in method["presets"].items():
         print_line(f"  preset={name}: {options}")
     rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]

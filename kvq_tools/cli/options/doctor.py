@@ -9,7 +9,7 @@ from kvq_tools.cli.options import shared, values
 DESCRIPTION = """\
 Explains layer by layer what a cache will apply to a model, what it leaves in
 full precision, and why: resolved bits and groups, packing and its padding,
-skipped layers, and whether the GPU and CPU kernels can read it. Looks at
+skipped layers, and whether a kernel or XLA reads it, and why. Looks at
 head_dim, QK-norm, RoPE, the sliding window and the bias of the key projection,
 and warns of known problems. Says whether the cache needs a calibration, and
 whether the one given fits this cache and model. Of the weights, it reads only

@@ -11,7 +11,8 @@ Lists every cache method: what it does, its source, its options with defaults
 and allowed values, its full-precision windows, and the average bits that it
 stores per element of the quantized body (including scales, zero points and
 padding, but not windows) at head_dim 128, and resident bytes: the cache, what
-the method adds to the model, and the working memory of a step."""
+the method adds to the model, and the working memory of a step. Says whether a
+kernel or XLA reads its cache on a GPU and on a CPU."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from cpu_kernels.library import unavailable
-from kvq_jax.attention import prompt, reference
+from kvq_jax.attention import reference
 from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.layer.attention import Attention
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -24,7 +23,6 @@ from tests.kvq_jax.layer_runs import (
     agrees,
     boundary_lengths,
     decode,
-    decode_natively,
     decode_vectors,
     parameters_of,
     prefill,
@@ -169,38 +167,13 @@ def test_a_window_that_holds_the_whole_cache_is_none():
         assert plan.regions.sink == (kvq.parse("kivi:bits=4").sink if kept is None else 0)
 
 
-def test_kernels_are_not_chosen_for_other_attention():
+def test_gpu_kernels_are_not_chosen_for_other_attention():
     for field, value in (("window", 8), ("scale", 0.5), ("soft_cap", 3.0), ("sinks", True)):
         plan, _ = empty("kivi:bits=4,block=16", Attention(**{field: value}))
-        for kernels in ("native", "pallas"):
-            reason = unsupported(plan, DIMS.num_attention_heads, 1, kernels)
-            if kernels == "native" and field in ("scale", "sinks"):
-                assert reason is None
-                continue
-            assert reason is not None
-            assert f"{field}={value}" in reason
-        served = prompt.serves(plan, DIMS.num_attention_heads, "float32")
-        assert served == (field in ("scale", "sinks")), field
-
-
-@pytest.mark.skipif(unavailable() is not None, reason="no CPU kernel here")
-@cases("kivi2", "kivi3_k8_pre_rope", usual=("kivi2",))
-def test_the_native_kernel_scales_and_has_sinks(case: MethodCase):
-    attention = Attention(scale=0.4, sinks=True)
-    plan, state = empty(case.spec, attention)
-    tokens, lengths = tokens_with_sinks(), boundary_lengths(plan)
-    start = np.maximum(lengths - STEP, 0).astype(np.int32)
-    _, before = run(plan, state, tokens, start, start)
-    for count in (1, STEP):
-        inputs = tokens.window(start, np.minimum(start + count, lengths), count)
-        arrays = parameters_of(plan), before, inputs, ()
-        want, _, _ = decode(plan, *arrays)
-        found, _, _ = decode_natively(plan, *arrays)
-        real = np.broadcast_to(np.asarray(inputs.valid)[:, None], want.shape[:3])
-        assert agrees(found, np.asarray(want), ROUNDING, real), f"{count=}"
-    other = dataclasses.replace(plan, attention=Attention(sinks=True))
-    found, _, _ = decode_natively(other, *arrays)
-    assert not agrees(found, np.asarray(want), ROUNDING, real), "another scale passes"
+        assert unsupported(plan, DIMS.num_attention_heads, 1, "native") is None
+        reason = unsupported(plan, DIMS.num_attention_heads, 1, "pallas")
+        assert reason is not None
+        assert f"{field}={value}" in reason
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,11 @@ def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
 def test_methods_lists_every_method_with_its_declared_options(run, run_json):
     found = {method["name"]: method for method in run_json("methods")["methods"]}
     assert list(found) == list(kvq.methods.METHODS)
+    by_xla = {name for name, method in found.items() if method["read_by"]["cpu"] == "xla"}
+    assert by_xla == {"gear", "xquant", "xquant_cl", "zipcache"}
+    assert found["fp8"]["read_by"] == {"gpu": "xla", "cpu": "native"}
     _, text, _ = run("methods")
+    assert "read by xla on a GPU, native on a CPU" in text
     for name, method in kvq.methods.METHODS.items():
         assert f"{name}: {method.summary}" in text
         for option in found[name]["options"]:

@@ -76,3 +76,17 @@ def test_doctor_warns_of_what_a_config_implies(tmp_path, run_json, fields, cache
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     warnings = run_json("doctor", tmp_path, "--cache", cache)["warnings"]
     assert any(warning in w for w in warnings), warnings
+
+
+def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
+    served = run_json("doctor", EMBEDDED, "--cache", "kivi:bits=4")
+    assert {layer["no_kernel"] for layer in served["layers"]} == {None}
+    spec = "kivi:bits=4,group_size=16"
+    refused = run_json("doctor", EMBEDDED, "--cache", spec)
+    assert all(
+        layer["no_kernel"] == "k: blocks of 16 tokens; kernels read spans of 32"
+        for layer in refused["layers"]
+    )
+    assert "XLA: k: blocks of 16 tokens" in " ".join(
+        run("doctor", EMBEDDED, "--cache", spec)[1].split()
+    )
