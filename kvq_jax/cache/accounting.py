@@ -72,7 +72,9 @@ def bits_per_element(
     return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
 
 
-def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
+def body_bits_per_element(
+    spec: CacheSpec | str, config: ModelDims, capacity: int | None = None
+) -> float:
     """Return the stored bits of a body element, averaged over layers and sides. Papers call this
     average bits, without windows. Exact, counted from the arrays of whole blocks.
 
@@ -81,17 +83,25 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
     Args:
         spec: the cache, or its text.
         config: the model's config, or its `CacheDims`.
+        capacity: S in tokens. Layers then count in proportion to the body tokens that they have
+            room for, fewer in layers with sliding windows. Default: all layers count alike.
 
     Raises:
         ValueError: as `init_cache`.
     """
     bits = elements = 0
-    for plan, layers in Counter(plans_for(spec, config, "bfloat16")).items():
+    for plan, layers in Counter(plans_for(spec, config, "bfloat16", capacity or 1)).items():
         tokens = plan.regions.block * 32
+        counted = layers * (1 if capacity is None else most_blocks(plan))
         for codec in plan.codecs:
-            bits += layers * 8 * nbytes(codec.body(1, plan.heads, tokens))
-        elements += layers * 2 * plan.heads * tokens * plan.head_dim
+            bits += counted * 8 * nbytes(codec.body(1, plan.heads, tokens))
+        elements += counted * 2 * plan.heads * tokens * plan.head_dim
     return bits / elements
+
+
+def most_blocks(plan: LayerPlan) -> int:
+    """Return the blocks that the body of a layer has room for, at least 1."""
+    return max(1, plan.regions.held_capacity // plan.regions.block)
 
 
 def unmet_options(cache: Cache) -> tuple[str, ...]:

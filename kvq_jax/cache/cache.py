@@ -150,12 +150,12 @@ def plans(
 
 
 def plans_for(
-    spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None
+    spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None, capacity: int = 1
 ) -> tuple[LayerPlan, ...]:
-    """Return the plan of every layer of a cache of one token, for questions that do not depend on
-    its size. Raise as `init_cache`."""
-    spec, dims, name = _checked(spec, config, 1, 1, dtype, None)
-    return plans(spec, dims, 1, name)
+    """Return the plan of every layer of a cache, by default of one token, for questions that do not
+    depend on its size. Raise as `init_cache`."""
+    spec, dims, name = _checked(spec, config, 1, capacity, dtype, None)
+    return plans(spec, dims, capacity, name)
 
 
 def dims_of(config: ModelDims) -> CacheDims:
