@@ -402,4 +402,4 @@ def layer_plan(
             f"{str(spec)!r} builds layer {layer} on the one below, which a plan of one layer does"
             " not see: use kvq.begin, kvq.append_and_attend and kvq.finish"
         )
-    return CachePlan(plan, sizes, name, placement, str(spec), layer)
+    return CachePlan(plan, sizes.at(layer), name, placement, str(spec), layer)

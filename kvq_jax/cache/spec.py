@@ -17,6 +17,7 @@ import math
 import re
 from typing import Any
 
+from kvq_jax.cache.dims import CacheDims
 from kvq_jax.codecs.bias_subtracting import OPTION, BiasSubtracting
 from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.attention import of_layer
@@ -121,6 +122,7 @@ class CacheSpec:
         """Return the plan of one layer: resolved codecs and regions. Raise ValueError if the
         options do not fit the model."""
         self._check()
+        dims = dims.at(index) if isinstance(dims, CacheDims) else dims
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
         k_codec = k.resolved("k", index, dims, self.block, dtype)
         v_codec = v.resolved("v", index, dims, self.block, dtype)

@@ -20,6 +20,7 @@ from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.facts import Facts
 from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.learning import Learning
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
@@ -28,7 +29,7 @@ from kvq_jax.types.rope import Rope
 # A later entry can be this many times larger than the prompt's largest before it saturates.
 HEADROOM = 2.0
 
-SequenceScale = Literal["tensor", "head", "none"]
+Scale = Literal["tensor", "head", "none", "checkpoint"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class FloatCodec(OneSideCodec):
     """x^ = number(code) * scale of a block * scale of the sequence.
 
     sequence: "tensor", one scale for all heads of the side of a layer, or "head", one for each,
-        both from the first tokens. Or "none".
+        both from the first tokens. "checkpoint": the parameter "scale" [K] fp32, for all sequences.
+        Or "none".
 
     The statistics are these scales, [B, K, 1, 1] fp32, at least 1 for rows without a prompt. A
     scale of 0, of zeros alone, counts as 1.
@@ -44,7 +46,7 @@ class FloatCodec(OneSideCodec):
 
     side: Side
     format: FloatFormat
-    sequence: SequenceScale
+    sequence: Scale
     pre_rope: bool = False
 
     def body(self, batch: int, heads: int, tokens: int) -> FloatArray:
@@ -52,16 +54,16 @@ class FloatCodec(OneSideCodec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> FloatArray:
         return float_array.quantize(
-            self._scaled(rows.astype(jnp.float32), stats, divide=True), self.format
+            self._scaled(params, rows.astype(jnp.float32), stats, divide=True), self.format
         )
 
     def dequantize(self, params: Tree, stats: Tree, body: FloatArray) -> CachedRows:
-        return self._scaled(float_array.dequantize(body), stats)
+        return self._scaled(params, float_array.dequantize(body), stats)
 
     def query(
         self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]
     ) -> Float[Array, "B K R H"]:
-        return self._scaled(q.astype(jnp.float32), stats)
+        return self._scaled(params, q.astype(jnp.float32), stats)
 
     def scores(
         self,
@@ -83,11 +85,11 @@ class FloatCodec(OneSideCodec):
         positions: Int[Array, "#B C"],
         rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
-        return self._scaled(weigh_rows(weights, float_array.dequantize(body)), stats)
+        return self._scaled(params, weigh_rows(weights, float_array.dequantize(body)), stats)
 
     @property
     def statistics(self) -> Statistics:
-        if self.sequence == "none":
+        if self.sequence in ("none", "checkpoint"):
             return Statistics()
         return Statistics(self._statistics_spec, self._statistics, widens=True)
 
@@ -100,6 +102,16 @@ class FloatCodec(OneSideCodec):
             channel_group_bits=None if scales_itself else element.bits,
             mantissa_bits=element.mantissa if scales_itself else None,
             couples=frozenset(["heads"] if self.sequence == "tensor" else []),
+        )
+
+    @property
+    def learning(self) -> Learning:
+        if self.sequence != "checkpoint":
+            return Learning()
+        return Learning(
+            parameters=lambda heads: {"scale": ArraySpec((Axis("kv_heads", heads),), "float32")},
+            brought=True,
+            key="scale=checkpoint",
         )
 
     @property
@@ -126,8 +138,11 @@ class FloatCodec(OneSideCodec):
             "float32",
         )
 
-    def _scaled(self, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
+    def _scaled(self, params: Tree, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
         if self.sequence == "none":
             return rows
-        scale = jnp.where(stats > 0, stats, 1)
+        if self.sequence == "checkpoint":
+            scale = params["scale"][None, :, None, None]
+        else:
+            scale = jnp.where(stats > 0, stats, 1)
         return rows / scale if divide else rows * scale
