@@ -15,6 +15,7 @@ from kvq_jax.arrays.stored import load_body
 from kvq_jax.cache.cache import Cache, dims_of, layout, plans_for
 from kvq_jax.cache.moving import move
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.layer.attention import of_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import ModelDims
 
@@ -34,7 +35,7 @@ def dense_nbytes(
     config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16"
 ) -> int:
     """Return the bytes of unquantized keys and values: 2 * L * B * K * S * H * itemsize, with the
-    window in place of S in layers that have a shorter one. Exact.
+    window in place of S in layers that have a shorter one, and a layer's own K and H. Exact.
 
     Args:
         config: the model's config, or its `CacheDims`.
@@ -43,12 +44,11 @@ def dense_nbytes(
         dtype: the dtype of keys and values.
     """
     d = dims_of(config)
-    windows = [layer.window or capacity for layer in d.attention] or [
-        capacity
-    ] * d.num_hidden_layers
-    tokens = sum(min(window, capacity) for window in windows)
-    of_token = 2 * d.num_key_value_heads * d.head_dim * jnp.dtype(dtype).itemsize
-    return of_token * batch * tokens
+    elements = 0
+    for layer in range(d.num_hidden_layers):
+        window, own = of_layer(d.attention, layer).window or capacity, d.at(layer)
+        elements += min(window, capacity) * own.num_key_value_heads * own.head_dim
+    return 2 * batch * elements * jnp.dtype(dtype).itemsize
 
 
 def bits_per_element(
@@ -72,7 +72,9 @@ def bits_per_element(
     return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
 
 
-def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
+def body_bits_per_element(
+    spec: CacheSpec | str, config: ModelDims, capacity: int | None = None
+) -> float:
     """Return the stored bits of a body element, averaged over layers and sides. Papers call this
     average bits, without windows. Exact, counted from the arrays of whole blocks.
 
@@ -81,17 +83,25 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
     Args:
         spec: the cache, or its text.
         config: the model's config, or its `CacheDims`.
+        capacity: S in tokens. Layers then count in proportion to the body tokens that they have
+            room for, fewer in layers with sliding windows. Default: all layers count alike.
 
     Raises:
         ValueError: as `init_cache`.
     """
     bits = elements = 0
-    for plan, layers in Counter(plans_for(spec, config, "bfloat16")).items():
+    for plan, layers in Counter(plans_for(spec, config, "bfloat16", capacity or 1)).items():
         tokens = plan.regions.block * 32
+        counted = layers * (1 if capacity is None else most_blocks(plan))
         for codec in plan.codecs:
-            bits += layers * 8 * nbytes(codec.body(1, plan.heads, tokens))
-        elements += layers * 2 * plan.heads * tokens * plan.head_dim
+            bits += counted * 8 * nbytes(codec.body(1, plan.heads, tokens))
+        elements += counted * 2 * plan.heads * tokens * plan.head_dim
     return bits / elements
+
+
+def most_blocks(plan: LayerPlan) -> int:
+    """Return the blocks that the body of a layer has room for, at least 1."""
+    return max(1, plan.regions.held_capacity // plan.regions.block)
 
 
 def unmet_options(cache: Cache) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 
 import jax
@@ -22,10 +21,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import display
+from kvq_jax.cache.dims import CacheDims, check_heads, dims_of
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.layer import attention as layer_attention
-from kvq_jax.layer.attention import Attention
-from kvq_jax.layer.known_attention import attention_of
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
 from kvq_jax.placement.allowed import check_rows, placed
@@ -34,47 +31,6 @@ from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, ModelDims, Tree
 from kvq_jax.types.pytree import describe, pytree
 
 DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheDims:
-    """The dimensions of a model that shape its caches. Hashable.
-
-    Attributes:
-        num_hidden_layers: L, the number of layers.
-        num_attention_heads: N, the number of query heads.
-        num_key_value_heads: K, the number of key/value heads.
-        head_dim: H, the channels of a head.
-        hidden_size: D, the width of the model.
-        attention: the attention of each layer. Empty if it is plain in all of them.
-    """
-
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_size: int
-    attention: tuple[Attention, ...] = ()
-
-    def to_json(self) -> str:
-        """Return the text from which `from_json` makes the same dimensions. Files keep it."""
-        fields = {name: getattr(self, name) for name in SIZES}
-        if self.attention:
-            fields["attention"] = layer_attention.to_json(self.attention)
-        return json.dumps(fields)
-
-    @classmethod
-    def from_json(cls, text: str) -> CacheDims:
-        """Return the dimensions of a file. Raise TypeError or ValueError if it has none."""
-        fields = json.loads(text)
-        if not isinstance(fields, dict):
-            raise TypeError(f"dimensions are an object, got {text[:40]!r}")
-        attention = layer_attention.from_json(fields.pop("attention", ()))
-        return cls(**fields, attention=attention)
-
-
-# the fields of CacheDims that are numbers
-SIZES = tuple(field.name for field in dataclasses.fields(CacheDims) if field.name != "attention")
 
 
 @pytree
@@ -150,19 +106,12 @@ def plans(
 
 
 def plans_for(
-    spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None
+    spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None, capacity: int = 1
 ) -> tuple[LayerPlan, ...]:
-    """Return the plan of every layer of a cache of one token, for questions that do not depend on
-    its size. Raise as `init_cache`."""
-    spec, dims, name = _checked(spec, config, 1, 1, dtype, None)
-    return plans(spec, dims, 1, name)
-
-
-def dims_of(config: ModelDims) -> CacheDims:
-    """Return the dimensions of a model's config that shape its caches, and the attention of its
-    layers. Raise NotImplementedError if kvq does not compute it."""
-    sizes = (int(getattr(config, name)) for name in SIZES)
-    return CacheDims(*sizes, attention=attention_of(config))
+    """Return the plan of every layer of a cache, by default of one token, for questions that do not
+    depend on its size. Raise as `init_cache`."""
+    spec, dims, name = _checked(spec, config, 1, capacity, dtype, None)
+    return plans(spec, dims, capacity, name)
 
 
 def init_cache(
@@ -384,6 +333,7 @@ def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
             f"attention has {len(dims.attention)} entries for {dims.num_hidden_layers} layers: give"
             " one for each, or none if all are plain"
         )
+    check_heads(dims)
     named = [("skip_layers names", layer) for layer in spec.skip_layers]
     for method in (spec.k, spec.v):
         first = method.carries_from()

@@ -35,7 +35,7 @@ from kvq_jax.cache.layer_step import (
 )
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.attention import Attention
-from kvq_jax.layer.plan import LayerPlan, LayerState, check_plain
+from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.placement.allowed import check_rows
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers, LayerInputs, LengthsB, ModelDims, PositionsBT, Tree
@@ -296,8 +296,13 @@ class CachePlan:
             soft_cap=planned.soft_cap if soft_cap is None else soft_cap,
             sinks=sinks is not None,
         )
-        check_plain(self.spec, self.number, self.layer.k, attention)
         layer = dataclasses.replace(self.layer, attention=attention, lse=lse)
+        if attention != planned:  # codecs may follow it
+            dims = dataclasses.replace(
+                self.dims, attention=(attention,) * self.dims.num_hidden_layers
+            )
+            made = parse(self.spec).layer(self.number, dims, capacity, self.dtype)
+            layer = dataclasses.replace(layer, k=made.k, v=made.v)
         return dataclasses.replace(self, layer=layer)
 
     @property
@@ -397,4 +402,4 @@ def layer_plan(
             f"{str(spec)!r} builds layer {layer} on the one below, which a plan of one layer does"
             " not see: use kvq.begin, kvq.append_and_attend and kvq.finish"
         )
-    return CachePlan(plan, sizes, name, placement, str(spec), layer)
+    return CachePlan(plan, sizes.at(layer), name, placement, str(spec), layer)

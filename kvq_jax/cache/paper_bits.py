@@ -28,9 +28,10 @@ def paper_bits(
     pointers: count the pointers of outliers.
     """
     dims, spec = dims_of(config), parse(spec)
-    width = dims.num_key_value_heads * dims.head_dim
     counts = [
-        codec.facts.paper.bits for plan in plans(spec, dims, 1, "bfloat16") for codec in plan.codecs
+        (codec.facts.paper.bits, plan.heads * plan.head_dim)
+        for plan in plans(spec, dims, 1, "bfloat16")
+        for codec in plan.codecs
     ]
-    known = [count(width, context, pointers) for count in counts if count]
+    known = [count(width, context, pointers) for count, width in counts if count]
     return sum(known) / len(known) if len(known) == len(counts) else None

@@ -47,7 +47,8 @@ def prepare_layer(
             (XQuant) or subtract their bias (subtract_bias). Arrays that are used unchanged are
             shared with the model.
         calibrated: the result of `calibrate_layer`, for methods that are calibrated on a text
-            (KVQuant).
+            (KVQuant), or {"k": {"scale": [K]}, "v": {"scale": [K]}}, for fp8 with the scales of a
+            checkpoint (`CacheDims.kv_scales`).
 
     Returns:
         The parameters (keys, values), each a tree of arrays, or () for a side that needs none.
@@ -57,7 +58,7 @@ def prepare_layer(
             that the method needs are missing, or if arrays have the wrong names or shapes.
     """
     spec, sizes = parse(spec), dims_of(dims)
-    plan = parameter_plans(spec, sizes)[layer]
+    plan, sizes = parameter_plans(spec, sizes)[layer], sizes.at(layer)
     from_weights: tuple[Tree, Tree] = ((), ())
     if plan.k.learning.weights or plan.v.learning.weights:
         if weights is None:
@@ -108,10 +109,11 @@ def calibrate_layer(
             or the method refuses them.
     """
     spec, sizes = parse(spec), dims_of(dims)
-    plan, calibrated = parameter_plans(spec, sizes)[layer], {}
+    plan, sizes, calibrated = parameter_plans(spec, sizes)[layer], sizes.at(layer), {}
     sides: tuple[tuple[Side, Codec], ...] = (("k", plan.k), ("v", plan.v))
     for side, codec in sides:
-        if not codec.learning.parameters(sizes.num_key_value_heads):
+        learning = codec.learning
+        if learning.brought or not learning.parameters(sizes.num_key_value_heads):
             continue
         if side not in rows or side not in gradients:
             raise ValueError(
@@ -151,7 +153,7 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
     """
     described = []
     for codec, side_params in zip((plan.k, plan.v), by_side(params), strict=True):
-        kinds = described_from_weights(codec, dims)
+        kinds = described_from_weights(codec, plan, dims.hidden_size)
         derived = codec.learning.derived(plan.heads), {}
         candidates = (
             {**(from_weights or {}), **codec.learning.parameters(plan.heads), **more}
@@ -169,22 +171,24 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
 
 
 def described_from_weights(
-    codec: Codec, dims: CacheDims, dtype: str = "float32"
+    codec: Codec, plan: LayerPlan, hidden_size: int, dtype: str = "float32"
 ) -> Iterator[tuple[LayerWeights, Tree]]:
     """Yield the descriptions of each kind of weights that the codec takes (with or without biases
     and QK-norm), and of the parameters that follow from them. Weights that are used unchanged are
     the same objects in both."""
     for bias, norm in itertools.product((False, True), repeat=2):
-        weights = _described_weights(dims, dtype, bias, norm)
+        weights = _described_weights(plan, hidden_size, dtype, bias, norm)
         try:
             yield weights, codec.learning.from_weights(weights)
         except ValueError:  # the codec needs a bias, or cannot have a norm
             continue
 
 
-def _described_weights(dims: CacheDims, dtype: str, bias: bool, norm: bool) -> LayerWeights:
-    model = Axis("model", dims.hidden_size)
-    out = Axis("kv_heads", dims.num_key_value_heads, each=dims.head_dim)
+def _described_weights(
+    plan: LayerPlan, hidden_size: int, dtype: str, bias: bool, norm: bool
+) -> LayerWeights:
+    model = Axis("model", hidden_size)
+    out = Axis("kv_heads", plan.heads, each=plan.head_dim)
     kernel, vector = ArraySpec((model, out), dtype), ArraySpec((out,), dtype)
     return LayerWeights(
         k_kernel=kernel,
@@ -193,7 +197,7 @@ def _described_weights(dims: CacheDims, dtype: str, bias: bool, norm: bool) -> L
         norm_eps=ArraySpec((), "float32"),
         k_bias=vector if bias else None,
         v_bias=vector if bias else None,
-        k_norm=ArraySpec((Axis("channels", dims.head_dim),), dtype) if norm else None,
+        k_norm=ArraySpec((Axis("channels", plan.head_dim),), dtype) if norm else None,
     )
 
 

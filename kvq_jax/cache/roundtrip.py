@@ -14,12 +14,18 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.layer import cross_layer
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.layer.plan import LayerPlan, by_side
 from kvq_jax.types.array_types import LayerInputs, RowsBKTH, Tree
 
 
 def roundtrip_layer(
-    spec: CacheSpec | str, inputs: LayerInputs, params: Tree = (), layer: int = 0, carry: Tree = ()
+    spec: CacheSpec | str,
+    inputs: LayerInputs,
+    params: Tree = (),
+    layer: int = 0,
+    carry: Tree = (),
+    attention: Attention = PLAIN,
 ) -> tuple[RowsBKTH, RowsBKTH, Tree]:
     """Return the keys and values that the body of a cache would return for the tokens of a prompt.
 
@@ -31,6 +37,7 @@ def roundtrip_layer(
         params: the layer's parameters from `prepare_layer`, for methods that need any.
         layer: the number of the layer.
         carry: the carry that this function returned for the layer below, `()` for the first layer.
+        attention: the layer's attention, for methods that follow it.
 
     Returns:
         (k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], and the carry for the
@@ -42,7 +49,8 @@ def roundtrip_layer(
     spec = parse(spec)
     batch, heads, tokens, head_dim = inputs.v.shape
     width = head_dim * heads if inputs.x is None else inputs.x.shape[-1]
-    dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, width)
+    layers = (attention,) * (layer + 1)
+    dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, width, layers)
     return _roundtrip(spec.layer(layer, dims, tokens, "float32"), inputs, params, carry)
 
 

@@ -26,7 +26,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.cache.cache import SIZES, Cache, CacheDims, axes, check_held, dims_of, layout
+from kvq_jax.cache.cache import Cache, axes, check_held, layout
+from kvq_jax.cache.dims import SIZES, CacheDims, dims_of
 from kvq_jax.cache.moving import deals, orders, placers
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import Checksum, save_tensors

@@ -17,10 +17,11 @@ import math
 import re
 from typing import Any
 
+from kvq_jax.cache.dims import CacheDims
 from kvq_jax.codecs.bias_subtracting import OPTION, BiasSubtracting
 from kvq_jax.codecs.codec import Codec
 from kvq_jax.layer.attention import of_layer
-from kvq_jax.layer.plan import LayerPlan, check_plain
+from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.base import Method, PerLayer
 from kvq_jax.methods.dense import Dense
@@ -121,6 +122,7 @@ class CacheSpec:
         """Return the plan of one layer: resolved codecs and regions. Raise ValueError if the
         options do not fit the model."""
         self._check()
+        dims = dims.at(index) if isinstance(dims, CacheDims) else dims
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
         k_codec = k.resolved("k", index, dims, self.block, dtype)
         v_codec = v.resolved("v", index, dims, self.block, dtype)
@@ -133,11 +135,11 @@ class CacheSpec:
         if self.subtract_bias and index not in self.skip_layers:
             k_codec = self._without_bias(k_codec)
         attention = of_layer(getattr(dims, "attention", ()), index).within(capacity)
-        check_plain(str(self), index, k_codec, attention)
         if k_codec.facts.cross_layer and attention.window is not None:
             raise ValueError(
-                f"{str(self)!r} adds up layers that keep the same tokens, and layer {index} keeps"
-                f" a window of {attention.window}; take another method"
+                f"{str(self)!r} rebuilds a token from the differences of all layers below, and"
+                f" layer {index} keeps only a window of {attention.window} tokens; take another"
+                " method, such as 'xquant'"
             )
         return LayerPlan(
             k_codec,

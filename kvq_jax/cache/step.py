@@ -161,7 +161,7 @@ def append_and_attend(
             gone through all layers, or a named implementation cannot run.
     """
     check_shapes(
-        step.cache.dims,
+        step.cache.dims.at(min(step.layer, len(step.cache.layers) - 1)),
         step.positions.shape,
         dict(q=q, q_pre=q_pre, k=k, k_pre=k_pre, v=v, x=x, residual=residual, sinks=sinks),
     )

@@ -120,8 +120,6 @@ class Facts:
     requantizes: "exact" if rows that the body gives back are quantized to themselves, to the
         rounding of scales. "drifts" if each pass changes them: errors would add up if `trim`
         did not keep codes (layer/kept_codes.py).
-    assumes_plain: True if codes depend on attention that the codec computes by itself: plain
-        softmax over all earlier tokens.
     outliers: the slots for outliers, or None.
     unmet: K -> an option that a layer with K KV heads is too small for, with a remedy in one line.
         None if there is none.
@@ -141,7 +139,6 @@ class Facts:
     token_group: TokenGroup | None = None
     normalizes_channels: bool = False
     requantizes: Literal["exact", "drifts"] = "exact"
-    assumes_plain: bool = False
     outliers: Outliers | None = None
     unmet: Callable[[int], str | None] | None = None
     paper: PaperCount = PaperCount()

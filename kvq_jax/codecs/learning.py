@@ -26,8 +26,7 @@ class Learning:
     """The source of a codec's parameters: a calibration, the layer's weights, both, or none.
 
     parameters: K -> the calibrated arrays, by name.
-    fit: (rows, gradients of the mean loss with respect to them) -> these arrays, in NumPy. It
-    before_rope: True if the rows that `fit` takes are keys before RoPE.
+    fit: (rows, gradients of the mean loss with respect to them) -> these arrays, in NumPy.
     before_rope: the rows that `fit` takes are keys before RoPE.
     bias: (params, H) -> the constant [K, H] fp32 that is subtracted from keys before they are
         cached, or None.
@@ -36,6 +35,8 @@ class Learning:
     weights: the layer's weights -> parameters that follow from them alone, made once when a model
         is loaded. None if the codec takes none. From descriptions it makes descriptions, and
         weights that are used as they are come back as the same objects.
+    brought: True if the model's checkpoint brings the arrays of `parameters`, and no text is
+        calibrated on.
     key: the options that the parameters depend on, as text. Parameters of one key serve every codec
         with that key.
     """
@@ -46,6 +47,7 @@ class Learning:
     bias: Callable[[Tree, int], Float[Array, "K H"]] | None = None
     narrowed: tuple[tuple[str, str], ...] = ()
     weights: Callable[[LayerWeights], Tree] | None = None
+    brought: bool = False
     key: str = ""
 
     def calibrate(

@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvq_jax.layer.attention import PLAIN, Attention
+from kvq_jax.layer.known_heads import heads_of
 
 # families whose attention is special in a way that no field of their config says
 SPECIAL_FAMILIES = {
     "deepseek_v4": "attention over compressed tokens",
     "gemma3n_text": "layers that share keys and values",
-    "gemma4_text": "layers of several head dims that share keys and values",
     "gpt_neo": "local attention and another scale",
     "granite_swa": "attention sinks of another form",
     "granitemoe_swa": "attention sinks of another form",
     "mimo_v2_flash": "layers of several head dims",
 }
 WITH_SINKS = ("gpt_oss",)
+UNSCALED = ("gemma4_text",)  # norms of queries and keys take the scale's place
 # families whose sliding_window holds in all layers. Others say which layers have one
 WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -69,8 +70,8 @@ def _unsupported(config: Any) -> str | None:
         return f"config field kv_lora_rank={rank} means that keys and values are latents"
     if shared := _field(config, "num_kv_shared_layers"):
         return f"config field num_kv_shared_layers={shared} makes layers share keys and values"
-    if _field(config, "use_bidirectional_attention"):
-        return "config field use_bidirectional_attention=True lets tokens see later ones"
+    if both := _field(config, "use_bidirectional_attention"):
+        return f"config field use_bidirectional_attention={both} lets tokens see later ones"
     window = _window(config)
     if window is None and "sliding_attention" in kinds:
         return "config field layer_types names layers with a window, and sliding_window is missing"
@@ -98,10 +99,12 @@ def _windows(config: Any) -> list[int | None]:
 
 def _scale(config: Any) -> float | None:
     """Return the scale of the scores, or None if it is head_dim ** -0.5."""
+    if _field(config, "model_type") in UNSCALED:
+        return 1.0
     if (scalar := _field(config, "query_pre_attn_scalar")) is not None:
         scale = scalar**-0.5
     else:
         scale = _field(config, "attention_multiplier")
-    if scale is None or math.isclose(scale, config.head_dim**-0.5, rel_tol=1e-4):
-        return None
-    return scale
+    if scale is None or heads_of(config):  # layers of several head dims
+        return scale
+    return None if math.isclose(scale, config.head_dim**-0.5, rel_tol=1e-4) else scale

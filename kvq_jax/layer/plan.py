@@ -26,15 +26,6 @@ def by_side(params: Tree) -> tuple[Tree, Tree]:
     return params or ((), ())
 
 
-def check_plain(spec: str, layer: int, keys: Codec, attention: Attention) -> None:
-    """Raise ValueError if the codec of keys depends on plain attention and the layer's is not."""
-    if keys.facts.assumes_plain and attention != PLAIN:
-        raise ValueError(
-            f"{spec!r} computes plain attention to choose its codes, and layer {layer} has"
-            f" {attention}; take another method"
-        )
-
-
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerState:

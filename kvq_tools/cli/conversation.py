@@ -24,7 +24,7 @@ from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
-from kvq_tools.cli.handover import SavedPrompt, shortened
+from kvq_tools.cli.handover import SavedPrompt, can_shorten, shortened
 from kvq_tools.cli.text_input import encode_rendered, render_chat
 from kvq_tools.cli.timed import compile_generation
 
@@ -98,7 +98,7 @@ class Conversation:
 
     def _forget(self) -> None:
         self.messages = self._opening
-        self.ids: list[int] = [] if self._saved is None else list(self._saved.prompt)
+        self.ids: list[int] = list(self._saved.prompt) if self._saved else []
         self._text: str | None = None  # that the tokens spell, if it is known
 
     def turn(self, message: str) -> ChatTurn:
@@ -107,7 +107,8 @@ class Conversation:
         The conversation is rendered as a whole. Normally its tokens begin with those in the cache.
         If the tokenizer would split an answer differently from the model, its text still begins
         with theirs. Some templates rewrite earlier turns (they strip spaces, or drop an answer's
-        reasoning): then only the tokens before the first difference are kept.
+        reasoning): then only the tokens before the first difference are kept. If a sliding window
+        has left tokens that those need, the turn begins with a new cache and reads them again.
 
         Raises CacheFull if no room is left for an answer, and UserError if the template fails.
         """
@@ -119,7 +120,7 @@ class Conversation:
         elif self._text is not None and text.startswith(self._text):
             new = encode_rendered(self._tokenizer, text[len(self._text) :])
         else:
-            kept = _common(self.ids, ids)
+            kept = self._kept(_common(self.ids, ids))
             new = ids[kept:]
         if self._saved is not None and not kept:
             raise UserError("this tokenizer reads another token at the start of the saved text")
@@ -202,9 +203,28 @@ class Conversation:
         self.messages = (*turn.messages, {"role": "assistant", "content": said})
         return answer
 
+    @property
+    def _first(self) -> int:
+        """The number of tokens in a new cache."""
+        return 0 if self._saved is None else len(self._saved.prompt)
+
+    def _kept(self, common: int) -> int:
+        """Return how many of the first `common` tokens the cache can keep."""
+        if can_shorten(self.cache, common):
+            return common
+        if common < self._first:
+            raise UserError(
+                f"this message changes token {common} of the {self._first} in the file, and sliding"
+                " windows have left what comes before it: kvq prefill reads another text"
+            )
+        return self._first
+
     def _shorten(self, kept: int) -> None:
         """Drop the newest tokens."""
-        self.cache = shortened(self._llama, self.cache, kept) if kept else self._new_cache()
+        if kept and can_shorten(self.cache, kept):
+            self.cache = shortened(self._llama, self.cache, kept)
+        else:
+            self.cache = self._new_cache()
         self.ids = self.ids[:kept]
 
     @property

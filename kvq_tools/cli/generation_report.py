@@ -62,6 +62,7 @@ def report(
             else "; ".join(dict.fromkeys(filter(None, obstacles))) or None
         ),
         "skip_layers": list(cache.spec.skip_layers),
+        "kv_scales": any(codec.learning.brought for plan in cache.plans for codec in plan.codecs),
     }
 
 
@@ -75,6 +76,8 @@ def footer(facts: dict[str, Any], cache: str, weights: str) -> str:
         if any(outliers.values())
         else ""
     )
+    if facts["kv_scales"]:
+        sparse += "scales of keys and values from the checkpoint; "
     split = f" on a mesh of {facts['mesh']}" if facts["mesh"] else ""
     drafted = (
         f" in {facts['steps']} steps with drafts of up to {facts['drafts']}"

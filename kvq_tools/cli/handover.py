@@ -112,6 +112,15 @@ def load(saved: SavedPrompt, llama: Llama, model_fingerprint: str, config: Llama
     return cache
 
 
+def can_shorten(cache: Cache, kept: int) -> bool:
+    """Return False if a sliding window has left tokens that the first `kept` tokens need."""
+    try:
+        check_windows(cache, jnp.asarray([kept]))
+    except ValueError:
+        return False
+    return True
+
+
 def shortened(llama: Llama, cache: Cache, kept: int) -> Cache:
     """Return a cache of one sequence without the tokens after the first `kept`. Tokens that return
     from the quantized body keep the value that attention saw (`kvq.rows.trim`). Raises UserError if

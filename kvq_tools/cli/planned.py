@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.calibration.file import resolved
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama import checkpoint
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.cli.did_you_mean import with_hint
 from kvq_tools.cli.options.values import refusal
-from kvq_tools.planning import kept
+from kvq_tools.planning import kept, unmeasured
+from kvq_tools.planning.unmeasured import METHOD
 
-AUTO, METHOD = "auto", "waterfill"
+AUTO = "auto"
 
 
 class NamedCache(NamedTuple):
@@ -57,7 +57,8 @@ class PlannedCache:
             )
         calibration = check_calibration(self.options, config, str(file))
         assert calibration is not None, f"{METHOD} needs a calibration"
-        return kept.StoredPlan(resolved(self.options, calibration), str(file))
+        spec = unmeasured.planned(self.options, calibration, config, config.positions)
+        return kept.StoredPlan(spec, str(file))
 
 
 def parse(text: str) -> NamedCache | PlannedCache:

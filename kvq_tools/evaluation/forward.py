@@ -51,8 +51,9 @@ def hidden_states(
         inputs = attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v
         if fake is not None:
+            filled = _last_repeated(inputs, lengths)
             keys, values, carry = kvq.cache.roundtrip_layer(
-                fake, _last_repeated(inputs, lengths), layer_parameters, number, carry
+                fake, filled, layer_parameters, number, carry, layer.attention
             )
         attended = causal_attention(
             inputs.q_rot, keys, values, layer.attention, layer.sink_logits()

@@ -1,9 +1,11 @@
 """Share out a budget of bits over the layers and sides of a model by their costs.
 
-    minimize  sum over layers l and sides s of cost_ls(n_ls)   subject to   sum n_ls <= budget
+    minimize    sum over layers l and sides s of cost_ls(n_ls)
+    subject to  sum stored_l n_ls <= budget
     cost_ls(n) = ratio_ls(n) * energy_ls(n)
 
-n counts the bits of the chunks of a row (the sum of the digits of `k_widths`). energy_ls(n) is the
+n counts the bits of the chunks of a row (the sum of the digits of `k_widths`), stored_l the tokens
+that a layer keeps of a sequence: few in a layer with a sliding window. energy_ls(n) is the
 divergence that waterfill's calibration predicts for its best widths with n bits. ratio_ls is the
 measured over the predicted divergence if the side was measured; in between, its logarithm is
 interpolated in n. The costs of layers and sides are assumed to add up. A price per bit turns the
@@ -93,14 +95,20 @@ def costs_of(
     return Costs(energies, ratios)
 
 
-def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tuple[Widths, Widths]]:
+def shared_out(
+    costs: Costs, budget: int, profiles: int = PROFILES, stored: Sequence[int] | None = None
+) -> list[tuple[Widths, Widths]]:
     """Return the widths (keys, values) of each layer, with at most `budget` bits in all chunks
     together and at most `profiles` different pairs.
+
+    stored: the tokens that each layer keeps, in any unit. A bit of a layer's rows counts as often.
+        Default: 1 in each layer.
 
     Raises ValueError if the budget is below one bit for each layer and side.
     """
     layers, sides = len(costs.energies), len(costs.energies) * len(SIDES)
-    if budget < sides:
+    tokens = np.array([1] * layers if stored is None else stored)
+    if budget < len(SIDES) * tokens.sum():
         raise ValueError(
             f"{budget} bits for a chunk of every layer and side are fewer than one for each of"
             f" {sides}"
@@ -113,9 +121,8 @@ def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tupl
         ]
     )
     table = np.minimum.accumulate(table, axis=2)
-    chosen = _within(
-        budget, table.reshape(sides, -1), np.broadcast_to(counts, (sides, len(counts)))
-    ).reshape(layers, 2)
+    of_counts = np.outer(np.repeat(tokens, len(SIDES)), counts)
+    chosen = _within(budget, table.reshape(sides, -1), of_counts).reshape(layers, 2)
     pairs = [
         (costs.best(layer, "k", counts[k]), costs.best(layer, "v", counts[v]))
         for layer, (k, v) in enumerate(chosen)
@@ -132,17 +139,15 @@ def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tupl
             for l in range(layers)
         ]
     )
-    sizes = np.array([sum(map(sum, pair)) for pair in candidates])
+    sizes = np.outer(tokens, [sum(map(sum, pair)) for pair in candidates])
     best, answer = np.inf, None
     for price, first in itertools.product(
         _prices(priced, sizes, budget), ((), (len(candidates) - 1,))
     ):
         chosen = _fewest(priced + price * sizes, profiles, first)
-        taken = _within(
-            budget, priced[:, chosen], np.broadcast_to(sizes[chosen], (layers, len(chosen)))
-        )
+        taken = _within(budget, priced[:, chosen], sizes[:, chosen])
         total = priced[np.arange(layers), chosen[taken]].sum()
-        if total < best and sizes[chosen[taken]].sum() <= budget:
+        if total < best and sizes[np.arange(layers), chosen[taken]].sum() <= budget:
             best, answer = total, chosen[taken]
     assert answer is not None, "the narrowest pair fits every budget that is allowed"
     return [candidates[index] for index in answer]
@@ -179,7 +184,8 @@ def _prices(costs: np.ndarray, sizes: np.ndarray, budget: int) -> list[float]:
     low, high = 0.0, float(costs.max()) + 1.0
     for _ in range(HALVINGS):
         price = (low + high) / 2
-        over = sizes[(costs + price * sizes).argmin(axis=1)].sum() > budget
+        cheapest = (costs + price * sizes).argmin(axis=1)
+        over = sizes[np.arange(len(costs)), cheapest].sum() > budget
         low, high = (price, high) if over else (low, price)
     return [high * factor for factor in (0.5, 0.7, 1.0, 1.4, 2.0)]
 

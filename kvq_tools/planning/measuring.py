@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +29,6 @@ import kvq_jax as kvq
 from kvq_jax.arrays.reverse_water_filling import MOST, layer_widths
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.codec import Side
-from kvq_jax.methods.base import per_layer
 from kvq_jax.methods.waterfill import Waterfill
 from kvq_jax.methods.waterfill.widths import written
 from kvq_models.calibration import fit
@@ -42,11 +41,11 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.run import measure_rows
-from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, shared_out
+from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of
 from kvq_tools.planning.defaults import MEASURED, SCORED
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
+from kvq_tools.planning.unmeasured import METHOD, spec_of, widths_within
 
-METHOD = "waterfill"
 MEASURED_PROFILES = 2
 LEAST = 1e-12  # nats; no cost is 0, so that logarithms exist
 RIVALS = tuple(  # the other methods: those that need no calibration
@@ -239,27 +238,24 @@ class Planner:
             for layer, (widths,) in enumerate(shared):
                 yield MeasuredSide(layer, side, widths)
 
-    def planned(self, costs: Costs, bits: float) -> tuple[CacheSpec, float]:
-        """Return waterfill with widths for so many stored bits, and its predicted KL."""
-        config = self.llama.config
-        sides = 2 * config.num_hidden_layers
-        budget = math.floor(sides * (bits - 8 / config.head_dim) * costs.chunks + 1e-6)
-        if budget < sides:
-            least = 1 / costs.chunks + 8 / config.head_dim
-            raise ValueError(
-                f"{bits:g} bits cannot be stored with heads of {config.head_dim} channels:"
-                f" {least:g} is the least"
-            )
-        widths = shared_out(costs, budget)
+    def planned(self, costs: Costs, bits: float, context: int) -> tuple[CacheSpec, float]:
+        """Return waterfill with widths for so many stored bits of sequences of `context` tokens,
+        and its predicted KL."""
+        widths = widths_within(costs, bits, self.llama.config, context)
         return spec_of(widths), costs.total(widths)
 
-    def check(self, costs: Costs, bits: float, fits: Callable[[CacheSpec], bool]) -> list[Checked]:
+    def check(
+        self, costs: Costs, bits: float, context: int, fits: Callable[[CacheSpec], bool]
+    ) -> list[Checked]:
         """Measure the best caches of so many bits as a whole, and of other methods those that fit.
         Return them with the best first."""
         equal = resolved(f"{METHOD}:bits={bits:g}", self.calibration)
         ours = {
             planned[0]: planned[1]
-            for planned in ((equal, self.predicted(costs, equal)), self.planned(costs, bits))
+            for planned in (
+                (equal, self.predicted(costs, equal)),
+                self.planned(costs, bits, context),
+            )
         }
         specs = [*ours, *filter(fits, map(kvq.parse, rivals(self.llama.config, bits)))]
         missing = [spec for spec in specs if f"cache {spec}" not in self.journal.rows]
@@ -284,14 +280,6 @@ class Planner:
                 for layer in range(dims.num_hidden_layers)
             ]
         )
-
-
-def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
-    """Return the spec of waterfill with these widths (keys, values) for each layer."""
-    keys, values = (per_layer([written(both[side]) for both in widths]) for side in (0, 1))
-    spec = kvq.parse(METHOD)
-    method = Waterfill(k_widths=keys, v_widths=values)
-    return CacheSpec(method, method, spec.sink, spec.recent, spec.block)
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:

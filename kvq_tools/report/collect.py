@@ -149,7 +149,7 @@ def _cache(
         bytes=size.cache,
         ratio=kvq.size.dense_nbytes(config, 1, capacity) / size.cache,
         bits_per_element=size.stored_bits,
-        body_bits_per_element=kvq.size.body_bits_per_element(spec, config),
+        body_bits_per_element=kvq.size.body_bits_per_element(spec, config, capacity),
         parameter_bytes=size.parameters,
         working_bytes=size.working,
         sink=spec.sink,

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.layer.attention import Attention, of_layer
 from kvq_jax.types.array_types import LayerInputs, RowsBKTH
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import Llama
@@ -76,23 +77,28 @@ def errors(
     llama: Llama, spec: CacheSpec, inputs: tuple[LayerInputs, ...]
 ) -> tuple[LayerErrors, ...]:
     """Return the errors of every layer. `llama` is prepared for the cache."""
-    layers = jax.device_get(_errors(inputs, parameters_for(llama, spec), spec))
+    layers = jax.device_get(
+        _errors(inputs, parameters_for(llama, spec), spec, llama.config.attention)
+    )
     return tuple(
         LayerErrors(_number(k), _number(v), _numbers(keys), _numbers(values))
         for k, v, keys, values in layers
     )
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@functools.partial(jax.jit, static_argnames=("spec", "attention"))
 def _errors(
-    inputs: tuple[LayerInputs, ...], parameters: Any, spec: CacheSpec
+    inputs: tuple[LayerInputs, ...],
+    parameters: Any,
+    spec: CacheSpec,
+    attention: tuple[Attention, ...],
 ) -> list[tuple[Array, ...]]:
     """Return (relative error of keys, of values, errors of keys [K H], of values [K H]) of every
     layer."""
     layers, carry = [], ()
     for number, (layer_inputs, layer_parameters) in enumerate(zip(inputs, parameters, strict=True)):
         keys, values, carry = kvq.cache.roundtrip_layer(
-            spec, layer_inputs, layer_parameters, number, carry
+            spec, layer_inputs, layer_parameters, number, carry, of_layer(attention, number)
         )
         (k, by_key), (v, by_value) = (
             _compared(keys, layer_inputs.k_rot),

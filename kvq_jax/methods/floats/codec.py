@@ -22,7 +22,8 @@ from kvq_jax.codecs import native_bodies
 from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.facts import Facts
-from kvq_jax.codecs.kernels import Kernels
+from kvq_jax.codecs.kernels import Kernels, unserved
+from kvq_jax.codecs.learning import Learning
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.codecs.prompt_statistics import Statistics
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
@@ -31,7 +32,7 @@ from kvq_jax.types.rope import Rope
 # A later entry can be this many times larger than the prompt's largest before it saturates.
 HEADROOM = 2.0
 
-SequenceScale = Literal["tensor", "head", "none"]
+Scale = Literal["tensor", "head", "none", "checkpoint"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class FloatCodec(OneSideCodec):
     """x^ = number(code) * scale of a block * scale of the sequence.
 
     sequence: "tensor", one scale for all heads of the side of a layer, or "head", one for each,
-        both from the first tokens. Or "none".
+        both from the first tokens. "checkpoint": the parameter "scale" [K] fp32, for all sequences.
+        Or "none".
 
     The statistics are these scales, [B, K, 1, 1] fp32, at least 1 for rows without a prompt. A
     scale of 0, of zeros alone, counts as 1.
@@ -47,7 +49,7 @@ class FloatCodec(OneSideCodec):
 
     side: Side
     format: FloatFormat
-    sequence: SequenceScale
+    sequence: Scale
     pre_rope: bool = False
 
     def body(self, batch: int, heads: int, tokens: int) -> FloatArray:
@@ -55,16 +57,16 @@ class FloatCodec(OneSideCodec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> FloatArray:
         return float_array.quantize(
-            self._scaled(rows.astype(jnp.float32), stats, divide=True), self.format
+            self._scaled(params, rows.astype(jnp.float32), stats, divide=True), self.format
         )
 
     def dequantize(self, params: Tree, stats: Tree, body: FloatArray) -> CachedRows:
-        return self._scaled(float_array.dequantize(body), stats)
+        return self._scaled(params, float_array.dequantize(body), stats)
 
     def query(
         self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]
     ) -> Float[Array, "B K R H"]:
-        return self._scaled(q.astype(jnp.float32), stats)
+        return self._scaled(params, q.astype(jnp.float32), stats)
 
     def scores(
         self,
@@ -86,11 +88,11 @@ class FloatCodec(OneSideCodec):
         positions: Int[Array, "#B C"],
         rope: Rope | None,
     ) -> Float[Array, "B K R H"]:
-        return self._scaled(weigh_rows(weights, float_array.dequantize(body)), stats)
+        return self._scaled(params, weigh_rows(weights, float_array.dequantize(body)), stats)
 
     @property
     def statistics(self) -> Statistics:
-        if self.sequence == "none":
+        if self.sequence in ("none", "checkpoint"):
             return Statistics()
         return Statistics(self._statistics_spec, self._statistics, widens=True)
 
@@ -106,9 +108,22 @@ class FloatCodec(OneSideCodec):
         )
 
     @property
+    def learning(self) -> Learning:
+        if self.sequence != "checkpoint":
+            return Learning()
+        return Learning(
+            parameters=lambda heads: {"scale": ArraySpec((Axis("kv_heads", heads),), "float32")},
+            brought=True,
+            key="scale=checkpoint",
+        )
+
+    @property
     def kernels(self) -> Kernels:
+        no_gpu = "small floats, which no GPU kernel of kvq reads"
+        if self.sequence == "checkpoint":
+            return unserved(no_gpu, "scales of a checkpoint, which XLA applies")
         return Kernels(
-            lambda: "small floats, which no GPU kernel of kvq reads",
+            lambda: no_gpu,
             functools.partial(native_bodies.floats, self.format, pre_rope=self.pre_rope),
             self._kernel_arrays,
             sum=None if self.sequence == "none" else self._summed,
@@ -121,7 +136,7 @@ class FloatCodec(OneSideCodec):
         return [*body.words, decode(codes, self.format.element), body.scale]
 
     def _summed(self, stats: Tree, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
-        return self._scaled(weighted, stats)
+        return self._scaled((), weighted, stats)
 
     def _statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the first
@@ -140,8 +155,11 @@ class FloatCodec(OneSideCodec):
             "float32",
         )
 
-    def _scaled(self, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
+    def _scaled(self, params: Tree, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
         if self.sequence == "none":
             return rows
-        scale = jnp.where(stats > 0, stats, 1)
+        if self.sequence == "checkpoint":
+            scale = params["scale"][None, :, None, None]
+        else:
+            scale = jnp.where(stats > 0, stats, 1)
         return rows / scale if divide else rows * scale

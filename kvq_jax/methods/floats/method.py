@@ -10,13 +10,13 @@ from kvq_jax.arrays.float_array import FloatFormat, ScaleKind
 from kvq_jax.arrays.minifloats import E2M1, E4M3, Minifloat
 from kvq_jax.codecs.codec import Codec, Side
 from kvq_jax.methods.base import Method, Windows, option
-from kvq_jax.methods.floats.codec import FloatCodec, SequenceScale
+from kvq_jax.methods.floats.codec import FloatCodec, Scale
 from kvq_jax.types.array_types import ModelDims
 
 SCALES = ("tensor", "head", "none")
 SCALE_HELP = (
     "scale of a sequence, from its prompt: one for all heads of keys or values of a layer, one for"
-    " each head, or none"
+    " each head, or none. For fp8, tensor means the checkpoint's scales if it brings any"
 )
 
 
@@ -33,10 +33,6 @@ class _Floats(Method):
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=32)
 
-    @property
-    def sequence_scale(self) -> SequenceScale:
-        return "none"
-
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         if self.block_channels and dims.head_dim % self.block_channels:
             raise ValueError(
@@ -46,17 +42,22 @@ class _Floats(Method):
         format = FloatFormat(
             self.element, dims.head_dim, block, self.block_scale, self.block_channels
         )
-        return FloatCodec(side, format, self.sequence_scale, self.pre_rope and side == "k")
+        before_rope = self.pre_rope and side == "k"
+        scale = self._scale_of(dims, plain=not (before_rope or self.rotate))
+        return FloatCodec(side, format, scale, before_rope)
+
+    def _scale_of(self, dims: ModelDims, *, plain: bool) -> Scale:
+        """Return the scale for a model. `plain`: keys after RoPE, or values, are coded."""
+        return "none"
 
 
 @dataclasses.dataclass(frozen=True)
 class _ScaledBySequence(_Floats):
     """Small floats under a scale of the sequence."""
 
-    scale: SequenceScale = option("tensor", SCALE_HELP, choices=SCALES)
+    scale: Scale = option("tensor", SCALE_HELP, choices=SCALES)
 
-    @property
-    def sequence_scale(self) -> SequenceScale:
+    def _scale_of(self, dims: ModelDims, *, plain: bool) -> Scale:
         return self.scale
 
 
@@ -71,6 +72,10 @@ class FP8(_ScaledBySequence):
     )
     source: ClassVar[str] = "OCP 8-bit Floating Point Specification 1.0 (2023)"
     element: ClassVar[Minifloat] = E4M3
+
+    def _scale_of(self, dims: ModelDims, *, plain: bool) -> Scale:
+        brought = plain and self.scale == "tensor" and getattr(dims, "kv_scales", False)
+        return "checkpoint" if brought else self.scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvq_jax.codecs.codec import Codec, Side, TokensAt
 from kvq_jax.codecs.facts import Facts, TokenGroup
 from kvq_jax.codecs.kernels import Kernels, unserved
 from kvq_jax.codecs.prompt_statistics import Statistics
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.methods.zipcache.saliency import DTYPE, Probes, probes_of, saliency
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.types.pytree import describe, pytree
@@ -47,7 +48,7 @@ class ZipCodec(Codec):
     """One body for keys and values, whose rows are [k, v], because a token is salient for both.
 
     bits: of salient tokens and of the others. salient: of a block of `block` tokens, for each head.
-    Statistics: the prompt's probes.
+    attention: the layer's, which the probes' softmax follows. Statistics: the prompt's probes.
     """
 
     side: Side
@@ -58,6 +59,7 @@ class ZipCodec(Codec):
     salient: int
     probes: int
     scale_dtype: str
+    attention: Attention = PLAIN
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return jnp.concatenate([inputs.k_rot, inputs.v.astype(inputs.k_rot.dtype)], axis=-1)
@@ -94,7 +96,7 @@ class ZipCodec(Codec):
     def quantize(self, params: Tree, stats: Probes, rows: CachedRows, at: TokensAt) -> ZipArray:
         limit = saturation_limit(self.scale_dtype)
         keys, values = (finite_rows(half, limit) for half in jnp.split(rows, 2, axis=-1))
-        mask = chosen(saliency(stats, keys, at.positions), self.block, self.salient)
+        mask = chosen(saliency(stats, keys, at.positions, self.attention), self.block, self.salient)
         blocks = self._blocks(values)
         norm = jnp.sqrt(jnp.max(jnp.abs(blocks), axis=3)).astype(jnp.dtype(self.scale_dtype))
         scaled = (blocks / _norms(norm)).reshape(values.shape)
@@ -112,7 +114,9 @@ class ZipCodec(Codec):
     @property
     def statistics(self) -> Statistics:
         return Statistics(
-            self._probes_spec, lambda params, inputs: probes_of(inputs, self.probes), unprompted=0
+            self._probes_spec,
+            lambda params, inputs: probes_of(inputs, self.probes, self.attention),
+            unprompted=0,
         )
 
     @property
@@ -122,7 +126,6 @@ class ZipCodec(Codec):
             joint=True,
             token_group=TokenGroup(min(self.bits), self.block),
             requantizes="drifts",
-            assumes_plain=True,  # the probes' softmax
             row_axes=lambda heads, head_dim: (
                 Axis("kv_heads", heads),
                 Axis("channels", head_dim, each=2),

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from kvq_jax.codecs.codec import Codec, Side
+from kvq_jax.layer.attention import of_layer
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.zipcache.codec import MASK_BITS, ZipCodec
 from kvq_jax.types.array_types import ModelDims
@@ -63,5 +64,13 @@ class ZipCache(Method):
         group = dims.num_attention_heads // dims.num_key_value_heads
         bits = self.salient_bits, self.other_bits
         return ZipCodec(
-            side, dims.head_dim, group, block, bits, block - others, self.probes, self.scale_dtype
+            side,
+            dims.head_dim,
+            group,
+            block,
+            bits,
+            block - others,
+            self.probes,
+            self.scale_dtype,
+            of_layer(getattr(dims, "attention", ()), layer),
         )

@@ -2,10 +2,11 @@
 
     saliency_i = sum over probes p >= i of softmax(q_p . K / sqrt(H))_i / number of probes p >= i
 
-averaged over the query heads. Half of the probes are the prompt's last tokens, half are spread over
-it. They are kept, each with the log of its softmax's denominator over the prompt, so that a key's
-saliency can be computed when its block is quantized. A key behind all probes is met by all of them,
-as if it had been in the prompt.
+averaged over the query heads. The softmax is the layer's own, with its scale, soft cap and sinks,
+and a probe whose window has left token i behind does not count. Half of the probes are the prompt's
+last tokens, half are spread over it. They are kept, each with the log of its softmax's denominator
+over the prompt, so that a key's saliency can be computed when its block is quantized. A key behind
+all probes is met by all of them, as if it had been in the prompt.
 Source: He et al., ZipCache, section 4.2 and 4.3.
 """
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.attention.logits import attention_logits, inside_window
+from kvq_jax.layer.attention import Attention
 from kvq_jax.types.array_types import LayerInputs, LengthsB
 
 KEY_CHUNK = 1024  # keys of a prompt that all probes meet at a time
@@ -42,7 +45,7 @@ def probe_positions(lengths: LengthsB, count: int) -> Int[Array, "B P"]:
     return jnp.maximum(jnp.concatenate([last, anywhere], axis=1), 0)
 
 
-def probes_of(inputs: LayerInputs, count: int) -> Probes:
+def probes_of(inputs: LayerInputs, count: int, attention: Attention) -> Probes:
     """Return the probes of each prompt, from all its valid tokens."""
     heads, (batch, query_heads, tokens, _) = inputs.k_rot.shape[1], inputs.q_rot.shape
     positions = probe_positions(jnp.sum(inputs.valid, axis=1, dtype=jnp.int32), count)
@@ -64,8 +67,9 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
         index = at + jnp.arange(chunk, dtype=jnp.int32)
         real = lax.dynamic_slice_in_dim(inputs.valid, at, chunk, 1) & (index >= i * chunk)[None]
         finite = jnp.where(real[:, None, :, None] & jnp.isfinite(keys), keys, 0)
-        seen = real[:, None] & (index[None, None] <= positions[..., None])  # [B, P, chunk]
-        logits = jnp.where(seen[:, None, None], _logits(rows, finite), -jnp.inf)
+        sees = _sees(attention, positions[..., None], index[None, None])  # [B, P, chunk]
+        seen = real[:, None] & sees
+        logits = jnp.where(seen[:, None, None], _logits(attention, rows, finite), -jnp.inf)
         largest = jnp.maximum(jnp.max(logits, axis=-1), total)
         safe = jnp.where(jnp.isfinite(largest), largest, 0)
         return safe + jnp.log(
@@ -73,6 +77,8 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
         )
 
     start = jnp.full((batch, heads, query_heads // heads, count), -jnp.inf, jnp.float32)
+    if attention.sinks and inputs.sinks is not None:
+        start = jnp.broadcast_to(inputs.sinks.reshape(1, heads, -1, 1), start.shape)
     normalizers = lax.fori_loop(0, -(-tokens // chunk), add, start)
     normalizers = jnp.where(jnp.isfinite(normalizers), normalizers, 0).reshape(
         batch, query_heads, count
@@ -81,16 +87,19 @@ def probes_of(inputs: LayerInputs, count: int) -> Probes:
 
 
 def saliency(
-    probes: Probes, keys: Float[Array, "B K T H"], positions: Int[Array, "#B T"]
+    probes: Probes,
+    keys: Float[Array, "B K T H"],
+    positions: Int[Array, "#B T"],
+    attention: Attention,
 ) -> Float[Array, "B K T"]:
     """Return the saliency of finite keys after RoPE at these positions."""
     heads = keys.shape[1]
     normalizers = probes["normalizers"].reshape(
         keys.shape[0], heads, -1, probes["positions"].shape[1]
     )
-    logits = _logits(_by_kv_head(probes["queries"], heads), keys) - normalizers[..., None]
-    weights = jnp.exp(jnp.minimum(logits, LARGEST_LOG))
-    seen = probes["positions"][:, :, None] >= positions[:, None]
+    logits = _logits(attention, _by_kv_head(probes["queries"], heads), keys)
+    weights = jnp.exp(jnp.minimum(logits - normalizers[..., None], LARGEST_LOG))
+    seen = _sees(attention, probes["positions"][:, :, None], positions[:, None])
     seen = seen | ~jnp.any(seen, axis=1, keepdims=True)
     count = jnp.sum(
         jnp.broadcast_to(seen, (seen.shape[0], weights.shape[3], seen.shape[2])), axis=1
@@ -104,10 +113,14 @@ def _by_kv_head(queries: Float[Array, "B N P H"], heads: int) -> Float[Array, "B
     return queries.astype(jnp.float32).reshape(batch, heads, query_heads // heads, count, channels)
 
 
+def _sees(
+    attention: Attention, probes: Int[Array, "B P _"], positions: Int[Array, "..."]
+) -> Bool[Array, "B P T"]:
+    return (probes >= positions) & inside_window(attention, probes, positions)
+
+
 def _logits(
-    queries: Float[Array, "B K G P H"], keys: Float[Array, "B K T H"]
+    attention: Attention, queries: Float[Array, "B K G P H"], keys: Float[Array, "B K T H"]
 ) -> Float[Array, "B K G P T"]:
-    return (
-        jnp.einsum("bkgph,bkth->bkgpt", queries, keys, precision=lax.Precision.HIGHEST)
-        * keys.shape[-1] ** -0.5
-    )
+    products = jnp.einsum("bkgph,bkth->bkgpt", queries, keys, precision=lax.Precision.HIGHEST)
+    return attention_logits(attention, products, keys.shape[-1])

@@ -91,7 +91,7 @@ def describe(
         "ratio": kvq.size.dense_nbytes(config, batch, context) / size.cache,
         "bits_per_element": kvq.size.bits_per_element(spec, config, context, dtype),
         "quantized_tokens": kvq.size.quantized_tokens(layout, context),
-        "body_bits_per_element": kvq.size.body_bits_per_element(spec, config),
+        "body_bits_per_element": kvq.size.body_bits_per_element(spec, config, context),
         "components": [dataclasses.asdict(component) for component in kvq.size.components(layout)],
         "parameter_bytes": size.parameters,
         "working_bytes": size.working,

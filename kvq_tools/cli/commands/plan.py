@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_models.calibration.file import Calibration, predicted_divergence, resolved
+from kvq_models.calibration.file import Calibration, predicted_divergence
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, interruption, plan_speed, plan_table, resident, text_input
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, loading, print_json
-from kvq_tools.planning import figure, kept
+from kvq_tools.planning import figure, kept, unmeasured
 from kvq_tools.planning.defaults import LENGTH, SAMPLES, SCORED, WINDOW
-from kvq_tools.planning.measuring import FACTOR, METHOD, Checked, Planner, PlanRequest
+from kvq_tools.planning.measuring import FACTOR, Checked, Planner, PlanRequest
+from kvq_tools.planning.unmeasured import METHOD
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the table's other rows
 FEWEST_BITS, MOST_BITS = 1, 8
@@ -138,8 +139,8 @@ def _measured(
     advice = f"the same command continues from {str(planner.work)!r}"
     with interruption.advised(advice), input_errors():
         costs = planner.costs()
-        checked = planner.check(costs, bits, fits)
-        others = {level: planner.planned(costs, level) for level in SHOWN if level != bits}
+        checked = planner.check(costs, bits, context, fits)
+        others = {level: planner.planned(costs, level, context) for level in SHOWN if level != bits}
     facts = {
         level: described(str(spec), level, config, options.batch, context, options.dtype)
         for level, (spec, _) in others.items()
@@ -228,7 +229,7 @@ def described(
     return {
         "name": name,
         "bits": bits,
-        "body_bits_per_element": kvq.size.body_bits_per_element(name, config),
+        "body_bits_per_element": kvq.size.body_bits_per_element(name, config, context),
         "bytes": kvq.size.nbytes(kvq.cache.layout(name, config, batch, context, dtype)),
         "resident_by_batch": resident.by_batch(name, config, context, dtype, batch),
     }
@@ -242,6 +243,6 @@ def _predicted(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the facts about waterfill with so many bits, as its calibration distributes them."""
-    spec = resolved(f"{METHOD}:bits={bits}", calibration)
+    spec = unmeasured.planned(kvq.parse(f"{METHOD}:bits={bits}"), calibration, config, context)
     facts = described(str(spec), bits, config, options.batch, context, options.dtype)
     return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}

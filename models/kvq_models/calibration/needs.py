@@ -49,8 +49,8 @@ def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
             ("v", spec.v, plan.v),
         )
         for side, method, codec in sides:
-            parameters = codec.learning.parameters(dims.num_key_value_heads)
-            if parameters:
+            parameters = codec.learning.parameters(plan.heads)
+            if parameters and not codec.learning.brought:
                 needed[f"layers.{layer}.{side}"] = Need(
                     layer, side, codec, f"{method.name}:{codec.learning.key}", parameters
                 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +168,8 @@ def _parameters(
             }
             calibrated.setdefault(need.layer, {})[need.side] = arrays
     dims = dims_of(llama.config)
+    for layer, brought in enumerate(_brought(spec, llama.config)):
+        calibrated.setdefault(layer, {}).update(brought)
     layers: list[tuple[Tree, Tree]] = [((), ())] * len(llama.layers)
     needed = [i for i, sides in enumerate(_purpose(spec, dims)) if any(sides)]
     for layer in progress(needed, "preparing layers") if progress else needed:
@@ -178,6 +180,24 @@ def _parameters(
             spec, dims, layer, weights=weights, calibrated=calibrated.get(layer)
         )
     return CacheParameters(layers, _purpose(spec, dims)) if needed else ()
+
+
+def _brought(spec: CacheSpec, config: LlamaConfig) -> Iterator[dict[Side, dict[str, np.ndarray]]]:
+    """Yield the parameters of each layer that the model's checkpoint brings. Raise ValueError if
+    its files lack them."""
+    sides: tuple[Side, Side] = ("k", "v")
+    for layer, plan in enumerate(parameter_plans(spec, dims_of(config))):
+        found = {}
+        for index, (side, codec) in enumerate(zip(sides, (plan.k, plan.v), strict=True)):
+            if codec.learning.brought:
+                if config.kv_scales is None:
+                    raise ValueError(
+                        f"{str(spec)!r} takes its scales from the checkpoint, whose kv_cache_scheme"
+                        " promises them, and the files lack them: scale=head takes them from the"
+                        " prompt"
+                    )
+                found[side] = {"scale": np.asarray(config.kv_scales[layer][index], np.float32)}
+        yield found
 
 
 @functools.cache

@@ -93,6 +93,8 @@ def load_weights(
     packs = packing(checkpoint, weights, on_mesh=mesh is not None)
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
+    if config.brings_kv_scales and isinstance(checkpoint, HfDirectory):
+        config = dataclasses.replace(config, kv_scales=checkpoint.kv_scales())
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
     return _read_weights(abstract, checkpoint, None if mesh is None else placement_of(mesh), packs)
@@ -100,7 +102,8 @@ def load_weights(
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
     """Write config.json, model.safetensors, the tokenizer's files, and generation_config.json if
-    the model asks for sampling. transformers' AutoModelForCausalLM can load them.
+    the model asks for sampling. transformers' AutoModelForCausalLM can load them. Scales for an fp8
+    cache, which a checkpoint may bring, are left out.
 
     Args:
         llama: the model. Weights keep their dtype, and packed ones are dequantized. Parameters of
@@ -123,7 +126,8 @@ def save_checkpoint(
     directory."""
     directory = Path(directory)
     # the key that old and new versions read
-    fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
+    config = dataclasses.replace(llama.config, brings_kv_scales=False)  # not of the model
+    fields = config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}
     tensors: dict[str, np.ndarray] = {}
     for weight in hf_names.weights(llama).values():
         whole = dense(weight.leaf)

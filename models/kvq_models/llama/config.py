@@ -31,6 +31,7 @@ from kvq_models.llama.layer_kinds import (
     sliding_window,
     unrotated_layers,
 )
+from kvq_models.llama.quantized.kv_scales import KVScales, brings_kv_scales
 from kvq_models.llama.rope_config import (
     RopeConfig,
     check_factors,
@@ -68,6 +69,8 @@ class LlamaConfig:
         experts: a mixture of experts in place of every MLP (Mixtral, Qwen3-MoE).
         eos_token_ids: all tokens at which generation stops.
         generation: the sampling that the checkpoint asks for, if the caller does not say.
+        brings_kv_scales: the checkpoint has scales for an fp8 cache, `kv_scales`, which are known
+            once its files are read.
         dtype: of the model that carries this config; not part of the checkpoint.
 
     Raises NotImplementedError for another model_type, and ValueError for values that are not
@@ -111,6 +114,8 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     generation: GenerationDefaults = dataclasses.field(default=GenerationDefaults(), compare=False)
+    brings_kv_scales: bool = False
+    kv_scales: KVScales | None = dataclasses.field(default=None, compare=False, repr=False)
     dtype: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -211,6 +216,7 @@ class LlamaConfig:
             bos_token_id=optional(hf, "bos_token_id", int, None),
             eos_token_ids=token_ids(hf, "eos_token_id"),
             pad_token_id=optional(hf, "pad_token_id", int, None),
+            brings_kv_scales=brings_kv_scales(hf),
         )
 
     def to_hf(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from kvq_models.llama.hf_tokenizer import (
     load_tokenizer,
     named_end,
 )
+from kvq_models.llama.quantized.kv_scales import KVScales, read_kv_scales
 from kvq_models.llama.quantized.quantization_config import quantization_of
 from kvq_models.llama.quantized.quantized_weights import QuantizedWeight, gathered
 from kvq_models.llama.quantized.raw_tensors import RawTensors
@@ -160,6 +161,14 @@ class HfDirectory:
     def _weights(self) -> tuple[dict[str, StoredTensor], dict[str, QuantizedWeight]]:
         """Return (headers with one tensor for each weight, the quantized weights by name)."""
         return gathered(self._headers[0], quantization_of(self.fields), RawTensors())
+
+    def kv_scales(self) -> KVScales | None:
+        """Return the scales that the files have for an fp8 cache, or None. Raise CheckpointError
+        if they are damaged."""
+        config = self.config
+        return read_kv_scales(
+            self._headers[0], RawTensors(), config.num_hidden_layers, config.num_key_value_heads
+        )
 
     def _is_tied(self) -> bool:
         """Return True if config.json does not say whether the head is tied, and the files hold no

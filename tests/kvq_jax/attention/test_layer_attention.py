@@ -45,7 +45,7 @@ attend_reference = quick_jit(reference.attend, static_argnums=4)
 
 
 def refuses(case: MethodCase) -> bool:
-    return case.spec.startswith(("zipcache", "xquant_cl"))
+    return case.spec.startswith("xquant_cl")
 
 
 def mask_of(positions: np.ndarray, window: int) -> np.ndarray:
@@ -61,24 +61,24 @@ def mask_of(positions: np.ndarray, window: int) -> np.ndarray:
 )
 def test_a_windowed_layer_equals_a_masked_one(case: MethodCase):
     if refuses(case):
-        with pytest.raises(ValueError, match="take another method") as caught:
+        with pytest.raises(ValueError, match="differences of all layers below") as caught:
             empty(case.spec, SPECIAL)
         assert "\n" not in str(caught.value)
         return
     plan, state = empty(case.spec, SPECIAL)
     masked, masked_state = empty(case.spec, Attention())
+    # codes may follow the attention (zipcache's probes), and not where they lie
+    masked = dataclasses.replace(masked, k=plan.k, v=plan.v)
     tokens, lengths = tokens_with_sinks(), boundary_lengths(plan)
     start = np.maximum(lengths - STEP, 0).astype(np.int32)
     _, prompted = run(plan, state, tokens, lengths, lengths)
-    _, masked_prompted = run(masked, masked_state, sequences(), lengths, lengths)
+    _, masked_prompted = run(masked, masked_state, tokens, lengths, lengths)
     check_codes(plan, prompted, masked, masked_prompted, lengths)
     _, before = run(plan, state, tokens, start // 2, start)
-    _, masked_state = run(masked, masked_state, sequences(), start // 2, start)
+    _, masked_state = run(masked, masked_state, tokens, start // 2, start)
     inputs = tokens.window(start, lengths, STEP)
     out, windowed, _ = decode(plan, parameters_of(plan), before, inputs, ())
-    _, after, _ = decode(
-        masked, parameters_of(masked), masked_state, sequences().window(start, lengths, STEP), ()
-    )
+    _, after, _ = decode(masked, parameters_of(masked), masked_state, inputs, ())
     check_codes(plan, windowed, masked, after, lengths)
     keys, values = decode_vectors(
         masked, parameters_of(masked), after, jnp.asarray(lengths), inputs.rope

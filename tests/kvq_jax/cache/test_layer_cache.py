@@ -188,9 +188,24 @@ def test_a_call_may_set_its_scale_cap_and_sinks_but_not_the_window():
         plan.attend(plan.init(2), q, k, v, prefill=True, window=8)
     with pytest.raises(ValueError, match="has sinks, and sinks are missing"):
         planned.attend(planned.init(2), q, k, v, prefill=True)
-    zipcache = plan_of("zipcache:probes=8,sink=2,recent=3,block=16")
-    with pytest.raises(ValueError, match="computes plain attention to choose its codes"):
-        zipcache.attend(zipcache.init(2), q, k, v, prefill=True, scale=0.5)
+
+
+def test_codecs_follow_the_attention_of_a_call():
+    """The probes of zipcache have the scale of the call."""
+    spec, arrays = (
+        "zipcache:probes=8,sink=2,recent=3,block=16",
+        tokens_first(rows(0, TOKENS, [TOKENS] * 2)),
+    )
+
+    def salient(plan: Any, **asked: Any) -> np.ndarray:
+        q, k, v = (arrays[n] for n in ("q", "k", "v"))
+        _, cache = plan.attend(plan.init(2), q, k, v, prefill=True, **asked)
+        return np.asarray(cache.state.body[0].mask)
+
+    asked = salient(plan_of(spec), scale=3.0)
+    planned = salient(plan_of(spec, attention=kvq.Attention(scale=3.0)))
+    np.testing.assert_array_equal(asked, planned)
+    assert (asked != salient(plan_of(spec))).any()
 
 
 def test_positions_follow_the_real_tokens():

@@ -7,7 +7,7 @@ import json
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvq_models import save_llama
+from kvq_models import EMBEDDED, save_llama
 from kvq_models.llama.hf_directory import HfDirectory
 from kvq_tools.cli import doctor_facts
 from tests.kvq_models.checkpoints import random_llama, tiny_config

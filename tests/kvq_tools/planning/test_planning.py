@@ -19,8 +19,8 @@ from kvq_tools.cli.commands import plan
 from kvq_tools.evaluation import measure_rows
 from kvq_tools.planning import kept, measuring
 from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
-from kvq_tools.planning.measuring import spec_of
 from kvq_tools.planning.sensitivity import Sensitivity, one_side
+from kvq_tools.planning.unmeasured import spec_of
 
 PASSAGE = Path(__file__).parents[3] / "kvq_tools" / "cli" / "passage.txt"
 STEP = 4

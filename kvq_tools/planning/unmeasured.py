@@ -1,0 +1,70 @@
+"""Waterfill's widths for a budget of stored bits, from the costs of sides or from a calibration
+alone.
+
+A layer with a sliding window keeps few tokens of a long sequence. A bit of its rows costs few
+bytes, so the budget is counted in the tokens that each layer keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import kvq_jax as kvq
+from kvq_jax.cache.accounting import most_blocks
+from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.methods.base import per_layer
+from kvq_jax.methods.waterfill import Waterfill
+from kvq_jax.methods.waterfill.widths import written
+from kvq_jax.types.array_types import ModelDims
+from kvq_models.calibration.file import Calibration, resolved
+from kvq_tools.planning.allocation import Costs, Widths, costs_of, shared_out
+
+METHOD = "waterfill"
+
+
+def stored_tokens(config: ModelDims, context: int) -> tuple[int, ...]:
+    """Return the body tokens that each layer keeps of a sequence of `context` tokens, as the
+    smallest whole numbers with their ratios: 1 in every layer without windows."""
+    blocks = [most_blocks(plan) for plan in kvq.cache.layout(METHOD, config, 1, context).plans]
+    common = math.gcd(*blocks)
+    return tuple(number // common for number in blocks)
+
+
+def widths_within(
+    costs: Costs, bits: float, config: ModelDims, context: int
+) -> list[tuple[Widths, Widths]]:
+    """Return the widths (keys, values) of each layer for so many stored bits of an element. Raises
+    ValueError if they are too few for codes."""
+    stored = stored_tokens(config, context)
+    per_row = 2 * sum(stored)
+    budget = math.floor(per_row * (bits - 8 / config.head_dim) * costs.chunks + 1e-6)
+    if budget < per_row:
+        least = 1 / costs.chunks + 8 / config.head_dim
+        raise ValueError(
+            f"{bits:g} bits cannot be stored with heads of {config.head_dim} channels:"
+            f" {least:g} is the least"
+        )
+    return shared_out(costs, budget, stored=stored)
+
+
+def spec_of(widths: Sequence[Sequence[Widths]], spec: CacheSpec | None = None) -> CacheSpec:
+    """Return the spec of waterfill with these widths (keys, values) for each layer, and the windows
+    of `spec`, by default waterfill's."""
+    keys, values = (per_layer([written(both[side]) for both in widths]) for side in (0, 1))
+    method = Waterfill(k_widths=keys, v_widths=values)
+    return dataclasses.replace(spec or kvq.parse(METHOD), k=method, v=method)
+
+
+def planned(
+    spec: CacheSpec, calibration: Calibration, config: ModelDims, context: int
+) -> CacheSpec:
+    """Return waterfill with the widths that its calibration gives, in sequences of `context`
+    tokens. If all layers keep as many, each shares out the same number of bits."""
+    if len(set(stored_tokens(config, context))) == 1:
+        return resolved(spec, calibration)
+    bits = cast("Waterfill", spec.k).bits
+    widths = widths_within(costs_of(calibration, {}), bits, config, context)
+    return spec_of(widths, spec)
