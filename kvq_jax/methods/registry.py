@@ -23,6 +23,7 @@ from kvq_jax.methods.formats import TokenFormat
 from kvq_jax.methods.gear import Gear
 from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
+from kvq_jax.methods.kvarn import KVarN
 from kvq_jax.methods.kvquant import KVQuant
 from kvq_jax.methods.polarquant import PolarQuant
 from kvq_jax.methods.squat import Squat, SquatPre
@@ -43,6 +44,7 @@ METHODS: dict[str, Method] = {
     "gear": Gear(),
     "zipcache": ZipCache(),
     "turboquant": TurboQuant(),
+    "kvarn": KVarN(),
     "xquant": XQuant(),
     "xquant_cl": XQuantCL(),
     "int2": TokenFormat("int", 2),
