@@ -43,6 +43,7 @@ OTHERS = (
     "int3",
     "kvarn",
     "k=kvarn:bits=4+v=kvarn:bits=2",
+    "oscar_omni",
 )
 CACHES = (*README, *OTHERS)
 LONG = 4096  # tokens

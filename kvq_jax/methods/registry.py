@@ -25,6 +25,7 @@ from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.kvarn import KVarN
 from kvq_jax.methods.kvquant import KVQuant
+from kvq_jax.methods.oscar_omni import OscarOmni
 from kvq_jax.methods.polarquant import PolarQuant
 from kvq_jax.methods.squat import Squat, SquatPre
 from kvq_jax.methods.turboquant import TurboQuant
@@ -45,6 +46,7 @@ METHODS: dict[str, Method] = {
     "zipcache": ZipCache(),
     "turboquant": TurboQuant(),
     "kvarn": KVarN(),
+    "oscar_omni": OscarOmni(),
     "xquant": XQuant(),
     "xquant_cl": XQuantCL(),
     "int2": TokenFormat("int", 2),
