@@ -224,6 +224,7 @@ METHOD_CASES = (
         0.4057,
     ),
     MethodCase("oscar_omni2", "oscar_omni:group_size=16,sink=1,recent=3,block=16", 4.0625, 0.5292),
+    MethodCase("oscar_spectral2", "oscar_spectral:sink=5,recent=3,block=16", 2.5, 0.227),
     MethodCase("gear2", "gear:group_size=16,sink=2,recent=3", 8.765625, 0.205),
     MethodCase(
         "gear4_kcvt",

@@ -44,6 +44,7 @@ OTHERS = (
     "kvarn",
     "k=kvarn:bits=4+v=kvarn:bits=2",
     "oscar_omni",
+    "oscar_spectral",
 )
 CACHES = (*README, *OTHERS)
 LONG = 4096  # tokens

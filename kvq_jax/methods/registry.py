@@ -26,6 +26,7 @@ from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.kvarn import KVarN
 from kvq_jax.methods.kvquant import KVQuant
 from kvq_jax.methods.oscar_omni import OscarOmni
+from kvq_jax.methods.oscar_spectral import OscarSpectral
 from kvq_jax.methods.polarquant import PolarQuant
 from kvq_jax.methods.squat import Squat, SquatPre
 from kvq_jax.methods.turboquant import TurboQuant
@@ -47,6 +48,7 @@ METHODS: dict[str, Method] = {
     "turboquant": TurboQuant(),
     "kvarn": KVarN(),
     "oscar_omni": OscarOmni(),
+    "oscar_spectral": OscarSpectral(),
     "xquant": XQuant(),
     "xquant_cl": XQuantCL(),
     "int2": TokenFormat("int", 2),
