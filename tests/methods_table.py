@@ -215,6 +215,16 @@ METHOD_CASES = (
         3.5,
         0.4937,
     ),
+    MethodCase("kvarn2", "kvarn:group_size=16,sink=2,recent=3,block=16", 3.875, 0.5632),
+    MethodCase(
+        "kvarn42_floor",
+        "k=kvarn:bits=4,group_size=8,floor=0.741+v=kvarn:bits=2,group_size=8,scale_dtype=float32"
+        "+cache:sink=0,recent=3,block=8",
+        7.625,
+        0.4057,
+    ),
+    MethodCase("oscar_omni2", "oscar_omni:group_size=16,sink=1,recent=3,block=16", 4.0625, 0.5292),
+    MethodCase("oscar_spectral2", "oscar_spectral:sink=5,recent=3,block=16", 2.5, 0.227),
     MethodCase("gear2", "gear:group_size=16,sink=2,recent=3", 8.765625, 0.205),
     MethodCase(
         "gear4_kcvt",
@@ -248,11 +258,13 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def kind(spec: str) -> str:
     """Name the way in which a spec stores tokens: its method without bits, `k` for one on each
-    side, or the option that changes rows. The formats of small floats are one way."""
+    side, or the option that changes rows. The formats of small floats are one way, and groups with
+    a second scale are."""
     for option in ("subtract_bias", "rotate"):
         if option in spec:
             return option
-    return re.sub("^(mx|nv)fp$", "fp", re.split("[:=]", spec)[0].rstrip("0123456789"))
+    name = re.split("[:=]", spec)[0].rstrip("0123456789")
+    return re.sub("^oscar_omni$", "kvarn", re.sub("^(mx|nv)fp$", "fp", name))
 
 
 # The rows of every run, the first of each kind. The others are variants of these, and run with

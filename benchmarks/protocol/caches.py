@@ -41,6 +41,10 @@ OTHERS = (
     "mxfp4",
     "nf3",
     "int3",
+    "kvarn",
+    "k=kvarn:bits=4+v=kvarn:bits=2",
+    "oscar_omni",
+    "oscar_spectral",
 )
 CACHES = (*README, *OTHERS)
 LONG = 4096  # tokens

@@ -23,7 +23,10 @@ from kvq_jax.methods.formats import TokenFormat
 from kvq_jax.methods.gear import Gear
 from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
+from kvq_jax.methods.kvarn import KVarN
 from kvq_jax.methods.kvquant import KVQuant
+from kvq_jax.methods.oscar_omni import OscarOmni
+from kvq_jax.methods.oscar_spectral import OscarSpectral
 from kvq_jax.methods.polarquant import PolarQuant
 from kvq_jax.methods.squat import Squat, SquatPre
 from kvq_jax.methods.turboquant import TurboQuant
@@ -43,6 +46,9 @@ METHODS: dict[str, Method] = {
     "gear": Gear(),
     "zipcache": ZipCache(),
     "turboquant": TurboQuant(),
+    "kvarn": KVarN(),
+    "oscar_omni": OscarOmni(),
+    "oscar_spectral": OscarSpectral(),
     "xquant": XQuant(),
     "xquant_cl": XQuantCL(),
     "int2": TokenFormat("int", 2),

@@ -1,0 +1,94 @@
+"""KVarN against NumPy that follows its equations tile by tile, in the order of its public code."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.arrays.rotations import rotation
+
+BLOCK, HEAD_DIM, ROUNDS = 32, 16, 16
+SPEC = f"kvarn:group_size={BLOCK},scale_dtype=float32,block={2 * BLOCK}"
+
+
+def rows(size: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return keys and values [1, 2, 64, 16] of uneven tokens and channels."""
+    rng = np.random.default_rng(3)
+    shape = 2, 1, 2, 2 * BLOCK
+    x = rng.normal(size=(*shape, HEAD_DIM)) * np.exp(rng.normal(size=(*shape, 1)))
+    k, v = size * (x + 2 * rng.normal(size=(HEAD_DIM,)))
+    return k, v
+
+
+def scales(tile: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales of columns and of rows of the round with the most even deviations."""
+    log_column, log_row = np.zeros((1, tile.shape[1])), np.zeros((tile.shape[0], 1))
+
+    def balanced() -> np.ndarray:
+        return tile / np.exp(log_column) / np.exp(log_row)
+
+    def unevenness() -> float:
+        deviations = (balanced().std(axis, ddof=1) for axis in (0, 1))
+        return sum(d.max() / max(d.min(), 1e-8) for d in deviations)
+
+    best = unevenness(), log_column, log_row
+    for _ in range(ROUNDS):
+        step = np.log(balanced().std(0, ddof=1, keepdims=True).clip(1e-3, 1e3))
+        log_column = (log_column + step).clip(least, 10)
+        step = np.log(balanced().std(1, ddof=1, keepdims=True).clip(1e-3, 1e3))
+        log_row = (log_row + step).clip(least, 10)
+        if (now := unevenness()) <= best[0]:
+            best = now, log_column, log_row
+    return np.exp(best[1]), np.exp(best[2])
+
+
+def rounded(tile: np.ndarray, bits: int, least: float) -> np.ndarray:
+    """Return a tile as it is read back. Each row has one step and one zero point: the rows are
+    channels of keys, tokens of values."""
+    column, row = scales(tile, least)
+    even = tile / column / row
+    low, high = (f(even, axis=1, keepdims=True) for f in (np.min, np.max))
+    step = (high - low) / (2**bits - 1)
+    return (np.round((even - low) / step) * step + low) * row * column
+
+
+def reference(x: np.ndarray, side: str, bits: int, least: float) -> np.ndarray:
+    turned, read = x @ rotation(HEAD_DIM).T, np.empty_like(x)
+    for head in range(x.shape[1]):
+        for start in range(0, x.shape[2], BLOCK):
+            at = 0, head, slice(start, start + BLOCK)
+            tile = turned[at].T if side == "k" else turned[at]
+            out = rounded(tile, bits, least)
+            read[at] = out.T if side == "k" else out
+    return read @ rotation(HEAD_DIM)
+
+
+@pytest.mark.parametrize(("bits", "floor"), [(4, 0.0), (2, 0.741)])
+def test_the_body_is_what_the_equations_say(bits: int, floor: float):
+    exact = rows(1.0)
+    read = kvq.roundtrip(
+        f"{SPEC},bits={bits},floor={floor}", *(jnp.asarray(x, jnp.float32) for x in exact)
+    )
+    least = np.log(floor) if floor else -10.0
+    for side, x, one in zip("kv", exact, read, strict=True):
+        wanted, scale = reference(x, side, bits, least), np.abs(x).max()
+        off = np.abs(np.asarray(one) - wanted) > 1e-4 * scale
+        # Rotation spreads an entry midway between two codes over its token.
+        assert off.any(axis=-1).mean() <= 0.02, f"{off.mean():.3f} of the entries of {side} differ"
+        other = reference(x, side, bits, -10.0 if floor else np.log(0.741))
+        assert np.abs(wanted - other).max() > 1e-2 * scale, "another floor would pass"
+
+
+def test_the_size_of_rows_changes_nothing_without_a_floor():
+    """With the public code's floor, no scale of small rows can fall, so they are read worse."""
+    x = rows(1.0)[1]
+    errors = {}
+    for floor in (0.0, 0.741):
+        for size in (1.0, 0.01):
+            v = jnp.asarray(size * x, jnp.float32)
+            read = np.asarray(kvq.roundtrip(f"{SPEC},bits=4,floor={floor}", v, v)[0])
+            errors[floor, size] = np.linalg.norm(read - size * x) / np.linalg.norm(size * x)
+    assert errors[0.0, 0.01] == pytest.approx(errors[0.0, 1.0], rel=0.02)
+    assert errors[0.741, 0.01] > 1.2 * errors[0.0, 0.01]

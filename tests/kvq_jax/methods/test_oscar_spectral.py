@@ -1,0 +1,82 @@
+"""OSCAR against NumPy that follows its equations, and the rotation that its calibration gives."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.arrays.rotations import rotation
+from kvq_jax.codecs.codec import TokensAt
+from kvq_jax.methods.oscar_spectral.codec import spectral_turn
+
+HEADS, TOKENS, H = 2, 32, 16
+DIMS = kvq.CacheDims(1, 4, HEADS, H, 64)
+SPEC = "oscar_spectral:group_size=8,scale_dtype=float32,sink=0,recent=0,block=32"
+
+
+def uneven(seed: int) -> np.ndarray:
+    """Return vectors [K, T, H] of very different variances along hidden directions."""
+    rng = np.random.default_rng(seed)
+    hidden = np.linalg.qr(rng.normal(size=(HEADS, H, H)))[0]
+    return rng.normal(size=(HEADS, TOKENS, H)) * np.exp(-np.arange(H) / 3) @ hidden
+
+
+def eigenvectors(moment: np.ndarray) -> np.ndarray:
+    """Return eigenvectors as columns, by falling eigenvalue, found by singular values."""
+    return np.linalg.svd(moment)[0]
+
+
+def rounded(turned: np.ndarray, kept: float) -> np.ndarray:
+    """Clip each token [..., H] and round it in groups of 8 channels to four levels."""
+    read = np.empty_like(turned)
+    for index in np.ndindex(turned.shape[:-1]):
+        most = np.sort(np.abs(turned[index]))[int(kept * H)]
+        for start in range(0, H, 8):
+            part = turned[index][start : start + 8].clip(-most, most)
+            step = (part.max() - part.min()) / 3
+            read[index][start : start + 8] = np.round((part - part.min()) / step) * step
+            read[index][start : start + 8] += part.min()
+    return read
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_calibration_and_body_are_what_the_equations_say(side: str):
+    """With queries in place of gradients, keys get the paper's rotation. Values are weighted by the
+    squares of their gradients' norms."""
+    rows, gradients = uneven(1), uneven(2)
+    both = {name: x[None] for name, x in (("k", rows), ("v", rows))}
+    slopes = {name: x[None] for name, x in (("k", gradients), ("v", gradients))}
+    turn = kvq.parameters.calibrate(SPEC, DIMS, 0, both, slopes)[side]["turn"]
+    weights = 1.0 if side == "k" else np.sum(gradients**2, axis=-1, keepdims=True)
+    seen = gradients if side == "k" else rows
+    moment = np.swapaxes(seen, 1, 2) @ (weights * seen) / TOKENS
+    undone = turn @ rotation(H)  # without the Hadamard matrix
+    strongest = slice(0, 8)  # eigenvalues far enough from each other for both methods
+    agreement = np.abs(np.einsum("khe,khe->ke", undone, eigenvectors(moment)))[:, strongest]
+    assert (agreement > 0.999).all(), f"directions agree by {agreement.min():.3f}"
+    plain = np.einsum("khe,khe->ke", undone, eigenvectors(np.swapaxes(rows, 1, 2) @ rows))
+    assert np.abs(plain)[:, strongest].min() < 0.9, "the plain moment of rows would pass"
+
+    plan = kvq.parse(SPEC).layer(0, DIMS, TOKENS, "float32")
+    codec, params = getattr(plan, side), {"turn": jnp.asarray(turn)}
+    at = TokensAt(jnp.arange(TOKENS)[None], prefill=True)
+    body = codec.quantize(params, (), jnp.asarray(rows[None], jnp.float32), at)
+    read = np.asarray(codec.dequantize(params, (), body))[0]
+    kept = {"k": 0.96, "v": 0.92}[side]
+    wanted = rounded(rows @ turn, kept) @ np.swapaxes(turn, 1, 2)
+    off = np.abs(read - wanted).max(axis=-1) > 1e-4 * np.abs(rows).max()
+    assert off.mean() <= 0.05, f"{off.mean():.2f} of the tokens differ"
+    other = rounded(rows @ turn, 0.8) @ np.swapaxes(turn, 1, 2)
+    assert (np.abs(other - wanted).max(axis=-1) > 1e-3).mean() > 0.5, "any clipping would pass"
+
+
+def test_directions_are_mixed_evenly():
+    """Each channel takes the same share of every eigenvector, so variances of turned rows differ
+    little."""
+    seen = np.moveaxis(uneven(3), 0, 1)
+    turned = np.einsum("tkh,khe->tke", seen, spectral_turn(seen))
+    before, after = (np.mean(x**2, axis=0) for x in (seen, turned))
+    assert (after.max(axis=1) / after.min(axis=1) < 1.01).all()
+    assert (before.max(axis=1) / before.min(axis=1) > 2).all()
