@@ -14,7 +14,7 @@ from kvq_tools.cli import main
 
 def assert_one_line_error(result, message):
     code, out, err = result
-    progress = ("kvq: loading", "kvq: warning", "kvq: making")
+    progress = ("kvq: loading", "kvq: warning", "kvq: making", "kvq: counting")
     errors = [line for line in err.splitlines() if not line.startswith(progress)]
     assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
     assert len(errors) == 1, f"expected one line, got {err!r}"
