@@ -35,7 +35,6 @@ hypothesis.settings.load_profile("kvq")
 # other waits.
 LONGEST = (
     "tests/test_multi_device.py",
-    "tests/benchmarks/quality/test_quality.py",
     "tests/kvq_models/inference/test_decoding.py",
     "tests/kvq_tools/cli/test_cli_calibration.py",
     "tests/kvq_tools/evaluation/test_lm_eval_model.py",

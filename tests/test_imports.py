@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -52,6 +53,16 @@ KERNEL_DOORS = {
     "models/kvq_models/llama/packed_loading.py": ("cpu_kernels.library",),
     "models/kvq_models/llama/packed_weights.py": ("cpu_kernels",),
 }
+# What others want to know of a codec, a method or a stored array they ask its base class: its own
+# class is known in these rooms alone, and to the files behind which it is made or timed.
+CONCRETE = re.compile(
+    r"kvq_jax\.codecs\.(codebook|grouped|rotating)\b"
+    r"|kvq_jax\.methods\.\w+\.(codec|method)\b|kvq_jax\.methods\.dense\b"
+    r"|kvq_jax\.arrays\.(codebook|float|grouped|polar|run|slot)_array\b"
+    r"|kvq_jax\.arrays\.sparse_outliers\b"
+)
+ROOMS = ("kvq_jax/arrays/", "kvq_jax/codecs/", "kvq_jax/methods/", "benchmarks/", "laboratory/")
+MAKERS = ("kvq_jax/attention/fused.py", "kvq_jax/cache/spec.py")
 KERNELS = ("cpu_kernels", "pallas_kernels")  # neither knows of the other
 HEAVY = {"torch", "transformers"}  # never needed to import the cache or the kernels
 
@@ -65,7 +76,8 @@ def imported(source: str, package: tuple[str, ...]) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            found.add(".".join(part for part in (base, node.module) if part))
+            module = ".".join(part for part in (base, node.module) if part)
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -97,6 +109,12 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
         beside_the_library = own == "kvq_hosts" and top in ORDER and top not in (own, "kvq_jax")
         from_hosts = top == "kvq_hosts" and own not in ("kvq_hosts", "benchmarks", "tests")
         heavy = top in HEAVY and own in ("kvq_jax", *KERNELS)
+        asks_a_class = (
+            CONCRETE.match(name) is not None
+            and own != "tests"
+            and path.as_posix() not in MAKERS
+            and not path.as_posix().startswith(ROOMS)
+        )
         kernels_of_another_device = top in KERNELS and own in KERNELS and top != own
         if (
             wrong_way
@@ -106,6 +124,7 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
             or from_hosts
             or heavy
             or kernels_of_another_device
+            or asks_a_class
         ):
             found.append(f"{path} imports {name}")
     return found
@@ -139,6 +158,9 @@ def test_imports_run_one_way():
             "from kvq_tools.cli.commands.memory import parameter_bytes",
         ),
         ("kvq_jax/methods/kivi/method.py", "import torch"),
+        ("kvq_jax/cache/accounting.py", "from kvq_jax.arrays.codebook_array import CodebookArray"),
+        ("kvq_tools/cli/commands/doctor.py", "from kvq_jax.codecs import grouped"),
+        ("models/kvq_models/calibration/fit.py", "from kvq_jax.methods.kvquant import codec"),
         ("kvq_hosts/linen.py", "from cpu_kernels.library import unavailable"),
     ],
 )

@@ -1,5 +1,4 @@
-"""The protocol: equal windows, two readings of the same tokens, runs that go on, digits that
-recompute."""
+"""The protocol: equal windows, windows of a text, intervals, digits that recompute."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from kvq_tools.evaluation.intervals import kl_interval, t_quantile
 from kvq_tools.evaluation.protocol import (
     BLOCKS,
     MOST_EXACT,
-    READINGS,
     RECENT,
     SINK,
     Measured,
@@ -113,29 +111,6 @@ def file(shallow, tmp_path_factory):
 @pytest.fixture(scope="module")
 def report(file):
     return ProtocolReport.read(file)
-
-
-def test_both_readings_score_the_same_tokens_and_decoding_adds_errors(report):
-    assert [(row.cache, row.reading) for row in report.rows] == [
-        (cache, reading) for reading in READINGS for cache in ("dense", "int2")
-    ]
-    exact, coarse = report.row("dense", 96, "prompt"), report.row("int2", 96, "prompt")
-    decoded = report.row("int2", 96, "decoded")
-    assert report.kl(exact).value < 1e-6 < 1e-3 < report.kl(coarse).value
-    assert decoded.measured.over(coarse.measured, report.headline).value > 1
-    again = report.row("dense", 96, "decoded")
-    assert again.measured.window_nats == pytest.approx(exact.measured.window_nats, rel=1e-5)
-    assert decoded.exact_share == coarse.exact_share > MOST_EXACT
-    assert coarse.measured.rounding < 0.05
-
-
-def test_rows_of_another_run_are_refused(shallow, file, capsys):
-    with pytest.raises(SystemExit):
-        protocol.main([str(shallow), *SMALL, "--windows=3", f"--json={file}"])
-    assert "holds rows of another run (windows)" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        protocol.main([str(shallow), "--text=novel", f"--json={file}"])
-    assert "'novel' is not a text: write DOMAIN=FILE" in capsys.readouterr().err
 
 
 def test_rounding_widens_an_interval_and_verdicts_are_paired():

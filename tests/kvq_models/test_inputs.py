@@ -15,7 +15,17 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.cache.size import parameter_bytes
-from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama
+from kvq_models import (
+    EMBEDDED,
+    Llama,
+    decode_step,
+    generate,
+    load_llama,
+    prefill,
+    prepare,
+    save_llama,
+    score,
+)
 from kvq_models.inference.checked_input import checked_tokens
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.llama.layer_kinds import MOST_LAYERS
@@ -34,30 +44,35 @@ def new_cache(batch: int = 1) -> kvq.cache.Cache:
     return kvq.init_cache("kivi", model().config, batch, 32)
 
 
-WRAPPED = ([[1, 2**32 + 5]], "tokens must fit int32, got 4294967301")
-CUT = ([[1, 5.9]], "tokens must be integers, got 1.0 of float64")
-
-
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("tokens", "lengths", "message"),
     [
-        WRAPPED,
-        CUT,
-        ([[True, False]], "tokens must be integers, got True of bool"),
-        (
-            [[1, 2], [3]],
-            "tokens must be integers in an array, and the rows given have different lengths",
-        ),
-        (np.array([[2**31]], np.uint32), "tokens must fit int32, got 2147483648"),
-        ([["1"]], "tokens must be integers"),
-        ([[2**70]], "tokens must be integers"),
+        ([[1, 2**32 + 5]], None, "tokens must fit int32, got 4294967301"),
+        (np.array([[2**31]], np.uint32), None, "tokens must fit int32, got 2147483648"),
+        ([[1, 5.9]], None, "tokens must be integers, got 1.0 of float64"),
+        ([[True, False]], None, "tokens must be integers, got True of bool"),
+        ([[1, 2], [3]], None, "tokens must be integers in an array, and the rows given have"),
+        ([["1"]], None, "tokens must be integers"),
+        ([[2**70]], None, "tokens must be integers"),
+        (np.zeros((1, 33), int), None, "row 0 needs 3[34] tokens .* capacity is 32"),
+        ([[1, 96]], None, "token id 96 at row 0, position 1 is outside the vocabulary of 96"),
+        ([[-1]], None, "token id -1"),
+        (np.zeros((3, 4), int), None, r"tokens must be \[batch, length\] with batch 1"),
+        (np.zeros((4,), int), None, "got shape"),
+        ([[1, 2]], [5], "lengths must be between 0 and 2"),
+        ([[1, 2]], [-1], "lengths must be between 0 and 2"),
+        ([[1, 2]], [2, 2], "lengths must be"),
+        ([[1, 2]], [1.5], "lengths must be integers"),
+        ([[1, 2]], [2**32 + 1], "lengths must fit int32"),
     ],
 )
-@pytest.mark.parametrize("call", [prefill, generate])
-def test_tokens_that_are_no_int32_are_refused(call, tokens, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        call(model(), new_cache(), tokens)
-    assert "\n" not in str(refused.value)
+def test_bad_tokens_are_refused_in_one_line(tokens, lengths, message):
+    cache = new_cache()
+    for call in (prefill, functools.partial(generate, max_new_tokens=1)):
+        with pytest.raises(ValueError, match=message) as refused:
+            call(model(), cache, tokens, lengths)
+        assert "\n" not in str(refused.value)
+        assert cache.lengths.tolist() == [0], "the cache's buffers were consumed"
 
 
 def test_a_caller_may_change_its_arrays_once_a_call_has_returned():
@@ -72,15 +87,6 @@ def test_a_caller_may_change_its_arrays_once_a_call_has_returned():
     tokens[:], lengths[:] = 7, 3
     np.testing.assert_array_equal(held, [16], err_msg="lengths")
     np.testing.assert_array_equal(taken, np.zeros((1, 16)), err_msg="tokens")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [([1.5], "integers"), ([2**32 + 1], "fit int32"), ([-1], "between 0 and 2")],
-)
-def test_lengths_that_would_wrap_or_be_cut_are_refused(lengths, message):
-    with pytest.raises(ValueError, match=message):
-        prefill(model(), new_cache(), [[1, 2]], lengths)
 
 
 def test_the_lengths_of_a_step_are_checked():
@@ -188,3 +194,29 @@ def test_traced_tokens_keep_their_shape_and_are_checked_for_their_dtype():
     assert logits.shape == (1, 5, 96)
     with pytest.raises(ValueError, match="tokens must be integers, got float32"):
         jax.eval_shape(lambda c, t: prefill(model(), c, t), cache, jnp.zeros((1, 5), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_attention_heads": 8, "head_dim": 16}, {"num_key_value_heads": 4}, {"head_dim": 32}],
+)
+def test_a_cache_of_other_heads_is_refused_by_field(fields):
+    config, (name, value) = tiny_config(num_hidden_layers=1, **fields), next(iter(fields.items()))
+    other = kvq.init_cache("dense", config, 1, 32, "float32")
+    message = (
+        f"^the cache was made for another model: it has {name}={value} and not"
+        f" {getattr(model().config, name)}"
+    )
+    for step in (lambda: prefill(model(), other, [[1]]), lambda: score(model(), other, [[1]])):
+        with pytest.raises(ValueError, match=message):
+            step()
+    with pytest.raises(ValueError, match=message):
+        jax.jit(decode_step)(model(), other, jnp.asarray([1]))
+
+
+def test_prepare_is_the_identity_for_methods_without_parameters_and_refuses_a_calibration():
+    assert prepare(model(), "kivi") is model()
+    with pytest.raises(ValueError, match="takes no calibration"):
+        prepare(model(), "kivi", calibration="file.safetensors")
+    with pytest.raises(ValueError, match="divisors"):
+        prepare(model(), "kivi:group_size=24,block=24")

@@ -60,21 +60,3 @@ def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(
         assert one["milliseconds"] == pytest.approx(
             1e3 * (one["read_bytes"] / 4.8e12 + one["collectives"] * 10e-6)
         )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--mesh", "heads=3"), "8 KV heads do not divide into 3 parts"),
-        (("--mesh", "columns=2"), "write rows=R,heads=H,tokens=T"),
-        (("--mesh", "tokens=16", "--devices", "8"), "needs 16 devices, and there are 8"),
-        (("--context", "10G"), "must be an integer of at least 1"),
-        (("--devices", "8"), "--devices is the size of a mesh: give --mesh auto"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_one_line(
-    run, eight_billion: pathlib.Path, arguments: tuple[str, ...], message: str
-):
-    code, _, err = run("memory", eight_billion, "--cache", "kivi", *arguments)
-    assert code != 0
-    assert message in err.splitlines()[-1]

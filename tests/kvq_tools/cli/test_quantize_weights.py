@@ -37,32 +37,3 @@ def test_the_checkpoint_is_an_ordinary_one_with_few_weights(model, text, tmp_pat
     assert max(len(np.unique(column)) for column in kernel.T) <= 8
     assert not jnp.array_equal(hf_names.weights(before)[path].leaf, kernel)
     assert jnp.array_equal(before.embed[...], after.embed[...])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (("--bits", 7), "invalid choice"),
-        (("--sparse", 2), "sparse=2.0 must be a fraction"),
-        (("--length", 250), "samples of 250 tokens need a text"),
-        (("--text", "nowhere.txt"), "nowhere.txt"),
-        (("--out", "."), "exists and is not an empty directory"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line(model, text, tmp_path, run, changed, message):
-    request = (
-        "quantize-weights",
-        model,
-        "--bits",
-        3,
-        "--text",
-        text,
-        "--out",
-        tmp_path / "out",
-        *SIZES,
-    )
-    code, out, err = run(*request, *changed)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1, err
-    assert message in err
-    assert not (tmp_path / "out").exists()

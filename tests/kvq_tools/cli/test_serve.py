@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -104,30 +103,6 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: path
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--memory", "1KB"), "give more, or a smaller cache"),
-        (("--memory", "200KB", "--slots", "64", "--capacity", "256"), "64 slots of 256 tokens"),
-        (("--host", "256.1.1.1"), "not known|resolve|getaddrinfo|service"),
-        (("--prefix-disk", "1GiB"), "--prefix-disk limits --prefix-dir"),
-        (
-            ("--mesh", "heads=2", "--prefix-memory", "1MiB"),
-            "leave out --prefix-memory and --prefix-dir, or --mesh",
-        ),
-        (("--cache", "kvquant:outliers=0"), "needs a calibration"),
-    ],
-)
-def test_what_cannot_be_served_is_one_line(
-    run, model: pathlib.Path, options: tuple[str, ...], message: str
-):
-    code, out, errors = run("serve", model, "--port", "0", *options)
-    assert code == 2
-    assert out == ""
-    assert errors.count("\n") == 1
-    assert re.search(message, errors), errors
-
-
 def test_a_port_that_is_taken_is_one_line(run, model: pathlib.Path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -135,9 +110,3 @@ def test_a_port_that_is_taken_is_one_line(run, model: pathlib.Path):
         code, _, errors = run("serve", model, "--port", other.getsockname()[1])
     assert (code, errors.count("\n")) == (2, 1)
     assert "in use" in errors
-
-
-def test_a_model_without_a_tokenizer_is_refused(run, bare: pathlib.Path):
-    code, _, errors = run("serve", bare)
-    assert code == 2
-    assert "has no tokenizer, which is needed to serve text" in errors

@@ -150,8 +150,8 @@ def worst(found, expected):
     return max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
 
 
-def test_scores_are_those_of_decoding_and_change_with_the_bits(make, task_folder):
-    dense, coarse = (make(cache=cache, batch_size=6) for cache in ("dense", COARSE))
+def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
+    dense, coarse = (lm_eval_model.KvqLM(cache=cache, batch_size=6) for cache in ("dense", COARSE))
     results, answers = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
     moved, others = evaluated(coarse, task_folder, CHOICES, LINES, TEXTS)
 

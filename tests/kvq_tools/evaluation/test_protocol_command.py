@@ -35,20 +35,3 @@ def test_all_caches_get_the_same_windows_and_both_readings(request_of, run_json)
         assert low < two[reading]["kl"] < high
         assert two[reading]["kl_median"] <= two[reading]["kl_p999"]
         assert "int2" in found["verdicts"][reading]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--stride=8",), "--stride is not for --protocol"),
-        (("--mode=fake",), "--mode is not for --protocol"),
-        (("--flips",), "--flips is not for --protocol"),
-        (("--window=250",), "beyond the 256 positions of the model"),
-        (("--window=20",), "more than 64 tokens of context"),
-    ],
-)
-def test_what_the_protocol_sets_itself_is_refused(request_of, run, words, message):
-    code, _, err = run(*request_of(*words))
-    assert code == 2
-    assert message in err
-    assert "Traceback" not in err

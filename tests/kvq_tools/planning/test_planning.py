@@ -167,37 +167,6 @@ def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(
     assert sizes[0]["cache_bytes"] == fast["caches"][1]["bytes"] < sizes[1]["cache_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("memory", "--cache", "auto:bits=2"), "no plan of"),
-        (("plan", "--device", "h200"), "belong together"),
-        (("plan", "--device", "h200", "--tokens-per-second", "1e12"), "out of reach"),
-        (
-            ("plan", "--budget", "2bits", "--device", "h200", "--tokens-per-second", "10"),
-            "a speed is a budget of bytes",
-        ),
-        (
-            ("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "200"),
-            "leave nothing to quantize",
-        ),
-        (
-            ("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "2000"),
-            "a plan needs at least",
-        ),
-        (
-            ("plan", "--budget", "2bits", "--out", "nowhere/plan.json"),
-            "a file in a directory that exists",
-        ),
-    ],
-)
-def test_what_cannot_be_planned_is_one_line(shallow, cache_folder, run, arguments, message):
-    code, out, err = run(arguments[0], shallow, *arguments[1:])
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert message in err
-
-
 def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_the_least_kl(
     shallow, cache_folder, run_json, tmp_path, monkeypatch
 ):

@@ -18,32 +18,6 @@ from tests.kvq_tools.report.small_report import (
     expect_error,
 )
 
-BAD = {
-    "nothing asked": ((), "needs MODEL and --text and --cache, or --from"),
-    "both": (("embedded", "--from", "{json}"), "leave out MODEL"),
-    "settings of a report that is there": (
-        ("--from", "{json}", "--window", "64"),
-        "leave out --window",
-    ),
-    "context beyond the model": (
-        ("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "64,4096"),
-        "4096 is beyond the 2048",
-    ),
-    "window beyond the model": (
-        ("embedded", "--text", "{text}", "--cache", "int4", "--window", "4096"),
-        "beyond the 2048 positions",
-    ),
-    "no json": (("--from", "{text}"), "is not JSON"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_nothing_is_written(case, made, tmp_path, run):
-    arguments, message = BAD[case]
-    filled = [a.format(text=made / "text.txt", json=made / "report.json") for a in arguments]
-    expect_error(run("report", *filled, "--out", tmp_path / "out"), message)
-    assert not (tmp_path / "out").exists()
-
 
 def test_without_matplotlib_one_line_says_what_to_install(made, tmp_path, run, monkeypatch):
     find = importlib.util.find_spec

@@ -1,0 +1,123 @@
+"""One table over all commands: what a user gets wrong is one line and exit code 2, found before
+weights are read."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import shlex
+
+import pytest
+
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
+
+# Commands as they are typed, with the paths of the test in braces. {model} has 256 positions and
+# no chat template, {bare} has no tokenizer, {text} is a long text.
+REFUSED = [
+    # prompts
+    ("generate {tmp}/missing --prompt a", "does not exist"),
+    ("generate {model}", "--prompt"),
+    ("generate {model} --prompt ''", "prompt is empty"),
+    ("generate {model} --prompts {tmp}/prompts --out {tmp}/out", "line 2: the prompt is empty"),
+    ("generate {model} --prompt {surrogate}", "the prompt is not UTF-8 text"),
+    ("generate {model} --prompt a --chat", "no chat template"),
+    ("generate {bare} --prompt a", "--prompt-ids"),
+    ("generate {bare} --prompt-ids 1,300", "token id 300 is outside"),
+    ("chat {model}", "has no chat template"),
+    ("chat {bare}", "has no tokenizer"),
+    ("demo --model {bare}", "has no tokenizer"),
+    ("serve {bare}", "has no tokenizer, which is needed to serve text"),
+    # options and their values
+    ("generate {model} --prompt a --cache kivi:bit=2", "options: bits, group_size"),
+    ("generate {model} --prompt a --cache kivi:group_size=7,block=7", "divisors"),
+    ("generate {model} --prompt a --temperature=-1", "temperature=-1.0"),
+    ("generate {model} --prompt a --seed 99999999999999999999999999", "argument --seed: '9999"),
+    ("generate {model} --cahce=kivi", "has no option --cahce. Did you mean --cache?"),
+    ("memory {model} --cache kivy", "Did you mean kivi?"),
+    ("memory {model} --cache kivi:grup_size=16", "Did you mean group_size?"),
+    ("memory {model} --cache dense --budget lots", "24GiB"),
+    ("eval {model} --text {text} --cache int4 --chunk 8", "--chunk is for --mode chunked"),
+    ("quantize-weights {model} --bits 7 --text {text} --out {tmp}/o", "invalid choice"),
+    ("quantize-weights {model} --bits 3 --sparse 2 --text {text} --out {tmp}/o", "sparse=2.0 must"),
+    ("serve {model} --host 256.1.1.1", "not known"),
+    ("serve {model} --prefix-disk 1GiB", "--prefix-disk limits --prefix-dir"),
+    ("serve {model} --mesh heads=2 --prefix-memory 1MiB", "leave out --prefix-memory and"),
+    ("passkey {model} --depths 0,2", "between 0 and 1"),
+    ("memory {model} --cache kivi --mesh heads=3", "2 KV heads do not divide into 3 parts"),
+    ("memory {model} --cache kivi --mesh columns=2", "write rows=R,heads=H,tokens=T"),
+    ("memory {model} --cache kivi --devices 8", "--devices is the size of a mesh: give --mesh"),
+    ("memory {model} --cache kivi --context 10G", "must be an integer of at least 1"),
+    # sizes
+    ("generate {bare} --prompt-ids 1,2 --max-new-tokens 9 --capacity 10", "over --capacity 10"),
+    (
+        "generate {model} --prompt a --cache dense --capacity 999999999999",
+        "a cache of 999999999999 tokens takes 232.83 TiB, and this device has",
+    ),
+    ("demo --model {model} --new-tokens 500", "more than the 128 tokens"),
+    ("eval {model} --text {text} --cache int4 --limit 1", "at least two tokens, and this one has"),
+    ("eval {model} --text {text} --cache int4 --window 257", "beyond the 256 positions"),
+    ("eval {model} --text {text} --cache int4 --window 250 --protocol", "beyond the 256 positions"),
+    ("eval {model} --text {text} --cache int4 --window 20 --protocol", "more than 64 tokens of"),
+    ("memory {model} --cache kivi --mesh tokens=16 --devices 8", "needs 16 devices, and there are"),
+    ("report {model} --text {text} --cache int4 --contexts 64,999 --out {tmp}/o", "999 is beyond"),
+    ("report {model} --text {text} --cache int4 --window 999 --out {tmp}/o", "beyond the 256"),
+    ("serve {model} --memory 1KB", "give more, or a smaller cache"),
+    ("serve {model} --memory 200KB --slots 64 --capacity 256", "64 slots of 256 tokens"),
+    ("passkey {model} --data {tmp}/row --max-new-tokens 255", "was trained for 256 positions"),
+    ("niah {model}", "256 positions, which include --max-new-tokens (now 128)"),
+    ("plan {model} --device h200", "belong together"),
+    ("plan {model} --device h200 --tokens-per-second 1e12", "out of reach"),
+    ("plan {model} --budget 2bits --text {text} --window 200", "leave nothing to quantize"),
+    # what does not go together
+    ("eval {model} --text {text} --cache squat --prompt 0", "takes statistics from a prompt"),
+    ("eval {model} --text {text} --cache int4 --protocol --flips", "--flips is not for --protocol"),
+    ("eval {model} --text {text} --cache int4 --protocol --mode=fake", "--mode is not for"),
+    ("serve {model} --cache kvquant:outliers=0", "needs a calibration"),
+    ("passkey {model} --data {tmp}/row --lengths 9", "--lengths is for generated samples"),
+    ("niah {model} --task multikey_1 --max-new-tokens 4", "give one (--text FILE)"),
+    ("memory {model} --cache auto:bits=2", "no plan of"),
+    ("plan {model} --device h200 --tokens-per-second 9 --budget 2bits", "a speed is a budget"),
+    ("report --out {tmp}/o", "needs MODEL and --text and --cache, or --from"),
+    ("report {model} --from {tmp}/row --out {tmp}/o", "leave out MODEL"),
+    ("report --from {tmp}/row --window 64 --out {tmp}/o", "leave out --window"),
+    # files
+    ("report --from {text} --out {tmp}/o", "is not JSON"),
+    ("eval {model} --text {tmp}/none.txt --cache int4", "none.txt"),
+    ("calibrate {model} --text {text} --cache kvquant --out {tmp}/none/f", "that exists"),
+    ("quantize-weights {model} --bits 3 --text {text} --out .", "exists and is not an empty"),
+    ("passkey {model} --data {tmp}/empty", "has no samples"),
+    ("passkey {model} --data {tmp}/row --answers {tmp}/row", "must be a new file"),
+    ("plan {model} --budget 2bits --out {tmp}/none/f", "a file in a directory that exists"),
+    ("prefill {model} --prompt a --out {tmp}/none/f", "its folder does not exist"),
+]
+READERS = ("one_generation", "task_runs", "engines", "protocol_evaluation")
+READERS += tuple(
+    f"commands.{name}" for name in ("calibrate", "chat", "demo", "eval", "plan", "report")
+)
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_bad_input_is_one_line_and_found_before_weights_are_read(
+    command: str,
+    message: str,
+    model: pathlib.Path,
+    bare: pathlib.Path,
+    tmp_path: pathlib.Path,
+    run,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def stop(*_: object, **__: object) -> None:
+        raise ValueError("weights were read")
+
+    for name in READERS:
+        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{name}"), "load_llama", stop)
+    monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "text").write_text("the key of the cat " * 99)
+    (tmp_path / "prompts").write_text('"a"\n""\n')
+    (tmp_path / "row").write_text('{"input": "a", "target": "c"}\n')
+    names = {"model": model, "bare": bare, "tmp": tmp_path, "text": tmp_path / "text"}
+    words = [word.format(**names, surrogate="a\udcffb") for word in shlex.split(command)]
+    before = sorted(tmp_path.iterdir())
+    assert_one_line_error(run(*words), message)
+    assert sorted(tmp_path.iterdir()) == before, "something was written"
