@@ -105,7 +105,7 @@ def compare(spec: str, route: Route) -> None:
     "spec",
     some(
         SPECS,
-        ("kivi:bits=4", "innerq:bits=2,recent=100", "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS),
+        ("innerq:bits=2,recent=100", "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS),
     ),
 )
 def test_steps_are_those_of_xla(spec):

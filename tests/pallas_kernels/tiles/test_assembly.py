@@ -58,7 +58,7 @@ PLAIN = {"mov.b32", "mov.u32", "add.u32", "shr.u32"}
 
 @pytest.mark.parametrize("instruction", some(CHECKED, SEEN))
 def test_an_instruction_that_computes_something_else_is_noticed(instruction, monkeypatch):
-    """Negative control: the checks above depend on every instruction of a kernel."""
+    """Negative control: emulated launches depend on every instruction of a kernel."""
     right = INSTRUCTIONS[instruction]
     monkeypatch.setitem(INSTRUCTIONS, instruction, lambda first, *more: right(~first, *more))
     with pytest.raises(AssertionError):
