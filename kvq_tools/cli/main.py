@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from kvq_tools import chat_template
 from kvq_tools.cli import early_checks, interruption
 from kvq_tools.cli.console import (
     FULL,
@@ -242,6 +243,8 @@ def _run(arguments: Sequence[str]) -> int:
     )  # otherwise transformers announces on import that it found no torch
     try:
         options = _parsed(arguments)
+        if arguments[0] == "chat" or getattr(options, "chat", False):
+            chat_template.start()  # a second of another processor, beside the import of JAX
         command = _module("commands", arguments[0])  # imports JAX
         interruption.begin()
         if not getattr(options, "no_compilation_cache", arguments[0] in WITHOUT_PROGRAMS):

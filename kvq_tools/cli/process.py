@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from kvq_tools.cli import interruption
 
-COLLECTED_AFTER = 50_000  # new objects; Python's 700 takes a fifth of a start with its many traces
+COLLECTED_AFTER = 200_000  # new objects; Python's 700 takes a fifth of a start with its many traces
 
 
 def run() -> NoReturn:

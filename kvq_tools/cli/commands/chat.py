@@ -16,7 +16,6 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools import chat_template
 from kvq_tools.cli import (
     device_memory,
     handover,
@@ -111,7 +110,6 @@ def _checked(
 ) -> tuple[AnswerSettings, Any, int, kvq.Placement | None, SavedPrompt | None]:
     """Check everything that needs no weights, and complete options.cache. Returns (settings,
     tokenizer, capacity, placement, the file of --from)."""
-    chat_template.start()
     config, options.cache, saved = model_and_cache(options)
     sampling = sampling_options.checked_sampling(options, sampling_options.model_sampling(config))
     inputs.check_calibration_file(config, options.cache, options.calibration)

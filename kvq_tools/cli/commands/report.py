@@ -26,8 +26,9 @@ from kvq_tools.cli.options.report import CONTEXTS, NO_CONTEXTS
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.defaults import BATCH, BUCKETS, CHUNK, STEP
 from kvq_tools.evaluation.settings import Settings
-from kvq_tools.report import maps, schema, times, write
+from kvq_tools.report import schema, times, write
 from kvq_tools.report.collect import ReportPlan, collect
+from kvq_tools.report.defaults import SAMPLE, STEPS
 from kvq_tools.report.quality import advice, front_by, verdict
 
 SOURCES = ("model", "text", "cache")  # --from replaces these
@@ -146,8 +147,8 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
     for name, default in (
         ("limit", None),
         ("buckets", BUCKETS),
-        ("steps", times.STEPS),
-        ("sample", maps.SAMPLE),
+        ("steps", STEPS),
+        ("sample", SAMPLE),
     ):
         if getattr(options, name) != default:
             parts += [f"--{name}", getattr(options, name)]

@@ -107,7 +107,7 @@ def test_weight_bytes_are_those_of_the_models_matrices_and_near_the_papers_multi
 
 def test_a_device_is_named_or_given_by_its_peaks():
     assert peak_rates.device("H200") is DEVICES["h200"]
-    assert peak_rates.device("756e12:2e12").ridge == roofline.device("h100-pcie").ridge == 378
+    assert peak_rates.device("756e12:2e12").ridge == peak_rates.device("h100-pcie").ridge == 378
     for wrong in ("h300", "1e12", "a:b", "1e12:0", "-1:1", "nan:1", "1e12:", ":", "inf:1"):
         with pytest.raises(ValueError, match=r"h200.*FLOPS:BYTES"):
             peak_rates.device(wrong)

@@ -20,8 +20,9 @@ from kvq_tools.cli import (
     one_generation,
     text_input,
 )
-from kvq_tools.cli.commands import demo
 from kvq_tools.cli.console import printable
+from kvq_tools.cli.options import demo as demo_options
+from kvq_tools.cli.options import values
 from tests.kvq_models.checkpoints import PROMPT
 
 CACHE = "kivi:bits=2,recent=8,block=8"
@@ -152,7 +153,7 @@ def test_memory_counts_the_bytes_of_the_real_cache(model, run_json):
     [("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000), ("4096", 4096), ("2k", 2000), ("1TiB", 2**40)],
 )
 def test_sizes_are_read_in_powers_of_1000_and_1024(text, size):
-    assert inputs.byte_size(text) == size
+    assert values.byte_size(text) == size
 
 
 # --- methods
@@ -182,7 +183,7 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
 
 
 def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json, monkeypatch):
-    assert f"{layer_times.CONTEXTS[-1] // 1024}K tokens" in demo.DESCRIPTION, "made on import"
+    assert f"{layer_times.CONTEXTS[-1] // 1024}K tokens" in demo_options.DESCRIPTION
     monkeypatch.setattr(layer_times, "CONTEXTS", (64, 128))
     tight = "kivi:bits=2,recent=0,block=8"
     found = run_json(

@@ -1,9 +1,7 @@
-"""How many requests an engine serves and holds, if nobody says otherwise."""
+"""Requests that an engine serves and holds by default."""
 
 from __future__ import annotations
 
-SLOTS, MOST_SLOTS = (
-    8,
-    64,
-)  # requests at a time: by default, and at most if memory decides
+SLOTS = 8  # requests at a time
+MOST_SLOTS = 64  # if memory decides
 QUEUE_LIMIT = 64  # requests that wait
