@@ -63,9 +63,7 @@ class Kernels:
     writer: Callable[[Tree, Tree, bool], KernelJob | KernelWriter | None] = by_xla
     sum: Sum | None = None
 
-    def summed(
-        self, stats: Tree, weighted: Float[Array, "B K R H"]
-    ) -> Float[Array, "B K R H"]:
+    def summed(self, stats: Tree, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
         """Return weights . v from the sums of the kernels."""
         return weighted if self.sum is None else self.sum(stats, weighted)
 

@@ -116,9 +116,7 @@ def _print(result: dict[str, Any], cache: str) -> None:
         f" full-precision windows sink {regions['sink']}, recent {regions['recent']}, block"
         f" {regions['block']}"
     )
-    print_table(
-        title, ("layers", "is", "because", "keys", "values", "on a GPU", "on a CPU"), rows
-    )
+    print_table(title, ("layers", "is", "because", "keys", "values", "on a GPU", "on a CPU"), rows)
     biases = [
         (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values()))
         for layer in result["layers"]

@@ -144,7 +144,8 @@ def _print_method(method: dict[str, Any]) -> None:
         f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']},"
         f" block {windows['block']} tokens"
     )
-    print_line(f"  read by {method['read_by']['gpu']} on a GPU, {method['read_by']['cpu']} on a CPU")
+    readers = method["read_by"]
+    print_line(f"  read by {readers['gpu']} on a GPU, {readers['cpu']} on a CPU")
     for name, options in method["presets"].items():
         print_line(f"  preset={name}: {options}")
     rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]
