@@ -128,8 +128,8 @@ FAMILIES = {
 _LINEAR = "layers of linear attention, which keep a state in place of keys and values"
 _LLAMA4 = "attention in chunks with scaled queries, and experts beside an MLP"
 _GEMMA4 = (
-    "norms of values, an embedding for each layer, layers that share keys and values, and heads of two"
-    " sizes"
+    "norms of values, an embedding for each layer, layers that share keys and values, and heads of"
+    " two sizes"
 )
 REFUSED = {
     "llama4": _LLAMA4,
