@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention.logits import attention_logits, inside_window
-from kvq_jax.layer.attention import Attention
+from kvq_jax.layer.attention import PLAIN, Attention
 from kvq_jax.types.array_types import LayerInputs, LengthsB
 
 KEY_CHUNK = 1024  # keys of a prompt that all probes meet at a time
@@ -45,7 +45,7 @@ def probe_positions(lengths: LengthsB, count: int) -> Int[Array, "B P"]:
     return jnp.maximum(jnp.concatenate([last, anywhere], axis=1), 0)
 
 
-def probes_of(inputs: LayerInputs, count: int, attention: Attention) -> Probes:
+def probes_of(inputs: LayerInputs, count: int, attention: Attention = PLAIN) -> Probes:
     """Return the probes of each prompt, from all its valid tokens."""
     heads, (batch, query_heads, tokens, _) = inputs.k_rot.shape[1], inputs.q_rot.shape
     positions = probe_positions(jnp.sum(inputs.valid, axis=1, dtype=jnp.int32), count)
@@ -90,7 +90,7 @@ def saliency(
     probes: Probes,
     keys: Float[Array, "B K T H"],
     positions: Int[Array, "#B T"],
-    attention: Attention,
+    attention: Attention = PLAIN,
 ) -> Float[Array, "B K T"]:
     """Return the saliency of finite keys after RoPE at these positions."""
     heads = keys.shape[1]

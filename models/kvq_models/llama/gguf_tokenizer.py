@@ -17,8 +17,13 @@ from kvq_models.llama.gguf_metadata import CONTROL, USER_DEFINED
 from kvq_models.llama.lazy_tokenizer import LazyTokenizer
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_LETTERS = rf"{_BEFORE}\p{{L}}+"
+# words of GPT-4o, which end before a capital: letters that may be capitals, then ones that are not
+_MARKS = r"\p{Lm}\p{Lo}\p{M}"  # letters without case, and marks, are both
+_UPPER, _LOWER = rf"[\p{{Lu}}\p{{Lt}}{_MARKS}]", rf"[\p{{Ll}}{_MARKS}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 # Patterns that split text before merging, by their names in the field tokenizer.ggml.pre. None is
 # GPT-2's own. "digits" is GPT-2's with each digit apart. Other names are refused, because a wrong
@@ -28,6 +33,9 @@ PRE_TOKENIZERS = {
     "smollm": "digits",
     "llama-bpe": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}",
+    "gpt-4o": rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
 }
 PRE_TOKENIZERS["dbrx"] = PRE_TOKENIZERS["llama-bpe"]  # OLMo 2's; merges whole words, too
 # Other names under which llama.cpp splits text in the same way.
@@ -36,6 +44,7 @@ ALIASES = {
     "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     "qwen2": ("deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"),
     "smollm": ("refact",),  # Granite's
+    "gpt-4o": ("llama4", "kanana2", "talkie"),
     "dbrx": ("smaug-bpe",),  # SmolLM3's
 }
 _SPLITS = {name: name for name in PRE_TOKENIZERS}

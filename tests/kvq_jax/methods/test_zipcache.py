@@ -3,6 +3,8 @@ and its saliency against a definition."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,32 +29,47 @@ def inputs(seed: int = 0, valid: int = TOKENS) -> kvq.types.LayerInputs:
     )
 
 
-def wanted_saliency(given: kvq.types.LayerInputs, probes: np.ndarray, valid: int) -> np.ndarray:
+SINKS = np.array([-1.0, 0.5, 2.0, 4.0])
+SPECIAL = kvq.Attention(window=9, scale=0.3, soft_cap=4.0, sinks=True)
+
+
+def wanted_saliency(
+    given: kvq.types.LayerInputs, probes: np.ndarray, valid: int, attention: kvq.Attention
+) -> np.ndarray:
     """The definition, probe after probe: [K, T], for tokens that some probe sees."""
+    window, scale = attention.window or TOKENS, attention.factor(32)
+    cap = attention.soft_cap or 1e9
     q, k = np.asarray(given.q_rot[0], np.float16).astype(float), np.asarray(given.k_rot[0], float)
     total, count = np.zeros((2, valid)), np.zeros(valid)
     for p in probes:
-        seen = np.arange(valid) <= p
+        seen = (np.arange(valid) <= p) & (np.arange(valid) > p - window)
         count += seen
         for head in range(4):
-            logits = np.where(seen, k[head // 2, :valid] @ q[head, p] / np.sqrt(32), -np.inf)
-            weights = np.exp(logits - logits.max())
-            total[head // 2] += weights / weights.sum() / 2
+            products = k[head // 2, :valid] @ q[head, p] * scale
+            weights = np.where(seen, np.exp(cap * np.tanh(products / cap)), 0)
+            sink = np.exp(SINKS[head]) if attention.sinks else 0
+            total[head // 2] += weights / (weights.sum() + sink) / 2
     return total / np.maximum(count, 1)
 
 
+@pytest.mark.parametrize("attention", [kvq.Attention(), SPECIAL], ids=["plain", "special"])
 @pytest.mark.parametrize("valid", [TOKENS, 17])
-def test_saliency_is_the_mean_attention_of_the_probes_that_see_a_token(valid: int):
-    given = inputs(valid=valid)
-    found = probes_of(given, 8)
+def test_saliency_is_the_mean_attention_of_the_probes_that_see_a_token(
+    valid: int, attention: kvq.Attention
+):
+    given = dataclasses.replace(inputs(valid=valid), sinks=jnp.asarray(SINKS, jnp.float32))
+    found = probes_of(given, 8, attention)
     positions = np.asarray(found["positions"])[0]
-    wanted = wanted_saliency(given, positions, valid)
-    actual = np.asarray(saliency(found, given.k_rot, given.positions))[0][:, :valid]
-    np.testing.assert_allclose(actual, wanted, rtol=2e-4)
-    over_all = wanted * (positions[:, None] >= np.arange(valid)).sum(0) / len(positions)
-    assert np.abs(over_all / wanted - 1).max() > 0.3, (
-        "dividing by the number of all probes would pass"
-    )
+    wanted = wanted_saliency(given, positions, valid, attention)
+    met = (wanted > 0).all(axis=0)
+    assert met[-(attention.window or TOKENS) :].all(), "the last probe sees all that is held"
+    actual = np.asarray(saliency(found, given.k_rot, given.positions, attention))[0][:, :valid]
+    np.testing.assert_allclose(actual[:, met], wanted[:, met], rtol=2e-4)
+    by_all = (positions[:, None] >= np.arange(valid)).sum(0)[met] / len(positions)
+    assert np.abs(by_all - 1).max() > 0.3, "dividing by the number of all probes would pass"
+    other = SPECIAL if attention == kvq.Attention() else kvq.Attention()
+    plain = np.asarray(saliency(found, given.k_rot, given.positions, other))[0][:, :valid]
+    assert np.abs(plain[:, met] / wanted[:, met] - 1).max() > 0.3, "any attention would pass"
 
 
 def test_probes_are_the_last_tokens_and_others_spread_over_the_prompt():
