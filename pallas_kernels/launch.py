@@ -8,6 +8,7 @@ import dataclasses
 from typing import Literal
 
 Arithmetic = Literal["jnp", "asm"]
+KernelRoute = Literal["triton", "mosaic"]
 
 # The default for kernels that are called directly. Inline assembly halves the instructions of a
 # loop (docs/kernels.md), but the only interpreter for it is the tests' emulator, which is not a
@@ -23,14 +24,19 @@ class Launch:
         arithmetic: "asm" computes on pairs of fp16 with inline assembly, "jnp" does the same with
             array operations.
         interpret: evaluate the kernel with JAX on any backend, for tests.
+        route: the compiler of kernels that have two, "triton" or "mosaic". Bodies that Mosaic GPU
+            does not read (mosaic/route.py) take Triton's.
     """
 
     arithmetic: Arithmetic = DEFAULT_ARITHMETIC
     interpret: bool = False
+    route: KernelRoute = "triton"
 
     def __post_init__(self) -> None:
         if self.arithmetic not in ("jnp", "asm"):
             raise ValueError(f"arithmetic={self.arithmetic!r}: choose 'jnp' or 'asm'")
+        if self.route not in ("triton", "mosaic"):
+            raise ValueError(f"route={self.route!r}: choose 'triton' or 'mosaic'")
         if self.interpret and self.arithmetic == "asm":
             raise ValueError(
                 "interpret=True cannot run arithmetic='asm': inline assembly needs a GPU"

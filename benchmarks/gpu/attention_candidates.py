@@ -86,7 +86,9 @@ def shape_of(model: str, tokens: int, batch: int) -> Shape:
 
 
 def name_of(launch: Launch) -> str:
-    return "interpreted" if launch.interpret else launch.arithmetic
+    if launch.interpret:
+        return "interpreted"
+    return launch.arithmetic if launch.route == "triton" else launch.route
 
 
 # Attention: x = (q [B, K, G, H], limits [B]), a result is [B, K, G, H], all fp32

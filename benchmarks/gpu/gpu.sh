@@ -116,12 +116,13 @@ elif [ $run = second ]; then
     fi
 else
     again "attention, 32K tokens x 16" 80 $ours --plan first --json "$rows"
+    again "both routes, 32K tokens x 16" 60 $ours --plan routes --json "$rows" --resume
     again "parity of kernels" 90 $ours --plan parity --json "$folder/parity_kernels_$NAME.json"
     stage "parity of steps" 40 $bare benchmarks.gpu.step_parity \
         --json "$folder/parity_steps_$NAME.json" "${parity[@]}"
     stage "steps of 8 layers" 150 $bare benchmarks.gpu.decode_step \
         --json "$folder/step_$NAME.json" "${steps[@]}"
-    again "more attention, quantizing" 160 $ours --plan next --json "$rows" --resume
+    again "more attention, quantizing" 100 $ours --plan next --json "$rows" --resume
 fi
 
 echo "== $SECONDS s in all; $(ls "$folder")" | tee -a "$log"

@@ -61,7 +61,7 @@ def run(
     report.skipped.clear()
     done, entries, cases_of = {row.case for row in report.rows}, list[Entry](), dict[tuple, Case]()
     for case in cases:
-        timed = launches or ([Launch("asm"), Launch("jnp")] if case.both else [Launch("asm")])
+        timed = launches or case.launches
         for entry in entries_of(case.model, case.shape, case.tasks(timed, specs)):
             if entry.blank.case not in done and cases_of.setdefault(entry.blank.case, case) is case:
                 entries.append(entry)

@@ -18,6 +18,7 @@ from benchmarks.gpu.attention_candidates import (
 )
 from benchmarks.gpu.quantize_candidates import quantize_tasks
 from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
 
 MAIN = "Llama-3.1-8B"
 PARITY_SPECS = (
@@ -28,6 +29,7 @@ PARITY_SPECS = (
     "innerq:bits=4",
     "innerq:bits=8,mode=asym",
 )
+ROUTE_SPECS = ("innerq:bits=1,mode=sym", "kivi:bits=2", "innerq:bits=3,mode=sym", "kivi:bits=4")
 LENGTHS = tuple(512 << i for i in range(9))  # 512 .. 131072
 BATCHES = (1, 16)
 
@@ -37,6 +39,7 @@ class Case:
     """All candidates of a section at one shape.
 
     both: time both arithmetics, unless the command line chooses.
+    routes: time Mosaic GPU beside Triton's assembly, if this JAX has it.
     specs: caches that are attended to, unless the command line chooses.
     brief: leave out most of others' candidates.
     """
@@ -45,6 +48,7 @@ class Case:
     model: str
     shape: Shape
     both: bool = False
+    routes: bool = False
     specs: tuple[str, ...] = SPECS
     brief: bool = False
 
@@ -65,6 +69,14 @@ class Case:
             f"{self.section}, {self.model}, {self.shape.tokens} tokens, batch"
             f" {self.shape.batch}{caches}"
         )
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Return the options of kernels that are timed."""
+        others = [Launch("jnp")] if self.both else []
+        if self.routes and route.missing() is None:
+            others.append(Launch("asm", route="mosaic"))
+        return [Launch("asm"), *others]
 
     def tasks(self, launches: Sequence[Launch], specs: Sequence[str]) -> list[Planned]:
         if self.section == "attention":
@@ -121,6 +133,11 @@ def first_cases() -> list[Case]:
     return _attention(MAIN, (32768, 16), both=True, specs=FIRST_SPECS, brief=True)
 
 
+def route_cases() -> list[Case]:
+    """Return the same shape by both routes to a GPU, for codes of two and of four bits."""
+    return _attention(MAIN, (32768, 16), routes=True, specs=ROUTE_SPECS, brief=True)
+
+
 def parity_cases() -> list[Case]:
     """Return small shapes, for their errors and not their times."""
     cases = _attention(MAIN, (1024, 2), both=True, specs=PARITY_SPECS, brief=True)
@@ -170,6 +187,7 @@ PLANS = Plans(
     ("attention", "quantize"),
     {
         "first": first_cases,
+        "routes": route_cases,
         "parity": parity_cases,
         "next": next_cases,
         "second": second_cases,

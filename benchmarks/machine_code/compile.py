@@ -3,6 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -11,7 +12,7 @@ import pathlib
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,8 +39,11 @@ _OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 3,  # whatever XLA_FLAGS says
 }
 
+_MOSAIC_FOLDER = "MOSAIC_GPU_DUMP_TO"  # Mosaic GPU compiles its kernels by itself, and dumps them
+
 _ENTRY = re.compile(r"\.entry\s+([\w$.]+)")
 _THREADS = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+_SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 _LAUNCH = re.compile(r"(\S+) grid: \[[^\]]*\] threads: \[[^\]]*\]\s+shared_memory: (\d+) bytes")
 
 
@@ -85,6 +89,19 @@ class Program:
         return matching[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class AbsentGpu(AbstractDevice):
+    """A GPU that is not there, with the compute capability for which Mosaic GPU compiles. JAX's own
+    abstract devices have none, and stand for 9.0."""
+
+    compute_capability: str = "9.0"
+
+    @classmethod
+    def of(cls, target: Target) -> AbsentGpu:
+        capability = "{}.{}".format(*target.capability)
+        return cls(target.device_kind, None, "gpu", compute_capability=capability)
+
+
 def mesh_of(target: Target, sizes: dict[str, int]) -> Mesh:
     """Return a mesh of GPUs of one host that this machine does not have, with axes of these names
     and sizes."""
@@ -114,13 +131,14 @@ def compile_for(
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     # newer versions of JAX choose a kernel's lowering by the device that the ambient mesh names,
     # and deprecate the Triton route
-    device = AbstractDevice(target.device_kind, None, "gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Triton", category=DeprecationWarning)
-        lowered = jitted.lower(*arguments)
-    with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
+    mesh = AbstractMesh((), (), abstract_device=AbsentGpu.of(target))
+    with tempfile.TemporaryDirectory(prefix="machine_code") as folder, _mosaic_dump() as mosaic:
+        with use_abstract_mesh(mesh), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Triton", category=DeprecationWarning)
+            lowered = jitted.lower(*arguments)
         compiled = lowered.compile({"xla_dump_to": folder, **_OPTIONS})
         kernels, thunks, captured = _read_dump(pathlib.Path(folder))
+        kernels |= _read_mosaic_dump(mosaic)
     if not kernels:
         raise RuntimeError(
             "XLA wrote no PTX of a kernel that is launched: is a compilation cache switched on"
@@ -149,6 +167,45 @@ def _topology(target: Target, number: int) -> topologies.TopologyDescription:
     )
 
 
+@contextlib.contextmanager
+def _mosaic_dump() -> Iterator[pathlib.Path]:
+    """Let Mosaic GPU dump what it lowers and compiles to a new folder."""
+    before = os.environ.get(_MOSAIC_FOLDER)
+    with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
+        os.environ[_MOSAIC_FOLDER] = folder
+        try:
+            yield pathlib.Path(folder)
+        finally:
+            os.environ.pop(_MOSAIC_FOLDER)
+            if before is not None:
+                os.environ[_MOSAIC_FOLDER] = before
+
+
+def _read_mosaic_dump(folder: pathlib.Path) -> dict[str, Kernel]:
+    """Return the kernels that Mosaic GPU compiled. Each has files of its own: PTX, and what the
+    kernel asks for."""
+    kernels = {}
+    for file in sorted(folder.glob("*.ptx")):
+        ptx = file.read_text(encoding="utf-8")
+        resources = file.with_suffix(".resources.txt").read_text(encoding="utf-8")
+        shared, entry = _SHARED.search(resources), _ENTRY.search(ptx)
+        if shared is None or entry is None:
+            raise RuntimeError(
+                f"{file.name} has no entry, or no shared memory is written beside it"
+            )
+        name, threads = entry.group(1), _threads(ptx, entry.end())
+        kernels[name] = Kernel(name, ptx, threads, int(shared.group(1)))
+    return kernels
+
+
+def _threads(ptx: str, entry: int) -> int:
+    """Return the threads of a block of the kernel whose name ends at `entry`."""
+    threads = _THREADS.search(ptx, entry, ptx.index("{", entry))
+    if threads is None:
+        raise RuntimeError("the PTX of a kernel does not say how many threads a block has")
+    return math.prod(int(n) for n in threads.groups() if n)
+
+
 def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str, str]:
     """Return the kernels that are launched, the list of launches, and that with command buffers,
     from what XLA left in a folder."""
@@ -162,12 +219,7 @@ def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str, str]:
         for entry in _ENTRY.finditer(ptx):
             if (name := entry.group(1)) not in launches:
                 continue
-            threads = _THREADS.search(ptx, entry.end(), ptx.index("{", entry.end()))
-            if threads is None:
-                raise RuntimeError(f"the PTX of {name} does not say how many threads a block has")
-            kernels[name] = Kernel(
-                name, ptx, math.prod(int(n) for n in threads.groups() if n), launches[name]
-            )
+            kernels[name] = Kernel(name, ptx, _threads(ptx, entry.end()), launches[name])
 
     def ending(text: str) -> str:
         return next((content for name, content in sorted(lists.items()) if name.endswith(text)), "")

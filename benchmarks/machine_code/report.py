@@ -11,7 +11,7 @@ from typing import Any
 import kvq_jax as kvq
 from benchmarks.machine_code.compile import Kernel
 from benchmarks.machine_code.sass import Function, Loop, assemble, main_loop
-from benchmarks.machine_code.target import ISSUED, TARGETS, Target
+from benchmarks.machine_code.target import BY_NAME, ISSUED, Target
 from benchmarks.machine_code.tools import tool_version
 from benchmarks.markdown import head, table
 from benchmarks.report_file import DERIVED, Report, header
@@ -94,7 +94,7 @@ class KernelReport:
     @property
     def budget(self) -> float:
         """Return the instructions per element that memory at full speed leaves time for."""
-        return TARGETS[self.target].budget(self.stored_bits)
+        return BY_NAME[self.target].budget(self.stored_bits)
 
     @property
     def bound(self) -> float:

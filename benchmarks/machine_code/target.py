@@ -146,3 +146,4 @@ B200 = Target(
 )
 TARGETS = {target.name: target for target in (H200, A100)}
 ARCHITECTURES = (A100, L40, H200, B200)  # one of each that kernels are for
+BY_NAME = {target.name: target for target in ARCHITECTURES}

@@ -1,5 +1,7 @@
-"""Choose the arithmetic of a layer's fused kernels: assembly if a self-test has shown, on this kind
-of device, that it computes the same as array operations, else array operations.
+"""Choose the arithmetic and the route of a layer's fused kernels. Assembly runs if a self-test has
+shown, on this kind of device, that it computes the same as array operations, else array operations
+run. Mosaic GPU reads a body if this JAX has it, it serves the format and the same test of it has
+passed. Otherwise Triton does.
 
 The self-test (pallas_kernels/self_test.py) runs at the first use of a format on a GPU. Its verdict
 is kept in the user's cache folder, by device, versions of JAX and of its runtime, kernels' sources
@@ -27,10 +29,11 @@ import jaxlib
 from kvq_jax.files import whole
 from kvq_jax.files.user_cache import cache_folder
 from kvq_jax.layer.plan import LayerPlan
-from pallas_kernels.launch import Arithmetic, Launch
+from pallas_kernels.launch import Arithmetic, KernelRoute, Launch
 
+_ROUTE = "pallas_kernels.mosaic.route"  # needs Triton to be imported, as readers do
 Format = Any  # pallas_kernels.self_test.Format, which needs Triton to be imported
-# (format, device) -> how assembly differs, or None if it does not
+# (format, device) -> how the kernel differs, or None if it does not
 Test = Callable[[Format, Any], str | None]
 
 
@@ -38,7 +41,7 @@ Test = Callable[[Format, Any], str | None]
 class Verdict:
     """The result of the self-test of a format.
 
-    difference: how assembly differs from array operations, or None if it does not.
+    difference: how assembly, or Mosaic GPU, differs from array operations, or None if it does not.
     """
 
     device: str
@@ -56,6 +59,40 @@ def arithmetic_of(plan: LayerPlan, query_heads: int) -> Arithmetic:
     return "asm" if verdict(format_of(plan, query_heads), device).difference is None else "jnp"
 
 
+def route_of(plan: LayerPlan, query_heads: int) -> KernelRoute:
+    """Return the route that reads the body of a layer that kernels can serve, on this process's
+    device. The first call for a format compiles for seconds."""
+    return "triton" if no_mosaic(plan, query_heads) else "mosaic"
+
+
+def no_mosaic(plan: LayerPlan, query_heads: int) -> str | None:
+    """Return, in one line, why Mosaic GPU does not read this layer's body here, or None if it does.
+    Formats that have no verdict yet are tested."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return f"this process runs on {device.platform}"
+    route, format = importlib.import_module(_ROUTE), format_of(plan, query_heads, "mosaic")
+    capacity = plan.regions.held_capacity
+    reason = route.missing() or route.unsupported(
+        format.keys, format.values, format.group, capacity
+    )
+    if reason:
+        return reason
+    difference = verdict(format, device).difference
+    return None if difference is None else f"its self-test fails: {difference}"
+
+
+def routes_described(plans: Sequence[LayerPlan], query_heads: int) -> str:
+    """Return, in one line, the routes that the layers of these plans take here, and why. Kernels
+    must be able to serve all of them."""
+    reasons = [no_mosaic(plan, query_heads) for plan in dict.fromkeys(plans)]
+    if not reasons:
+        return "no layer that kernels serve"
+    if other := next((reason for reason in reasons if reason), None):
+        return f"{'triton' if all(reasons) else 'mosaic and triton'}: {other}"
+    return f"mosaic: its self-test passed with JAX {jax.__version__}"
+
+
 def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
     """Return, in one line, the arithmetic that the layers of these plans get here, and why. Kernels
     must be able to serve all of them. Formats that have no verdict yet are tested."""
@@ -71,10 +108,10 @@ def described(plans: Sequence[LayerPlan], query_heads: int) -> str:
     return f"assembly: its self-test passed on {verdicts[0].device} with JAX {verdicts[0].jax}"
 
 
-def format_of(plan: LayerPlan, query_heads: int) -> Format:
+def format_of(plan: LayerPlan, query_heads: int, route: KernelRoute = "triton") -> Format:
     """Return the self-test's format of a layer that kernels can serve."""
     return _self_test().Format(
-        plan.k.kernels.reader(), plan.v.kernels.reader(), query_heads // plan.heads
+        plan.k.kernels.reader(), plan.v.kernels.reader(), query_heads // plan.heads, route
     )
 
 
@@ -83,7 +120,9 @@ def on_device(format: Format, device: Any) -> str | None:
     reference = None
     with contextlib.suppress(RuntimeError):
         reference = jax.local_devices(backend="cpu")[0]
-    return _self_test().difference(format, Launch("asm"), device, reference)
+    # Mosaic GPU's pieces are merged by a kernel whose assembly has a test of its own.
+    launch = Launch("asm") if format.route == "triton" else Launch("jnp", route="mosaic")
+    return _self_test().difference(format, launch, device, reference)
 
 
 def verdict(format: Format, device: Any, test: Test = on_device) -> Verdict:

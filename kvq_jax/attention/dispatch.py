@@ -212,11 +212,15 @@ def _automatic(plan: LayerPlan, query_heads: int, tokens: int) -> Route:
 
 
 def _launch(plan: LayerPlan, query_heads: int) -> Launch:
-    """Return the options of kernels that can serve this layer: in assembly if its self-test has
-    passed on this kind of device."""
+    """Return the options of kernels that can serve this layer: in assembly, and by Mosaic GPU, if
+    their self-tests have passed on this kind of device."""
     if LAUNCH.interpret:
         return LAUNCH
-    return dataclasses.replace(LAUNCH, arithmetic=arithmetic.arithmetic_of(plan, query_heads))
+    return dataclasses.replace(
+        LAUNCH,
+        arithmetic=arithmetic.arithmetic_of(plan, query_heads),
+        route=arithmetic.route_of(plan, query_heads),
+    )
 
 
 def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
@@ -245,6 +249,15 @@ def arithmetic_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
         return f"not tested: {reason}"
     served = [plan for plan in plans if not unsupported(plan, query_heads, 1)]
     return arithmetic.described(served, query_heads)
+
+
+def route_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
+    """Return, in one line, the route of fused kernels to a GPU in the layers of these plans that
+    they serve, and why."""
+    if reason := no_device("pallas"):
+        return f"not tested: {reason}"
+    served = [plan for plan in plans if not unsupported(plan, query_heads, 1)]
+    return arithmetic.routes_described(served, query_heads)
 
 
 def attend(

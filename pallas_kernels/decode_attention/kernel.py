@@ -33,6 +33,7 @@ from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAt
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun, Unit
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.mosaic import route as mosaic
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.shared import LOG2E, real_columns
 from pallas_kernels.tiles.arithmetic import exp2
@@ -124,6 +125,11 @@ def attention_in_pieces(
     Args:
         heads: the KV heads that are attended to. None means all of them.
     """
+    by_mosaic = mosaic.pieces(
+        q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch
+    )
+    if by_mosaic is not None:
+        return [by_mosaic]
     batch, all_heads, group, channels = q.shape
     heads = range(all_heads) if heads is None else heads
     columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)

@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> None:
                 "calibration": calibration,
                 "kernels here": dispatch.kernels_here(),
                 "kernels' arithmetic": dispatch.arithmetic_here(cache.plans, heads),
+                "kernels' route": dispatch.route_here(cache.plans, heads),
                 "compilation cache": compilation_cache.described(),
             }
         ),

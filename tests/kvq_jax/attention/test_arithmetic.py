@@ -15,7 +15,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention import arithmetic, dispatch
 from kvq_jax.files.user_cache import cache_folder
-from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
 from tests.kvq_jax.attention.test_dispatch import DIMS, plan_of
 
 HEADS = DIMS.num_attention_heads
@@ -69,7 +69,8 @@ def test_assembly_runs_where_its_test_passes_and_only_there(monkeypatch, answer,
     answering(monkeypatch, answer)
     for implementation in (None, "pallas"):
         route = dispatch.choose(implementation, plan_of("kivi:bits=4"), HEADS, 1)
-        assert route.launch == Launch(wanted)
+        assert route.launch is not None
+        assert route.launch.arithmetic == wanted
 
 
 def test_a_verdict_is_kept_for_its_device_and_format_alone():
@@ -160,3 +161,38 @@ def test_the_doctor_says_what_was_found(monkeypatch):
         == "array operations where assembly fails its self-test on NVIDIA H200: attention differs"
         " by 1.0e+00"
     )
+
+
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize(
+    ("missing", "answer", "spec", "wanted"),
+    [
+        (None, None, "kivi:bits=4", "mosaic: its self-test passed with JAX "),
+        (
+            None,
+            "attention differs",
+            "kivi:bits=4",
+            "triton: its self-test fails: attention differs",
+        ),
+        ("no Mosaic GPU", None, "kivi:bits=4", "triton: no Mosaic GPU"),
+        (None, None, "nf4", "triton: k: CodebookReader, not uniform groups"),
+    ],
+)
+def test_mosaic_reads_where_it_serves_and_passes(monkeypatch, missing, answer, spec, wanted):
+    monkeypatch.setattr(route, "missing", lambda: missing)
+    asked = answering(monkeypatch, answer)
+    plan = plan_of(spec)
+    chosen = dispatch.choose("pallas", plan, HEADS, 1).launch
+    assert chosen is not None
+    assert chosen.route == wanted.partition(":")[0]
+    assert dispatch.route_here([plan], HEADS).startswith(wanted)
+    tested = any("route='mosaic'" in format for format in asked.asked)
+    assert tested == (not missing and spec != "nf4"), "a test that cannot decide takes seconds"
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_a_route_has_a_verdict_of_its_own():
+    plan = plan_of("kivi:bits=4")
+    triton, mosaic = (arithmetic.format_of(plan, HEADS, name) for name in ("triton", "mosaic"))
+    assert arithmetic.verdict(mosaic, GPU, Answering("attention differs")).difference
+    assert arithmetic.verdict(triton, GPU, Answering(None)).difference is None

@@ -1,0 +1,180 @@
+"""Instructions of decode attention by both routes to a GPU, side by side: Mosaic GPU, and Triton's
+assembly.
+
+Compiled on any machine for GPUs that are not there. Needs the extra `aot`, and JAX 0.11 or later
+for Mosaic GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
+from benchmarks.machine_code.cases import INNER, OUTER
+from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
+from benchmarks.machine_code.stored import uniform
+from benchmarks.machine_code.target import BY_NAME, Target
+from benchmarks.machine_code.tools import missing
+from benchmarks.markdown import table
+from benchmarks.report_file import arguments
+from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.tuning import tuning_for
+from pallas_kernels.launch import KernelRoute, Launch
+from pallas_kernels.mosaic import route as mosaic
+
+KERNELS = {"mosaic": "decode_attention_mosaic_gpu_kernel", "triton": "decode_attention"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Decode attention over one format, and what its loop may cost on Mosaic GPU.
+
+    bits: of a code, its sign included.
+    multiply_adds: of the tensor cores for each element: the query columns, and the products that
+        sum queries and weights.
+    cap_instructions, cap_alu: limits for each element, on every GPU.
+    """
+
+    name: str
+    bits: int
+    scheme: Scheme
+    axes: tuple[GroupedAxis, GroupedAxis]
+    cap_instructions: float
+    cap_alu: float
+    multiply_adds: float
+    channels: int = 128
+    queries: int = GROUP
+    cap_spill_bytes: int = 0
+
+    def case(self, route: KernelRoute, target: Target) -> Case:
+        """Return the case of one route. Triton's has its limits in cases.py, and none here."""
+        magnitude = self.bits - (self.scheme in ("sym", "hybrid"))
+        sides = [
+            uniform(GroupFormat(magnitude, self.scheme, axis, 32, self.channels, 32), self.channels)
+            for axis in self.axes
+        ]
+        (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = sides
+        columns, launch = max(8, self.queries), Launch("asm", route=route)
+        capability = "{}.{}".format(*target.capability)
+        tuning = (
+            mosaic.tuning_for(k_reader, v_reader, columns, TOKENS, capability)
+            if route == "mosaic"
+            else tuning_for(k_reader, v_reader, columns, TOKENS, True)
+        )
+
+        def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            def attend(q: jax.Array, keys: Any, values: Any, limits: jax.Array) -> Any:
+                return decode_attention(
+                    q,
+                    (k_reader, keys),
+                    (v_reader, values),
+                    limits,
+                    capacity=TOKENS,
+                    tuning=tuning,
+                    launch=launch,
+                )
+
+            q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, self.queries, self.channels), jnp.float32)
+            return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+
+        watched = route == "mosaic"
+        unlimited = float("inf")
+        return Case(
+            f"{self.name}, {route}",
+            build,
+            KERNELS[route],
+            tuning.tile * 2 * self.channels,
+            (k_bits + v_bits) / 2,
+            cap_instructions=self.cap_instructions if watched else unlimited,
+            cap_alu=self.cap_alu if watched else unlimited,
+            min_share=0.0,
+            plain_loads_allowed=not watched,
+            loop_spills_allowed=not watched,
+            cap_spill_bytes=self.cap_spill_bytes if watched else 10**6,
+            mma_columns=self.multiply_adds if watched else None,
+        )
+
+
+def _innerq(bits: int, scheme: Scheme, *limits: float, **fields: Any) -> Attention:
+    return Attention(
+        _name(f"innerq, {bits}-bit {scheme}", fields), bits, scheme, INNER, *limits, **fields
+    )
+
+
+def _kivi(bits: int, *limits: float, **fields: Any) -> Attention:
+    return Attention(_name(f"kivi, {bits}-bit", fields), bits, "asym", OUTER, *limits, **fields)
+
+
+def _name(name: str, fields: dict[str, Any]) -> str:
+    queries = f", {fields['queries']} query heads" if "queries" in fields else ""
+    return f"{name}, H {fields.get('channels', 128)}{queries}"
+
+
+ATTENTIONS = (
+    _innerq(2, "sym", 1.9, 0.8, 10),
+    _innerq(3, "hybrid", 3.2, 1.5, 10.5, cap_spill_bytes=128),
+    _innerq(4, "hybrid", 2.4, 0.8, 9.5),
+    _innerq(2, "asym", 2.4, 0.85, 10.5),
+    _innerq(8, "sym", 2.6, 1.1, 8.5),
+    _kivi(2, 2.4, 0.85, 12, cap_spill_bytes=128),
+    _kivi(4, 2.3, 0.85, 12, cap_spill_bytes=128),
+    _kivi(8, 3.2, 1.4, 12, cap_spill_bytes=128),
+    _kivi(4, 2.9, 1.0, 12, channels=64),
+    _kivi(4, 2.4, 0.9, 12, channels=256, cap_spill_bytes=128),
+    _kivi(4, 3.6, 1.05, 24, queries=16),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table. The exit status is 1 if a case breaks its limits, 2 if nothing can be
+    compiled."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.machine_code.routes",
+        description=(__doc__ or "").partition("\n")[0],
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the counts here")
+    parser.add_argument(
+        "--case", metavar="REGEX", default="", help="only cases whose name has a match of this"
+    )
+    parser.add_argument(
+        "--target", nargs="+", choices=BY_NAME, default=list(BY_NAME), help="the GPUs"
+    )
+    parser.add_argument(
+        "--route",
+        nargs="+",
+        choices=get_args(KernelRoute),
+        default=list(KERNELS),
+        help="the routes",
+    )
+    args = parser.parse_args(argv)
+    if lacking := missing() or ("mosaic" in args.route and mosaic.missing()):
+        parser.exit(2, f"{lacking}\n")
+    chosen = [one for one in ATTENTIONS if re.search(args.case, one.name)]
+    rows: list[KernelReport] = []
+    failures: list[str] = []
+    for one in chosen:
+        for target in map(BY_NAME.__getitem__, args.target):
+            for route in args.route:
+                case = one.case(route, target)
+                rows.append(case.measure(target))
+                failures += case.failures(rows[-1])
+                print(" | ".join(rows[-1].line()), file=sys.stderr, flush=True)
+                if args.json:
+                    command = ("benchmarks.machine_code.routes", *arguments(argv))
+                    Instructions.of(rows, command).write(args.json)
+    print(table(HEADER, (row.line() for row in rows)))
+    if failures:
+        parser.exit(1, "\n".join(["limits broken:", *failures, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Kernels on Mosaic GPU, the successor of Pallas' Triton route (route.py)."""

@@ -1,0 +1,270 @@
+"""Decode attention over a body in uniform groups, on Mosaic GPU: the same pieces as
+decode_attention/kernel.py, by the same schedule.
+
+A block of four warps reads its share of all live tiles. The copy engine (on Ampere and Ada,
+asynchronous copies) brings tiles into a ring of buffers in shared memory. Each warp reads spans of
+its own, with an online softmax of its own, so warps meet once for each tile: before the copy that
+overwrites what they have read. At the end of a run the warps' parts are merged in the block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT
+from pallas_kernels.decode_attention.schedule import Pieces, Schedule, TileRun
+from pallas_kernels.decode_attention.tuning import Tuning
+from pallas_kernels.mosaic.grouped import (
+    STRIPE,
+    GroupedKeys,
+    GroupedValues,
+    Stripe,
+    token_numbers,
+)
+from pallas_kernels.mosaic.matrices import (
+    OF_ALL_ROWS,
+    OF_ALL_WARPS,
+    SIDE,
+    WARPS,
+    Matrices,
+    on_rows,
+    on_warps,
+    splat,
+)
+from pallas_kernels.mosaic.walk import Walk
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.shared import query_planes
+from pallas_kernels.tiles.layout import SPAN
+
+INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Four warps that read tiles together, and all that their steps share."""
+
+    keys: GroupedKeys
+    values: GroupedValues
+    tuning: Tuning
+    columns: int
+    spans: int  # of the capacity
+    ops: Matrices
+    arrays: tuple[Sequence[Any], Sequence[Any]]
+    buffers: tuple[Sequence[Any], Sequence[Any]]
+    barriers: Any
+
+    @property
+    def _tile_spans(self) -> int:
+        return self.tuning.tile // SPAN
+
+    def _start(self, tile: Any) -> Any:
+        """Return the first span of a tile. The last tile moves back to stay inside the arrays."""
+        return jnp.minimum(tile * self._tile_spans, self.spans - self._tile_spans)
+
+    def fetch(self, run: TileRun, tile: Any, slot: Any) -> None:
+        spans = pl.ds(self._start(tile), self._tile_spans)
+        for side, arrays, buffers in zip(
+            (self.keys, self.values), self.arrays, self.buffers, strict=True
+        ):
+            for source, target in side.copies(arrays, buffers, (run.row, run.head), spans, slot):
+                if self.barriers is None:
+                    inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+                    plgpu.copy_gmem_to_smem(source, target, oob_mode=inside)
+                else:
+                    plgpu.copy_gmem_to_smem(source, target, self.barriers.at[slot])
+
+    def release(self) -> None:
+        """Let copies overwrite what all warps have read. Asynchronous copies of older GPUs wait for
+        that by themselves."""
+        if self.barriers is not None:
+            plgpu.commit_smem()
+
+    def wait(self, tile: Any, slot: Any, end: Any) -> None:
+        """Wait until a tile has arrived."""
+        if self.barriers is not None:
+            plgpu.barrier_wait(self.barriers.at[slot])
+            return
+        # Copies arrive in the order of their issue. Near the end fewer are on their way.
+        copies, stages = len(self.arrays[0]) + len(self.arrays[1]), self.tuning.stages
+
+        @pl.when(tile + stages <= end)
+        def _() -> None:
+            plgpu.wait_gmem_to_smem(copies * (stages - 1))
+
+        @pl.when(tile + stages > end)
+        def _() -> None:
+            plgpu.wait_gmem_to_smem(0)
+
+    def attend(self, run: TileRun, query: Any) -> Any:
+        """Return each warp's largest scores, sums of weights by row, and sums of values by
+        chunk."""
+        stages, size = self.tuning.stages, self.tuning.tile
+        self.release()
+        for ahead in range(stages):
+
+            @pl.when(run.first + ahead < run.end)
+            def _(ahead: int = ahead) -> None:
+                self.fetch(run, run.first + ahead, ahead)
+
+        def step(tile: Any, carry: Any, masked: bool) -> Any:
+            slot = lax.rem(tile - run.first, stages)
+            self.wait(tile, slot, run.end)
+            begin = tile * size if masked else None
+            carry = self._step(self._start(tile) * SPAN, begin, run.limit, slot, query, carry)
+
+            @pl.when(tile + stages < run.end)
+            def _() -> None:
+                self.release()
+                self.fetch(run, tile + stages, slot)
+
+            return carry
+
+        layout = self.values.layout
+        carry = (
+            plgpu.layout_cast(jnp.full((WARPS, self.columns), NEG_INF, jnp.float32), OF_ALL_ROWS),
+            splat((WARPS, SIDE, self.columns), 0.0),
+            *[splat((WARPS, layout.width, self.columns), 0.0)] * layout.chunks,
+        )
+        whole = jnp.minimum(run.end, jnp.maximum(run.first, lax.div(run.limit, jnp.int32(size))))
+        carry = lax.fori_loop(run.first, whole, functools.partial(step, masked=False), carry)
+        return lax.fori_loop(whole, run.end, functools.partial(step, masked=True), carry)
+
+    def _step(self, start: Any, begin: Any, limit: Any, slot: Any, query: Any, carry: Any) -> Any:
+        """Read a tile. Only tokens from `begin` to `limit` count, or all if `begin` is None."""
+        largest, total, *sums = carry
+        keys, values = self.buffers
+        stripes = [
+            Stripe(slot, i, start + STRIPE * i, None if begin is None else limit)
+            for i in range(self.tuning.tile // STRIPE)
+        ]
+        scores = [self.keys.scores(query, keys, stripe, self.ops) for stripe in stripes]
+        if begin is not None:
+            for i, stripe in enumerate(stripes):
+                token = stripe.start + token_numbers(scores[i].shape, 1)
+                scores[i] = jnp.where((token >= begin) & (token < limit), scores[i], NEG_INF)
+        top = functools.reduce(jnp.maximum, scores)
+        new = jnp.maximum(largest, jnp.max(top, axis=1) - WEIGHT_EXPONENT)
+        shrink = jnp.exp2(largest - new)
+        weights = [jnp.exp2(s - on_rows(new, SPAN)) for s in scores]
+        total = total * on_rows(shrink, SIDE)
+        for w in weights:
+            for i in range(0, SPAN, SIDE):
+                total = total + w[:, i : i + SIDE]
+        sums = [x * on_rows(shrink, x.shape[1]) for x in sums]
+        for stripe, w in zip(stripes, weights, strict=True):
+            half = self.ops.transposed(w.astype(jnp.float16))
+            sums = self.values.weigh(half, values, stripe, sums, self.ops)
+        return (new, total, *sums)
+
+    def store(self, outputs: Sequence[Any], place: Any, carry: Any) -> None:
+        """Merge the warps' parts and write a piece."""
+        m_ref, l_ref, o_ref = outputs
+        largest, total, *sums = carry
+        of_all = jnp.max(largest, axis=0)
+        share = jnp.exp2(largest - _on_warps(of_all))
+        whole = jnp.sum(jnp.sum(total, axis=1) * share, axis=0)
+        row = pl.ds(place, 1)
+        self.ops.store(m_ref.at[row], _on_side(of_all))
+        self.ops.store(l_ref.at[row], _on_side(whole))
+        for c, x in enumerate(sums):
+            width = x.shape[1]
+            merged = jnp.sum(x * on_rows(share, width), axis=0)
+            self.ops.store(o_ref.at[place, pl.ds(width * c, width)], merged)
+
+
+def _on_warps(x: jax.Array) -> jax.Array:
+    repeated = lax.broadcast_in_dim(x, (WARPS, x.shape[0]), (1,))
+    return plgpu.layout_cast(repeated, OF_ALL_ROWS)
+
+
+def _on_side(x: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (SIDE, x.shape[0]), (1,)), OF_ALL_WARPS)
+
+
+def attention_in_pieces(
+    q: Float[Array, "B K G H"],
+    keys: tuple[GroupedReader, Sequence[Array]],
+    values: tuple[GroupedReader, Sequence[Array]],
+    limits: Int[Array, " B"],
+    *,
+    capacity: int,
+    tuning: Tuning,
+    bulk: bool,
+    interpret: Any = None,
+) -> Pieces:
+    """Return the pieces of attention to the first limits[b] tokens (decode_attention/kernel.py).
+
+    Args:
+        q, keys, values, limits, capacity: as `decode_attention` takes them. `route.unsupported`
+            says which of them this kernel does not serve.
+        tuning: of `route.tuning_for`.
+        bulk: copy tiles with the copy engine, which came with compute capability 9.0.
+        interpret: Mosaic GPU's interpreter parameters, or None to compile.
+    """
+    batch, heads, group, channels = q.shape
+    columns, real = (8 if group <= 8 else 16), pl.next_power_of_2(group)
+    k, v = GroupedKeys(keys[0]), GroupedValues(values[0])
+    padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+    planes = query_planes(padded, k.layout.chunks)
+    programs = tuning.programs(batch * heads, capacity)
+    schedule = Schedule(programs, tuning.tile, batch, heads)
+    arrays = k.views(keys[1]), v.views(values[1])
+    counts = len(arrays[0]), len(arrays[1])
+    buffers = [side.buffers(tuning.stages, tuning.tile // SPAN) for side in (k, v)]
+    barriers = [plgpu.Barrier(num_arrivals=sum(counts), num_barriers=tuning.stages)]
+
+    def decode_attention(limits_ref: Any, q_ref: Any, *refs: Any) -> None:
+        inputs, refs = refs[: sum(counts)], refs[sum(counts) :]
+        outputs, scratch = refs[:3], refs[3:]
+        block = Block(
+            k,
+            v,
+            tuning,
+            columns,
+            capacity // SPAN,
+            Matrices(bool(interpret)),
+            (inputs[: counts[0]], inputs[counts[0] :]),
+            (scratch[: counts[0]], scratch[counts[0] : sum(counts)]),
+            scratch[sum(counts)] if bulk else None,
+        )
+
+        def read(run: TileRun, place: Any) -> None:
+            planes = [
+                on_warps(
+                    plgpu.load(q_ref.at[run.row, run.head, c], layout=OF_ALL_WARPS, optimized=False)
+                )
+                for c in range(k.layout.chunks)
+            ]
+            block.store(outputs, place, block.attend(run, k.opened(planes, block.ops)))
+
+        Walk(schedule, limits_ref).for_each_run(lax.axis_index("block"), read)
+
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    shapes = tuple(f32((schedule.pieces, *rest)) for rest in ((real,), (real,), (channels, real)))
+    call = plgpu.kernel(
+        decode_attention,
+        out_type=shapes,
+        grid=(schedule.programs,),
+        grid_names=("block",),
+        scratch_types=(*buffers[0], *buffers[1], *(barriers if bulk else [])),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=4 * WARPS * 32 * columns,
+        ),
+        interpret=interpret,
+    )
+    limits = limits.astype(jnp.int32)
+    with jax.enable_x64(False):
+        m, l, o = call(limits, planes, *arrays[0], *arrays[1])
+    return Pieces(m, l, o, limits, schedule)

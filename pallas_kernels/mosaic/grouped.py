@@ -1,0 +1,297 @@
+"""Keys and values in uniform groups, as warps read them: codes straight from words into a tensor
+core's operand, scales on what the products leave.
+
+                        scores of a span                        weighted values of a span
+    groups of channels  sum_g s_g (q_g . c_g) + z_g sum(q_g)    p . (c s + z), s and z of a token
+                        s and z of a token                      and a group of channels
+    groups of tokens    (q s) . c + q . z                       s (p . c) + z sum(p)
+                        s and z of a channel                    s and z of a channel
+
+A scale of a row of the product (a token's for scores, a channel's for values) multiplies fp32 sums,
+and one of a summed axis multiplies the smaller operand: queries, once for a span. Only values in
+groups of channels are dequantized number by number, because weights times scales may leave the
+range of fp16.
+
+Codes come with a bias, 2^i + code (tiles/layout.py). Each product starts from minus the bias times
+the sum of the other operand, which a product with constants computes exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.matrices import LANES, ROWS, SIDE, WARPS, Matrices, splat
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.tiles.layout import SPAN, PlaneLayout
+
+STRIPE = WARPS * SPAN  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripe:
+    """WARPS neighbouring spans of tokens in the buffers, one for each warp.
+
+    Args:
+        slot: of the buffers.
+        number: of the stripe in its tile.
+        start: the first token.
+        limit: tokens from here on do not count and may hold anything. None if all count.
+    """
+
+    slot: Any
+    number: int
+    start: Any
+    limit: Any = None
+
+    @property
+    def spans(self) -> Any:
+        return pl.ds(WARPS * self.number, WARPS)
+
+    def zero_dead(self, x: jax.Array, tokens: int | None) -> jax.Array:
+        """Replace numbers [WARPS, rows, columns] that belong to no live token by 0. `tokens` is the
+        axis of the tokens, or None if numbers belong to the whole span of a warp."""
+        if self.limit is None:
+            return x
+        at = self.start + token_numbers(x.shape, tokens)
+        return jnp.where(at < self.limit, x, jnp.zeros_like(x))
+
+
+def token_numbers(shape: tuple[int, ...], axis: int | None) -> jax.Array:
+    """Return the tokens of a stripe by warp and, along `axis`, by their place in the span."""
+    spans = SPAN * plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LANES)
+    if axis is None:
+        return spans
+    return spans + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LANES)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedSide:
+    """The stored arrays of one side, and their buffers in shared memory."""
+
+    reader: GroupedReader
+
+    @property
+    def layout(self) -> PlaneLayout:
+        return self.reader.layout
+
+    @property
+    def groups(self) -> int:
+        return self.layout.channels // self.reader.group
+
+    @property
+    def asymmetric(self) -> bool:
+        return self.reader.centre is None
+
+    def offset(self, slot: int, chunk: int) -> float:
+        """Return what a code's number holds beside the distance from its zero."""
+        return float(self.layout.field(slot, chunk).bias + (self.reader.centre or 0))
+
+    def chunks_of(self, group: int) -> range:
+        per_group = self.reader.group // self.layout.width
+        return range(group * per_group, (group + 1) * per_group)
+
+    def views(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Give spans an axis of their own, without a copy: words [B, K, spans, rows, words], and
+        scales [B, K, groups, spans, SPAN] or [B, K, spans, channels]."""
+        sets = len(self.layout.sets)
+        rows = SPAN // self.layout.slots
+        views = [x.reshape(*x.shape[:2], -1, rows, x.shape[3]) for x in stored[:sets]]
+        for scale in stored[sets:]:
+            by_channels = self.reader.axis == "channels"
+            shape = (*scale.shape[:3], -1, SPAN) if by_channels else scale.shape
+            views.append(scale.reshape(shape))
+        return views
+
+    def buffers(self, slots: int, spans: int) -> list[Any]:
+        """Return the shared memory for `slots` tiles of so many spans."""
+        rows = SPAN // self.layout.slots
+        sets = [
+            plgpu.SMEM((slots, spans, rows, self.layout.words(bits)), jnp.int16)
+            for bits in self.layout.sets
+        ]
+        shape = (
+            (slots, self.groups, spans, SPAN)
+            if self.reader.axis == "channels"
+            else (slots, spans, self.layout.channels)
+        )
+        return [*sets, *[plgpu.SMEM(shape, jnp.uint16)] * (2 if self.asymmetric else 1)]
+
+    def copies(
+        self, arrays: Sequence[Any], buffers: Sequence[Any], unit: Any, spans: Any, slot: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        """Return what a tile of one unit's spans is copied from and to."""
+        sets = len(self.layout.sets)
+        for i, (array, buffer) in enumerate(zip(arrays, buffers, strict=True)):
+            grouped = i >= sets and self.reader.axis == "channels"
+            source = array.at[*unit, :, spans] if grouped else array.at[*unit, spans]
+            yield source, buffer.at[slot]
+
+    def _words(self, buffers: Sequence[Any], stripe: Stripe) -> list[Any]:
+        return [buffer.at[stripe.slot, stripe.spans] for buffer in buffers[: len(self.layout.sets)]]
+
+    def _scales(
+        self,
+        buffers: Sequence[Any],
+        stripe: Stripe,
+        load: Callable[[Any], jax.Array],
+        group: int | None = None,
+    ) -> list[jax.Array]:
+        """Load the scales, and the zeros if there are any, of a group of channels for all tokens,
+        or of all channels."""
+        at = (stripe.slot, stripe.spans) if group is None else (stripe.slot, group, stripe.spans)
+        return [load(buffer.at[at]) for buffer in buffers[len(self.layout.sets) :]]
+
+    def _chunk(self, chunk: int) -> slice:
+        return slice(self.layout.width * chunk, self.layout.width * (chunk + 1))
+
+
+class GroupedKeys(GroupedSide):
+    """Scores of a stripe."""
+
+    def opened(self, planes: Sequence[jax.Array], ops: Matrices) -> Any:
+        """Return the query argument of `scores` from chunks [WARPS, columns, width] of queries. A
+        kernel calls this once, before its loop."""
+        if self.reader.axis == "tokens":
+            return planes, None, None
+        none = splat((WARPS, ROWS, planes[0].shape[1]), 0.0)
+
+        def total(factor: Callable[[int], float], group: int) -> jax.Array:
+            sums = none
+            for c in self.chunks_of(group):
+                sums = ops.product(sums, self._constant(factor(c), ops), planes[c])
+            return sums
+
+        starts = [
+            [
+                total(lambda c, slot=slot: -self.offset(slot, c), group)
+                for group in range(self.groups)
+            ]
+            for slot in range(self.layout.slots)
+        ]
+        sums = [total(lambda c: 1.0, g) for g in range(self.groups)] if self.asymmetric else None
+        return planes, starts, sums
+
+    def _constant(self, value: float, ops: Matrices) -> jax.Array:
+        return ops.constants([value] * (self.layout.width // SIDE))
+
+    def scores(
+        self, query: Any, buffers: Sequence[Any], stripe: Stripe, ops: Matrices
+    ) -> jax.Array:
+        """Return log2(e) / sqrt(H) * q . k of a stripe's tokens, [WARPS, SPAN, columns]. Scores of
+        dead tokens may be anything."""
+        words = [ops.load(ref) for ref in self._words(buffers, stripe)]
+        by_group = self._of_channels if self.reader.axis == "channels" else self._of_tokens
+        return by_group(words, query, buffers, stripe, ops)
+
+    def _of_channels(
+        self, words: Any, query: Any, buffers: Sequence[Any], stripe: Stripe, ops: Matrices
+    ) -> jax.Array:
+        planes, starts, sums = query
+        columns = planes[0].shape[1]
+        total = None
+        for group in range(self.groups):
+            part = ops.stacked([of_slot[group] for of_slot in starts], SPAN)
+            for c in self.chunks_of(group):
+                part = ops.product(part, ops.codes(words, self.layout, c, 1), planes[c])
+            scale, *zeros = self._scales(
+                buffers, stripe, lambda ref: ops.load_columns(ref, columns), group
+            )
+            total = part * scale if total is None else total + part * scale
+            for zero in zeros:
+                total = total + ops.stacked([sums[group]], SPAN) * zero
+        return total
+
+    def _of_tokens(
+        self, words: Any, query: Any, buffers: Sequence[Any], stripe: Stripe, ops: Matrices
+    ) -> jax.Array:
+        planes, columns = query[0], query[0][0].shape[1]
+        start = splat((WARPS, ROWS, columns), 0.0)
+        scale, *_ = self._scales(buffers, stripe, lambda ref: ops.load_rows(ref, columns))
+        _, *zeros = self._scales(buffers, stripe, lambda ref: ops.load_rows(ref, ROWS))
+        scaled = []
+        for c, plane in enumerate(planes):
+            scaled.append(plane * scale[:, :, self._chunk(c)])
+            for zero in zeros:
+                start = ops.product(start, zero[:, :, self._chunk(c)], plane)
+        starts = [start] * self.layout.slots
+        for slot in range(self.layout.slots):
+            for c, plane in enumerate(scaled):
+                bias = self._constant(-self.offset(slot, c), ops)
+                starts[slot] = ops.product(starts[slot], bias, plane)
+        total = ops.stacked(starts, SPAN)
+        for c, plane in enumerate(scaled):
+            total = ops.product(total, ops.codes(words, self.layout, c, 1), plane)
+        return total
+
+
+class GroupedValues(GroupedSide):
+    """Weighted values of a stripe."""
+
+    def weigh(
+        self,
+        weights: jax.Array,
+        buffers: Sequence[Any],
+        stripe: Stripe,
+        sums: Sequence[jax.Array],
+        ops: Matrices,
+    ) -> list[jax.Array]:
+        """Add a stripe's values to `sums` [WARPS, width, columns], one for each chunk, weighted by
+        [WARPS, columns, SPAN] in fp16. Weights of dead tokens are 0."""
+        words = [ops.load(ref, transposed=True) for ref in self._words(buffers, stripe)]
+        if self.reader.axis == "tokens":
+            return self._of_tokens(words, weights, buffers, stripe, sums, ops)
+        return self._of_channels(words, weights, buffers, stripe, sums, ops)
+
+    def _offsets(self, chunk: int, ops: Matrices) -> jax.Array:
+        """Return the offsets of a chunk's codes by token, the same in SIDE rows."""
+        slots = self.layout.slots
+        return ops.constants([self.offset(i * slots // 4, chunk) for i in range(SPAN // SIDE)])
+
+    def _of_tokens(
+        self, words: Any, weights: Any, buffers: Any, stripe: Stripe, sums: Any, ops: Matrices
+    ) -> list[jax.Array]:
+        columns, width = weights.shape[1], self.layout.width
+        none = splat((WARPS, ROWS, columns), 0.0)
+        mass = ops.product(none, ops.constants([1.0] * (SPAN // SIDE)), weights)
+        starts: dict[Any, jax.Array] = {}
+        scale, *zeros = (
+            stripe.zero_dead(x, None)
+            for x in self._scales(buffers, stripe, lambda ref: ops.load_columns(ref, columns))
+        )
+        added = []
+        for c, before in enumerate(sums):
+            key = tuple(self.offset(slot, c) for slot in range(self.layout.slots))
+            if key not in starts:
+                starts[key] = ops.product(none, -self._offsets(c, ops), weights)
+            part = ops.product(starts[key], ops.codes(words, self.layout, c, 2), weights)
+            after = before + part * scale[:, self._chunk(c)]
+            for zero in zeros:
+                after = after + ops.stacked([mass], width) * zero[:, self._chunk(c)]
+            added.append(after)
+        return added
+
+    def _of_channels(
+        self, words: Any, weights: Any, buffers: Any, stripe: Stripe, sums: Any, ops: Matrices
+    ) -> list[jax.Array]:
+        width = self.layout.width
+        added = list(sums)
+        for group in range(self.groups):
+            scale, *zeros = (
+                stripe.zero_dead(x, 2)
+                for x in self._scales(buffers, stripe, lambda ref: ops.load_rows(ref, ROWS), group)
+            )
+            scale, *zeros = (ops.stacked([x], width) for x in (scale, *zeros))
+            for c in self.chunks_of(group):
+                codes = ops.codes(words, self.layout, c, 2)
+                values = (codes - ops.stacked([self._offsets(c, ops)], width)) * scale
+                for zero in zeros:
+                    values = values + zero
+                added[c] = ops.product(added[c], values, weights)
+        return added

@@ -1,0 +1,62 @@
+"""The shares of schedule.py in scalars, which is all that a block computes with here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.decode_attention.schedule import Schedule, TileRun
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The tiles of one program. `limits` may be a ref or an array."""
+
+    schedule: Schedule
+    limits: Any
+
+    def _tiles(self, row: Any) -> jax.Array:
+        return pl.cdiv(self.limits[row], self.schedule.tile)
+
+    def share(self, program: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `Schedule.share` of these limits."""
+        heads = self.schedule.heads
+        total = lax.fori_loop(
+            0, self.schedule.batch, lambda row, sum: sum + heads * self._tiles(row), jnp.int32(0)
+        )
+        per = self.schedule.per_program(total)
+        return jnp.minimum(program * per, total), jnp.minimum((program + 1) * per, total)
+
+    def run(self, at: jax.Array, end: jax.Array) -> TileRun:
+        """Return `Schedule.run` of these limits."""
+        heads = self.schedule.heads
+
+        def look(row: jax.Array, found: Any) -> Any:
+            here, begin, passed = found
+            after = passed + heads * self._tiles(row)
+            inside = (passed <= at) & (at < after)
+            return jnp.where(inside, row, here), jnp.where(inside, passed, begin), after
+
+        none = jnp.int32(0)
+        row, begin, _ = lax.fori_loop(0, self.schedule.batch, look, (none, none, none))
+        count = self._tiles(row)
+        head = lax.div(at - begin, jnp.maximum(count, 1))
+        first = at - begin - head * count
+        return TileRun(row, head, first, jnp.minimum(count, first + end - at), self.limits[row])
+
+    def for_each_run(self, program: jax.Array, read: Callable[[TileRun, jax.Array], None]) -> None:
+        """Call `read` with each run of a program's share, and with the place of its piece."""
+        begin, end = self.share(program)
+
+        def one(at: jax.Array) -> jax.Array:
+            run = self.run(at, end)
+            read(run, program + run.row * self.schedule.heads + run.head)
+            return at + run.end - run.first
+
+        lax.while_loop(lambda at: at < end, one, begin)

@@ -1,0 +1,166 @@
+"""Attention on Mosaic GPU against its reference, in an interpreter that looks for races, and the
+choice of its route."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attention.schedule import Schedule
+from pallas_kernels.decode_attention.tuning import Tuning
+from pallas_kernels.launch import Launch
+from pallas_kernels.mosaic import route
+from pallas_kernels.mosaic.walk import Walk
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.tiles.layout import SPAN
+from tests.exhaustive import some
+from tests.pallas_kernels.grouped_sides import format_of, reader_of
+from tests.pallas_kernels.harness import (
+    KernelCase,
+    Lengths,
+    check_attention,
+    check_unused_capacity,
+    lowered_attention,
+)
+from tests.pallas_kernels.kernel_cases import innerq, kivi
+
+needs_mosaic = pytest.mark.skipif(bool(route.missing()), reason=route.missing() or "")
+INTERPRETED = Launch(interpret=True, route="mosaic")
+# The capacity is no multiple of the tile, so the last tile moves back, and some warps of it have no
+# live token.
+LENGTHS = Lengths(160, (0, 31, 160))
+TUNING = Tuning(128, stages=2, cores=5, resident=1)  # fewer programs than rows and heads
+
+SCHEMES = ("sym", "hybrid", "asym")
+GRID = (
+    *(
+        innerq(bits, scheme, head_dim, group)
+        for bits, scheme, head_dim, group in itertools.product(
+            (1, 2, 3, 4, 7), SCHEMES, (64, 128, 256), (1, 4, 8)
+        )
+        if bits + (scheme != "asym") in (2, 3, 4, 5, 8)
+    ),
+    *(
+        kivi(bits, head_dim, group)
+        for bits, head_dim, group in itertools.product((2, 3, 4, 8), (64, 128, 256), (1, 4, 8))
+    ),
+    innerq(8, "asym", 128, 16),
+    kivi(4, 128, 16),
+    kivi(2, 64, 9),
+)
+# Words that one, two and four tokens share, in one and two plane sets; 8 and 16 query columns.
+USUAL = ("innerq2_hybrid_h64_g4", "kivi2_h64_g9_size32")
+
+
+def usual_of(cases: tuple[KernelCase, ...]) -> list[KernelCase]:
+    return [case for case in cases if case.id in USUAL]
+
+
+def each(cases: tuple[KernelCase, ...]) -> pytest.MarkDecorator:
+    cases = tuple(
+        dataclasses.replace(case, short=LENGTHS, long=LENGTHS, tuning=TUNING) for case in cases
+    )
+    return pytest.mark.parametrize("case", some(cases, usual_of(cases)), ids=lambda case: case.id)
+
+
+@needs_mosaic
+@each(GRID)
+def test_attention_equals_its_reference_without_a_race(case: KernelCase):
+    check_attention(case, case.short, case.tuning, INTERPRETED)
+
+
+@needs_mosaic
+@pytest.mark.exhaustive
+@each((innerq(2, "sym", 64), innerq(2, "asym", 64), kivi(2, 64)))
+def test_what_lies_behind_a_limit_changes_nothing(case: KernelCase):
+    check_unused_capacity(case, case.short, case.tuning, INTERPRETED)
+
+
+@needs_mosaic
+def test_a_planted_race_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Copies overwrite what warps may still read, if nothing makes them wait for the warps."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # JAX does not export its reset
+
+    from pallas_kernels.mosaic import attention
+
+    monkeypatch.setattr(attention.Block, "release", lambda self: None)
+    case = dataclasses.replace(kivi(2, 64, 2), short=LENGTHS)
+    jax.clear_caches()
+    try:
+        with pytest.raises(Exception, match="RACE DETECTED"):
+            check_attention(case, case.short, TUNING, INTERPRETED)
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        jax.clear_caches()
+
+
+@needs_mosaic
+@pytest.mark.parametrize("case", [innerq(3, "sym", 128)], ids=lambda case: case.id)
+def test_a_kernel_lowers_for_cuda_without_triton(case: KernelCase):
+    text = lowered_attention(case, Launch(route="mosaic"))
+    assert "mosaic_gpu" in text
+    assert "mosaic_gpu" not in lowered_attention(case, Launch()), "both routes would pass"
+
+
+@pytest.mark.parametrize("programs", [5, 64])
+def test_programs_walk_the_runs_of_the_schedule(programs: int):
+    limits = jnp.asarray([0, 1, 128, 129, 2000, 0], jnp.int32)
+    schedule = Schedule(programs, 128, len(limits), 3)
+    walk, tiles = Walk(schedule, limits), 3 * (1 + 1 + 2 + 16)
+
+    @jax.jit
+    def of_both(program: jax.Array, at: jax.Array) -> tuple[Any, Any]:
+        begin, end = schedule.share(limits, program)
+        shares = (begin, end), walk.share(program)
+        inside = (begin <= at) & (at < end)
+        runs = schedule.run(limits, at, end), walk.run(at, end)
+        return tuple(zip(shares, runs, strict=True)), inside
+
+    numbers = jnp.arange(programs), jnp.arange(tiles)
+    (wanted, walked), inside = jax.vmap(jax.vmap(of_both, (None, 0)), (0, None))(*numbers)
+    assert (np.sum(inside, axis=0) == 1).all(), "every tile has one program"
+    for name, want, have in zip(("share", "run"), wanted, walked, strict=True):
+        for one, other in zip(want, have, strict=True):
+            np.testing.assert_array_equal(one[inside], other[inside], err_msg=name)
+    assert len(set(np.asarray(wanted[1].row)[inside].tolist())) == 4, "all live rows have runs"
+
+
+def readers_of(bits: int, head_dim: int) -> list[GroupedReader]:
+    formats = (format_of(bits, "asym", axis, head_dim) for axis in ("tokens", "channels"))
+    readers = [reader_of(format, head_dim) for format in formats]
+    return [reader for reader in readers if isinstance(reader, GroupedReader)]
+
+
+def test_bodies_that_mosaic_does_not_read_are_named():
+    k, v = readers_of(4, 64)
+    assert route.unsupported(k, v, 16, 128) is None
+    refused = {
+        "groups of 64 tokens": (dataclasses.replace(k, group=2 * SPAN), v, 4, 128),
+        "float16": (k, dataclasses.replace(v, scale_dtype="bfloat16"), 4, 128),
+        "17 query heads": (k, v, 17, 128),
+        "fewer than one tile": (k, v, 4, 96),
+    }
+    for reason, (keys, values, group, capacity) in refused.items():
+        assert reason in str(route.unsupported(keys, values, group, capacity))
+
+
+def test_a_route_that_this_jax_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(route, "missing", lambda: "no Mosaic GPU")
+    case = dataclasses.replace(kivi(4, 64), short=LENGTHS)
+    with pytest.raises(ValueError, match="route='mosaic' cannot run: no Mosaic GPU"):
+        check_attention(case, case.short, TUNING, INTERPRETED)
+
+
+def test_tiles_fit_the_shared_memory_of_the_gpu():
+    for bits, capability in itertools.product((2, 4, 8), ("8.0", "8.9", "9.0", "10.0")):
+        k, v = readers_of(bits, 128)
+        tuning = route.tuning_for(k, v, 8, 4096, capability)
+        bytes_of_block = tuning.stages * tuning.tile * (k.row_bytes + v.row_bytes)
+        assert tuning.resident * bytes_of_block < route.SHARED_BYTES[capability]
+        assert np.log2(tuning.tile / route.STRIPE) in (0, 1)
