@@ -258,13 +258,14 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def kind(spec: str) -> str:
     """Name the way in which a spec stores tokens: its method without bits, `k` for one on each
-    side, or the option that changes rows. The formats of small floats are one way, and groups with
-    a second scale are."""
+    side, or the option that changes rows. The formats of small floats are one way, and so are
+    groups with a second scale. A calibrated rotation stores groups as rotate=true does."""
     for option in ("subtract_bias", "rotate"):
         if option in spec:
             return option
     name = re.split("[:=]", spec)[0].rstrip("0123456789")
-    return re.sub("^oscar_omni$", "kvarn", re.sub("^(mx|nv)fp$", "fp", name))
+    alike = {"mxfp": "fp", "nvfp": "fp", "oscar_omni": "kvarn", "oscar_spectral": "rotate"}
+    return alike.get(name, name)
 
 
 # The rows of every run, the first of each kind. The others are variants of these, and run with

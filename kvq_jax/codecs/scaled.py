@@ -9,7 +9,6 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from kvq_jax.arrays import scaled_array
-from kvq_jax.arrays.scaled_array import ScaledArray
 from kvq_jax.arrays.uniform import finite_rows, saturation_limit
 from kvq_jax.codecs.codec import TokensAt
 from kvq_jax.codecs.facts import Facts, PaperCount
@@ -31,14 +30,14 @@ class ScaledCodec(GroupedCodec):
     def second_scale(self, rows: Float[Array, "B K T H"]) -> Float[Array, "B scales S width"]:
         """Return the second scale of finite rows of whole blocks, of the shape that is stored."""
 
-    def body(self, batch: int, heads: int, tokens: int) -> ScaledArray:
+    def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return scaled_array.specs(self.format, batch, heads, tokens, self.share)
 
-    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> ScaledArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, at: TokensAt) -> Tree:
         finite = finite_rows(rows, saturation_limit(self.format.scale_dtype))
         return scaled_array.quantize(finite, self.second_scale(finite), self.format)
 
-    def dequantize(self, params: Tree, stats: Tree, body: ScaledArray) -> CachedRows:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return scaled_array.dequantize(body)
 
     @property

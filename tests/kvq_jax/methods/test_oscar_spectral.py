@@ -8,7 +8,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.arrays.rotations import rotation
-from kvq_jax.codecs.codec import TokensAt
+from kvq_jax.codecs.codec import Side, TokensAt
 from kvq_jax.methods.oscar_spectral.codec import spectral_turn
 
 HEADS, TOKENS, H = 2, 32, 16
@@ -42,12 +42,12 @@ def rounded(turned: np.ndarray, kept: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_calibration_and_body_are_what_the_equations_say(side: str):
+def test_calibration_and_body_are_what_the_equations_say(side: Side):
     """With queries in place of gradients, keys get the paper's rotation. Values are weighted by the
     squares of their gradients' norms."""
     rows, gradients = uneven(1), uneven(2)
-    both = {name: x[None] for name, x in (("k", rows), ("v", rows))}
-    slopes = {name: x[None] for name, x in (("k", gradients), ("v", gradients))}
+    both: dict[Side, np.ndarray] = {"k": rows[None], "v": rows[None]}
+    slopes: dict[Side, np.ndarray] = {"k": gradients[None], "v": gradients[None]}
     turn = kvq.parameters.calibrate(SPEC, DIMS, 0, both, slopes)[side]["turn"]
     weights = 1.0 if side == "k" else np.sum(gradients**2, axis=-1, keepdims=True)
     seen = gradients if side == "k" else rows
