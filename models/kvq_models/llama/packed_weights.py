@@ -154,6 +154,10 @@ class PackedTable(_Weight):
     def bits(self) -> int:
         return self.matrix.bits
 
+    @property
+    def activations(self) -> Activations:
+        return self.matrix.activations
+
     def rows(self, indices: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Return rows, and NaN for indices that are out of range."""
         inside = (indices >= 0) & (indices < self.shape[0])
