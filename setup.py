@@ -24,11 +24,13 @@ SOURCES = pathlib.Path("cpu_kernels/csrc")
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
 CALLS = "tasks", "split", "store", "prompt_call", "prompt_ffi", "weights_call", "weights_ffi"
 KERNELS = "attention", "weights"
+AVX512 = "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"
 # Kernels are compiled once for each kind of processor, and the choice is made at run time
 # (csrc/processors.cc).
 PROCESSORS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": AVX512,
+    "vnni": (*AVX512, "-mavx512vnni"),  # products with weights alone
 }
 
 
@@ -101,7 +103,11 @@ class BuildKernels(build_ext):
 
             processors = PROCESSORS if platform.machine().lower() in ("x86_64", "amd64") else {}
             kernels = {
-                name: [threads.submit(compiled, f"{kind}_{name}", *flags) for kind in KERNELS]
+                name: [
+                    threads.submit(compiled, f"{kind}_{name}", *flags)
+                    for kind in KERNELS
+                    if (SOURCES / f"{kind}_{name}.cc").exists()
+                ]
                 for name, flags in processors.items()
             }
             objects, defined = [compiled(f"{kind}_baseline") for kind in KERNELS], list[str]()

@@ -23,6 +23,7 @@ from benchmarks import (
 )
 from benchmarks.cpu import generation, roofline, weights
 from benchmarks.cpu import page as cpu_page
+from benchmarks.cpu.request import report as request
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.faults import cost
 from benchmarks.faults import report as faults
@@ -157,6 +158,12 @@ KINDS = (
         weights.WeightsReport,
         weights.page,
         always("packed weights beside dense ones: products, steps, prompts, loading"),
+    ),
+    Kind(
+        "request*",
+        request.RequestReport,
+        request.page,
+        always("time to first token, ms a token and memory beside llama.cpp and transformers"),
     ),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

@@ -1,12 +1,19 @@
-"""Products of rows with a matrix of packed weights, in C++ on the threads of XLA.
+"""Products of rows with matrices of packed weights, in C++ on the threads of XLA.
 
     w[i, o] = (code[i, o] - centre) scale[i // group, o] + min[i // group, o]        y = x w
 
-Codes become fp32 in registers. Scales and minima are applied once for each group of inputs, to
-sums. A row's result does not depend on the other rows, bit for bit.
+Scales and minima are applied once for each group of inputs, to sums of codes times x. A row's
+result does not depend on the other rows, bit for bit.
+
+Processors with AVX512-VNNI add products of bytes. There x[i] is a scale for each group of inputs
+times an integer of 24 bits (three digits), off by at most 2^-23 of the largest of its group, which
+is as exact as fp32 sums are. Elsewhere codes become fp32. With one digit x is rounded to 8 bits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +26,31 @@ PANEL = 32  # outputs that lie together (kPanelOutputs of csrc/weights.h)
 COARSE = 256  # inputs that share a coarse scale
 
 
-def packed_product(
+Arrays: TypeAlias = Sequence[Shaped[Array, "_ ..."] | None]
+
+
+def packed_products(
     x: Float[Array, "T I"],
-    codes: Shaped[Array, "P _ 32"],
-    scales: Shaped[Array, "P _ 32"],
-    coarse_scales: Shaped[Array, "P _ 32"] | None,
-    mins: Shaped[Array, "P _ 32"] | None,
-    coarse_mins: Shaped[Array, "P _ 32"] | None,
+    matrices: Sequence[Arrays],
     *,
-    outputs: int,
-    centre: int,
-) -> Float[Array, "T O"]:
-    """Return x w, fp32.
+    outputs: Sequence[int],
+    centres: Sequence[int],
+    digits: int = 3,
+) -> list[Float[Array, "T _"]]:
+    """Return x w, fp32, for each matrix w.
 
     Args:
         x: [T, I] fp32.
-        codes: of 4 bits, uint32 [P, I / 8, 32] (csrc/weights.h), or of 8 bits, int8 [P, I, 32].
-        scales: float16 [P, I / group, 32], or int8 factors of coarse_scales.
-        coarse_scales: float16 [P, I / 256, 32], or None.
-        mins: as scales, or None.
-        coarse_mins: as coarse_scales, or None.
-        outputs: O, at most 32 P.
-        centre: the 4-bit code that stands for 0.
+        matrices: for each, in this order,
+            codes of 4 bits, uint32 [P, I / 8, 32] (csrc/weights.h), or of 8 bits, int8
+                [P, I / 4, 32, 4];
+            scales, float16 [P, I / group, 32], or int8 factors of coarse scales;
+            coarse scales, float16 [P, I / 256, 32], or None;
+            minima, as scales, or None;
+            coarse minima, as coarse scales, or None.
+        outputs: O of each, at most 32 P.
+        centres: the 4-bit code that stands for 0, of each.
+        digits: 3, or 1 to round x to q / 127 of the largest of its group, with |q| <= 127.
 
     Raises ValueError if the library is missing. Arrays that do not fit together are an XLA error
     when the call runs.
@@ -50,8 +60,8 @@ def packed_product(
     none = jnp.zeros(0, jnp.float16)
     call = jax.ffi.ffi_call(
         PACKED_PRODUCT,
-        jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
+        [jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32) for columns in outputs],
         vmap_method="sequential",
     )
-    others = [none if array is None else array for array in (coarse_scales, mins, coarse_mins)]
-    return call(x, codes, scales, *others, centre=np.float32(centre))
+    arrays = [none if array is None else array for arrays in matrices for array in arrays]
+    return list(call(x, *arrays, centres=np.array(centres, np.float32), digits=np.int64(digits)))

@@ -3,22 +3,31 @@
 namespace kvq {
 namespace {
 
+#if defined(KVQ_AVX512)
+const Multiplier* avx512_multiplier() {
+#if defined(KVQ_VNNI)
+  if (__builtin_cpu_supports("avx512vnni")) return &multiplier_vnni;
+#endif
+  return &multiplier_avx512;
+}
+#endif
+
 Kernels choose_kernels() {
 #if defined(KVQ_AVX512) && defined(KVQ_AVX2)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("fma"))
-    return {attend_span_avx512, attend_rows_avx512, multiply_panels_avx512, "avx512"};
+    return {attend_span_avx512, attend_rows_avx512, avx512_multiplier(), "avx512"};
 #endif
 #if defined(KVQ_AVX2)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c"))
-    return {attend_span_avx2, attend_rows_avx2, multiply_panels_avx2, "avx2"};
+    return {attend_span_avx2, attend_rows_avx2, &multiplier_avx2, "avx2"};
 #endif
 #if defined(__aarch64__)
-  return {attend_span_baseline, attend_rows_baseline, multiply_panels_baseline, "neon"};
+  return {attend_span_baseline, attend_rows_baseline, &multiplier_baseline, "neon"};
 #else
-  return {attend_span_baseline, attend_rows_baseline, multiply_panels_baseline, "baseline"};
+  return {attend_span_baseline, attend_rows_baseline, &multiplier_baseline, "baseline"};
 #endif
 }
 

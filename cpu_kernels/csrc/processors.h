@@ -15,14 +15,12 @@ void attend_rows_baseline(const PromptRows&);
 void attend_rows_avx2(const PromptRows&);
 void attend_rows_avx512(const PromptRows&);
 
-void multiply_panels_baseline(const PanelProduct&);
-void multiply_panels_avx2(const PanelProduct&);
-void multiply_panels_avx512(const PanelProduct&);
+extern const Multiplier multiplier_baseline, multiplier_avx2, multiplier_avx512, multiplier_vnni;
 
 struct Kernels {
   AttendSpan attend_span;
   AttendRows attend_rows;
-  MultiplyPanels multiply_panels;
+  const Multiplier* multiplier;
   const char* name;
 };
 

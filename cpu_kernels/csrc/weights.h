@@ -17,6 +17,7 @@ constexpr int64_t kPanelOutputs = 32;
 constexpr int64_t kWordInputs = 32;  // inputs whose 4-bit codes lie in four words of an output
 constexpr int64_t kCoarse = 256;
 constexpr int64_t kTokenBlock = 8;  // rows of x that lie interleaved
+constexpr int64_t kMostDigits = 3;
 
 struct Scales {
   const void* fine = nullptr;  // [P, I / group, 32]: float16, or int8 if there are coarse ones
@@ -24,13 +25,13 @@ struct Scales {
 };
 
 // Words of 4-bit codes are a GGUF file's: byte b of word w of a run of kWordInputs holds input
-// 4 w + b in its low bits, and input 16 + 4 w + b in its high ones.
+// 4 w + b in its low bits, and input 16 + 4 w + b in its high ones. Codes of 8 bits lie by fours.
 struct PackedMatrix {
   int64_t bits;   // 4 or 8
   int64_t group;  // 16 or 32, and 32 for 4 bits
   int64_t inputs, outputs;
   float centre;       // 0 for 8 bits
-  const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 [P, I, 32]
+  const void* codes;  // 4 bits: uint32 [P, I / 8, 32]; 8 bits: int8 [P, I / 4, 32, 4]
   Scales scales, mins;
 
   int64_t panels() const { return (outputs + kPanelOutputs - 1) / kPanelOutputs; }
@@ -38,20 +39,47 @@ struct PackedMatrix {
 
 // The rows of x in blocks of kTokenBlock. Row t of a block of n rows has input i at x[i * n + t].
 // n is 1, 2, 4 or 8. The rows beyond the last are 0.
+//
+// Kernels of integers read digits instead. With k digits to the base of 256,
+//
+//   x[i] = scale[group of i] (256^(k - 1) digit_0 + .. + digit_(k - 1))
+//
+// the digit that counts most is the first. Its group's largest entry decides the scale.
 struct TokenBlock {
-  const float* x;     // [I, n]
-  const float* sums;  // [I / group, n]: of x over each group. Null without minima
-  int64_t width;      // n
-  int64_t count;      // rows that there are
-  float* y;           // [count, outputs]
+  const float* x;         // [I, n], or null
+  const float* sums;      // [I / group, n]: of x over each group. Null without minima
+  const int32_t* digits;  // [I / 4, n, k]: int8 digits of four inputs, or null
+  const float* scales;    // [I / group, n]
+  const int32_t* starts;  // [I / group, n, 2]: of sums of products with all digits but the last,
+                          // and with the last, so that codes can be counted from 0
+  int64_t width;          // n
+  int64_t first;          // of the rows of the call
+  int64_t count;          // rows that there are
 };
 
 struct PanelProduct {
   const PackedMatrix* weights;
   const TokenBlock* blocks;
+  float* y;  // [T, outputs]
   int64_t first_panel, last_panel, first_block, last_block;
+  int64_t digits;  // of a kernel of integers
 };
 
-using MultiplyPanels = void (*)(const PanelProduct&);
+// The rows that become a block of digits, and what is made of them.
+struct DigitRows {
+  const float* x;  // [count, I]
+  int64_t inputs, group, width, count;
+  int32_t offset;  // what is added to codes to count them from 0
+  int32_t* digits;
+  float* scales;
+  int32_t* starts;
+  float* sums;  // null without minima
+};
+
+// A kernel for a processor: of floats, or of 1 or 3 digits with what makes them.
+struct Multiplier {
+  void (*panels)(const PanelProduct&);
+  void (*to_digits)(const DigitRows&, int64_t digits);  // null for floats
+};
 
 }  // namespace kvq

@@ -1,4 +1,4 @@
 #include "processors.h"
 #include "weights_panels.h"
 
-void kvq::multiply_panels_avx2(const PanelProduct& product) { multiply_packed(product); }
+const kvq::Multiplier kvq::multiplier_avx2{multiply_packed, nullptr};

@@ -1,4 +1,4 @@
 #include "processors.h"
 #include "weights_panels.h"
 
-void kvq::multiply_panels_baseline(const PanelProduct& product) { multiply_packed(product); }
+const kvq::Multiplier kvq::multiplier_baseline{multiply_packed, nullptr};

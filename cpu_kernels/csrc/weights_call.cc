@@ -1,6 +1,8 @@
 #include "weights_call.h"
 
 #include <algorithm>
+#include <cmath>
+#include <memory>
 #include <vector>
 
 namespace kvq {
@@ -16,59 +18,127 @@ int64_t width_of(int64_t tokens) {
   return width;
 }
 
+// What is added to codes to count them from 0.
+int32_t offset_of(const PackedMatrix& weights) {
+  return weights.bits == 8 ? 128 : int32_t(weights.centre);
+}
+
+// All rows of x as the kernel reads them, for the matrices that take them alike.
+struct Rows {
+  int64_t group;
+  int32_t offset;
+  bool summed;
+  int64_t floats = 0, sums = 0, integers = 0, starts = 0;  // of a block
+  std::unique_ptr<float[]> scratch{};
+  std::unique_ptr<int32_t[]> words{};
+  std::vector<TokenBlock> blocks{};
+
+  bool serves(const PackedMatrix& weights, bool to_digits) const {
+    return weights.group == group && summed == (weights.mins.fine != nullptr) &&
+           (!to_digits || offset_of(weights) == offset);
+  }
+};
+
+Rows rows_for(const PackedCall& call, const PackedMatrix& weights, bool to_digits) {
+  const int64_t width = width_of(call.tokens), groups = call.inputs / weights.group;
+  const int64_t count = (call.tokens + kTokenBlock - 1) / kTokenBlock;
+  // One row in full precision needs no interleaving.
+  const bool as_it_is = !to_digits && call.tokens == 1 && call.digits == 3;
+  Rows rows{weights.group, offset_of(weights), weights.mins.fine != nullptr};
+  rows.floats = to_digits ? groups * width : as_it_is ? 0 : call.inputs * width;
+  rows.sums = rows.summed ? groups * width : 0;
+  rows.integers = to_digits ? call.inputs / 4 * width * call.digits : 0;
+  rows.starts = to_digits ? groups * width * 2 : 0;
+  rows.scratch.reset(new float[count * (rows.floats + rows.sums)]);
+  rows.words.reset(new int32_t[count * (rows.integers + rows.starts)]);
+  rows.blocks.resize(count);
+  return rows;
+}
+
+// Round a group of a row to the numbers that one digit can hold.
+void round_group(float* x, int64_t stride, int64_t group) {
+  constexpr float kWhole = 12582912;  // added and subtracted, it leaves the nearest integer
+  float most = 0;
+  for (int64_t i = 0; i < group; i++) most = std::max(most, std::fabs(x[i * stride]));
+  const float scale = most > 1e-30f ? most / 127 : 0, factor = scale > 0 ? 127 / most : 0;
+  for (int64_t i = 0; i < group; i++) {
+    float& entry = x[i * stride];
+    entry = std::isfinite(entry) ? scale * ((entry * factor + kWhole) - kWhole) : NAN;
+  }
+}
+
 // Interleave the rows of a block, and add up each group of inputs.
-void arrange(const PackedCall& call, int64_t first, const TokenBlock& block, float* x,
-             float* sums) {
-  const int64_t inputs = call.weights.inputs, group = call.weights.group, width = block.width;
-  if (width > 1) {
+void interleave(const PackedCall& call, const Rows& rows, const TokenBlock& block, float* x,
+                float* sums) {
+  const int64_t inputs = call.inputs, group = rows.group, width = block.width;
+  if (rows.floats) {
     std::fill_n(x, inputs * width, 0.0f);
     for (int64_t t = 0; t < block.count; t++) {
-      const float* from = call.x + (first + t) * inputs;
+      const float* from = call.x + (block.first + t) * inputs;
       for (int64_t i = 0; i < inputs; i++) x[i * width + t] = from[i];
+      for (int64_t g = 0; call.digits == 1 && g < inputs / group; g++)
+        round_group(x + g * group * width + t, width, group);
     }
   }
   if (!sums) return;
-  std::fill_n(sums, inputs / group * width, 0.0f);
-  for (int64_t t = 0; t < block.count; t++) {
-    const float* from = call.x + (first + t) * inputs;
+  const float* const all = rows.floats ? x : call.x;
+  for (int64_t t = 0; t < width; t++)
     for (int64_t g = 0; g < inputs / group; g++) {
+      const float* from = all + g * group * width + t;
       float parts[8] = {};  // in an order that vectors can follow
       for (int64_t i = 0; i < group; i += 8)
-        for (int64_t j = 0; j < 8; j++) parts[j] += from[g * group + i + j];
+        for (int64_t j = 0; j < 8; j++) parts[j] += from[(i + j) * width];
       sums[g * width + t] = ((parts[0] + parts[4]) + (parts[1] + parts[5])) +
                             ((parts[2] + parts[6]) + (parts[3] + parts[7]));
     }
+}
+
+void arrange(const PackedCall& call, const Multiplier& kernel, Rows& rows, int64_t b) {
+  TokenBlock& block = rows.blocks[b];
+  float* const floats = rows.scratch.get() + b * (rows.floats + rows.sums);
+  float* const sums = rows.sums ? floats + rows.floats : nullptr;
+  int32_t* const words = rows.words.get() + b * (rows.integers + rows.starts);
+  block.first = b * kTokenBlock;
+  block.count = std::min(kTokenBlock, call.tokens - block.first);
+  block.width = width_of(call.tokens);
+  block.sums = sums;
+  if (!kernel.to_digits) {
+    block.x = rows.floats ? floats : call.x;
+    interleave(call, rows, block, floats, sums);
+    return;
   }
+  block.digits = words, block.scales = floats, block.starts = words + rows.integers;
+  kernel.to_digits({call.x + block.first * call.inputs, call.inputs, rows.group, block.width,
+                    block.count, rows.offset, words, floats, words + rows.integers, sums},
+                   call.digits);
 }
 
 }  // namespace
 
-void multiply(const PackedCall& call, MultiplyPanels kernel, int64_t helpers,
+void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
               const Schedule& schedule) {
-  const PackedMatrix& weights = call.weights;
-  const int64_t panels = weights.panels(), inputs = weights.inputs;
-  const int64_t count = (call.tokens + kTokenBlock - 1) / kTokenBlock;
-  if (!panels || !count) return;
+  const int64_t count = (call.tokens + kTokenBlock - 1) / kTokenBlock, inputs = call.inputs;
+  if (!count) return;
   // The caller's thread allocates all memory, because a helper that ran out of it could not report
   // it.
-  const bool single = call.tokens == 1;  // a row needs no interleaving
-  const int64_t floats = single ? 0 : inputs * kTokenBlock;
-  const int64_t sums = weights.mins.fine ? inputs / weights.group * kTokenBlock : 0;
-  std::vector<float> scratch(count * (floats + sums));
-  std::vector<TokenBlock> blocks(count);
-  const auto arrange_block = [&](int64_t b, int64_t) {
-    float* const x = scratch.data() + b * (floats + sums);
-    TokenBlock& block = blocks[b];
-    block.count = std::min(kTokenBlock, call.tokens - b * kTokenBlock);
-    block.width = width_of(block.count);
-    block.x = single ? call.x : x, block.sums = sums ? x + floats : nullptr;
-    block.y = call.y + b * kTokenBlock * weights.outputs;
-    arrange(call, b * kTokenBlock, block, x, sums ? x + floats : nullptr);
-  };
-  const int64_t work = inputs * weights.outputs * call.tokens;
-  const int64_t most = std::max<int64_t>(1, work / kLeastWork);
+  std::vector<Rows> kinds;
+  std::vector<size_t> kind_of;
+  std::vector<int64_t> ends;  // of the panels of each matrix, among all
+  int64_t panels = 0, work = 0;
+  for (const PackedProduct& product : call.products) {
+    const PackedMatrix& weights = product.weights;
+    size_t kind = 0;
+    while (kind < kinds.size() && !kinds[kind].serves(weights, kernel.to_digits)) kind++;
+    if (kind == kinds.size()) kinds.push_back(rows_for(call, weights, kernel.to_digits));
+    kind_of.push_back(kind);
+    ends.push_back(panels += weights.panels());
+    work += inputs * weights.outputs * call.tokens;
+  }
+  if (!panels) return;
+  const int64_t most = std::max<int64_t>(1, work / kLeastWork), blocks = count * kinds.size();
   helpers = std::min(helpers, most - 1);
-  run_tasks(count, std::min(helpers, count - 1), schedule, arrange_block);
+  run_tasks(blocks, std::min(helpers, count - 1), schedule,
+            [&](int64_t b, int64_t) { arrange(call, kernel, kinds[b / count], b % count); });
   const int64_t together =  // blocks of a task
       std::clamp<int64_t>(kRowBytes / (inputs * kTokenBlock * 4), 1, count);
   const int64_t chunks = (count + together - 1) / together;
@@ -76,13 +146,14 @@ void multiply(const PackedCall& call, MultiplyPanels kernel, int64_t helpers,
                                             std::min(panels, std::max<int64_t>(1, most / chunks)));
   run_tasks(chunks * parts, helpers, schedule, [&](int64_t task, int64_t) {
     const int64_t chunk = task / parts, part = task % parts;
-    PanelProduct product{&weights,
-                         blocks.data(),
-                         panels * part / parts,
-                         panels * (part + 1) / parts,
-                         chunk * together,
-                         std::min(count, (chunk + 1) * together)};
-    kernel(product);
+    const int64_t begin = panels * part / parts, end = panels * (part + 1) / parts;
+    for (size_t m = 0; m < call.products.size(); m++) {
+      const int64_t start = m ? ends[m - 1] : 0;
+      if (begin >= ends[m] || end <= start) continue;
+      kernel.panels({&call.products[m].weights, kinds[kind_of[m]].blocks.data(), call.products[m].y,
+                     std::max(begin, start) - start, std::min(end, ends[m]) - start,
+                     chunk * together, std::min(count, (chunk + 1) * together), call.digits});
+    }
   });
 }
 

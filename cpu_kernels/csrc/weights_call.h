@@ -1,22 +1,29 @@
-// One product of rows of activations with packed weights, whose panels and rows are cut into tasks
-// run by any threads.
+// Products of the same rows of activations with packed weights, whose panels and rows are cut into
+// tasks run by any threads.
 #pragma once
+
+#include <vector>
 
 #include "tasks.h"
 #include "weights.h"
 
 namespace kvq {
 
-struct PackedCall {
+struct PackedProduct {
   PackedMatrix weights;
-  const float* x;  // [T, I]
-  int64_t tokens;
   float* y;  // [T, O]
 };
 
-// Fill y. `helpers` is how many threads `schedule` may use besides this one. Results do not depend
-// on it, nor a row's result on the other rows.
-void multiply(const PackedCall& call, MultiplyPanels kernel, int64_t helpers,
+struct PackedCall {
+  const float* x;  // [T, I]
+  int64_t tokens, inputs;
+  int64_t digits;  // 3, or 1 for activations rounded to 8 bits
+  std::vector<PackedProduct> products;
+};
+
+// Fill each y. `helpers` is how many threads `schedule` may use besides this one. Results do not
+// depend on it, nor a row's result on the other rows.
+void multiply(const PackedCall& call, const Multiplier& kernel, int64_t helpers,
               const Schedule& schedule);
 
 }  // namespace kvq

@@ -1,11 +1,13 @@
 // The custom call `kvq_packed_product`: checks the arguments from XLA, then splits the work over
-// XLA's threads.
+// XLA's threads. It multiplies the rows of x with any number of matrices.
 //
-//   arguments   x f32 [T, I]; codes u32 [P, I / 8, 32] of 4 bits or s8 [P, I, 32] of 8 bits;
+//   arguments   x f32 [T, I]; then, for each matrix,
+//               codes u32 [P, I / 8, 32] of 4 bits or s8 [P, I / 4, 32, 4] of 8 bits;
 //               scales f16 [P, I / group, 32], or s8 with coarse_scales f16 [P, I / 256, 32];
 //               minima likewise. An array that there is none of is empty.
-//   attributes  centre f32
-//   results     y f32 [T, O], 32 (P - 1) < O <= 32 P
+//   attributes  centres f32 [matrices], integers from 0 to 15; digits s64, 3, or 1 to round
+//               activations to 8 bits
+//   results     y f32 [T, O] for each matrix, 32 (P - 1) < O <= 32 P
 //
 // Arguments that do not fit together are an XLA error, never an access outside an array.
 #include <algorithm>
@@ -59,9 +61,11 @@ std::string read_matrix(int64_t inputs, int64_t outputs, const ffi::AnyBuffer& c
   weights.bits = codes.element_type() == ffi::U32 ? 4 : 8;
   if (weights.bits == 8 && codes.element_type() != ffi::S8) return "codes must be u32 or s8";
   if (inputs % kvq::kWordInputs) return "I must be a multiple of 32";
-  if (!shaped(codes.dimensions(),
-              {weights.panels(), weights.bits == 4 ? inputs / 8 : inputs, kvq::kPanelOutputs}))
-    return "codes must be [P, I / 8, 32] of 4 bits or [P, I, 32] of 8 bits";
+  const bool fits =
+      weights.bits == 4
+          ? shaped(codes.dimensions(), {weights.panels(), inputs / 8, kvq::kPanelOutputs})
+          : shaped(codes.dimensions(), {weights.panels(), inputs / 4, kvq::kPanelOutputs, 4});
+  if (!fits) return "codes must be [P, I / 8, 32] of 4 bits or [P, I / 4, 32, 4] of 8 bits";
   weights.codes = codes.untyped_data();
   if (scales.dimensions().size() != 3) return "scales must have three axes";
   weights.group = scales.dimensions()[1] * 32 == inputs ? 32 : 16;
@@ -72,24 +76,46 @@ std::string read_matrix(int64_t inputs, int64_t outputs, const ffi::AnyBuffer& c
   return wrong;
 }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
-                    ffi::AnyBuffer scales, Halves coarse_scales, ffi::AnyBuffer mins,
-                    Halves coarse_mins, ffi::Result<ffi::Buffer<ffi::F32>> y, float centre) {
-  if (x.dimensions().size() != 2 || y->dimensions().size() != 2 ||
-      x.dimensions()[0] != y->dimensions()[0])
-    return invalid("x must be [T, I], and y [T, O]");
-  kvq::PackedCall call{};
-  call.tokens = x.dimensions()[0], call.x = x.typed_data(), call.y = y->typed_data();
-  call.weights.centre = centre;
-  if (!x.dimensions()[1] || !y->element_count()) {
-    std::fill_n(call.y, y->element_count(), 0.0f);
-    return ffi::Error::Success();
-  }
-  const std::string wrong = read_matrix(x.dimensions()[1], y->dimensions()[1], codes, scales,
-                                        coarse_scales, mins, coarse_mins, call.weights);
-  if (!wrong.empty()) return invalid(wrong);
+constexpr size_t kArrays = 5;  // of a matrix
+
+// Fill the product with matrix m. Returns what is wrong, or an empty text.
+std::string read_product(const kvq::PackedCall& call, ffi::RemainingArgs arrays,
+                         ffi::RemainingRets results, size_t m, kvq::PackedProduct& product) {
+  const auto array = [&](size_t i) { return arrays.get<ffi::AnyBuffer>(m * kArrays + i); };
+  const auto coarse_scales = arrays.get<Halves>(m * kArrays + 2);
+  const auto coarse_mins = arrays.get<Halves>(m * kArrays + 4);
+  auto y = results.get<ffi::Buffer<ffi::F32>>(m);
+  const auto codes = array(0), scales = array(1), mins = array(3);
+  if (!codes || !scales || !coarse_scales || !mins || !coarse_mins)
+    return "coarse scales and minima must be float16";
+  if (!y || (*y)->dimensions().size() != 2 || (*y)->dimensions()[0] != call.tokens)
+    return "y must be [T, O]";
+  product.y = (*y)->typed_data();
+  if (!call.inputs) std::fill_n(product.y, (*y)->element_count(), 0.0f);
+  if (!call.inputs || !(*y)->element_count()) return "";
+  return read_matrix(call.inputs, (*y)->dimensions()[1], *codes, *scales, *coarse_scales, *mins,
+                     *coarse_mins, product.weights);
+}
+
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
+                    ffi::RemainingRets results, ffi::Span<const float> centres, int64_t digits) {
+  if (x.dimensions().size() != 2) return invalid("x must be [T, I]");
+  if (digits != 1 && digits != kvq::kMostDigits) return invalid("digits must be 1 or 3");
+  const size_t count = centres.size();
+  if (arrays.size() != count * kArrays || results.size() != count)
+    return invalid("there must be five arrays, one centre and one result for each matrix");
+  kvq::PackedCall call{x.typed_data(), x.dimensions()[0], x.dimensions()[1], digits, {}};
   try {
-    kvq::multiply(call, kvq::best_kernels().multiply_panels,
+    for (size_t m = 0; m < count; m++) {
+      kvq::PackedProduct product{};
+      product.weights.centre = centres.begin()[m];
+      const std::string wrong = read_product(call, arrays, results, m, product);
+      if (!wrong.empty()) return invalid(wrong);
+      if (!(product.weights.centre >= 0 && product.weights.centre <= 15))
+        return invalid("centres must be from 0 to 15");
+      if (product.weights.inputs && product.weights.outputs) call.products.push_back(product);
+    }
+    kvq::multiply(call, *kvq::best_kernels().multiplier,
                   std::max<int64_t>(0, pool.num_threads() - 1),
                   [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
   } catch (const std::bad_alloc&) {
@@ -104,13 +130,10 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_packed_product(XLA_FFI_CallFrame* frame
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::ThreadPool>()
                              .Arg<ffi::Buffer<ffi::F32>>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<Halves>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<Halves>()
-                             .Ret<ffi::Buffer<ffi::F32>>()
-                             .Attr<float>("centre")
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attr<ffi::Span<const float>>("centres")
+                             .Attr<int64_t>("digits")
                              .To(multiply)
                              .release();
   return handler->Call(frame);

@@ -10,42 +10,11 @@
 
 #include "vectors.h"
 #include "weights.h"
+#include "weights_scales.h"
 
 namespace {
 
-using kvq::kPanelOutputs;
-using kvq::PackedMatrix;
-using kvq::PanelProduct;
-using kvq::TokenBlock;
-
-constexpr int kChains = 2;        // sums of a group, for the latency of additions
-constexpr int64_t kAhead = 2048;  // bytes that are fetched before they are needed
-
-inline Floats load_bytes(const int8_t* p) {
-#if defined(__AVX512F__)
-  __m128i x;
-  std::memcpy(&x, p, sizeof x);
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
-#elif defined(__AVX2__)
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-#else
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-  Bytes x;
-  std::memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(x, Floats);
-#endif
-}
-
-// Entry `at` and the following ones of scales or minima, of group g of all groups of a panel.
-inline Floats scales_at(const kvq::Scales& scales, int64_t panel, int64_t groups, int64_t g,
-                        int64_t group, int64_t lane) {
-  const int64_t at = (panel * groups + g) * kPanelOutputs + lane;
-  if (!scales.coarse) return load_halves(static_cast<const uint16_t*>(scales.fine) + at, false);
-  const int64_t inputs = groups * group;
-  const int64_t coarse = panel * (inputs / kvq::kCoarse) + g * group / kvq::kCoarse;
-  return load_bytes(static_cast<const int8_t*>(scales.fine) + at) *
-         load_halves(scales.coarse + coarse * kPanelOutputs + lane, false);
-}
+constexpr int kChains = 2;  // sums of a group, for the latency of additions
 
 // Codes of 4 bits.
 struct Nibbles {
@@ -91,15 +60,20 @@ struct SignedBytes {
 
   template <int kGroup, int V, class Use>
   KVQ_INLINE void for_group(const void* codes, int64_t group, Use use) const {
-    const int8_t* bytes = static_cast<const int8_t*>(codes) + group * kGroup * kPanelOutputs;
-    for (int i = 0; i < kGroup; i += 4, bytes += 4 * kPanelOutputs) {
-      __builtin_prefetch(bytes + kAhead);
-      __builtin_prefetch(bytes + kAhead + 64);
+    const uint32_t* words =
+        static_cast<const uint32_t*>(codes) + group * kGroup / 4 * kPanelOutputs;
+    for (int i = 0; i < kGroup; i += 4, words += kPanelOutputs) {
+      Uints packed[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) std::memcpy(&packed[v], words + v * kLanes, sizeof packed[v]);
+      __builtin_prefetch(words + kAhead / 4);
+      __builtin_prefetch(words + kAhead / 4 + 16);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         Floats entries[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) entries[v] = load_bytes(bytes + j * kPanelOutputs + v * kLanes);
+        for (int v = 0; v < V; v++)
+          entries[v] = __builtin_convertvector((Ints)(packed[v] << (24 - 8 * j)) >> 24, Floats);
         use(i + j, j % kChains, entries);
       }
     }
@@ -108,13 +82,14 @@ struct SignedBytes {
 
 // y[t, lane ..] for T rows of a block of S, and V vectors of outputs from `lane` of a panel on.
 template <class Codes, int kGroup, int T, int S, int V>
-KVQ_INLINE void multiply_lanes(const PackedMatrix& weights, int64_t panel, int64_t lane,
+KVQ_INLINE void multiply_lanes(const PanelProduct& product, int64_t panel, int64_t lane,
                                const TokenBlock& block, int64_t first) {
+  const PackedMatrix& weights = *product.weights;
   const int64_t groups = weights.inputs / kGroup;
   const Codes decoder(weights.centre);
   const int64_t per_input = kPanelOutputs * weights.bits / 8;  // bytes of a panel
-  const char* codes = static_cast<const char*>(weights.codes) + panel * weights.inputs * per_input +
-                      lane * (weights.bits == 4 ? 4 : 1);
+  const char* codes =
+      static_cast<const char*>(weights.codes) + panel * weights.inputs * per_input + lane * 4;
   Floats total[T][V] = {};
   for (int64_t g = 0; g < groups; g++) {
     Floats part[kChains][T][V] = {};
@@ -141,20 +116,16 @@ KVQ_INLINE void multiply_lanes(const PackedMatrix& weights, int64_t panel, int64
     }
   }
   for (int t = 0; t < T && first + t < block.count; t++)
-    for (int v = 0; v < V; v++) {
-      const int64_t output = panel * kPanelOutputs + lane + v * kLanes;
-      const int64_t room = weights.outputs - output;
-      if (room > 0)
-        std::memcpy(block.y + (first + t) * weights.outputs + output, &total[t][v],
-                    sizeof(float) * size_t(std::min<int64_t>(room, kLanes)));
-    }
+    for (int v = 0; v < V; v++)
+      put_outputs(product, block.first + first + t, panel * kPanelOutputs + lane + v * kLanes,
+                  total[t][v]);
 }
 
 template <class Codes, int kGroup, int T, int S, int V>
-inline void multiply_block(const PackedMatrix& weights, int64_t panel, const TokenBlock& block) {
+inline void multiply_block(const PanelProduct& product, int64_t panel, const TokenBlock& block) {
   for (int64_t first = 0; first < std::min<int64_t>(S, block.count); first += T)
     for (int64_t lane = 0; lane < kPanelOutputs; lane += V * kLanes)
-      multiply_lanes<Codes, kGroup, T, S, V>(weights, panel, lane, block, first);
+      multiply_lanes<Codes, kGroup, T, S, V>(product, panel, lane, block, first);
 }
 
 // Tiles that fit the registers: 32 of AVX-512, 16 of the others.
@@ -164,20 +135,19 @@ inline void multiply_codes(const PanelProduct& product) {
   constexpr int kAll = kWide ? 2 : 4;
   for (int64_t panel = product.first_panel; panel < product.last_panel; panel++)
     for (int64_t b = product.first_block; b < product.last_block; b++) {
-      const PackedMatrix& weights = *product.weights;
       const TokenBlock& block = product.blocks[b];
       switch (block.width) {
         case 1:
-          multiply_block<Codes, kGroup, 1, 1, kAll>(weights, panel, block);
+          multiply_block<Codes, kGroup, 1, 1, kAll>(product, panel, block);
           break;
         case 2:
-          multiply_block<Codes, kGroup, 2, 2, 2>(weights, panel, block);
+          multiply_block<Codes, kGroup, 2, 2, 2>(product, panel, block);
           break;
         case 4:
-          multiply_block<Codes, kGroup, 4, 4, kWide ? 2 : 1>(weights, panel, block);
+          multiply_block<Codes, kGroup, 4, 4, kWide ? 2 : 1>(product, panel, block);
           break;
         default:
-          multiply_block<Codes, kGroup, kWide ? 8 : 4, 8, 1>(weights, panel, block);
+          multiply_block<Codes, kGroup, kWide ? 8 : 4, 8, 1>(product, panel, block);
       }
     }
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpu_kernels import library
-from cpu_kernels.packed_product import packed_product
+from cpu_kernels.packed_product import packed_products
 
 if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -28,6 +28,8 @@ def matrix(bits: int, group: int, inputs: int, outputs: int, *, coarse: bool, mi
         shifts = 4 * np.arange(2)[:, None, None, None] + 8 * np.arange(4)[:, None]
         codes = np.sum(parts << shifts.astype(np.uint32), axis=(2, 4), dtype=np.uint32)
         codes = codes.reshape(panels, -1, 32)
+    else:
+        codes = codes.reshape(panels, -1, 4, 32).swapaxes(2, 3)
 
     def factors():
         if not coarse:
@@ -73,8 +75,50 @@ def test_a_product_is_as_defined_and_a_row_has_the_same_bits_alone(
         np.testing.assert_array_equal(alone[0], y[t])
 
 
-def product(x: np.ndarray, arrays, outputs: int) -> np.ndarray:
-    return np.asarray(packed_product(jnp.asarray(x), *arrays, outputs=outputs, centre=0))
+def product(x: np.ndarray, arrays, outputs: int, digits: int = 3) -> np.ndarray:
+    [y] = packed_products(jnp.asarray(x), [arrays], outputs=[outputs], centres=[0], digits=digits)
+    return np.asarray(y)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_one_call_multiplies_by_several_matrices_as_calls_of_their_own_do(tokens: int):
+    kinds = [(4, 32, True), (8, 32, False), (4, 32, True), (4, 32, False)]
+    made = [matrix(b, g, 64, 40 + i, coarse=False, mins=m) for i, (b, g, m) in enumerate(kinds)]
+    x = np.random.default_rng(3).normal(size=(tokens, 64)).astype(np.float32)
+    outputs, centres = [40, 41, 42, 43], [0, 0, 0, 8]
+    together = packed_products(
+        jnp.asarray(x), [arrays for arrays, _ in made], outputs=outputs, centres=centres
+    )
+    for i, (arrays, _) in enumerate(made[:3]):
+        np.testing.assert_array_equal(together[i], product(x, arrays, outputs[i]))
+    arrays, w = made[3]
+    scales = np.repeat(np.asarray(arrays[1], float), 32, axis=1)  # [P, I, 32]
+    want = x @ (w - 8 * scales.transpose(1, 0, 2).reshape(64, -1)[:, :43])
+    np.testing.assert_allclose(together[3], want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("bits", "group", "coarse"), [(4, 32, False), (8, 16, True)])
+def test_one_digit_rounds_activations_to_eight_bits_of_their_group(
+    bits: int, group: int, coarse: bool
+):
+    arrays, w = matrix(bits, group, 512 if coarse else 96, 72, coarse=coarse, mins=bits == 4)
+    x = np.random.default_rng(1).normal(size=(3, len(w))).astype(np.float32)
+    by_group = x.reshape(3, -1, group)
+    scale = np.abs(by_group).max(axis=-1, keepdims=True) / 127
+    want = (np.round(by_group / scale) * scale).reshape(x.shape).astype(float) @ w
+    y = product(x, arrays, 72, digits=1)
+    assert np.linalg.norm(y - want) < 1e-5 * np.linalg.norm(want)
+    assert np.linalg.norm(y - x @ w) > 1e-3 * np.linalg.norm(want), "nothing is rounded"
+    for t in range(3):
+        np.testing.assert_array_equal(product(x[t : t + 1], arrays, 72, digits=1)[0], y[t])
+
+
+def test_tiny_and_large_activations_are_finite():
+    arrays, w = matrix(4, 32, 64, 40, coarse=False, mins=True)
+    x = np.concatenate([np.full((1, 64), 1e-38), np.full((1, 64), 3e30)]).astype(np.float32)
+    y = product(x, arrays, 40)
+    assert np.abs(y[0]).max() < 1e-34
+    np.testing.assert_allclose(y[1], 3e30 * w.sum(axis=0), rtol=1e-4, atol=1e27)
 
 
 def test_nan_in_a_row_stays_in_its_row():
@@ -89,7 +133,7 @@ def test_nan_in_a_row_stays_in_its_row():
 def test_a_mapped_product_is_the_product_of_each():
     arrays, w = matrix(8, 32, 64, 32, coarse=False, mins=False)
     x = np.random.default_rng(2).normal(size=(3, 2, len(w))).astype(np.float32)
-    mapped = jax.vmap(lambda rows: packed_product(rows, *arrays, outputs=32, centre=0))(
+    mapped = jax.vmap(lambda rows: packed_products(rows, [arrays], outputs=[32], centres=[0])[0])(
         jnp.asarray(x)
     )
     flat = product(x.reshape(6, -1), arrays, 32)

@@ -1,6 +1,7 @@
 // Runs products with packed weights without XLA, for sanitizers: every array is a heap block of
 // exactly its size. Every kernel must agree with a plain loop, and neither the number of threads nor
 // the other rows may change a bit.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -23,7 +24,7 @@ static double value_of(uint16_t half) {
 }
 
 struct MatrixShape {
-  int64_t bits, group, inputs, outputs, tokens;
+  int64_t bits, group, inputs, outputs, tokens, digits;
   bool coarse, mins;
 };
 
@@ -52,9 +53,9 @@ struct RandomScales {
   }
 };
 
-static std::vector<float> run(PackedCall call, MultiplyPanels kernel, int64_t helpers) {
-  std::vector<float> y(call.tokens * call.weights.outputs, NAN);
-  call.y = y.data();
+static std::vector<float> run(PackedCall call, const Multiplier& kernel, int64_t helpers) {
+  std::vector<float> y(call.tokens * call.products[0].weights.outputs, NAN);
+  call.products[0].y = y.data();
   std::vector<std::thread> threads;
   multiply(call, kernel, helpers,
            [&](std::function<void()> work) { threads.emplace_back(std::move(work)); });
@@ -69,10 +70,20 @@ static bool same(const std::vector<float>& a, const std::vector<float>& b) {
 static double code_of(const MatrixShape& s, const std::vector<uint8_t>& codes, int64_t i,
                       int64_t o) {
   const int64_t panel = o / 32 * s.inputs, lane = o % 32;
-  if (s.bits == 8) return int8_t(codes[(panel + i) * 32 + lane]);
+  if (s.bits == 8) return int8_t(codes[((panel + i) / 4 * 32 + lane) * 4 + i % 4]);
   const int64_t half = i % 32 / 16, word = i / 32 * 4 + i % 16 / 4;
   const uint8_t byte = codes[((panel / 8 + word) * 32 + lane) * 4 + i % 4];
   return half ? byte >> 4 : byte & 15;
+}
+
+// Entry i of row t, as a product reads it.
+static double read_as(const MatrixShape& s, const std::vector<float>& x, int64_t t, int64_t i) {
+  const float* const row = x.data() + t * s.inputs;
+  if (s.digits == 3) return row[i];
+  float most = 0;
+  for (int64_t j = i / s.group * s.group; j < (i / s.group + 1) * s.group; j++)
+    most = std::max(most, std::fabs(row[j]));
+  return std::nearbyint(row[i] * (127 / most)) * double(most / 127);
 }
 
 static int check(const MatrixShape& s) {
@@ -82,24 +93,19 @@ static int check(const MatrixShape& s) {
   const RandomScales scales(s, panels), mins(s, panels);
   std::vector<float> x(s.tokens * s.inputs);
   for (float& value : x) value = random_float();
-  PackedCall call{};
-  call.weights = {s.bits,
-                  s.group,
-                  s.inputs,
-                  s.outputs,
-                  s.bits == 4 && !s.mins ? 8.0f : 0.0f,
-                  codes.data(),
-                  scales.scales(),
-                  s.mins ? mins.scales() : Scales{}};
-  call.x = x.data(), call.tokens = s.tokens;
-  const auto one = run(call, multiply_panels_baseline, 0);
-  const auto best = run(call, best_kernels().multiply_panels, 0);
-  bool equal = same(one, run(call, multiply_panels_baseline, 3)) &&
-               same(best, run(call, best_kernels().multiply_panels, 2));
+  const float centre = s.bits == 4 && !s.mins ? 8.0f : 0.0f;
+  const PackedMatrix weights{
+      s.bits, s.group,      s.inputs,        s.outputs,
+      centre, codes.data(), scales.scales(), s.mins ? mins.scales() : Scales{}};
+  const PackedCall call{x.data(), s.tokens, s.inputs, s.digits, {{weights, nullptr}}};
+  const Multiplier& kernel = *best_kernels().multiplier;
+  const auto one = run(call, multiplier_baseline, 0);
+  const auto best = run(call, kernel, 0);
+  bool equal = same(one, run(call, multiplier_baseline, 3)) && same(best, run(call, kernel, 2));
   for (int64_t t = 0; t < s.tokens; t++) {
     PackedCall alone = call;
     alone.x += t * s.inputs, alone.tokens = 1;
-    const auto y = run(alone, best_kernels().multiply_panels, 0);
+    const auto y = run(alone, kernel, 0);
     equal &= !std::memcmp(y.data(), best.data() + t * s.outputs, 4 * y.size());
   }
   double difference = 0, between = 0, size = 0;
@@ -107,9 +113,9 @@ static int check(const MatrixShape& s) {
     for (int64_t o = 0; o < s.outputs; o++) {
       double want = 0;
       for (int64_t i = 0; i < s.inputs; i++) {
-        const double w = (code_of(s, codes, i, o) - call.weights.centre) * scales.at(s, i, o) +
+        const double w = (code_of(s, codes, i, o) - centre) * scales.at(s, i, o) +
                          (s.mins ? mins.at(s, i, o) : 0);
-        want += x[t * s.inputs + i] * w;
+        want += read_as(s, x, t, i) * w;
       }
       difference += std::pow(one[t * s.outputs + o] - want, 2);
       between += std::pow(best[t * s.outputs + o] - want, 2);
@@ -129,11 +135,14 @@ int main() {
       for (bool coarse : {false, true})
         for (bool mins : {false, true})
           for (int64_t outputs : {5, 40})
-            for (int64_t tokens : {1, 2, 3, 13}) {
-              if (bits == 4 && group == 16) continue;
-              failures += check({bits, group, coarse ? 512 : 160, outputs, tokens, coarse, mins});
-              checked++;
-            }
+            for (int64_t tokens : {1, 2, 3, 13})
+              for (int64_t digits : {1, 3}) {
+                if (bits == 4 && group == 16) continue;
+                if (digits == 1 && tokens > 2) continue;
+                failures +=
+                    check({bits, group, coarse ? 512 : 160, outputs, tokens, digits, coarse, mins});
+                checked++;
+              }
   std::printf("%d products, kernel %s, %d failures\n", checked, best_kernels().name, failures);
   return failures != 0;
 }

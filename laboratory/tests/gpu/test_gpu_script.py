@@ -125,7 +125,9 @@ def test_the_stages_run_on_cuda_in_order_within_ten_minutes(tmp_path: pathlib.Pa
         f"{results}/{name}_stub.json"
         for name in ("kernels", "kernels", "parity_kernels", "parity_steps", "step", "kernels")
     ]
-    assert all("--resume" in found.calls[i] for i in (1, -1)), "it would overwrite the first stage's rows"
+    assert all("--resume" in found.calls[i] for i in (1, -1)), (
+        "it overwrites the first stage's rows"
+    )
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")

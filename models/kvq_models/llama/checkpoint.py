@@ -35,8 +35,8 @@ from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.open_checkpoint import Checkpoint as Checkpoint
 from kvq_models.llama.open_checkpoint import open_checkpoint as open_checkpoint
 from kvq_models.llama.open_checkpoint import read_config as read_config
-from kvq_models.llama.packed_loading import Weights, packing, read_packed
-from kvq_models.llama.packed_weights import Weight, dense
+from kvq_models.llama.packed_loading import Weights, packing, read_packed, with_activations
+from kvq_models.llama.packed_weights import Activations, Weight, dense
 from kvq_models.llama.sharding import placement_of, weight_shardings
 from kvq_models.llama.stored_tensor import CheckpointError
 
@@ -49,6 +49,7 @@ def load_llama(
     dtype: DTypeLike = "bfloat16",
     mesh: AnyMesh | Placement | None = None,
     weights: Weights | None = None,
+    activations: Activations = "float32",
 ) -> tuple[Llama, Any]:
     """Load a checkpoint as (llama, tokenizer). The tokenizer is None if the checkpoint has none.
 
@@ -63,6 +64,8 @@ def load_llama(
         weights: "packed" keeps the matrices of a GGUF file in the file's own bits
             (packed_weights.py). "dense" makes arrays of dtype of all. None packs what can be packed
             if the model is on one CPU and the native kernels are there.
+        activations: "int8" rounds what packed weights multiply to 8 bits, by groups of 16 or 32
+            inputs: faster, and not exact. "float32" rounds nothing.
 
     A tied checkpoint that also stores a head keeps the head if it differs from the embedding, as in
     transformers.
@@ -72,7 +75,8 @@ def load_llama(
     NotImplementedError for fields of the configuration.
     """
     checkpoint = open_checkpoint(path_or_hub_id)
-    llama = load_weights(checkpoint, dtype=dtype, mesh=mesh, weights=weights)
+    options: dict[str, Any] = dict(weights=weights, activations=activations)
+    llama = load_weights(checkpoint, dtype=dtype, mesh=mesh, **options)
     return llama, checkpoint.tokenizer()
 
 
@@ -82,6 +86,7 @@ def load_weights(
     dtype: DTypeLike,
     mesh: AnyMesh | Placement | None = None,
     weights: Weights | None = None,
+    activations: Activations = "float32",
 ) -> Llama:
     """Return the model of an open checkpoint with its weights as `dtype`, on a mesh if one is
     given. Raises as `load_llama` does."""
@@ -97,7 +102,8 @@ def load_weights(
         config = dataclasses.replace(config, kv_scales=checkpoint.kv_scales())
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint, tied=config.tie_word_embeddings)
-    return _read_weights(abstract, checkpoint, None if mesh is None else placement_of(mesh), packs)
+    placement = None if mesh is None else placement_of(mesh)
+    return with_activations(_read_weights(abstract, checkpoint, placement, packs), activations)
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Int, Shaped, UInt8
 
+from kvq_models.llama import huge_pages
 from kvq_models.llama.packed_weights import PackedMatrix, panels_of
 
 Blocks = UInt8[np.ndarray, "O n _"]
@@ -56,10 +57,12 @@ def packed_matrix(
     """
     blocks = blocks if order is None else blocks[order]
     entries = KINDS[kind](blocks)
-    factors = (rows for rows in entries if rows is not None and rows.dtype == np.float16)
-    finite = all(bool(np.all(rows.view(np.uint16) & _EXPONENT != _EXPONENT)) for rows in factors)
+    halves = (rows for rows in entries if rows is not None and rows.dtype == np.float16)
+    finite = all(bool(np.all(rows.view(np.uint16) & _EXPONENT != _EXPONENT)) for rows in halves)
+    codes, *factors = entries
     matrix = PackedMatrix(
-        *map(_placed, entries),
+        _placed(_by_fours(codes)),
+        *map(_placed, factors),
         outputs=len(blocks),
         centre=8 if kind == "Q4_0" else 0,
         value_dtype=jnp.dtype(dtype).name,
@@ -67,8 +70,13 @@ def packed_matrix(
     return matrix, finite
 
 
-def _placed(rows: Shaped[np.ndarray, "O _"] | None) -> Any:
-    return None if rows is None else jax.device_put(panels_of(rows))  # compiles nothing
+def _by_fours(codes: Shaped[np.ndarray, "O _"]) -> Shaped[np.ndarray, "O _ ..."]:
+    """Return codes of 8 bits as [O, I / 4, 4]. Words of 4-bit codes stay as they are."""
+    return codes if codes.dtype == np.uint32 else codes.reshape(len(codes), -1, 4)
+
+
+def _placed(rows: Shaped[np.ndarray, "O n ..."] | None) -> Any:
+    return None if rows is None else huge_pages.placed(panels_of(rows))
 
 
 def _rows(entries: Shaped[np.ndarray, "O ..."]) -> Shaped[np.ndarray, "O _"]:

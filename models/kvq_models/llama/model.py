@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ from kvq_models.llama.causal_attention import causal_attention
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.experts import Experts
 from kvq_models.llama.initial_weights import constant, normal
-from kvq_models.llama.packed_weights import logits_of, rows_of
+from kvq_models.llama.packed_weights import logits_of, products, rows_of
 from kvq_models.llama.rope import Ropes, ropes_for
 from kvq_models.llama.whole_heads import of_whole_heads
 
@@ -106,8 +106,16 @@ class Linear(nnx.Module):
         self.bias = constant(rngs, 0, width_out, dtype=dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... E"]:
-        y = x @ self.kernel[...]
+        return self.biased(x @ self.kernel[...])
+
+    def biased(self, y: Float[Array, "... E"]) -> Float[Array, "... E"]:
         return y if self.bias is None else y + jnp.expand_dims(self.bias[...], range(y.ndim - 1))
+
+
+def projections(x: Float[Array, "... C"], linears: Sequence[Linear]) -> list[Float[Array, "... E"]]:
+    """Return linear(x) for each, by one call for packed weights."""
+    by_linear = products(x, [linear.kernel[...] for linear in linears])
+    return [linear.biased(y) for linear, y in zip(linears, by_linear, strict=True)]
 
 
 class MLP(nnx.Module):
@@ -123,7 +131,8 @@ class MLP(nnx.Module):
     def __call__(self, y_BTD: HiddenBTD) -> HiddenBTD:
         # gelu is the tanh approximation
         activated = jax.nn.silu if self.activation == "silu" else jax.nn.gelu
-        return self.down_proj(activated(self.gate_proj(y_BTD)) * self.up_proj(y_BTD))
+        gate, up = projections(y_BTD, (self.gate_proj, self.up_proj))
+        return self.down_proj(activated(gate) * up)
 
 
 class Layer(nnx.Module):
@@ -227,7 +236,7 @@ class Layer(nnx.Module):
         rope = self.rope(ropes)
         x_BTD = normalized(self.input_norm, hidden_BTD)
         q_BTC, k_BTC, v_BTC = of_whole_heads(
-            [project(x_BTD) for project in (self.q_proj, self.k_proj, self.v_proj)], placement
+            projections(x_BTD, (self.q_proj, self.k_proj, self.v_proj)), placement
         )
         q_BNTH, k_BKTH = self._query_heads(q_BTC), self._key_heads(k_BTC)
         return LayerInputs(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 
@@ -14,7 +15,13 @@ from kvq_models.llama import hf_names
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.hf_directory import HfDirectory
 from kvq_models.llama.model import Llama
-from kvq_models.llama.packed_weights import PackedMatrix, PackedTable, dense, is_packed
+from kvq_models.llama.packed_weights import (
+    Activations,
+    PackedMatrix,
+    PackedTable,
+    dense,
+    is_packed,
+)
 
 Weights: TypeAlias = Literal["packed", "dense"]
 
@@ -63,6 +70,30 @@ def read_packed(
     return matrix if weight.transpose else PackedTable(matrix), finite
 
 
+def with_activations(llama: Llama, activations: Activations) -> Llama:
+    """Return the model, whose packed weights multiply activations as they are ("float32", whatever
+    the model's dtype) or rounded to 8 bits ("int8"). Both models share their arrays.
+
+    Raises ValueError, in one line, for another name, or if int8 is asked of a model without packed
+    weights.
+    """
+    if activations not in get_args(Activations):
+        raise ValueError(f"{activations=} must be 'float32' or 'int8'")
+    if activations == "int8" and not holds_packed(llama):
+        raise ValueError(
+            "activations='int8' is for packed weights, and this model has none: give 'float32'"
+        )
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, PackedTable):
+            return dataclasses.replace(leaf, matrix=changed(leaf.matrix))
+        if isinstance(leaf, PackedMatrix):
+            return dataclasses.replace(leaf, activations=activations)
+        return leaf
+
+    return jax.tree.map(changed, llama, is_leaf=is_packed)
+
+
 def holds_packed(llama: Llama) -> bool:
     return any(map(is_packed, jax.tree.leaves(llama, is_leaf=is_packed)))
 
@@ -87,8 +118,11 @@ def in_words(llama: Llama) -> str:
     dtype = llama.embed[...].dtype.name
     if not size:
         return dtype
-    bits = sorted({leaf.bits for leaf in leaves if is_packed(leaf)})
+    packed = [leaf for leaf in leaves if is_packed(leaf)]
+    bits = sorted({leaf.bits for leaf in packed})
+    rounds = any(leaf.activations == "int8" for leaf in packed)
+    rounded = ", rounded to int8 before products" if rounds else ""
     return (
         f"packed ({' and '.join(map(str, bits))} bits, {size / 1e6:.0f} MB, exactly the file's"
-        f" values), activations {dtype}"
+        f" values), activations {dtype}{rounded}"
     )

@@ -9,7 +9,8 @@ Source: the blocks of GGUF files (gguf_blocks.py), which both hold exactly.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,17 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Shaped
 
 from cpu_kernels.library import unavailable
-from cpu_kernels.packed_product import PANEL, packed_product
+from cpu_kernels.packed_product import PANEL, packed_products
 from kvq_jax.types.pytree import pytree
+from kvq_models.llama import huge_pages
 
 # of an input's bits in its word, [1, 1, half, 1, byte, 1]
 _SHIFTS = (4 * np.arange(2)[:, None] + 8 * np.arange(4)).astype(np.uint32)[
     None, None, :, None, :, None
 ]
 TILE = 2048  # outputs that XLA dequantizes at a time
+
+Activations: TypeAlias = Literal["float32", "int8"]
 
 
 class _Weight:
@@ -58,8 +62,8 @@ class PackedMatrix(_Weight):
 
     in fp32. Output o lies in lane o % 32 of panel o // 32. Everything behind the last output is 0.
 
-        codes          int8 [P, I, 32]; or of 4 bits, eight in a word, uint32 [P, I / 8, 32]: bits
-                       8 b + 4 h of word 4 r + w are those of input 32 r + 16 h + 4 w + b
+        codes          int8 [P, I / 4, 32, 4]; or of 4 bits, eight in a word, uint32 [P, I / 8, 32]:
+                       bits 8 b + 4 h of word 4 r + w are those of input 32 r + 16 h + 4 w + b
         scales         float16 [P, I / group, 32], or int8 factors of coarse_scales
         coarse_scales  float16 [P, I / 256, 32], or None
         mins           as scales, or None for 0
@@ -67,12 +71,13 @@ class PackedMatrix(_Weight):
         outputs        O; P = ceil(O / 32)
         centre         the code that stands for 0; 0 for 8 bits
         value_dtype    of `dequantized` and `rows`
+        activations    "float32", or "int8": products round x to 8 bits, by group of inputs
 
-    x @ w is a native kernel on a CPU. Elsewhere XLA dequantizes tiles. Products are exact up to the
-    order of fp32 sums. There is no gradient.
+    x @ w is a native kernel on a CPU. Elsewhere XLA dequantizes tiles. Products are as exact as
+    sums of fp32 numbers, but for that rounding. There is no gradient.
     """
 
-    codes: Shaped[Array, "P _ 32"]
+    codes: Shaped[Array, "P _ 32 ..."]
     scales: Shaped[Array, "P groups 32"]
     coarse_scales: Float[Array, "P _ 32"] | None = None
     mins: Shaped[Array, "P groups 32"] | None = None
@@ -80,6 +85,7 @@ class PackedMatrix(_Weight):
     outputs: int = dataclasses.field(default=0, metadata={"static": True})
     centre: int = dataclasses.field(default=0, metadata={"static": True})
     value_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+    activations: Activations = dataclasses.field(default="float32", metadata={"static": True})
 
     @property
     def bits(self) -> int:
@@ -87,7 +93,7 @@ class PackedMatrix(_Weight):
 
     @property
     def shape(self) -> tuple[int, int]:  # type: ignore[override]  # counted from the arrays
-        return self.codes.shape[1] * (8 if self.bits == 4 else 1), self.outputs
+        return self.codes.shape[1] * (32 // self.bits), self.outputs
 
     @property
     def dtype(self) -> np.dtype:
@@ -102,8 +108,7 @@ class PackedMatrix(_Weight):
 
     def product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Return x @ w in fp32."""
-        rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        return _product(rows, self).reshape(*x.shape[:-1], self.outputs)
+        return _products(x, (self,))[0]
 
     def dequantized(self) -> Float[Array, "I O"]:
         values = jnp.swapaxes(_values(self), 0, 1)  # [I, P, 32]
@@ -112,7 +117,9 @@ class PackedMatrix(_Weight):
     def columns(self, outputs: Int[Array, "..."]) -> Float[Array, "... I"]:
         """Return columns of w. Outputs must be in range."""
         flat = outputs.reshape(-1)
-        chosen = jax.tree.map(lambda array: array[flat // PANEL, :, flat % PANEL][..., None], self)
+        chosen = jax.tree.map(
+            lambda array: jnp.expand_dims(array[flat // PANEL, :, flat % PANEL], 2), self
+        )
         values = _values(chosen)[..., 0].astype(self.dtype)
         return values.reshape(*outputs.shape, -1)
 
@@ -146,6 +153,10 @@ class PackedTable(_Weight):
     @property
     def bits(self) -> int:
         return self.matrix.bits
+
+    @property
+    def activations(self) -> Activations:
+        return self.matrix.activations
 
     def rows(self, indices: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Return rows, and NaN for indices that are out of range."""
@@ -193,7 +204,8 @@ def _values(w: PackedMatrix) -> Float[Array, "P I lanes"]:
         codes = (packed >> jnp.asarray(_SHIFTS)) & 15
         codes = codes.reshape(panels, 8 * words, lanes).astype(jnp.int32) - w.centre
     else:
-        codes = w.codes
+        codes = jnp.moveaxis(w.codes, 3, 2)
+        codes = codes.reshape(codes.shape[0], -1, codes.shape[3])
     values = codes.astype(jnp.float32)
     by_group = values.reshape(values.shape[0], w.scales.shape[1], -1, values.shape[-1])
     scaled = by_group * _fine(w.scales, w.coarse_scales)[:, :, None]
@@ -212,23 +224,62 @@ def _fine(
     return (each * coarse.astype(jnp.float32)[:, :, None]).reshape(wide.shape)
 
 
+def products(x: Float[Array, "... I"], weights: Sequence[Any]) -> list[Float[Array, "... _"]]:
+    """Return x @ weight for each weight, by one call of the native kernel if all are packed."""
+    if not all(isinstance(weight, PackedMatrix) for weight in weights):
+        return [x @ weight for weight in weights]
+    return [product.astype(x.dtype) for product in _products(x, tuple(weights))]
+
+
+def _products(
+    x: Float[Array, "... I"], weights: tuple[PackedMatrix, ...]
+) -> list[Float[Array, "... _"]]:
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    by_matrix = _of_rows(rows, weights)
+    return [product.reshape(*x.shape[:-1], -1) for product in by_matrix]
+
+
 @jax.custom_jvp
-def _product(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
+def _of_rows(
+    x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]
+) -> list[Float[Array, "T _"]]:
     if unavailable() is not None:
-        return _by_tiles(x, w)
-    return lax.platform_dependent(x, w, cpu=_native, default=_by_tiles)
+        return _in_tiles(x, weights)
+    return lax.platform_dependent(x, weights, cpu=_native, default=_in_tiles)
 
 
-@_product.defjvp
+@_of_rows.defjvp
 def _refused(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "packed weights have no gradient: load the model with weights='dense'"
     )
 
 
-def _native(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
-    arrays = w.codes, w.scales, w.coarse_scales, w.mins, w.coarse_mins
-    return packed_product(x, *arrays, outputs=w.outputs, centre=w.centre)
+def _native(x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]) -> list[Array]:
+    arrays = [(w.codes, w.scales, w.coarse_scales, w.mins, w.coarse_mins) for w in weights]
+    return packed_products(
+        x,
+        arrays,
+        outputs=[w.outputs for w in weights],
+        centres=[w.centre for w in weights],
+        digits=1 if weights[0].activations == "int8" else 3,
+    )
+
+
+def _in_tiles(x: Float[Array, "T I"], weights: tuple[PackedMatrix, ...]) -> list[Array]:
+    return [_by_tiles(rounded(x, w), w) for w in weights]
+
+
+def rounded(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T I"]:
+    """Return x as products with w take it: rounded to q / 127 times the largest entry of its group,
+    with |q| <= 127, if the activations are int8."""
+    if w.activations == "float32":
+        return x
+    by_group = x.reshape(len(x), w.scales.shape[1], -1)
+    most = jnp.max(jnp.abs(by_group), axis=-1, keepdims=True)
+    scale = jnp.where(most > 1e-30, most / 127, 0)
+    factor = jnp.where(most > 1e-30, 127 / most, 0)
+    return (jnp.round(by_group * factor) * scale).reshape(x.shape)
 
 
 def _by_tiles(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
@@ -246,15 +297,14 @@ def _by_tiles(x: Float[Array, "T I"], w: PackedMatrix) -> Float[Array, "T O"]:
     return products.reshape(len(x), -1)[:, : w.outputs]
 
 
-def panels_of(rows: Shaped[np.ndarray, "O n"]) -> Shaped[np.ndarray, "P n 32"]:
+def panels_of(rows: Shaped[np.ndarray, "O n ..."]) -> Shaped[np.ndarray, "P n 32 ..."]:
     """Return the entries of outputs by panel, with zeros behind the last output."""
-    outputs, entries = rows.shape
-    panels = -(-outputs // PANEL)
-    result = np.zeros if outputs % PANEL else np.empty
-    by_panel = result((panels, entries, PANEL), rows.dtype)
-    whole = outputs // PANEL
-    split = rows[: whole * PANEL].reshape(whole, PANEL, entries)
-    by_panel[:whole] = split.transpose(0, 2, 1)
-    if outputs % PANEL:
-        by_panel[whole, :, : outputs % PANEL] = rows[whole * PANEL :].T
+    outputs, whole = len(rows), len(rows) // PANEL
+    shape = (-(-outputs // PANEL), rows.shape[1], PANEL, *rows.shape[2:])
+    by_panel = huge_pages.empty(shape, rows.dtype)
+    split = rows[: whole * PANEL].reshape(whole, PANEL, *rows.shape[1:])
+    by_panel[:whole] = np.swapaxes(split, 1, 2)
+    if rest := outputs % PANEL:
+        by_panel[whole, :, :rest] = np.swapaxes(rows[whole * PANEL :], 0, 1)
+        by_panel[whole, :, rest:] = 0
     return by_panel

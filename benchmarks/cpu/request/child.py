@@ -1,0 +1,73 @@
+"""A process that measures one request. It may run in another environment than kvq's, so this needs
+the standard library alone.
+
+The parent starts `python -m benchmarks.cpu.request.with_X '{"...": ...}'`. The last line of its
+output is the answer, a JSON object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The request to measure.
+
+    way: which cache, weights or precision; each system has its own names.
+    model: a GGUF file, or a directory in Hugging Face's format.
+    tokens: a JSON file with a list of token ids, of which the prompt is made.
+    prompt, steps: tokens of the prompt, and tokens generated after the first.
+    cores: processors that the process may use.
+    folder: where compiled programs may be kept.
+    warm: True to compile the programs and measure nothing.
+    """
+
+    way: str
+    model: str
+    tokens: str
+    prompt: int
+    steps: int
+    cores: int
+    folder: str
+    warm: bool = False
+
+    def prompt_ids(self) -> list[int]:
+        with open(self.tokens, encoding="utf-8") as file:
+            ids = json.load(file)
+        return (ids * (self.prompt // len(ids) + 1))[: self.prompt]
+
+
+def measured_by(measure: Callable[[Request], dict[str, Any]]) -> None:
+    """Read the request, use only its processors, and print the answer."""
+    request = Request(**json.loads(sys.argv[1]))
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-request.cores :])
+    answer = measure(request)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on Linux
+    print(json.dumps({**answer, "peak_bytes": 1024 * peak}), flush=True)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the milliseconds of a call."""
+    start = time.perf_counter()
+    work()
+    return round(1e3 * (time.perf_counter() - start), 3)
+
+
+def request_times(
+    read_prompt: Callable[[], object], next_tokens: Callable[[], object], calls: int, each: int = 1
+) -> dict[str, Any]:
+    """Return the times of a request: until the first token, and of each later one. `next_tokens`
+    generates `each` tokens, and its first call does not count."""
+    first = timed(read_prompt)
+    next_tokens()
+    samples = [round(timed(next_tokens) / each, 4) for _ in range(calls)]
+    return {"first_ms": first, "samples_ms": samples}

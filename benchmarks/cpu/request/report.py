@@ -1,0 +1,104 @@
+"""The JSON file of requests, and its page: a table for each model and number of cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import statistics
+
+from benchmarks.cpu.request.plan import ATTENTION, Cell
+from benchmarks.markdown import head, table
+from benchmarks.report_file import Report
+
+ABOUT = """\
+One sequence, greedy. Every row is a process of its own, which uses so many cores. First token: from
+the ids of the prompt to the first token, with the model loaded and all programs compiled. ms a
+token: median of the steps after it (kvq generates 8 tokens a call, as `kvq generate` does). Peak:
+the most memory that the process held, its libraries and, as far as it was read, a mapped file
+included."""
+OF_ATTENTION = """\
+Rows of one layer's attention alone add the prompt's rows to the cache and attend, then do so for
+one token at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestRow:
+    """A measurement, or the reason for which there is none. load: the machine's load average of
+    one minute when it began."""
+
+    model: str
+    system: str
+    way: str
+    prompt: int
+    cores: int
+    version: str = ""
+    first_ms: float = 0.0
+    samples_ms: tuple[float, ...] = ()
+    peak_bytes: int = 0
+    load: float = 0.0
+    skipped: str = ""
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.model, self.system, self.way, self.prompt, self.cores)
+
+    @property
+    def step_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestReport(Report):
+    """steps: tokens after the first, of every row."""
+
+    cpu: str
+    cores: int
+    steps: int
+    rows: tuple[RequestRow, ...]
+
+
+def page(report: RequestReport, file: pathlib.Path) -> str:
+    rows = [row for row in report.rows if row.samples_ms]
+    versions = sorted({f"{row.system} {row.version}" for row in rows})
+    parts = [
+        *head(report, file, f"{report.cpu}, {report.cores} cores."),
+        f"{ABOUT} {OF_ATTENTION}",
+        "\n".join(f"- {version}" for version in versions),
+    ]
+    for (model, cores), of_table in itertools.groupby(sorted(rows, key=_table), key=_table):
+        parts += [f"## {model}, {_cores(cores)}", _rows(list(of_table))]
+    missing: dict[str, list[str]] = {}
+    for row in report.rows:
+        if row.skipped:
+            missing.setdefault(row.skipped, []).append(str(row.cell))
+    if missing:
+        parts += ["## Not measured"]
+        parts += [f"- {reason}: {'; '.join(names)}" for reason, names in missing.items()]
+    return "\n\n".join(parts)
+
+
+def _rows(rows: list[RequestRow]) -> str:
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.way.startswith(ATTENTION), row.prompt)):
+        lines.append(
+            (
+                str(row.prompt),
+                f"{row.system}, {row.way}",
+                f"{row.first_ms:.1f}",
+                f"{1e3 * row.prompt / row.first_ms:.0f}",
+                f"{row.step_ms:.2f}",
+                f"{1e3 / row.step_ms:.1f}",
+                f"{row.peak_bytes / 1e6:.0f}",
+            )
+        )
+    names = ("prompt", "way", "first token, ms", "prompt tokens/s", "ms a token")
+    return table((*names, "tokens/s", "peak MB"), lines)
+
+
+def _table(row: RequestRow) -> tuple[str, int]:
+    return row.model, row.cores
+
+
+def _cores(count: int) -> str:
+    return "one core" if count == 1 else f"{count} cores"

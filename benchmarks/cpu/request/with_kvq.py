@@ -1,0 +1,100 @@
+"""Measure kvq. A way is `SPEC`, `SPEC, int8 activations`, or `SPEC, dense weights`, or begins with
+`attention of a layer, ` and a spec."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvq_jax as kvq
+from benchmarks.cpu.request.child import Request, measured_by, request_times
+from kvq_models import prepare
+from kvq_models.inference.decoding import prefill_program
+from kvq_models.inference.generation import STREAM_STEPS, advance, begun, generation_settings
+from kvq_models.llama.checkpoint import load_weights, open_checkpoint
+
+INT8, DENSE, ATTENTION = ", int8 activations", ", dense weights", "attention of a layer, "
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure as `kvq generate` computes: a prompt by one program, then tokens in segments."""
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(request.folder, "programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    named = {"version": f"{kvq.__version__}, JAX {jax.__version__}"}
+    if request.way.startswith(ATTENTION):
+        return {**named, **_attention(request)}
+    spec = request.way.removesuffix(INT8).removesuffix(DENSE)
+    options: dict[str, Any] = {"activations": "int8"} if request.way.endswith(INT8) else {}
+    options["weights"] = "dense" if request.way.endswith(DENSE) else "packed"
+    checkpoint = open_checkpoint(request.model)
+    llama = prepare(load_weights(checkpoint, dtype="float32", **options), spec)
+    calls = -(-request.steps // STREAM_STEPS)
+    most = STREAM_STEPS * (calls + 1)
+    cache = kvq.init_cache(spec, llama.config, 1, request.prompt + most, "float32")
+    settings = generation_settings(most)
+    tokens = np.asarray([request.prompt_ids()], np.int32)
+    lengths = np.asarray([request.prompt], np.int32)
+    reading = prefill_program.lower(llama, cache, tokens, lengths, False, None).compile()
+    logits = jnp.zeros((1, llama.config.vocab_size), jnp.float32)
+    looping = advance.lower(llama, begun(cache, logits, most), settings, jnp.int32(0)).compile()
+    if request.warm:
+        return named
+    state: list[Any] = []
+
+    def until(tokens: int) -> None:
+        state[:] = [looping(llama, state[0], settings, jnp.int32(tokens))]
+        jax.block_until_ready(state[0].tokens)
+
+    def read_prompt() -> None:
+        logits, read = reading(llama, cache, tokens, lengths)
+        state[:] = [begun(read, logits, most)]
+        until(1)
+
+    generated = iter(range(STREAM_STEPS, most + 1, STREAM_STEPS))
+    times = request_times(read_prompt, lambda: until(next(generated)), calls, STREAM_STEPS)
+    return {**named, **times}
+
+
+def _attention(request: Request) -> dict[str, Any]:
+    """Measure append and attend of one layer of the model."""
+    config = open_checkpoint(request.model).config
+    heads, kv_heads, head_dim = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    capacity = request.prompt + request.steps + 2
+    dims = kvq.CacheDims(1, heads, kv_heads, head_dim, config.max_position_embeddings)
+    cache = kvq.init_cache(request.way.removeprefix(ATTENTION), dims, 1, capacity, "float32")
+    random = np.random.default_rng(0)
+
+    def rows(tokens: int) -> tuple[jax.Array, ...]:
+        shapes = [(1, n, tokens, head_dim) for n in (heads, kv_heads, kv_heads)]
+        return tuple(jnp.asarray(random.standard_normal(s, np.float32)) for s in shapes)
+
+    def program(prefill: bool) -> Callable[..., Any]:
+        def run(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+            step = kvq.begin(cache, q.shape[2], prefill=prefill)
+            out, step = kvq.append_and_attend(step, q, k, v)
+            return out, kvq.finish(step)
+
+        return jax.jit(run, donate_argnums=0).lower(cache, *(prompt if prefill else one)).compile()
+
+    prompt, one = rows(request.prompt), rows(1)
+    reading, stepping, state = program(True), program(False), [cache]
+    if request.warm:
+        return {}
+
+    def run(compiled: Any, arrays: tuple[jax.Array, ...]) -> None:
+        state[:] = [jax.block_until_ready(compiled(state[0], *arrays))[1]]
+
+    return request_times(lambda: run(reading, prompt), lambda: run(stepping, one), request.steps)
+
+
+if __name__ == "__main__":
+    measured_by(measure)

@@ -1,0 +1,53 @@
+// The scales and minima of a panel of packed weights, and where its products go.
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+#include "weights.h"
+
+namespace {
+
+using kvq::DigitRows;
+using kvq::kPanelOutputs;
+using kvq::PackedMatrix;
+using kvq::PanelProduct;
+using kvq::TokenBlock;
+
+constexpr int64_t kAhead = 2048;  // bytes that are fetched before they are needed
+
+inline Floats load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  __m128i x;
+  std::memcpy(&x, p, sizeof x);
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, Floats);
+#endif
+}
+
+// Entry `at` and the following ones of scales or minima, of group g of all groups of a panel.
+inline Floats scales_at(const kvq::Scales& scales, int64_t panel, int64_t groups, int64_t g,
+                        int64_t group, int64_t lane) {
+  const int64_t at = (panel * groups + g) * kPanelOutputs + lane;
+  if (!scales.coarse) return load_halves(static_cast<const uint16_t*>(scales.fine) + at, false);
+  const int64_t inputs = groups * group;
+  const int64_t coarse = panel * (inputs / kvq::kCoarse) + g * group / kvq::kCoarse;
+  return load_bytes(static_cast<const int8_t*>(scales.fine) + at) *
+         load_halves(scales.coarse + coarse * kPanelOutputs + lane, false);
+}
+
+// Write outputs from `output` on of a row, as far as there are any.
+inline void put_outputs(const PanelProduct& product, int64_t row, int64_t output, Floats values) {
+  const int64_t outputs = product.weights->outputs, room = outputs - output;
+  if (room > 0)
+    std::memcpy(product.y + row * outputs + output, &values,
+                sizeof(float) * size_t(std::min<int64_t>(room, kLanes)));
+}
+
+}  // namespace

@@ -1,0 +1,4 @@
+#include "processors.h"
+#include "weights_digits.h"
+
+const kvq::Multiplier kvq::multiplier_vnni{multiply_packed, make_digits};
