@@ -87,15 +87,6 @@ def test_every_command_says_in_one_line_that_a_disk_is_full(run, monkeypatch, op
         assert json.loads(out)["status"] == 1
 
 
-def test_another_error_of_the_system_keeps_its_traceback(run, monkeypatch):
-    def broken(_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.methods"), "run", broken)
-    with pytest.raises(OSError, match="Input/output"):
-        run("methods")
-
-
 def test_a_line_is_appended_whole_or_not_at_all(tmp_path: pathlib.Path):
     path = tmp_path / "answers.jsonl"
     with path.open("ab") as file:

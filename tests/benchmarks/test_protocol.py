@@ -32,15 +32,6 @@ from kvq_tools.evaluation.protocol import (
 )
 
 COMMITTED = RESULTS / "protocol_embedded.json"
-SMALL = [
-    "--text=passage",
-    "--contexts=96",
-    "--scored=16",
-    "--windows=2",
-    "--caches",
-    "dense",
-    "int2",
-]
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -92,25 +83,6 @@ def test_the_last_tokens_are_scored_as_in_a_whole_measurement(shallow):
     assert not np.allclose(tail.kl, whole.kl)
     with pytest.raises(ValueError, match="scored=80 must be between 1 and 79"):
         measure_rows([(llama, "int2:block=8")], rows, prompt=32, scored=80)
-
-
-@pytest.fixture(scope="module")
-def file(shallow, tmp_path_factory):
-    """Return the file of a small run that was stopped after its first rows and went on."""
-    file = tmp_path_factory.mktemp("protocol") / "protocol_small.json"
-    command = [str(shallow), *SMALL, f"--json={file}"]
-    protocol.main([*command, "--hours=0"])
-    assert not file.exists(), "no time for a row"
-    protocol.main([*command, "--readings", "prompt"])
-    first = ProtocolReport.read(file).rows
-    protocol.main(command)
-    assert ProtocolReport.read(file).rows[: len(first)] == first, "rows are not measured again"
-    return file
-
-
-@pytest.fixture(scope="module")
-def report(file):
-    return ProtocolReport.read(file)
 
 
 def test_rounding_widens_an_interval_and_verdicts_are_paired():
