@@ -17,6 +17,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_tools.cli import inputs, sampling_options, text_input
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.options.sampling import add_sampling
 from tests.kvq_models.checkpoints import PROMPT, tiny_config
 
 NEW = 12
@@ -62,7 +63,7 @@ def test_a_stream_shows_no_end_token(model):
 
 def options_of_sampling(*arguments):
     parser = argparse.ArgumentParser()
-    sampling_options.add_sampling(parser, max_new_tokens=8)
+    add_sampling(parser, max_new_tokens=8)
     return parser.parse_args(arguments)
 
 
