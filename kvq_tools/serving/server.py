@@ -18,20 +18,6 @@ from kvq_tools.serving.worker import Worker
 GRACE_SECONDS = 60  # for answers that run when the server is told to end
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet. Port 0 picks a free port. Raises OSError if
-    the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], grace_seconds: float):
         super().__init__(config)

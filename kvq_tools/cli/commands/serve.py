@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import logging
 import os
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import kvq_jax as kvq
-from kvq_models.inference.engine.budget import Budget
+from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_tools.cli import engines, inputs, interruption, mesh, sampling_options, text_input
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
+from kvq_tools.serving.sockets import bound_socket
 
 PREFIX_MEMORY, PREFIX_DISK = 512 << 20, 4 << 30
+EXTRA = ("fastapi", "openai", "prometheus_client", "uvicorn")  # packages that a server needs
 
 
 def run(options: argparse.Namespace) -> None:
-    try:
-        importlib.import_module("kvq_tools.serving.app")
-        from kvq_tools.serving.server import bound_socket
-    except ImportError as error:
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
         raise UserError(
-            f"kvq serve needs the extra serve ({error}): pip install 'kvq-jax[serve]'"
-        ) from error
+            f"kvq serve needs the extra serve (no {', '.join(missing)}): pip install"
+            " 'kvq-jax[serve]'"
+        )
     logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
     api_keys = _checked_keys(options)
     with input_errors():
@@ -40,13 +41,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socket) -> None:
-    from kvq_tools.serving.app import create_app
-    from kvq_tools.serving.guard import known_hosts
-    from kvq_tools.serving.metrics import Metrics
-    from kvq_tools.serving.server import serve
-    from kvq_tools.serving.service import Limits, Service
-    from kvq_tools.serving.worker import Worker
-
     config = inputs.read_config(options.model, options.cache)
     inputs.check_calibration_file(config, options.cache, options.calibration)
     tokenizer = text_input.need_tokenizer(options.model, "serve text")
@@ -64,15 +58,37 @@ def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socke
     )
     with input_errors():
         prefixes = _prefixes(options, one_device=placement is None)
-    engine = engines.loaded(
-        options,
-        size,
-        options.queue,
-        wait=False,
-        prefixes=prefixes,
-        placement=placement,
-        verify=options.verify and placement is None,
-    )
+    with ThreadPoolExecutor(1) as beside:  # while XLA reads programs, which holds no lock of Python
+        imported = beside.submit(importlib.import_module, "kvq_tools.serving.app")
+        engine = engines.loaded(
+            options,
+            size,
+            options.queue,
+            wait=False,
+            prefixes=prefixes,
+            placement=placement,
+            verify=options.verify and placement is None,
+        )
+        imported.result()
+    _answer(options, api_keys, bound, engine, tokenizer, template)
+
+
+def _answer(
+    options: argparse.Namespace,
+    api_keys: list[str],
+    bound: socket.socket,
+    engine: Engine,
+    tokenizer: Any,
+    template: str | None,
+) -> None:
+    """Serve the engine until the process is told to end."""
+    from kvq_tools.serving.app import create_app
+    from kvq_tools.serving.guard import known_hosts
+    from kvq_tools.serving.metrics import Metrics
+    from kvq_tools.serving.server import serve
+    from kvq_tools.serving.service import Limits, Service
+    from kvq_tools.serving.worker import Worker
+
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
@@ -85,9 +101,9 @@ def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socke
         chat_template=template,
         limits=Limits(body=options.max_body),
         trusted=options.special_tokens,
-        defaults=sampling_options.model_sampling(config),
+        defaults=sampling_options.model_sampling(engine.llama.config),
     )
-    server = _described(options, name, size, placement, bound)
+    server = _described(options, name, engine, bound)
     app = create_app(
         service,
         api_keys,
@@ -98,8 +114,8 @@ def _serve(options: argparse.Namespace, api_keys: list[str], bound: socket.socke
     with interruption.spared():
         serve(app, worker, bound, lambda: _print(options, server), options.grace)
         service.prompts.close()
-        if prefixes is not None and prefixes.folder is not None:
-            prefixes.folder.close()
+        if engine.prefixes is not None and engine.prefixes.folder is not None:
+            engine.prefixes.folder.close()
     if not options.json:
         print_line(
             f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers;"
@@ -151,8 +167,7 @@ def _prefixes(options: argparse.Namespace, *, one_device: bool) -> PrefixStore |
 def _described(
     options: argparse.Namespace,
     name: str,
-    size: Budget,
-    placement: kvq.Placement | None,
+    engine: Engine,
     bound: socket.socket,
 ) -> dict[str, Any]:
     host, port = bound.getsockname()[:2]
@@ -161,10 +176,10 @@ def _described(
         "model": options.model,
         "name": name,
         "cache": str(options.cache.spec),
-        "slots": size.slots,
-        "capacity": size.capacity,
-        "cache_bytes": size.nbytes,
-        "mesh": None if placement is None else str(placement),
+        "slots": engine.slots,
+        "capacity": engine.capacity,
+        "cache_bytes": engine.nbytes,
+        "mesh": None if engine.placement is None else str(engine.placement),
         "queue": options.queue,
         "prefix_memory": options.prefix_memory,
         "prefix_dir": options.prefix_dir,

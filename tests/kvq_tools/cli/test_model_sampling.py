@@ -10,13 +10,14 @@ import pytest
 from kvq_models.inference.sampling import Sampling
 from kvq_tools.cli import sampling_options
 from kvq_tools.cli.console import UserError
+from kvq_tools.cli.options.sampling import add_sampling
 
 ASKED = Sampling(0.6, 20, 0.95, 0.0)
 
 
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    sampling_options.add_sampling(parser, max_new_tokens=1)
+    add_sampling(parser, max_new_tokens=1)
     return parser.parse_args(arguments)
 
 

@@ -23,8 +23,9 @@ from kvq_models.inference.sampling import Sampling
 from kvq_tools.serving.app import create_app
 from kvq_tools.serving.connections import ConnectionLimits
 from kvq_tools.serving.metrics import Metrics
-from kvq_tools.serving.server import bound_socket, server_of
+from kvq_tools.serving.server import server_of
 from kvq_tools.serving.service import Limits, Service
+from kvq_tools.serving.sockets import bound_socket
 from kvq_tools.serving.worker import Worker
 
 KEY, NAME, SPEC = "a-secret-key", "small", "kivi:bits=2,recent=16,block=32"
