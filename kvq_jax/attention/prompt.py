@@ -129,9 +129,9 @@ def _add_body(
         return online_softmax.merge(part, _attention(plan, rows, keys, values, reach, none))
 
     begin, end = jnp.int32(0), jnp.max(regions.held(limits))
+    lower = first_inside(plan.attention, regions.sink, inputs.positions[:, 0])
     if regions.wraps:
         end = jnp.minimum(end, size)
-    elif plan.attention.window is not None:
-        lower = first_inside(plan.attention, regions.sink, inputs.positions[:, 0])
+    elif lower is not None:
         begin = jnp.min(regions.held_before(lower)) // chunk
     return lax.fori_loop(begin, -(-end // chunk), step, part)
