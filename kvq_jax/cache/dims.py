@@ -53,6 +53,10 @@ class CacheDims:
             self, num_key_value_heads=kv_heads, head_dim=head_dim, layer_heads=()
         )
 
+    def attending(self, attention: Attention) -> CacheDims:
+        """Return the dimensions with the same attention in all layers."""
+        return dataclasses.replace(self, attention=(attention,) * self.num_hidden_layers)
+
     def to_json(self) -> str:
         """Return the text from which `from_json` makes the same dimensions. Files keep it."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in SIZES}

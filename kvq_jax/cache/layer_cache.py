@@ -30,6 +30,7 @@ from kvq_jax.cache.layer_step import (
     check_shapes,
     check_sinks,
     counted,
+    following,
     new_tokens,
     run_layer,
 )
@@ -297,12 +298,7 @@ class CachePlan:
             sinks=sinks is not None,
         )
         layer = dataclasses.replace(self.layer, attention=attention, lse=lse)
-        if attention != planned:  # codecs may follow it
-            dims = dataclasses.replace(
-                self.dims, attention=(attention,) * self.dims.num_hidden_layers
-            )
-            made = parse(self.spec).layer(self.number, dims, capacity, self.dtype)
-            layer = dataclasses.replace(layer, k=made.k, v=made.v)
+        layer = following(layer, self.spec, self.number, self.dims, self.dtype)
         return dataclasses.replace(self, layer=layer)
 
     @property
@@ -393,8 +389,7 @@ def layer_plan(
         raise ValueError(f"a cache needs room for at least one token: {capacity=}")
     if not 0 <= layer < sizes.num_hidden_layers:
         raise ValueError(f"{layer=}, but the model has layers 0 to {sizes.num_hidden_layers - 1}")
-    if attention is not None:
-        sizes = dataclasses.replace(sizes, attention=(attention,) * sizes.num_hidden_layers)
+    sizes = sizes if attention is None else sizes.attending(attention)
     name = row_dtype(dims, dtype)
     plan = plans(spec, sizes, capacity, name, placement)[layer]
     if plan.cross_layer is not None:

@@ -6,6 +6,7 @@ layer, and on which devices it runs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -18,6 +19,7 @@ from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import XLA, Implementation, Route
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.parameters import missing_parameters, parameter_axes
+from kvq_jax.cache.spec import parse
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.placement.crossing import crossing
@@ -84,6 +86,14 @@ def check_sinks(layer: int, expected: bool, sinks: Array | None) -> None:
             f"the attention of layer {layer} {have}, and sinks are"
             f" {'missing' if expected else 'given'}: pass [N] logits for layers that have them"
         )
+
+
+@functools.cache
+def following(plan: LayerPlan, spec: str, layer: int, dims: CacheDims, dtype: str) -> LayerPlan:
+    """Return the plan with the codecs of its attention, which may depend on it (zipcache)."""
+    dims = dims.attending(plan.attention)
+    made = parse(spec).layer(layer, dims, plan.regions.capacity, dtype)
+    return dataclasses.replace(plan, k=made.k, v=made.v)
 
 
 def new_tokens(
