@@ -259,12 +259,12 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def kind(spec: str) -> str:
     """Name the way in which a spec stores tokens: its method without bits, `k` for one on each
     side, or the option that changes rows. The formats of small floats are one way, and so are
-    groups with a second scale. A calibrated rotation stores groups as rotate=true does."""
+    groups with a second scale. Rows in a calibrated rotation are stored as int4's are."""
     for option in ("subtract_bias", "rotate"):
         if option in spec:
             return option
     name = re.split("[:=]", spec)[0].rstrip("0123456789")
-    alike = {"mxfp": "fp", "nvfp": "fp", "oscar_omni": "kvarn", "oscar_spectral": "rotate"}
+    alike = {"mxfp": "fp", "nvfp": "fp", "oscar_omni": "kvarn", "oscar_spectral": "int"}
     return alike.get(name, name)
 
 
