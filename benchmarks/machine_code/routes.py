@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -199,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[KernelReport] = []
     failures: list[str] = []
     target = BY_NAME[args.target]
-    for one, route in itertools.product(chosen, args.route):
-        case = one.case(route, target)
+    for case in [one.case(route, target) for one in chosen for route in args.route]:
         rows.append(case.measure(target))
         failures += case.failures(rows[-1])
         print(" | ".join(rows[-1].line()), file=sys.stderr, flush=True)
