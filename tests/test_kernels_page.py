@@ -8,6 +8,9 @@ import pathlib
 import pytest
 
 from benchmarks.machine_code.launches import LaunchReport
+from benchmarks.machine_code.report import Instructions
+from benchmarks.machine_code.routes import COMPARED, compared
+from benchmarks.markdown import table
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -95,3 +98,14 @@ def products_table() -> list[str]:
 def test_a_table_is_that_of_the_results(table):
     wanted = "\n".join(table())
     assert wanted in PAGE, f"the table of docs/kernels.md is\n\n{wanted}"
+
+
+def test_the_page_compares_both_routes_as_they_were_counted():
+    """Its table has a line for every committed kernel on Mosaic GPU, and no other."""
+    files = sorted(RESULTS.glob("instructions_routes*.json"))
+    rows = [row for file in files for row in Instructions.read(file).rows]
+    others = Instructions.read(RESULTS / "instructions.json").rows
+    section = PAGE.partition("## Two routes to a GPU")[2]
+    wanted = table(COMPARED, compared(rows, others))
+    assert len(rows) >= 2
+    assert wanted in section, wanted

@@ -1,8 +1,9 @@
 """Instructions of decode attention by both routes to a GPU, side by side: Mosaic GPU, and Triton's
 assembly.
 
-Compiled on any machine for GPUs that are not there. Needs the extra `aot`, and JAX 0.11 or later
-for Mosaic GPU.
+Compiled on any machine for a GPU that is not there. Needs the extra `aot`, and JAX 0.11 or later
+for Mosaic GPU. A process compiles for one GPU: in one that has compiled a kernel on Mosaic GPU for
+another, ptxas refuses the target.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -19,9 +20,9 @@ import jax.numpy as jnp
 
 from benchmarks.machine_code.case import BATCH, GROUP, KV_HEADS, TOKENS, Case
 from benchmarks.machine_code.cases import INNER, OUTER
-from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
+from benchmarks.machine_code.report import HEADER, Instructions, KernelReport, named_by_spec
 from benchmarks.machine_code.stored import uniform
-from benchmarks.machine_code.target import BY_NAME, Target
+from benchmarks.machine_code.target import BY_NAME, H200, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
 from benchmarks.report_file import arguments
@@ -105,13 +106,24 @@ class Attention:
 
 
 def _innerq(bits: int, scheme: Scheme, *limits: float, **fields: Any) -> Attention:
-    return Attention(
-        _name(f"innerq, {bits}-bit {scheme}", fields), bits, scheme, INNER, *limits, **fields
-    )
+    return _attention(f"innerq, {bits}-bit {scheme}", bits, scheme, INNER, limits, fields)
 
 
 def _kivi(bits: int, *limits: float, **fields: Any) -> Attention:
-    return Attention(_name(f"kivi, {bits}-bit", fields), bits, "asym", OUTER, *limits, **fields)
+    return _attention(f"kivi, {bits}-bit", bits, "asym", OUTER, limits, fields)
+
+
+def _attention(
+    name: str,
+    bits: int,
+    scheme: Scheme,
+    axes: tuple[GroupedAxis, GroupedAxis],
+    limits: Sequence[float],
+    fields: dict[str, Any],
+) -> Attention:
+    instructions, alu, multiply_adds = limits
+    name = _name(name, fields)
+    return Attention(name, bits, scheme, axes, instructions, alu, multiply_adds, **fields)
 
 
 def _name(name: str, fields: dict[str, Any]) -> str:
@@ -134,6 +146,30 @@ ATTENTIONS = (
 )
 
 
+COMPARED = ("cache", "GPU", "budget", "Mosaic GPU", "registers", "Triton, assembly")
+
+
+def compared(rows: Iterable[KernelReport], others: Iterable[KernelReport]) -> list[tuple[str, ...]]:
+    """Return lines under COMPARED: instructions for each element of Mosaic GPU's kernels, and of
+    Triton's in assembly if they are among the others."""
+    of_triton = {(row.name, row.target): row for row in others}
+    lines = []
+    for row in rows:
+        name = row.name.removesuffix(", mosaic")
+        other = of_triton.get((f"{name}, asm", row.target))
+        lines.append(
+            (
+                named_by_spec(name),
+                row.target,
+                f"{row.budget:.2f}",
+                f"{row.instructions_per_element:.2f}",
+                str(row.registers),
+                "" if other is None else f"{other.instructions_per_element:.2f}",
+            )
+        )
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table. The exit status is 1 if a case breaks its limits, 2 if nothing can be
     compiled."""
@@ -146,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--case", metavar="REGEX", default="", help="only cases whose name has a match of this"
     )
     parser.add_argument(
-        "--target", nargs="+", choices=BY_NAME, default=list(BY_NAME), help="the GPUs"
+        "--target", choices=BY_NAME, default=H200.name, help="the GPU (default: %(default)s)"
     )
     parser.add_argument(
         "--route",
@@ -161,16 +197,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [one for one in ATTENTIONS if re.search(args.case, one.name)]
     rows: list[KernelReport] = []
     failures: list[str] = []
-    for one in chosen:
-        for target in map(BY_NAME.__getitem__, args.target):
-            for route in args.route:
-                case = one.case(route, target)
-                rows.append(case.measure(target))
-                failures += case.failures(rows[-1])
-                print(" | ".join(rows[-1].line()), file=sys.stderr, flush=True)
-                if args.json:
-                    command = ("benchmarks.machine_code.routes", *arguments(argv))
-                    Instructions.of(rows, command).write(args.json)
+    target = BY_NAME[args.target]
+    for case in [one.case(route, target) for one in chosen for route in args.route]:
+        rows.append(case.measure(target))
+        failures += case.failures(rows[-1])
+        print(" | ".join(rows[-1].line()), file=sys.stderr, flush=True)
+        if args.json:
+            command = ("benchmarks.machine_code.routes", *arguments(argv))
+            Instructions.of(rows, command).write(args.json)
     print(table(HEADER, (row.line() for row in rows)))
     if failures:
         parser.exit(1, "\n".join(["limits broken:", *failures, ""]))

@@ -31,16 +31,8 @@ from pallas_kernels.mosaic.grouped import (
     Stripe,
     token_numbers,
 )
-from pallas_kernels.mosaic.matrices import (
-    OF_ALL_ROWS,
-    OF_ALL_WARPS,
-    SIDE,
-    WARPS,
-    Matrices,
-    on_rows,
-    on_warps,
-    splat,
-)
+from pallas_kernels.mosaic.matrices import Matrices, on_rows, on_warps, splat
+from pallas_kernels.mosaic.registers import OF_ALL_ROWS, OF_ALL_WARPS, SIDE, WARPS
 from pallas_kernels.mosaic.walk import Walk
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.shared import query_planes

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.matrices import LANES, ROWS, SIDE, WARPS, Matrices, splat
+from pallas_kernels.mosaic.matrices import Matrices, splat
+from pallas_kernels.mosaic.registers import LANES, ROWS, SIDE, WARPS
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 
@@ -206,6 +207,7 @@ class GroupedKeys(GroupedSide):
             total = part * scale if total is None else total + part * scale
             for zero in zeros:
                 total = total + ops.stacked([sums[group]], SPAN) * zero
+        assert total is not None
         return total
 
     def _of_tokens(

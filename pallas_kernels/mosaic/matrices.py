@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,26 +31,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from pallas_kernels.tiles.layout import Field, PlaneLayout
-
-WARPS = 4  # of a block: Mosaic GPU computes in warpgroups
-SIDE = 8  # rows and columns of a matrix
-ROWS = 2 * SIDE  # of a tensor core's product
-
-# [WARPS, rows, columns]: the first axis over warps, rows over groups of four lanes.
-LANES = plgpu.Layout.TILED(
-    fragmented_array.Tiling(((WARPS, SIDE, SIDE), (2,))),
-    warp_dims=(-4,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
+from pallas_kernels.mosaic.registers import (
+    LANES,
+    OF_ALL_WARPS,
+    ROWS,
+    SIDE,
+    WARPS,
+    cast,
+    code_registers,
+    element,
+    first_rows,
+    fragment,
+    grid,
+    index,
+    ldmatrix,
+    less,
+    matrices_of,
+    mma,
+    objects,
+    place_in_matrix,
+    ref_dtype,
+    twice,
+    vectors_of,
+    warp,
 )
-# Without one of the axes: the same in every warp, or in every row of a warp.
-OF_ALL_WARPS, OF_ALL_ROWS = LANES.reduce(0), LANES.reduce(1)
+from pallas_kernels.tiles.layout import Field, PlaneLayout
 
 
 def in_lanes(x: jax.Array) -> jax.Array:
@@ -86,11 +96,10 @@ class Matrices:
 
         @_inline((plgpu.RefType(),), shape, ref.dtype)
         def matrices(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
-            grid = _matrices_of(ref)
-            registers = _ldmatrix(ref, grid, transposed)
+            registers = ldmatrix(ref, matrices_of(ref), transposed)
             rows, columns = (size // SIDE for size in ir.MemRefType(ref.type).shape[1:])
             registers = registers.reshape(rows, columns)
-            return _fragment(registers.T if transposed else registers, shape, ref_dtype(ref))
+            return fragment(registers.T if transposed else registers, shape, ref_dtype(ref))
 
         return matrices(ref)
 
@@ -103,9 +112,9 @@ class Matrices:
         @_inline((plgpu.RefType(),), shape, jnp.float16)
         def equal_rows(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
             # Repeated by the load, so that four registers in a row are a product's operand.
-            places = _vectors_of(ref, rows // SIDE)
-            registers = _cast(_ldmatrix(ref, places, False), ir.F16Type.get())
-            return _fragment(registers.reshape(-1, rows // SIDE).T, shape, ir.F16Type.get())
+            places = vectors_of(ref, rows // SIDE)
+            registers = cast(ldmatrix(ref, places, False), ir.F16Type.get())
+            return fragment(registers.reshape(-1, rows // SIDE).T, shape, ir.F16Type.get())
 
         return equal_rows(ref)
 
@@ -121,13 +130,13 @@ class Matrices:
 
         @_inline((plgpu.RefType(),), shape, jnp.float32)
         def equal_columns(ctx: Any, ref: ir.Value) -> mgpu.FragmentedArray:
-            pairs = _cast(_ldmatrix(ref, _vectors_of(ref), True), ir.F16Type.get())
+            pairs = cast(ldmatrix(ref, vectors_of(ref), True), ir.F16Type.get())
             f32 = ir.F32Type.get()
             registers = np.empty((len(pairs), columns // SIDE), dtype=object)
             for i, pair in enumerate(pairs):
-                number = arith.extf(f32, _element(pair, 0))
+                number = arith.extf(f32, element(pair, 0))
                 registers[i, :] = vector.broadcast(ir.VectorType.get((2,), f32), number)
-            return _fragment(registers, shape, f32)
+            return fragment(registers, shape, f32)
 
         return equal_columns(ref)
 
@@ -153,9 +162,9 @@ class Matrices:
 
         @_inline((LANES,) * len(words), tuple(shape), jnp.float16)
         def codes(ctx: Any, *words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-            grids = [_grid(w) for w in words]
-            slots = [_code_registers(grids, field, layout.width, 3 - tokens) for field in fields]
-            return _fragment(np.concatenate(slots, tokens - 1), tuple(shape), ir.F16Type.get())
+            grids = [grid(w) for w in words]
+            slots = [code_registers(grids, field, layout.width, 3 - tokens) for field in fields]
+            return fragment(np.concatenate(slots, tokens - 1), tuple(shape), ir.F16Type.get())
 
         return codes(*words)
 
@@ -173,7 +182,7 @@ class Matrices:
             f16 = ir.F16Type.get()
             pair = ir.VectorType.get((2,), f16)
             registers = [vector.broadcast(pair, utils.c(value, f16)) for value in values]
-            return _fragment(_first_rows(_objects(registers)[None], ROWS), shape, f16)
+            return fragment(first_rows(objects(registers)[None], ROWS), shape, f16)
 
         return constants()
 
@@ -188,13 +197,13 @@ class Matrices:
 
         @_inline((LANES,) * 3, shape, jnp.float32)
         def product(ctx: Any, start: Any, a: Any, b: Any) -> mgpu.FragmentedArray:
-            sums, a, b = _first_rows(_grid(start), shape[1]), _grid(a), _grid(b)
+            sums, a, b = first_rows(grid(start), shape[1]), grid(a), grid(b)
             for k in range(0, a.shape[1], 2):
                 for i, j in itertools.product(range(0, len(a), 2), range(len(b))):
                     half = slice(i, i + 2)
                     rows = [*a[half, k], *a[half, k + 1]]
-                    sums[half, j] = _mma(sums[half, j], rows, list(b[j, k : k + 2]))
-            return _fragment(sums, shape, ir.F32Type.get())
+                    sums[half, j] = mma(sums[half, j], rows, list(b[j, k : k + 2]))
+            return fragment(sums, shape, ir.F32Type.get())
 
         return product(start, a, b)
 
@@ -210,10 +219,10 @@ class Matrices:
             asm = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
             moved = [
                 llvm.inline_asm(i32, [utils.bitcast(register, i32)], asm, "=r,r")
-                for register in _grid(x).flatten()
+                for register in grid(x).flatten()
             ]
-            registers = _cast(moved, ir.F16Type.get()).reshape(_grid(x).shape)
-            return _fragment(registers.T, shape, ir.F16Type.get())
+            registers = cast(moved, ir.F16Type.get()).reshape(grid(x).shape)
+            return fragment(registers.T, shape, ir.F16Type.get())
 
         return transposed(x)
 
@@ -230,8 +239,8 @@ class Matrices:
 
         @_inline((LANES,) * len(parts), shape, dtype)
         def stacked(ctx: Any, *parts: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-            grids = [_first_rows(_grid(part), share) for part in parts]
-            return _fragment(np.concatenate(grids), shape, parts[0].mlir_dtype)
+            grids = [first_rows(grid(part), share) for part in parts]
+            return fragment(np.concatenate(grids), shape, parts[0].mlir_dtype)
 
         return stacked(*parts)
 
@@ -243,23 +252,25 @@ class Matrices:
             ref[...] = x[:rows, :columns]
             return
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OF_ALL_WARPS))
+        inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OF_ALL_WARPS))
+
+        @inline
         def store(ctx: Any, ref: ir.Value, x: mgpu.FragmentedArray) -> None:
-            row, pair = _place_in_matrix()
-            grid = x.registers.reshape(x.shape[0] // SIDE, x.shape[1] // SIDE)
-            for (i, j), register in np.ndenumerate(grid):
+            row, pair = place_in_matrix()
+            registers = x.registers.reshape(x.shape[0] // SIDE, x.shape[1] // SIDE)
+            for (i, j), register in np.ndenumerate(registers):
                 if i * SIDE >= rows or j * SIDE >= columns:
                     continue
                 # The warps take turns, as all of them have the numbers.
-                stores = _less(_warp(), i % WARPS, equal=True)
+                stores = less(warp(), i % WARPS, equal=True)
                 if rows % SIDE:
-                    stores = arith.andi(stores, _less(row, rows - i * SIDE))
+                    stores = arith.andi(stores, less(row, rows - i * SIDE))
                 if columns % SIDE:
-                    stores = arith.andi(stores, _less(pair, max(1, columns // 2)))
+                    stores = arith.andi(stores, less(pair, max(1, columns // 2)))
                 with utils.when(stores):
-                    at = [_index(row, i * SIDE), _index(_twice(pair), j * SIDE)]
+                    at = [index(row, i * SIDE), index(twice(pair), j * SIDE)]
                     if columns == 1:
-                        memref.store(_element(register, 0), ref, at)
+                        memref.store(element(register, 0), ref, at)
                     else:
                         vector.store(register, ref, at)
 
@@ -283,52 +294,6 @@ def _code_numbers(words: Sequence[jax.Array], field: Field, width: int, axis: in
     return lax.bitcast_convert_type(number.astype(jnp.uint16), jnp.float16)
 
 
-def _code_registers(grids: Sequence[np.ndarray], field: Field, width: int, axis: int) -> np.ndarray:
-    """Return the registers of one field. One `lop3` makes two numbers, and one more for a bit in a
-    second plane set. Compilers share the shifts of fields that need the same one."""
-    i32 = ir.IntegerType.get_signless(32)
-
-    def tile(of_set: int, number: int) -> np.ndarray:
-        places = range(number * width // SIDE, (number + 1) * width // SIDE)
-        return np.take(grids[of_set], places, axis - 1)
-
-    def moved(words: ir.Value, shift: int) -> ir.Value:
-        words = utils.bitcast(words, i32)
-        if shift == 0:
-            return words
-        move = arith.shrui if shift > 0 else arith.shli
-        return move(words, utils.c(abs(shift), i32))
-
-    def masked(words: ir.Value, mask: int, rest: str, *more: ir.Value) -> ir.Value:
-        # The mask removes bits that cross from one half of the register into the other.
-        asm = f"lop3.b32 $0, $1, {mask * PAIR:#x}, {rest}, 0xea;"
-        return llvm.inline_asm(i32, [words, *more], asm, ",".join(["=r", "r", *["r"] * len(more)]))
-
-    def number(words: ir.Value) -> ir.Value:
-        if field.mask == 0xFF and field.shift in (0, 8) and field.position == 0:
-            byte = field.shift // 8  # of each word, below the byte of the exponent
-            selector = 0x4 << 12 | (2 + byte) << 8 | 0x4 << 4 | byte
-            asm = f"prmt.b32 $0, $1, {field.exponent * PAIR:#x}, {selector:#x};"
-            asm = asm.replace(
-                f"{field.exponent * PAIR:#x}", f"{(field.exponent >> 8) * 0x1010101:#x}"
-            )
-            return llvm.inline_asm(i32, [utils.bitcast(words, i32)], asm, "=r,r")
-        return masked(moved(words, field.shift), field.mask, f"{field.exponent * PAIR:#x}")
-
-    low = tile(0, field.tile)
-    high = None if field.high_tile is None else tile(1, field.high_tile)
-    registers = np.empty(low.shape, dtype=object)
-    for place, words in np.ndenumerate(low):
-        bits = number(words)
-        if high is not None:
-            bits = masked(moved(high[place], field.high_shift), field.high_mask, "$2", bits)
-        registers[place] = utils.bitcast(bits, ir.VectorType.get((2,), ir.F16Type.get()))
-    return registers
-
-
-PAIR = 0x10001  # times 16 bits: the same in both halves of a register
-
-
 def _inline(layouts_or_refs: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
     """Inline a function on registers that returns one array [WARPS, rows, columns]."""
     return plgpu.inline_mgpu(
@@ -340,168 +305,3 @@ def _inline(layouts_or_refs: Sequence[Any], shape: tuple[int, ...], dtype: Any) 
 def _half(x: jax.Array) -> jax.Array:
     """Return the floats whose bits uint16 holds."""
     return lax.bitcast_convert_type(x, jnp.float16) if x.dtype == jnp.uint16 else x
-
-
-def _cast(registers: Iterable[ir.Value], dtype: ir.Type) -> np.ndarray:
-    """Name the two numbers in each register."""
-    pair = ir.VectorType.get((2,), dtype)
-    return _objects([utils.bitcast(register, pair) for register in registers])
-
-
-def ref_dtype(ref: ir.Value) -> ir.Type:
-    return ir.MemRefType(ref.type).element_type
-
-
-def _grid(array: mgpu.FragmentedArray) -> np.ndarray:
-    """Return the registers by matrix, [rows / SIDE, columns / SIDE]."""
-    return array.registers.reshape(array.shape[1] // SIDE, array.shape[2] // SIDE).copy()
-
-
-def _fragment(grid: np.ndarray, shape: tuple[int, ...], dtype: ir.Type) -> mgpu.FragmentedArray:
-    layout = LANES.to_mgpu()
-    signed = True if isinstance(dtype, ir.IntegerType) else None
-    registers = grid.reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
-
-
-def _first_rows(grid: np.ndarray, rows: int) -> np.ndarray:
-    """Return the registers of the first rows of an array that repeats."""
-    return np.tile(grid, (-(-rows // SIDE // len(grid)), 1))[: rows // SIDE]
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
-
-
-def _element(vector_of_two: ir.Value, place: int) -> ir.Value:
-    position = ir.DenseI64ArrayAttr.get([place])
-    return vector.extract(vector_of_two, dynamic_position=[], static_position=position)
-
-
-def _lane() -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.remui(utils.thread_idx(), utils.c(32, i32))
-
-
-def _warp() -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.divui(utils.thread_idx(), utils.c(32, i32))
-
-
-def _place_in_matrix() -> tuple[ir.Value, ir.Value]:
-    """Return the row and the pair of columns that this lane holds."""
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.divui(_lane(), utils.c(4, i32)), arith.remui(_lane(), utils.c(4, i32))
-
-
-def _less(value: ir.Value, bound: int, equal: bool = False) -> ir.Value:
-    predicate = arith.CmpIPredicate.eq if equal else arith.CmpIPredicate.ult
-    return arith.cmpi(predicate, value, utils.c(bound, value.type))
-
-
-def _twice(value: ir.Value) -> ir.Value:
-    return arith.addi(value, value)
-
-
-def _index(value: ir.Value, offset: int) -> ir.Value:
-    moved = arith.addi(value, utils.c(offset, value.type))
-    return arith.index_castui(ir.IndexType.get(), moved)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Places:
-    """The addresses of matrices in shared memory, in elements from a warp's own.
-
-    Args:
-        matrices: the first element of each matrix.
-        row: elements between the rows of a matrix; 0 repeats its first row.
-        warp: elements between neighbouring warps.
-    """
-
-    matrices: tuple[int, ...]
-    row: int
-    warp: int
-
-
-def _matrices_of(ref: ir.Value) -> _Places:
-    kind = ir.MemRefType(ref.type)
-    (_, rows, columns), (warp, row, column) = kind.shape, kind.get_strides_and_offset()[0]
-    assert column == 1, "rows are contiguous"
-    starts = [SIDE * (row * i + j) for i in range(rows // SIDE) for j in range(columns // SIDE)]
-    return _Places(tuple(starts), row, warp)
-
-
-def _vectors_of(ref: ir.Value, times: int = 1) -> _Places:
-    kind = ir.MemRefType(ref.type)
-    (_, size), (warp, element) = kind.shape, kind.get_strides_and_offset()[0]
-    assert element == 1, "vectors are contiguous"
-    return _Places(tuple(i for i in range(0, size, SIDE) for _ in range(times)), 0, warp)
-
-
-def _ldmatrix(ref: ir.Value, places: _Places, transposed: bool) -> np.ndarray:
-    """Load matrices, four at a time if there are so many: lanes 8 i .. 8 i + 7 address the rows of
-    the i-th of them."""
-    i32 = ir.IntegerType.get_signless(32)
-    pair = ir.VectorType.get((2,), ref_dtype(ref))
-    base = utils.memref_ptr(ref)
-    row = arith.remui(_lane(), utils.c(SIDE, i32))
-    octet = arith.divui(_lane(), utils.c(SIDE, i32))
-    of_warp = arith.addi(
-        arith.muli(_warp(), utils.c(places.warp, i32)), arith.muli(row, utils.c(places.row, i32))
-    )
-    layout = nvvm.MMALayout.col if transposed else nvvm.MMALayout.row
-    square = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8,n=8>")
-    loaded: list[ir.Value] = []
-    for starts in _batches(places.matrices, 4):
-        offset = of_warp
-        for bit, of_bit in enumerate(_bits_of_steps(starts)):
-            chosen = arith.andi(octet, utils.c(1 << bit, i32))
-            step = arith.muli(arith.shrui(chosen, utils.c(bit, i32)), utils.c(of_bit, i32))
-            offset = arith.addi(offset, step)
-        offset = arith.addi(offset, utils.c(starts[0], i32))
-        pointer = utils.getelementptr(base, [offset], ref_dtype(ref))
-        value = nvvm.ldmatrix(
-            pointer,
-            layout=layout,
-            num=len(starts),
-            shape=square,
-            elt_type=nvvm.LdStMatrixEltType.B16,
-        )
-        parts = (
-            [value]
-            if len(starts) == 1
-            else [llvm.extractvalue(i32, value, [i]) for i in range(len(starts))]
-        )
-        loaded += [utils.bitcast(part, pair) for part in parts]
-    return _objects(loaded)
-
-
-def _batches(starts: Sequence[int], most: int) -> Iterator[Sequence[int]]:
-    size = next(size for size in (most, most // 2, 1) if len(starts) % size == 0)
-    return (starts[i : i + size] for i in range(0, len(starts), size))
-
-
-def _bits_of_steps(starts: Sequence[int]) -> list[int]:
-    """Return how far the first and the second bit of a matrix's number move its start."""
-    steps = [starts[1 << bit] - starts[0] for bit in range(len(starts).bit_length() - 1)]
-    assert len(starts) < 4 or starts[3] - starts[0] == sum(steps)
-    return steps
-
-
-def _mma(sums: np.ndarray, a: Sequence[ir.Value], b: Sequence[ir.Value]) -> np.ndarray:
-    """Return the two registers of 16 x 8 sums plus the product of 16 x 16 and 16 x 8 numbers."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    numbers = [_element(pair, place) for pair in sums for place in range(2)]
-    operands = [utils.bitcast(register, i32) for register in (*a, *b)]
-    value = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * 4),
-        [*operands, *numbers],
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-        " {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-        ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
-    )
-    results = [llvm.extractvalue(f32, value, [i]) for i in range(4)]
-    pair = ir.VectorType.get((2,), f32)
-    return _objects([vector.from_elements(pair, results[i : i + 2]) for i in (0, 2)])
