@@ -43,7 +43,8 @@ def measured(
 ) -> RequestRow:
     """Run the process of a cell, after one that compiles its programs if `warm`."""
     load = round(os.getloadavg()[0], 2)
-    deadline, answer = time.monotonic() + seconds, dict[str, Any]()
+    deadline = time.monotonic() + seconds
+    answer: dict[str, Any] = {}
     for each in (dataclasses.replace(request, warm=True), request)[not warm :]:
         module = f"benchmarks.cpu.request.{plan.MODULES[cell.system]}"
         command = [python, "-m", module, json.dumps(dataclasses.asdict(each))]

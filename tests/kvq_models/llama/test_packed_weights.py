@@ -175,3 +175,29 @@ def test_the_product_lowers_for_a_gpu_without_the_kernel():
     name = "kvq_packed_product"
     assert name not in traced.lower(lowering_platforms=("cuda",)).as_text()
     assert (name in traced.lower(lowering_platforms=("cpu",)).as_text()) == NATIVE
+
+
+def test_int8_activations_round_what_packed_weights_multiply(
+    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    exact, coarse = (
+        load_llama(file, dtype="float32", weights="packed", activations=a)[0]
+        for a in ("float32", "int8")
+    )
+    x = np.random.default_rng(3).normal(size=(1, 3, CONFIG.hidden_size)).astype(np.float32)
+    kernel = exact.layers[0].q_proj.kernel[...]
+    want = np.asarray(kernel.dequantized(), float)
+    by_group = x.reshape(-1, 32)
+    scale = np.abs(by_group).max(axis=-1, keepdims=True) / 127
+    want = (np.round(by_group / scale) * scale).reshape(x.shape) @ want
+    by_kernel = jnp.asarray(x) @ coarse.layers[0].q_proj.kernel[...]
+    monkeypatch.setattr(packed_weights, "unavailable", lambda: "no library")
+    by_xla = jnp.asarray(x) @ coarse.layers[0].q_proj.kernel[...]
+    for product in (by_kernel, by_xla):
+        assert np.linalg.norm(product - want) < 1e-4 * np.linalg.norm(want)
+    error = np.linalg.norm(jnp.asarray(x) @ kernel - want)
+    assert error > 1e-3 * np.linalg.norm(want), "nothing is rounded"
+    assert "rounded to int8" in packed_loading.in_words(coarse)
+    assert "rounded" not in packed_loading.in_words(exact)
+    with pytest.raises(ValueError, match="is for packed weights"):
+        load_llama(file, weights="dense", activations="int8")

@@ -1,0 +1,93 @@
+"""The benchmark of whole requests: its order, a run that goes on, what is left out, and the page.
+Other people's libraries are not run here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import pytest
+
+from benchmarks.cpu.request import __main__ as command
+from benchmarks.cpu.request import child, plan, report
+from benchmarks.cpu.request.child import Request
+from benchmarks.cpu.request.plan import Cell
+from benchmarks.cpu.request.report import RequestReport, RequestRow
+from benchmarks.report_file import header
+
+CELL = Cell(plan.SMOLLM2, plan.KVQ, "dense", 128, 1)
+REQUEST = Request("dense", "m", "t.json", 128, 4, 1, "f")
+
+
+def row(system: str, step_ms: float) -> RequestRow:
+    cell = dataclasses.replace(CELL, system=system)
+    times = {"first_ms": 64.0, "samples_ms": (step_ms, step_ms, 9 * step_ms)}
+    return RequestRow(**dataclasses.asdict(cell), version="1", peak_bytes=5 * 10**6, **times)
+
+
+def test_short_prompts_of_every_way_come_before_long_ones():
+    cells = list(plan.cells(tuple(plan.WAYS), tuple(plan.MODULES), (1024, 128), (1, 2)))
+    assert [cell.prompt for cell in cells] == sorted(cell.prompt for cell in cells)
+    assert len(set(cells)) == len(cells) == 2 * 2 * (12 + 3)
+    only = list(plan.cells([plan.SMOLLM2], [plan.LLAMA_CPP], (128,), (1,)))
+    assert [cell.way for cell in only] == ["f16", "q8_0", "q4_0"]
+
+
+def test_a_prompt_repeats_the_text_to_its_length(tmp_path: pathlib.Path):
+    (tmp_path / "t.json").write_text("[1, 2, 3]")
+    request = dataclasses.replace(REQUEST, tokens=str(tmp_path / "t.json"), prompt=7)
+    assert request.prompt_ids() == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_the_first_call_after_the_prompt_does_not_count():
+    calls: list[str] = []
+    times = child.request_times(lambda: calls.append("p"), lambda: calls.append("t"), 3)
+    assert "".join(calls) == "ptttt"
+    assert len(times["samples_ms"]) == 3
+
+
+def test_a_run_goes_on_where_it_ended_and_measures_again_what_failed(tmp_path: pathlib.Path):
+    file, failed = tmp_path / "request.json", dataclasses.replace(CELL, way="kivi:bits=4")
+    rows = (row(plan.KVQ, 7.0), RequestRow(**dataclasses.asdict(failed), skipped="no"))
+    common = dict(title="T", cpu="c", cores=2, rows=rows, **header(("x",)))
+    RequestReport(**common, steps=48).write(file)
+    assert RequestReport.read(file).rows == rows
+    options = ["--json", str(file), "--folder", str(tmp_path)]
+    run = command.Run(command.parser_of_options().parse_args(options), options)
+    assert list(run.rows) == [CELL]
+    other = command.parser_of_options().parse_args([*options, "--steps", "8"])
+    with pytest.raises(SystemExit, match="48 steps"):
+        command.Run(other, options)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import nothing_of_this_name", "No module named"),
+        ("import time; time.sleep(60)", command.TOO_LONG),
+    ],
+)
+def test_what_cannot_be_measured_says_why(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+):
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\n{code}\n")
+    script.chmod(0o755)
+    found = command.measured(CELL, str(script), REQUEST, 5, warm=False)
+    assert reason in found.skipped
+    assert not found.samples_ms
+    answer = json.dumps({"first_ms": 1.0, "samples_ms": [2.0], "peak_bytes": 3})
+    script.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    assert command.measured(CELL, str(script), REQUEST, 60, warm=True).samples_ms == (2.0,)
+
+
+def test_the_page_has_medians_speeds_and_reasons(tmp_path: pathlib.Path):
+    missing = RequestRow(**dataclasses.asdict(CELL), skipped="the model has 8192 positions")
+    rows = (row(plan.KVQ, 4.0), row(plan.LLAMA_CPP, 8.0), missing)
+    common = dict(title="T", cpu="c", cores=2, steps=3, rows=rows, **header(("x",)))
+    text = report.page(RequestReport(**common), tmp_path / "request.json")
+    assert "| 128 | kvq, dense | 64.0 | 2000 | 4.00 | 250.0 | 5 |" in text
+    assert "| 128 | llama.cpp, dense | 64.0 | 2000 | 8.00 | 125.0 | 5 |" in text
+    assert "- the model has 8192 positions: smollm2, 128 tokens, 1 cores: kvq dense" in text
