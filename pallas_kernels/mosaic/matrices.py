@@ -19,6 +19,9 @@ interpreter runs. Pallas' own `mma` has only the first form, and only layouts in
 warps share the rows of one product.
 """
 
+# pyright: reportArgumentType=false
+# the stubs of MLIR do not say how many results inline assembly has
+
 from __future__ import annotations
 
 import dataclasses

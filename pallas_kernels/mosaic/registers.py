@@ -4,6 +4,9 @@
 each lane for a matrix.
 """
 
+# pyright: reportArgumentType=false, reportReturnType=false
+# the stubs of MLIR do not say how many results inline assembly has
+
 from __future__ import annotations
 
 import dataclasses
