@@ -176,13 +176,12 @@ struct Attention : AttentionState {
       const float level = largest_lane(most);
       if (level > largest[row]) shrink(row, exp_of(splat(largest[row] - level))[0]);
       largest[row] = level;
-      if (level == kNegInf) {  // no token seen yet, so exp(0) is no weight
-        for (int64_t t = 0; t < padded; t++) out[t] = 0;
-        continue;
-      }
+      const bool unseen = level == kNegInf;  // no token yet, so exp(0) is no weight, or only NaN
       Floats sum = load(total + row * kLanes);
       for (int64_t t = 0; t < padded; t += kLanes) {
-        const Floats p = exp_of(load(out + t) - level);
+        const Floats score = load(out + t);
+        const Floats p =
+            unseen ? (Floats)((Ints)score & (score != kNegInf)) : exp_of(score - level);
         store(out + t, p);
         sum += p;
       }

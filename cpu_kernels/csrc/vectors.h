@@ -106,9 +106,9 @@ inline Floats load_halves(const uint16_t* p, bool bfloat16) {
 #endif
 }
 
-// exp(x) for x <= 0, to 2 units in the last place, and 0 below -87.
+// exp(x) for x <= 0, to 2 units in the last place, 0 from -87 down, and NaN for NaN.
 inline Floats exp_of(Floats x) {
-  const Ints counts = x > -87.0f;
+  const Ints vanishes = x <= -87.0f;
   x = larger(splat(-87.0f), x);  // NaN stays NaN
   const Floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
   const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -120,7 +120,7 @@ inline Floats exp_of(Floats x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return (Floats)(counts & (Ints)(p * (Floats)power));
+  return (Floats)(~vanishes & (Ints)(p * (Floats)power));
 }
 
 // (a & mask) | b, by one AVX-512 instruction that compilers do not generate for a chain of them.

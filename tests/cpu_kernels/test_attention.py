@@ -106,6 +106,21 @@ def test_windows_are_attended_to_with_the_body(case: str, slots: tuple[int, int]
     fewer = seen.copy()
     fewer[:, 0] = False
     assert relative_errors(attend(fewer, spoiled), want).max() > 1e-4, "a token left out passes"
+    spoiled[0][1, 0, 0] = np.nan
+    broken = np.isnan(attend(seen, spoiled)).all(axis=(-2, -1))
+    assert broken[1, 0], "NaN in a row that is seen is dropped"
+    assert broken.sum() == 1, "NaN reaches other heads or rows"
+
+
+def test_a_query_of_nan_gets_nan_and_no_other_does():
+    k, v = CASES["2 bits, 64"]
+    q, keys, values, *_ = inputs("2 bits, 64", 1, 1, 160)
+    q[1, 0] = np.nan
+    limits = np.full((BATCH, 1), 150, np.int32)
+    _, total, _ = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=160)
+    broken = np.isnan(total).reshape(BATCH, HEADS)
+    assert broken[1, 0], "the softmax's sum of a query of NaN is a number"
+    assert broken.sum() == 1, "NaN reaches other heads or rows"
 
 
 def test_places_outside_the_row_are_not_written_to():
