@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvq_tools.serving.connections import ConnectionLimits, connection_class
+from kvq_tools.serving.sockets import let_restart
 from kvq_tools.serving.worker import Worker
 
 GRACE_SECONDS = 60  # for answers that run when the server is told to end
@@ -53,6 +54,7 @@ def serve(
     server = server_of(app, ready, grace_seconds=grace_seconds)
     worker.start()
     try:
+        let_restart(bound)
         with _without_default_signals():
             server.run(sockets=[bound])
     finally:

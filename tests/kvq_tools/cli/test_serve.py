@@ -14,6 +14,8 @@ import sys
 
 import pytest
 
+from kvq_tools.serving.sockets import bound_socket, let_restart
+
 
 @pytest.fixture
 def serving(model: pathlib.Path, tmp_path: pathlib.Path):
@@ -110,3 +112,15 @@ def test_a_port_that_is_taken_is_one_line(run, model: pathlib.Path):
         code, _, errors = run("serve", model, "--port", other.getsockname()[1])
     assert (code, errors.count("\n")) == (2, 1)
     assert "in use" in errors
+
+
+def test_a_port_is_held_while_a_model_loads_and_can_be_had_again_after():
+    bound = bound_socket("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    with pytest.raises(OSError, match=f"port {port} of 127.0.0.1.*in use"):
+        bound_socket("127.0.0.1", port)
+    let_restart(bound)
+    bound.listen()
+    with socket.create_connection(("127.0.0.1", port)), bound.accept()[0]:
+        bound.close()
+    bound_socket("127.0.0.1", port).close()  # the connection that the server closed lingers
