@@ -24,6 +24,7 @@ from kvq_jax.codecs.scaled import ScaledCodec
 ROUNDS = 16
 LEAST_STD, LARGEST_STD = 1e-3, 1e3  # of one correction
 LARGEST_LOG = 10.0  # of a scale
+GAIN = 1e-3  # by which a round must be better: rounding does not choose among converged ones
 
 Tiles = Float[Array, "B K n T H"]
 TOKENS, CHANNELS = 3, 4  # axes of tiles
@@ -53,7 +54,7 @@ def balance(tiles: Tiles, over: int, floor: float) -> Float[Array, "B K n a b"]:
     variances differ least.
 
     The variances of a tile differ by max / min of its tokens' standard deviations plus that of its
-    channels'. Ties take the later round.
+    channels'.
     """
     across = TOKENS + CHANNELS - over
     least_log = max(math.log(floor), -LARGEST_LOG) if floor else -LARGEST_LOG
@@ -68,7 +69,7 @@ def balance(tiles: Tiles, over: int, floor: float) -> Float[Array, "B K n a b"]:
         a = corrected(a, b, over)
         b = corrected(b, a, across)
         spread = _spread(tiles * jnp.exp(-a - b))
-        better = spread <= least
+        better = spread < (1 - GAIN) * least
         return a, b, jnp.where(better, a, best_a), jnp.where(better, spread, least)
 
     a, b = (jnp.zeros_like(lax.slice_in_dim(tiles, 0, 1, axis=axis)) for axis in (over, across))

@@ -39,7 +39,7 @@ def scales(tile: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
         log_column = (log_column + step).clip(least, 10)
         step = np.log(balanced().std(1, ddof=1, keepdims=True).clip(1e-3, 1e3))
         log_row = (log_row + step).clip(least, 10)
-        if (now := unevenness()) <= best[0]:
+        if (now := unevenness()) < 0.999 * best[0]:
             best = now, log_column, log_row
     return np.exp(best[1]), np.exp(best[2])
 
