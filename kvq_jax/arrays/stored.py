@@ -6,8 +6,8 @@ A codec describes its body as a tree of `BodySpec`, and the state holds arrays o
 (docs/decisions/packed_layout.md).
 
 Everything here takes and returns values in their own dtype, except `stored` trees, which are as the
-state holds them. `block` is always the codec's tree of descriptions for one block: the token axes
-have the entries of one block.
+state holds them: arrays with sequences first, or a `PagedBody`. `block` is always the codec's tree
+of descriptions for one block: the token axes have the entries of one block.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from kvq_jax.arrays.packing import PlaneLayout
+from kvq_jax.arrays.paged import PagedBody
 from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, Tree
 
 
@@ -74,11 +75,15 @@ def word_specs(layout: PlaneLayout, batch: int, heads: int, tokens: int) -> tupl
 
 def load_body(block: Tree, stored: Tree) -> Tree:
     """Return all values of a stored body."""
+    if isinstance(stored, PagedBody):
+        stored = stored.blocks(block, 0, stored.table.shape[1])
     return jax.tree.map(lambda spec, array: spec.load(array), block, stored)
 
 
 def load_chunk(block: Tree, stored: Tree, start: Int[Array, ""], blocks: int) -> Tree:
     """Return the values of `blocks` blocks of every row, from block `start` on."""
+    if isinstance(stored, PagedBody):
+        return load_body(block, stored.blocks(block, start, blocks))
 
     def cut(spec: BodySpec, array: Array) -> Array:
         entries = spec["tokens"].size
@@ -108,6 +113,9 @@ def load_row_blocks(block: Tree, stored: Tree, start: LengthsB, blocks: int) -> 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:
     """Return `stored` with blocks first[b] .. first[b] + count[b] - 1 of each row b replaced by the
     leading blocks of `values`."""
+    if isinstance(stored, PagedBody):
+        new = jax.tree.map(lambda spec, array: spec.store(array), block, values)
+        return stored.with_blocks(block, new, first, count)
     return jax.tree.map(
         lambda spec, old, new: _store(spec, old, spec.store(new), first, count),
         block,

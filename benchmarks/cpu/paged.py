@@ -1,0 +1,146 @@
+"""Time decode attention of one layer whose body lies in pages, beside the same codes in rows.
+
+    python -m benchmarks.cpu.paged
+
+A step adds one token to each sequence and attends to all. Its CPU time, of all threads, is the
+median of rounds in which each implementation runs once. Others' work on the machine changes it less
+than the time that passes. `error` is the largest relative error of an output row against XLA's with
+the same codes in rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+import kvq_jax as kvq
+from benchmarks import markdown
+from benchmarks.cpu.timing import cpu_name, random_layer, relative_error, wait
+from benchmarks.report_file import cores
+from kvq_jax.cache.layer_cache import CachePlan, LayerCache
+from kvq_jax.cache.paged_cache import PagedCache, PagedPlan, paged_plan
+
+KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+
+
+class Implementation(NamedTuple):
+    name: str
+    step: Callable[[Any, Array, Array, Array], tuple[Array, Any]]
+    cache: Any
+
+
+def paged(plan: PagedPlan, dense: LayerCache, order: np.ndarray) -> tuple[PagedCache, np.ndarray]:
+    """Return the dense cache's contents in pages, and their table. Block i of all blocks, those of
+    the first sequence first, goes to page order[i]."""
+    layer, batch = plan.plan.layer, len(dense.lengths)
+    table = order.reshape(batch, plan.width)
+
+    def cut(spec: Any, rows: Array) -> Array:
+        axis = spec.axis("tokens")
+        entries = rows.shape[axis] // plan.width
+        blocks = rows.reshape(*rows.shape[:axis], plan.width, entries, *rows.shape[axis + 1 :])
+        blocks = jnp.moveaxis(blocks, axis, 1)
+        blocks = blocks.reshape(len(order), *blocks.shape[2:])
+        return jnp.zeros_like(blocks).at[order].set(blocks)
+
+    pages = tuple(
+        jax.tree.map(cut, codec.body(1, 1, layer.regions.block), body)
+        for codec, body in zip(layer.codecs, dense.state.body, strict=True)
+    )
+    slots = dataclasses.replace(dense, state=dataclasses.replace(dense.state, body=()))
+    return PagedCache(pages, slots), table
+
+
+def implementations(spec: str, batch: int, tokens: int) -> list[Implementation]:
+    """Return the same tokens in rows, read by XLA and as this machine reads them, and in pages."""
+    heads = KV_HEADS * GROUP
+    dims = kvq.CacheDims(1, heads, KV_HEADS, HEAD_DIM, heads * HEAD_DIM)
+    plan = kvq.layer_plan(spec, dims, layer=0, capacity=tokens + 256, dtype="float32")
+    pages = paged_plan(plan)
+    lengths = jnp.full((batch,), tokens, jnp.int32)
+    dense = LayerCache(random_layer(plan.layer, batch, "float32"), lengths)
+    in_order = np.arange(batch * pages.width)
+    shuffled = np.random.default_rng(0).permutation(in_order)
+    chosen = [
+        Implementation("rows, XLA", _through(plan, implementation="xla"), dense),
+        Implementation("rows", _through(plan), dense),
+    ]
+    for name, order in (("pages in order, XLA", in_order), ("pages shuffled, XLA", shuffled)):
+        cache, table = paged(pages, dense, order)
+        chosen.append(Implementation(name, _through(pages, jnp.asarray(table, jnp.int32)), cache))
+    return [one._replace(cache=jax.tree.map(jnp.copy, one.cache)) for one in chosen]
+
+
+def _through(
+    plan: CachePlan | PagedPlan, *table: Array, **options: Any
+) -> Callable[[Any, Array, Array, Array], tuple[Array, Any]]:
+    """Return a compiled step, which donates the cache."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache: Any, *arrays: Array) -> tuple[Array, Any]:
+        return plan.attend(cache, *arrays, prefill=False, **options)
+
+    return functools.partial(_with_table, step, table)
+
+
+def _with_table(step: Any, table: tuple[Array, ...], cache: Any, *arrays: Array) -> Any:
+    return step(cache, *table, *arrays)
+
+
+def measured(spec: str, batch: int, tokens: int, rounds: int) -> list[list[str]]:
+    """Return the lines of the table: name, CPU milliseconds, their ratio, error."""
+    chosen = implementations(spec, batch, tokens)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (batch, 1, heads, HEAD_DIM))
+        for i, heads in enumerate((KV_HEADS * GROUP, KV_HEADS, KV_HEADS))
+    )
+    caches, outs = [one.cache for one in chosen], [q] * len(chosen)
+    samples = np.empty((rounds + 1, len(chosen)))
+    for sample in samples:
+        for i, one in enumerate(chosen):
+            start = time.process_time()
+            outs[i], caches[i] = one.step(caches[i], q, k, v)
+            wait((outs[i], caches[i]))
+            sample[i] = 1e3 * (time.process_time() - start)
+    samples = samples[1:]  # the first call compiles
+    ratios = np.median(samples / samples[:, :1], axis=0)
+    errors = [relative_error(out, outs[0]) for out in outs]
+    return [
+        [one.name, f"{ms:.1f}", f"{ratio:.2f}", f"{error:.1e}"]
+        for one, ms, ratio, error in zip(
+            chosen, np.median(samples, axis=0), ratios, errors, strict=True
+        )
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu.paged",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--cache", default="kivi:bits=4", help="a method that pages serve")
+    parser.add_argument("--batch", type=int, default=4, help="sequences")
+    parser.add_argument("--tokens", type=int, default=4096, help="cached tokens of a sequence")
+    parser.add_argument("--rounds", type=int, default=31, help="at most 200")
+    args = parser.parse_args(argv)
+    lines = measured(args.cache, args.batch, args.tokens, min(args.rounds, 200))
+    print(
+        f"`{args.cache}`, {args.batch} sequences of {args.tokens} tokens, {KV_HEADS} KV heads of"
+        f" {HEAD_DIM} channels, {GROUP} query heads for each; {cores()} cores of {cpu_name()},"
+        f" JAX {jax.__version__}\n"
+    )
+    print(markdown.table(("body", "CPU ms a step", "times rows by XLA", "error"), lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""bonsai's Qwen 3 with a quantized cache, through bonsai's own `forward`, beside its own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+bonsai = pytest.importorskip("kvq_hosts.bonsai", reason="bonsai is not installed")
+
+from flax import nnx  # noqa: E402
+
+modeling = bonsai.modeling
+pytestmark = pytest.mark.filterwarnings("ignore")  # bonsai's own
+TOKENS, STEPS, VOCAB = 12, 8, 64
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """Run in JAX's usual modes, which bonsai's code expects."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def model_of() -> Any:
+    """Return a small random model whose attention has peaks."""
+    sizes = dict(num_layers=2, vocab_size=VOCAB, emb_dim=64, mlp_dim=128, num_heads=4, head_dim=32)
+    rope = dict(rope_theta=1_000_000, rope_scaling_factor=8.0, local_rope_theta=1e4)
+    options = dict(num_kv_heads=2, norm_eps=1e-6, tie_word_embeddings=False)
+    model = modeling.Qwen3(modeling.ModelConfig(**sizes, **rope, **options), rngs=nnx.Rngs(0))
+    for layer in model.layers:
+        layer.attn.q_norm.scale.set_value(3 * layer.attn.q_norm.scale[...])
+    return model
+
+
+def logits_of(model: Any, cache: Any) -> np.ndarray:
+    """Return the logits of greedy steps after two prompts, one of them padded on the left."""
+    prompt = np.random.default_rng(0).integers(1, VOCAB, (2, TOKENS))
+    prompt[1, :4] = 0
+    tokens, steps = jnp.asarray(prompt, jnp.int32), []
+    for _ in range(STEPS):
+        logits, cache = modeling.forward(model, cache, tokens, 0)
+        steps.append(logits)
+        tokens = 1 + jnp.argmax(logits[:, 1:], axis=-1, keepdims=True).astype(jnp.int32)
+    return np.stack(steps)
+
+
+def test_the_exact_cache_gives_the_logits_of_bonsais_own():
+    model = model_of()
+    sizes = 2, TOKENS, STEPS, "float32"
+    expected = logits_of(model, modeling.init_cache(model.config, *sizes))
+    same = logits_of(*bonsai.with_cache(model, "dense", *sizes))
+    np.testing.assert_allclose(same, expected, atol=1e-4)
+    coarse = logits_of(*bonsai.with_cache(model, "int2:sink=0,recent=0,block=4", *sizes))
+    assert np.abs(coarse - expected).max() > 1e-2, "the cache is not read"
+    assert type(model.layers[0].attn) is modeling.Attention, "the caller's model is changed"
+
+
+def test_what_has_no_adapter_is_refused():
+    with pytest.raises(NotImplementedError, match="Linear has no adapter: Qwen3 has one"):
+        bonsai.with_cache(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "kivi", 1, 1, 1)
+    with pytest.raises(ValueError, match="unknown cache method 'kiwi'"):
+        bonsai.with_cache(model_of(), "kiwi", 1, 1, 1)
