@@ -218,7 +218,7 @@ METHOD_CASES = (
     MethodCase("kvarn2", "kvarn:group_size=16,sink=2,recent=3,block=16", 3.875, 0.5632),
     MethodCase(
         "kvarn42_floor",
-        "k=kvarn:bits=4,group_size=8,floor=0.741+v=kvarn:bits=2,group_size=8,scale_dtype=float32"
+        "k=kvarn:bits=4,group_size=8+v=kvarn:bits=2,group_size=8,floor=0.741,scale_dtype=float32"
         "+cache:sink=0,recent=3,block=8",
         7.625,
         0.4057,

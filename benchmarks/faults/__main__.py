@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(run_kind(kind, tries, before, keep, seconds))
         samples = tuple(soak(args.soak)) if args.soak else ()
     report = FaultReport(
-        title="Injected faults",
+        title="Injected faults" if rows else f"{args.soak:g} minutes of mixed traffic",
         rows=tuple(rows),
         connections=CONNECTIONS if samples else 0,
         soak=samples,

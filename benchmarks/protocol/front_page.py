@@ -11,11 +11,17 @@ import textwrap
 from benchmarks import llama_8b
 from benchmarks.front_picture import Point
 from benchmarks.markdown import table, with_interval
-from benchmarks.protocol.caches import README
+from benchmarks.protocol.caches import EXACT, README
 from benchmarks.protocol.report import CONTEXT, ProtocolReport
 from benchmarks.report_file import RESULTS
 from kvq_jax.cache.size import COMPARED_BATCHES
-from kvq_tools.evaluation.protocol import DECODED_FROM, RECENT, SINK
+from kvq_tools.evaluation.protocol import (
+    DECODED_FROM,
+    READINGS,
+    RECENT,
+    SINK,
+    Reading,
+)
 
 FILE = RESULTS / "protocol_smollm2.json"
 LENGTH = 2048
@@ -23,27 +29,35 @@ HEAD = (
     "cache",
     "resident bits",
     *(f"resident GiB, batch {batch}" for batch in COMPARED_BATCHES),
-    "KL, decoded",
-    "KL, after a prompt",
-    "same top token, decoded",
 )
+A_TEXT = {"encyclopedia": "an encyclopedia", "novel": "a novel"}
+COLUMNS = {"decoded": "KL, decoded", "prompt": "KL, after a prompt"}
 
 
 def report_for_readme(file: pathlib.Path = FILE) -> ProtocolReport | None:
-    """Return the report if it has every row of the README's table, else None."""
+    """Return the report if it has a whole reading of the README's caches, else None."""
     if not file.exists():
         return None
     report = ProtocolReport.read(file)
+    return report if readings(report) else None
+
+
+def readings(report: ProtocolReport) -> list[Reading]:
+    """Return the readings of which the report has every cache of the README, the harder first."""
     keys = {row.key for row in report.rows}
-    wanted = {(c, False, LENGTH, reading) for c in README for reading in ("prompt", "decoded")}
-    return report if wanted <= keys else None
+    return [
+        reading
+        for reading in reversed(READINGS)
+        if all((cache, False, LENGTH, reading) in keys for cache in README)
+    ]
 
 
 def section(report: ProtocolReport, results: str) -> str:
     """Render the table, the smallest cache first, and the paragraph below it. `results` leads from
     the page to benchmarks/results."""
+    shown = readings(report)
     rows = sorted(
-        (report.row(cache, LENGTH, "decoded") for cache in README),
+        (report.row(cache, LENGTH, shown[0]) for cache in README),
         key=lambda row: row.sizes_8b()[0].resident,
     )
     lines = (
@@ -51,27 +65,32 @@ def section(report: ProtocolReport, results: str) -> str:
             f"`{row.cache}`{'*' if row.calibrated else ''}",
             f"{row.sizes_8b()[0].resident_bits:.2f}",
             *(f"{size.resident / 2**30:.2f}" for size in row.sizes_8b()),
-            with_interval(*report.kl(row), "#.2g"),
-            with_interval(*report.kl(report.row(row.cache, LENGTH, "prompt")), "#.2g"),
+            *(
+                with_interval(*report.kl(report.row(row.cache, LENGTH, reading)), "#.2g")
+                for reading in shown
+            ),
             f"{row.measured.agreement(report.headline):.1%}",
         )
         for row in rows
     )
+    head = (*HEAD, *(COLUMNS[reading] for reading in shown), "same top token")
     note = textwrap.fill(
         _note(report, results), 100, break_long_words=False, break_on_hyphens=False
     )
-    return f"{table(HEAD, lines)}\n\n{note}"
+    return f"{table(head, lines)}\n\n{note}"
 
 
 def points(report: ProtocolReport) -> list[Point]:
-    """Return every cache with the protocol's windows that was decoded, the smallest first."""
-    rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, "decoded"))
-    decoded = [
+    """Return every cache with the protocol's windows in the README's first reading, the smallest
+    first."""
+    reading = readings(report)[0]
+    rows = (r for r in report.rows if (r.context, r.reading) == (LENGTH, reading))
+    measured = [
         Point(row.cache, row.sizes_8b()[0].resident / 2**30, *report.kl(row))
         for row in rows
-        if not row.own_windows
+        if not row.own_windows and row.cache != EXACT
     ]
-    return sorted(decoded, key=lambda point: point.gib)
+    return sorted(measured, key=lambda point: point.gib)
 
 
 def _note(report: ProtocolReport, results: str) -> str:
@@ -80,19 +99,30 @@ def _note(report: ProtocolReport, results: str) -> str:
         for text in report.texts
         if report.calibration_text is None or text.domain != report.calibration_text.domain
     ]
-    share = report.row(README[0], LENGTH, "decoded").exact_share
+    shown = readings(report)
+    share = report.row(README[0], LENGTH, shown[0]).exact_share
     learned = (
         f" Rows with * learned from {report.calibration_text.name}, another domain."
         if report.calibration_text
         else ""
     )
+    read = {
+        "decoded": (
+            f" Decoded: all tokens from {DECODED_FROM} on go through the cache one by one, so that"
+            " errors add up as they do in use."
+        ),
+        "prompt": (
+            f" After a prompt: {LENGTH} tokens are read exactly and quantized, then {report.scored}"
+            " are decoded."
+        ),
+    }
+    texts = " and ".join(A_TEXT.get(domain, domain) for domain in outside)
     return (
         f"Bits and GiB are resident, for 1 and 16 sequences of {CONTEXT // 1024}K tokens of"
-        f" {llama_8b.NAME}: the cache, what its method adds to the model, and the working memory of"
-        f" a step. KL to full precision is that of {report.model} on {' and '.join(outside)}, with"
-        f" 95 % t intervals over {len(report.headline)} windows. Every cache keeps the first {SINK}"
-        f" and the newest {RECENT} tokens exact, {share:.1%} of what a scored token reads. Decoded:"
-        f" all tokens from {DECODED_FROM} on go through the cache one by one; after a prompt:"
-        f" {LENGTH} tokens are read exactly first.{learned} All rows:"
-        f" [the protocol]({results}{FILE.stem}.md)."
+        f" {llama_8b.NAME} (bfloat16: 4 and 64 GiB): the cache, what its method adds to the model,"
+        f" and the working memory of a step. KL to full precision is that of `{report.model}` on"
+        f" {texts}, with 95 % t intervals over {len(report.headline)} windows. Every cache keeps"
+        f" the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a scored"
+        f" token reads (more with blocks of 64 or 128).{''.join(read[reading] for reading in shown)}"
+        f"{learned} All rows: [the protocol]({results}{FILE.stem}.md)."
     )

@@ -41,7 +41,10 @@ from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.shared import query_planes
 from pallas_kernels.tiles.layout import SPAN
 
-INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
+
+def interpreted() -> Any:
+    """Return how Pallas runs kernels without a GPU: with a detector of races."""
+    return plgpu.InterpretGPUParams(detect_races=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ def pieces(
         capacity=capacity,
         tuning=tuning or tuning_for(k, v, columns, capacity, capability),
         bulk=launch.interpret or float(capability) >= BULK,
-        interpret=attention.INTERPRETED if launch.interpret else None,
+        interpret=attention.interpreted() if launch.interpret else None,
     )
 
 

@@ -4,7 +4,7 @@
     CMAKE_ARGS=-DGGML_NATIVE=ON /tmp/llama_cpp/bin/pip install llama-cpp-python
     python -m venv /tmp/onnx && /tmp/onnx/bin/pip install onnxruntime onnx
     python -m benchmarks.cpu.request --python-of llama.cpp=/tmp/llama_cpp/bin/python \\
-        --python-of onnxruntime=/tmp/onnx/bin/python --json benchmarks/results/request_cpu.json
+        --python-of onnxruntime=/tmp/onnx/bin/python --json request_cpu.json
 
 Each measurement is a process of its own. The file is written after each, and a run that finds it
 goes on where it ended. What is not installed is left out, with the reason.
@@ -31,6 +31,7 @@ from benchmarks.cpu.request.plan import Cell
 from benchmarks.cpu.request.report import RequestReport, RequestRow, page
 from benchmarks.cpu.timing import cpu_name
 from benchmarks.report_file import arguments, cores, header
+from kvq_jax.files import whole
 from kvq_models import load_llama, save_llama
 from kvq_models.named_models.names import located
 
@@ -106,7 +107,7 @@ class Run:
         if not tokens.exists():
             _, tokenizer = load_llama(plan.SMOLLM2)
             ids = tokenizer.encode((REPOSITORY / "README.md").read_text(encoding="utf-8"))
-            tokens.write_text(json.dumps(np.asarray(ids).tolist()))
+            whole.write(tokens, json.dumps(np.asarray(ids).tolist()))
         folder, steps = str(self.folder), self.options.steps
         model = self.file_of(cell)
         return Request(cell.way, model, str(tokens), cell.prompt, steps, cell.cores, folder)

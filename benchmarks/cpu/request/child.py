@@ -1,8 +1,8 @@
 """A process that measures one request. It may run in another environment than kvq's, so this needs
 the standard library alone.
 
-The parent starts `python -m benchmarks.cpu.request.with_X '{"...": ...}'`. The last line of its
-output is the answer, a JSON object.
+The parent starts one of the modules beside this one, such as with_kvq, with a JSON object. The last
+line of its output is the answer, a JSON object.
 """
 
 from __future__ import annotations
