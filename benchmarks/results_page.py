@@ -251,17 +251,20 @@ def drawn_front(protocol: ProtocolReport | None, report: QualityReport) -> str:
     return front_picture.picture(points, report.windows, "a novel", "one text")
 
 
+def readme_section() -> str:
+    """Render the README's table: of the protocol, or else of the suite."""
+    if protocol := front_page.report_for_readme():
+        return front_page.section(protocol, "benchmarks/results/")
+    return readme_table.section(readme_table.read(), "benchmarks/results/")
+
+
 def _write_readme() -> None:
     """Write the README's table, its picture, and the KL that `kvq memory` shows."""
     reports = readme_table.read()
     whole.write(measured_caches.FILE, measured_caches.contents(reports))
     protocol = front_page.report_for_readme()
-    if protocol:
-        section = front_page.section(protocol, "benchmarks/results/")
-    else:
-        section = readme_table.section(reports, "benchmarks/results/")
     page = readme_table.README.read_text(encoding="utf-8")
-    whole.write(readme_table.README, readme_table.replaced(page, section))
+    whole.write(readme_table.README, readme_table.replaced(page, readme_section()))
     whole.write(front_picture.FILE, drawn_front(protocol, reports[-1]))
     print(readme_table.README, measured_caches.FILE, front_picture.FILE, sep="\n")
 

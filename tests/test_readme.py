@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import readme_table
+from benchmarks import readme_table, results_page
 from kvq_tools.cli.main import COMMANDS, build_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -43,8 +43,7 @@ def parse(line: str) -> None:
 
 
 def test_the_table_of_caches_is_the_generator_s():
-    made = readme_table.section(readme_table.read(), "benchmarks/results/")
-    page = readme_table.replaced(README, made)
+    page = readme_table.replaced(README, results_page.readme_section())
     assert page == README, "python -m benchmarks.results_page writes the table"
 
 

@@ -116,6 +116,7 @@ def _note(report: ProtocolReport, results: str) -> str:
             " are decoded."
         ),
     }
+    readings_said = "".join(read[reading] for reading in shown)
     texts = " and ".join(A_TEXT.get(domain, domain) for domain in outside)
     return (
         f"Bits and GiB are resident, for 1 and 16 sequences of {CONTEXT // 1024}K tokens of"
@@ -123,6 +124,6 @@ def _note(report: ProtocolReport, results: str) -> str:
         f" and the working memory of a step. KL to full precision is that of `{report.model}` on"
         f" {texts}, with 95 % t intervals over {len(report.headline)} windows. Every cache keeps"
         f" the first {SINK} and the newest {RECENT} tokens exact, {share:.1%} of what a scored"
-        f" token reads (more with blocks of 64 or 128).{''.join(read[reading] for reading in shown)}"
+        f" token reads (more with blocks of 64 or 128).{readings_said}"
         f"{learned} All rows: [the protocol]({results}{FILE.stem}.md)."
     )
