@@ -6,7 +6,6 @@ machine_code/     instructions of the GPU kernels, counted without a GPU
 mesh.py           decode steps on virtual devices against one
 protocol/         caches compared in equal windows, two readings, three domains
 quality/          predictions through each cache at equal bits, on one text
-readme_table.py   the README's table of caches, made from two of quality's reports
 claims.py         the comparative sentences of the README and of docs/papers.md
 report_file.py    the JSON file that each of them writes to results/
 results_page.py   the pages in results/, made from those files

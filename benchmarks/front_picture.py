@@ -12,13 +12,8 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.measured_caches import short
-from benchmarks.quality.comparison import PLAIN
 from benchmarks.quality.intervals import Interval
-from benchmarks.quality.report import QualityReport
-from benchmarks.readme_table import CONTEXT
 
 FILE = pathlib.Path(__file__).parents[1] / "docs" / "front.svg"
 WIDTH, HEIGHT = 800, 500
@@ -43,22 +38,6 @@ class Point:
     gib: float
     kl: float
     interval: Interval
-
-
-def points(report: QualityReport) -> list[Point]:
-    """Return each cache that was measured as it is, the smallest first."""
-    config = llama_8b.llama_config()
-    by_name = {
-        short(row.cache): Point(
-            short(row.cache),
-            kvq.size.of(row.cache, config, 1, CONTEXT).resident / 2**30,
-            row.kl,
-            row.kl_interval,
-        )
-        for row in report.rows
-        if row.variant == PLAIN and not row.fake and not row.other_text
-    }
-    return sorted(by_name.values(), key=lambda point: point.gib)
 
 
 def front(candidates: Sequence[Point]) -> list[Point]:

@@ -14,11 +14,18 @@ from collections.abc import Sequence
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN
 from benchmarks.quality.report import QualityReport
+from benchmarks.report_file import RESULTS
 from kvq_tools.planning import measured
 
 FILE = pathlib.Path(measured.__file__).with_name("measured.json")
 MODELS = {"smollm2": "SmolLM2-135M"}
 DIGITS = 3  # of a KL
+REPORTS = "quality_waterfill_smollm2", "quality_waterfill_novel_smollm2"
+
+
+def read() -> list[QualityReport]:
+    """Read the reports of both texts; WikiText-2's is the first."""
+    return [QualityReport.read(RESULTS / f"{name}.json") for name in REPORTS]
 
 
 def short(cache: str) -> str:

@@ -17,7 +17,6 @@ from benchmarks import (
     front_picture,
     measured_caches,
     mesh,
-    readme_table,
     serving_report,
     serving_start,
 )
@@ -198,8 +197,6 @@ def render(folder: pathlib.Path) -> dict[str, str]:
     protocol = front_page.report_for_readme(folder / front_page.FILE.name)
     if protocol:
         index.append(front_page.section(protocol, ""))
-    elif all((folder / f"{name}.json").exists() for name in readme_table.FILES):
-        index.append(readme_table.section(readme_table.read(folder), ""))
     index += [
         "## Pages",
         table(HEAD, (index_line(*entry) for entry in reports)),
@@ -242,31 +239,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(args.folder / name)
 
 
-def drawn_front(protocol: ProtocolReport | None, report: QualityReport) -> str:
-    """Render the README's picture: of the protocol, or else of the suite on the novel."""
-    if protocol:
-        points, windows = front_page.points(protocol), len(protocol.headline)
-        return front_picture.picture(points, windows, "a novel and code", "two texts")
-    points = front_picture.points(report)
-    return front_picture.picture(points, report.windows, "a novel", "one text")
-
-
-def readme_section() -> str:
-    """Render the README's table: of the protocol, or else of the suite."""
-    if protocol := front_page.report_for_readme():
-        return front_page.section(protocol, "benchmarks/results/")
-    return readme_table.section(readme_table.read(), "benchmarks/results/")
-
-
 def _write_readme() -> None:
     """Write the README's table, its picture, and the KL that `kvq memory` shows."""
-    reports = readme_table.read()
-    whole.write(measured_caches.FILE, measured_caches.contents(reports))
-    protocol = front_page.report_for_readme()
-    page = readme_table.README.read_text(encoding="utf-8")
-    whole.write(readme_table.README, readme_table.replaced(page, readme_section()))
-    whole.write(front_picture.FILE, drawn_front(protocol, reports[-1]))
-    print(readme_table.README, measured_caches.FILE, front_picture.FILE, sep="\n")
+    whole.write(measured_caches.FILE, measured_caches.contents(measured_caches.read()))
+    if protocol := front_page.report_for_readme():
+        page = front_page.PAGE.read_text(encoding="utf-8")
+        section = front_page.section(protocol, "benchmarks/results/")
+        whole.write(front_page.PAGE, front_page.replaced(page, section))
+        whole.write(front_picture.FILE, front_page.picture(protocol))
+    print(front_page.PAGE, measured_caches.FILE, front_picture.FILE, sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import readme_table, results_page
+from benchmarks.protocol import front_page
 from kvq_tools.cli.main import COMMANDS, build_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -43,7 +43,9 @@ def parse(line: str) -> None:
 
 
 def test_the_table_of_caches_is_the_generator_s():
-    page = readme_table.replaced(README, results_page.readme_section())
+    report = front_page.report_for_readme()
+    assert report, "the results lack a row of the README's table"
+    page = front_page.replaced(README, front_page.section(report, "benchmarks/results/"))
     assert page == README, "python -m benchmarks.results_page writes the table"
 
 

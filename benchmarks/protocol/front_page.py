@@ -8,7 +8,7 @@ from __future__ import annotations
 import pathlib
 import textwrap
 
-from benchmarks import llama_8b
+from benchmarks import front_picture, llama_8b
 from benchmarks.front_picture import Point
 from benchmarks.markdown import table, with_interval
 from benchmarks.protocol.caches import EXACT, README
@@ -24,6 +24,9 @@ from kvq_tools.evaluation.protocol import (
 )
 
 FILE = RESULTS / "protocol_smollm2.json"
+PAGE = pathlib.Path(__file__).parents[2] / "README.md"
+BEGIN = "<!-- made by python -m benchmarks.results_page -->"
+END = "<!-- end of what was made -->"
 LENGTH = 2048
 HEAD = (
     "cache",
@@ -78,6 +81,22 @@ def section(report: ProtocolReport, results: str) -> str:
         _note(report, results), 100, break_long_words=False, break_on_hyphens=False
     )
     return f"{table(head, lines)}\n\n{note}"
+
+
+def replaced(page: str, text: str) -> str:
+    """Return the page with `text` between the two comments. ValueError if a comment is missing."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page lacks {BEGIN!r} or, after it, {END!r}")
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+
+
+def picture(report: ProtocolReport) -> str:
+    """Render the README's picture."""
+    return front_picture.picture(
+        points(report), len(report.headline), "a novel and code", "two texts"
+    )
 
 
 def points(report: ProtocolReport) -> list[Point]:

@@ -24,7 +24,8 @@ def page(report: ProtocolReport, file: pathlib.Path) -> str:
         chosen = sorted(rows, key=lambda row: (row.own_windows, row.sizes_8b()[0].resident))
         parts += [f"## {context} tokens, {WORDS[reading]}", _table(report, chosen)]
         equal = [row for row in chosen if not row.own_windows]
-        parts.append(verdict(report, equal))
+        if len(equal) > 1:
+            parts.append(verdict(report, equal))
     decoded = _decoded_over_prompt(report)
     if decoded:
         parts += [

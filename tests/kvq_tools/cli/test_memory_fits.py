@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import kvq_jax as kvq
-from benchmarks import measured_caches, readme_table
+from benchmarks import measured_caches
 from kvq_tools.planning import measured
 
 ACCUMULATING = "xquant_cl:bits=2,sink=32,recent=96"  # has working memory beside the cache
@@ -70,7 +70,7 @@ def test_if_nothing_fits_the_table_says_what_would(config, run, run_json):
 
 
 def test_the_measured_caches_are_those_of_the_committed_results():
-    made = measured_caches.contents(readme_table.read())
+    made = measured_caches.contents(measured_caches.read())
     assert measured_caches.FILE.read_text(encoding="utf-8") == made, (
         "run python -m benchmarks.results_page"
     )
