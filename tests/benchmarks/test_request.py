@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks.cpu.request import __main__ as command
@@ -91,3 +93,10 @@ def test_the_page_has_medians_speeds_and_reasons(tmp_path: pathlib.Path):
     assert "| 128 | kvq, dense | 64.0 | 2000 | 4.00 | 250.0 | 5 |" in text
     assert "| 128 | llama.cpp, dense | 64.0 | 2000 | 8.00 | 125.0 | 5 |" in text
     assert "- the model has 8192 positions: smollm2, 128 tokens, 1 cores: kvq dense" in text
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
+    large = np.ones(1 << 26)  # 512 MiB
+    code = "from benchmarks.cpu.request import child; print(child.peak_bytes())"
+    alone = int(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert 0 < alone < large.nbytes <= child.peak_bytes()
