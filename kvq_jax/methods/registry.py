@@ -13,55 +13,78 @@ Such a method has the whole interface of docs/adding_a_method.md, which may chan
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
 from kvq_jax.methods.base import Method
-from kvq_jax.methods.dense import Dense
-from kvq_jax.methods.floats import FP8, MXFP4, NVFP4
-from kvq_jax.methods.formats import TokenFormat
-from kvq_jax.methods.gear import Gear
-from kvq_jax.methods.innerq import InnerQ
-from kvq_jax.methods.kivi import Kivi
-from kvq_jax.methods.kvarn import KVarN
-from kvq_jax.methods.kvquant import KVQuant
-from kvq_jax.methods.oscar_omni import OscarOmni
-from kvq_jax.methods.oscar_spectral import OscarSpectral
-from kvq_jax.methods.polarquant import PolarQuant
-from kvq_jax.methods.squat import Squat, SquatPre
-from kvq_jax.methods.turboquant import TurboQuant
-from kvq_jax.methods.waterfill import Waterfill
-from kvq_jax.methods.xquant import XQuant, XQuantCL
-from kvq_jax.methods.zipcache import ZipCache
 
-METHODS: dict[str, Method] = {
-    "dense": Dense(),
-    "kivi": Kivi(),
-    "innerq": InnerQ(),
-    "kvquant": KVQuant(),
-    "polarquant": PolarQuant(),
-    "squat": Squat(),
-    "squat_pre": SquatPre(),
-    "waterfill": Waterfill(),
-    "gear": Gear(),
-    "zipcache": ZipCache(),
-    "turboquant": TurboQuant(),
-    "kvarn": KVarN(),
-    "oscar_omni": OscarOmni(),
-    "oscar_spectral": OscarSpectral(),
-    "xquant": XQuant(),
-    "xquant_cl": XQuantCL(),
-    "int2": TokenFormat("int", 2),
-    "int3": TokenFormat("int", 3),
-    "int4": TokenFormat("int", 4),
-    "int8": TokenFormat("int", 8),
-    "nf2": TokenFormat("nf", 2),
-    "nf3": TokenFormat("nf", 3),
-    "nf4": TokenFormat("nf", 4),
-    "fp8": FP8(),
-    "mxfp4": MXFP4(),
-    "nvfp4": NVFP4(),
+# name in a spec: folder, class, and the arguments of its default instance
+_BUILT_IN: dict[str, tuple[Any, ...]] = {
+    "dense": ("dense", "Dense"),
+    "kivi": ("kivi", "Kivi"),
+    "innerq": ("innerq", "InnerQ"),
+    "kvquant": ("kvquant", "KVQuant"),
+    "polarquant": ("polarquant", "PolarQuant"),
+    "squat": ("squat", "Squat"),
+    "squat_pre": ("squat", "SquatPre"),
+    "waterfill": ("waterfill", "Waterfill"),
+    "gear": ("gear", "Gear"),
+    "zipcache": ("zipcache", "ZipCache"),
+    "turboquant": ("turboquant", "TurboQuant"),
+    "kvarn": ("kvarn", "KVarN"),
+    "oscar_omni": ("oscar_omni", "OscarOmni"),
+    "oscar_spectral": ("oscar_spectral", "OscarSpectral"),
+    "xquant": ("xquant", "XQuant"),
+    "xquant_cl": ("xquant", "XQuantCL"),
+    "int2": ("formats", "TokenFormat", "int", 2),
+    "int3": ("formats", "TokenFormat", "int", 3),
+    "int4": ("formats", "TokenFormat", "int", 4),
+    "int8": ("formats", "TokenFormat", "int", 8),
+    "nf2": ("formats", "TokenFormat", "nf", 2),
+    "nf3": ("formats", "TokenFormat", "nf", 3),
+    "nf4": ("formats", "TokenFormat", "nf", 4),
+    "fp8": ("floats", "FP8"),
+    "mxfp4": ("floats", "MXFP4"),
+    "nvfp4": ("floats", "NVFP4"),
 }
+
+
+class MethodTable(MutableMapping[str, Method]):
+    """The methods by name, in the order in which they are listed. A method of ours is imported when
+    it is looked up, so that a program pays for the methods that it uses."""
+
+    def __init__(self, built_in: Mapping[str, tuple[Any, ...]]) -> None:
+        self._built_in = built_in
+        self._methods: dict[str, Method | None] = dict.fromkeys(built_in)
+
+    def __getitem__(self, name: str) -> Method:
+        method = self._methods[name]
+        if method is None:
+            folder, class_name, *arguments = self._built_in[name]
+            module = importlib.import_module(f"kvq_jax.methods.{folder}")
+            method = self._methods[name] = getattr(module, class_name)(*arguments)
+        return method
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._methods)
+
+    def __len__(self) -> int:
+        return len(self._methods)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._methods
+
+    def __setitem__(self, name: str, method: Method) -> None:
+        self._methods[name] = method
+
+    def __delitem__(self, name: str) -> None:
+        del self._methods[name]
+
+
+METHODS = MethodTable(_BUILT_IN)
 
 ENTRY_POINTS = "kvq_jax.methods"  # the group in a package's metadata
 
