@@ -92,7 +92,7 @@ def test_the_page_has_medians_speeds_and_reasons(tmp_path: pathlib.Path):
     text = report.page(RequestReport(**common), tmp_path / "request.json")
     assert "| 128 | kvq, dense | 64.0 | 2000 | 4.00 | 250.0 | 5 |" in text
     assert "| 128 | llama.cpp, dense | 64.0 | 2000 | 8.00 | 125.0 | 5 |" in text
-    assert "- the model has 8192 positions: smollm2, 128 tokens, 1 cores: kvq dense" in text
+    assert "- the model has 8192 positions: smollm2, one core, 128 tokens (kvq dense)" in text
 
 
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():

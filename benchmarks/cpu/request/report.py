@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import pathlib
 import statistics
+import textwrap
 
 from benchmarks.cpu.request.plan import ATTENTION, Cell
 from benchmarks.markdown import head, table
@@ -63,19 +64,32 @@ def page(report: RequestReport, file: pathlib.Path) -> str:
     versions = sorted({f"{row.system} {row.version}" for row in rows})
     parts = [
         *head(report, file, f"{report.cpu}, {report.cores} cores."),
-        f"{ABOUT} {OF_ATTENTION}",
+        textwrap.fill(f"{ABOUT} {OF_ATTENTION}", 100),
         "\n".join(f"- {version}" for version in versions),
     ]
     for (model, cores), of_table in itertools.groupby(sorted(rows, key=_table), key=_table):
         parts += [f"## {model}, {_cores(cores)}", _rows(list(of_table))]
-    missing: dict[str, list[str]] = {}
+    if missing := _missing(report):
+        parts += ["## Not measured", *missing]
+    return "\n\n".join(parts)
+
+
+def _missing(report: RequestReport) -> list[str]:
+    """Return a line for each reason: the tables' prompts, and their ways if some were measured."""
+    ways: dict[str, dict[str, list[str]]] = {}
     for row in report.rows:
         if row.skipped:
-            missing.setdefault(row.skipped, []).append(str(row.cell))
-    if missing:
-        parts += ["## Not measured"]
-        parts += [f"- {reason}: {'; '.join(names)}" for reason, names in missing.items()]
-    return "\n\n".join(parts)
+            prompt = f"{row.model}, {_cores(row.cores)}, {row.prompt} tokens"
+            ways.setdefault(row.skipped, {}).setdefault(prompt, []).append(
+                f"{row.system} {row.way}"
+            )
+    measured = {(row.model, row.cores, row.prompt) for row in report.rows if row.samples_ms}
+    some = {f"{model}, {_cores(cores)}, {prompt} tokens" for model, cores, prompt in measured}
+    return [
+        f"- {reason}: "
+        + "; ".join(f"{p} ({', '.join(names)})" if p in some else p for p, names in prompts.items())
+        for reason, prompts in ways.items()
+    ]
 
 
 def _rows(rows: list[RequestRow]) -> str:
