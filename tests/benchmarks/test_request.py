@@ -32,9 +32,9 @@ def row(system: str, step_ms: float) -> RequestRow:
 def test_short_prompts_of_every_way_come_before_long_ones():
     cells = list(plan.cells(tuple(plan.WAYS), tuple(plan.MODULES), (1024, 128), (1, 2)))
     assert [cell.prompt for cell in cells] == sorted(cell.prompt for cell in cells)
-    assert len(set(cells)) == len(cells) == 2 * 2 * (12 + 3)
+    assert len(set(cells)) == len(cells) == 2 * 2 * (13 + 4)
     only = list(plan.cells([plan.SMOLLM2], [plan.LLAMA_CPP], (128,), (1,)))
-    assert [cell.way for cell in only] == ["f16", "q8_0", "q4_0"]
+    assert [cell.way for cell in only] == ["f16", "f16, two products", "q8_0", "q4_0"]
 
 
 def test_a_prompt_repeats_the_text_to_its_length(tmp_path: pathlib.Path):

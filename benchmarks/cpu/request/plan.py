@@ -26,11 +26,11 @@ WAYS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{ATTENTION}kivi:bits=4",
             f"{ATTENTION}dense",
         ),
-        LLAMA_CPP: ("f16", "q8_0", "q4_0"),
+        LLAMA_CPP: ("f16", "f16, two products", "q8_0", "q4_0"),
         TRANSFORMERS: ("float32", "bfloat16", "float32, 4 bits"),
         ONNX: (f"{ATTENTION}float32",),
     },
-    LLAMA_1B: {KVQ: ("kivi:bits=4",), LLAMA_CPP: ("f16", "q4_0")},
+    LLAMA_1B: {KVQ: ("kivi:bits=4",), LLAMA_CPP: ("f16", "f16, two products", "q4_0")},
 }
 
 

@@ -1,5 +1,5 @@
-"""Measure llama.cpp. The way is the type of its cache: f16, q8_0 or q4_0. Quantized values need
-its flash attention."""
+"""Measure llama.cpp. The way is the type of its cache, f16, q8_0 or q4_0, with its flash attention,
+which quantized values need. The way `f16, two products` does without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.cpu.request.child import Request, measured_by, request_times
 
+TWO_PRODUCTS = ", two products"
 KINDS = {"f16": 1, "q4_0": 2, "q8_0": 8}  # of ggml's types
 
 
@@ -17,15 +18,16 @@ def measure(request: Request) -> dict[str, Any]:
     version = importlib.metadata.version("llama-cpp-python")
     instructions = llama_cpp.llama_print_system_info().decode()
     ids = request.prompt_ids()
+    kind = KINDS[request.way.removesuffix(TWO_PRODUCTS)]
     llama = llama_cpp.Llama(
         request.model,
         n_ctx=len(ids) + request.steps + 8,
         n_batch=512,
         n_threads=request.cores,
         n_threads_batch=request.cores,
-        type_k=KINDS[request.way],
-        type_v=KINDS[request.way],
-        flash_attn=True,
+        type_k=kind,
+        type_v=kind,
+        flash_attn=not request.way.endswith(TWO_PRODUCTS),
         verbose=False,
     )
     if request.warm:
