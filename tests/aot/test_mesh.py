@@ -16,18 +16,12 @@ from benchmarks.llama_8b import llama_config
 from benchmarks.machine_code.compile import compile_for, mesh_of
 from benchmarks.machine_code.launches import calibrated
 from benchmarks.machine_code.target import H200
-from benchmarks.machine_code.tools import missing
 from kvq_models import decode_step
 from kvq_models.llama.model import abstract_llama
 from kvq_models.llama.sharding import abstract_on
 from kvq_tools.cli import memory_mesh
 from pallas_kernels.launch import Launch
 from tests.multi_device.placed_runs import collectives
-
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing"),
-]
 
 # at any length XLA joins the weights of gate and up, 29 MB
 CONFIG, CAPACITY = (
