@@ -24,10 +24,7 @@ from pallas_kernels.launch import Launch
 from tests.multi_device.placed_runs import collectives
 
 # at any length XLA joins the weights of gate and up, 29 MB
-CONFIG, CAPACITY = (
-    llama_config(1),
-    10 << 20,
-)
+CONFIG, CAPACITY = (llama_config(1), 10 << 20)
 
 
 LAYERS = llama_config().num_hidden_layers  # of the whole model, which share temporary memory
