@@ -1,4 +1,4 @@
-"""Tests that compile for GPUs. They read the compiler's output, so nothing may come from a cache."""
+"""Tests that compile for GPUs. They read its output, so nothing may come from a cache."""
 
 from __future__ import annotations
 
